@@ -1,9 +1,9 @@
-"""From a value a token to one number a batch, exactly the same however the batch is cut.
+"""Aggregation of token values to one number a batch, exactly the same however the batch is cut.
 
 A loss is computed on one micro-batch of one rank at a time, but its mean is over the whole batch of the optimizer step.
 The normaliser is therefore an argument, `BatchTotals`, which the trainer sums over all ranks and micro-batches before
 the first backward; each call returns a *contribution*, and contributions add up to the mean. No call knows or needs to
-know how many others there are. Called by the losses (`losses/policy.py` and its like), and by losses of one's own.
+know how many others there are. A user's own losses call it as `losses/policy.py` and its like do.
 
 Legend: B rows of the micro-batch, T response tokens, padded.
 """
@@ -20,7 +20,7 @@ from penstock.conf.checks import one_of
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """What one optimizer step trains on, over all ranks and micro-batches.
+    """Totals of one optimizer step, over all ranks and micro-batches.
 
     >>> BatchTotals(10, 2) + BatchTotals(4, 1)
     BatchTotals(num_tokens=14, num_sequences=3, num_groups=0)
@@ -49,7 +49,7 @@ class BatchTotals:
 
     @classmethod
     def of(cls, mask_BT: Tensor) -> "BatchTotals":
-        """Of one micro-batch `[B, T]`; the sum of all of them is what `aggregate` wants."""
+        """Totals of one micro-batch `[B, T]`; the sum of all of them is what `aggregate` wants."""
         mask = as_mask(mask_BT)
         return cls(int(mask.sum()), int(mask.any(dim=-1).sum()))
 
@@ -96,5 +96,5 @@ def aggregate(values_BT: Tensor, mask_BT: Tensor, totals: BatchTotals, how: str,
 
 
 def _divide(total: Tensor, count: float) -> Tensor:
-    """A batch without a token has sum 0, and mean 0."""
+    """Divide, so that a batch without a token, whose sum is 0, has mean 0."""
     return total / count if count > 0 else total * 0.0

@@ -1,4 +1,4 @@
-"""Every algorithm that a recipe can name: those that come with Penstock, and one's own that were imported."""
+"""Every algorithm that a recipe can name: those that come with Penstock, and a user's own that were imported."""
 
 # The modules register their algorithms when they are imported.
 from penstock.algorithms.builtin import distill, grpo, policy_gradient, ppo, preferences, reward_model, sft  # noqa: F401

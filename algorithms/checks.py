@@ -1,6 +1,6 @@
-"""Bad input of losses and advantages, refused by the name of the argument, what it is, and what is expected.
+"""Checks of the input of losses and advantages: each failure names the argument, what it is, and what is expected.
 
-Called first thing by the public functions of this package. The checks look at shapes and Python numbers only, which
+The public functions of this package call them first. The checks look at shapes and Python numbers only, which
 costs nothing on a GPU; the one that looks at values (`as_mask`) does so only where the mask is not boolean already.
 """
 
@@ -13,14 +13,14 @@ from penstock.conf.errors import ConfigError, ShapeError
 
 
 def describe(value: object) -> str:
-    """`float32 [2, 7]` for a tensor, the type's name for anything else."""
+    """Describe a value: `float32 [2, 7]` for a tensor, the type's name for anything else."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(value).__name__
 
 
 def same_shape(expected: Tensor, expected_name: str, **tensors: Tensor) -> None:
-    """Every tensor has the shape of `expected`. Raises `ShapeError`."""
+    """Check that every tensor has the shape of `expected`. Raises `ShapeError`."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.shape != expected.shape:
             raise ShapeError(
@@ -29,7 +29,7 @@ def same_shape(expected: Tensor, expected_name: str, **tensors: Tensor) -> None:
 
 
 def has_axes(name: str, tensor: Tensor, axes: str) -> None:
-    """The tensor has as many dimensions as `axes` has letters, e.g. "BT". Raises `ShapeError`."""
+    """Check that the tensor has as many dimensions as `axes` has letters, e.g. "BT". Raises `ShapeError`."""
     if not isinstance(tensor, Tensor) or tensor.dim() != len(axes):
         raise ShapeError(f"{name} is {describe(tensor)}; expected a tensor [{', '.join(axes)}].")
 
@@ -46,12 +46,12 @@ def as_mask(mask: Tensor, name: str = "mask") -> Tensor:
 
 
 def non_negative(key: str, value: float) -> None:
-    """Raises `ConfigError` unless the number is finite and at least 0."""
+    """Raise `ConfigError` unless the number is finite and at least 0."""
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(f"{key}={value}: must be a finite number, at least 0.")
 
 
 def positive(key: str, value: float) -> None:
-    """Raises `ConfigError` unless the number is finite and above 0."""
+    """Raise `ConfigError` unless the number is finite and above 0."""
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{key}={value}: must be a finite number, above 0.")

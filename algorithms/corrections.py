@@ -1,8 +1,8 @@
-"""What sampled the data is not quite what is trained: importance weights between the two.
+"""Corrections of the difference between the policy that sampled and the one that is trained: importance weights.
 
 The engine's log-probabilities (other kernels, other precision, perhaps weights a few updates old) differ from the
 trainer's. A correction turns their ratio into a constant weight a token, and the weight multiplies the policy term of
-the loss (2505.24298 separates the two ratios in this way). Called by `losses/policy.py`; one's own is
+the loss (2505.24298 separates the two ratios in this way). `losses/policy.py` applies it; a user's own is
 
     @correction("mine")
     def mine(old_BT, behavior_BT, mask_BT, *, cap: Positive = 2.0):
@@ -29,7 +29,7 @@ from penstock.algorithms.ratios import log_ratio, sequence_log_ratio
 from penstock.conf.errors import ConfigError
 
 Mean = Callable[[Tensor], Tensor]
-"""A token value `[B, T]` to this micro-batch's contribution to its mean."""
+"""A function from a token value `[B, T]` to this micro-batch's contribution to its mean."""
 Weighted = tuple[Tensor, dict[str, Tensor]]
 """Weights `[B, T]` and token values of metrics, `[B, T]` each."""
 Correction = Callable[..., Weighted]
@@ -39,7 +39,7 @@ correction = CORRECTIONS.register
 
 
 def truncated_importance_weight(trainer_logprobs: Tensor, behavior_logprobs: Tensor, cap: float) -> Tensor:
-    """`min(π_trainer / π_behavior, cap)` a token: float32, detached, within [exp(-20), cap].
+    """The weight `min(π_trainer / π_behavior, cap)` a token: float32, detached, within [exp(-20), cap].
 
     `trainer_logprobs`: the trainer's own, at the start of the batch. `behavior_logprobs`: the engine's, when it
     sampled. Both of the same shape, natural logarithm. Raises `ShapeError`, `ConfigError`.

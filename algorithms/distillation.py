@@ -4,7 +4,7 @@
        └─▶ teacher ─ teacher_logprobs ─────┘
 
 A policy gradient with this advantage goes down KL(student || teacher) on the student's own samples: no reward, and a
-signal for each token. `reverse_kl_advantage` is called by a `compute` stage with `per="sample"`; the padded form is for
+signal for each token. `reverse_kl_advantage` is for a `compute` stage with `per="sample"`; the padded form is for
 losses that have the trainer's own log-probabilities.
 
 Legend: B rows of the micro-batch, T response tokens, padded; T_i tokens of row i.
@@ -66,7 +66,8 @@ def padded_reverse_kl_advantage(
     discount: float = 0.0,
     clamp: float = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """`reverse_kl_advantage` of a padded micro-batch: `[B, T]` each, returns `[B, T]` float32, detached, 0 in padding.
+    """Compute `reverse_kl_advantage` of a padded micro-batch: `[B, T]` each, returns `[B, T]` float32, detached, 0 in
+    padding.
 
     What lies under padding, NaN included, is ignored; the sum over later tokens is taken in float64.
     Raises `ShapeError`, `ConfigError`.
@@ -81,7 +82,7 @@ def padded_reverse_kl_advantage(
 
 
 def discounted_sums(values_BT: Tensor, discount: float) -> Tensor:
-    """`S_t = Σ_{k ≥ t} discount^(k - t) · values_k` along the last axis, in log2(T) steps.
+    """The sums `S_t = Σ_{k ≥ t} discount^(k - t) · values_k` along the last axis, in log2(T) steps.
 
     A window of n terms becomes one of 2n by adding that which starts n later: S_2n(t) = S_n(t) + discount^n S_n(t + n).
     """

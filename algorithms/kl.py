@@ -34,7 +34,7 @@ ESTIMATORS = ("k1", "k2", "k3", "k1_st", "k3_st")
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k3") -> Tensor:
-    """Elementwise estimate, float32, of the inputs' shape, exactly 0 where the two agree.
+    """The estimate, elementwise, float32, of the inputs' shape, exactly 0 where the two agree.
 
     `logprobs`: of the policy, with gradient; `reference_logprobs`: of the reference, constant. Log-ratios are clamped
     to ±20; beyond that the gradient is zero. Raises `ShapeError`, `ConfigError`.
@@ -60,7 +60,7 @@ def _value(r: Tensor, estimator: str) -> Tensor:
 def kl_penalty(
     logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *, coef: float | Tensor, estimator: str = "k1"
 ) -> Tensor:
-    """What to subtract from the reward of each token, `coef · k(π || π_reference)`: 1909.08593 eq. 2, a token.
+    """The penalty to subtract from the reward of each token, `coef · k(π || π_reference)`: 1909.08593 eq. 2, a token.
 
     All `[B, T]`; what is under `mask == 0` is ignored, NaN included. Returns `[B, T]` float32 without gradient, 0 in
     padding. `coef`: a number, or one a row `[B]`. k1 by default: summed over a response it is exactly the log-ratio of
@@ -95,7 +95,7 @@ class AdaptiveKl:
     target: float
     gain: float = 0.1
     kl: float = 0.0
-    """What was seen last, in nats a response."""
+    """The divergence that was seen last, in nats a response."""
 
     def __post_init__(self) -> None:
         non_negative("kl_coef", self.coef)
@@ -110,5 +110,5 @@ class AdaptiveKl:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`kl_coef`, of the next step; `response_kl`, of the last one."""
+        """Metrics `kl_coef`, of the next step, and `response_kl`, of the last one."""
         return {"kl_coef": self.coef, "response_kl": self.kl}

@@ -1,4 +1,4 @@
-"""Functions by name: what `@surrogate`, `@correction` and `@advantage` put in, and what a configuration finds again.
+"""Functions by name: `@surrogate`, `@correction` and `@advantage` put them in, and a configuration finds them again.
 
 SURROGATES: Named[Surrogate] = Named("algorithm.surrogate")
 surrogate = SURROGATES.register
@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Function)
 class Named(dict[str, Function]):
     """A mapping of names to functions. `key`: the configuration's key, for messages.
 
-    A name is known where its file has been imported. A process that has not imported one's own file can still run the
+    A name is known where its file has been imported. A process that has not imported a user's file can still run the
     function: `find` takes the function itself in place of its name, and a function travels with the `partial` that
     holds it.
     """

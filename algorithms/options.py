@@ -8,7 +8,7 @@ A formula declares its settings as keyword-only parameters with a type, and its 
     checked_options(mine, {"clip": -1}, "algorithm.surrogate_options")
     # ConfigError: algorithm.surrogate_options.clip=-1: must be a finite number, at least 0.
 
-Called by `losses/policy.py`, and by whoever wants a wrong option refused before a run starts.
+A wrong option can so be refused before a run starts.
 """
 
 import inspect
@@ -33,9 +33,9 @@ class Limit:
 
 
 NonNegative = Annotated[float, Limit(non_negative)]
-"""Finite, at least 0: distances, coefficients, clips."""
+"""A number that is finite and at least 0: distances, coefficients, clips."""
 Positive = Annotated[float, Limit(positive)]
-"""Finite, above 0: temperatures, caps, divisors."""
+"""A number that is finite and above 0: temperatures, caps, divisors."""
 
 
 def checked_options(function: Callable[..., Any], options: Options, key: str) -> dict[str, Any]:
@@ -58,7 +58,8 @@ def checked_options(function: Callable[..., Any], options: Options, key: str) ->
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """A function that was pickled by value leaves behind what only its annotations name, if they are strings."""
+    """Type hints of a function. One that was pickled by value leaves behind what only its annotations name, if they are
+    strings."""
     try:
         routine = function if inspect.isroutine(function) else type(function).__call__
         return typing.get_type_hints(routine, include_extras=True)

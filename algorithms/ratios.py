@@ -1,7 +1,6 @@
-"""How much more likely one policy finds a sampled token, or a whole response, than another: in logarithms.
+"""Log-ratios of the probabilities that two policies give a sampled token, or a whole response.
 
-Every exp of a difference of log-probabilities in this package goes through one of these two, which clamp it. Called by
-`kl.py`, `corrections.py` and the surrogates in `losses/`.
+Every exp of a difference of log-probabilities in this package goes through one of these two, which clamp it.
 
 Legend: B rows of the micro-batch, T response tokens, padded.
 """
@@ -12,14 +11,14 @@ from penstock.algorithms.aggregation import in_float32
 from penstock.conf.checks import one_of
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before exp. exp(20) = 4.9e8 is finite in float32 and far beyond any ratio that is not a
-bug; beyond the bound the gradient is zero."""
+"""The bound that log-ratios are clamped to before exp, ±20. exp(20) = 4.9e8 is finite in float32 and far beyond any
+ratio that is not a bug; beyond the bound the gradient is zero."""
 
 SEQUENCE_RATIOS = ("geometric", "product")
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """`numerator - denominator` of two log-probabilities, float32, clamped to ±`LOG_RATIO_BOUND`."""
+    """The difference `numerator - denominator` of two log-probabilities, float32, clamped to ±`LOG_RATIO_BOUND`."""
     return (in_float32(numerator) - in_float32(denominator)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 

@@ -1,6 +1,6 @@
 """Algorithms by name, for recipes: `@algorithm("grpo")` puts them here, `catalogue.py` finds them.
 
-One's own, in any file that the recipe imports (or `algorithm=my_file.py:my_algo`):
+A user's own, in any file that the recipe imports (or `algorithm=my_file.py:my_algo`):
 
     @dataclass
     class MyConfig(AlgorithmConfig):

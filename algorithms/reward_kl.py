@@ -28,7 +28,7 @@ def penalized_reward(
     reference_logprobs: list[Tensor],
     kl_coef: Tensor | float,
 ) -> Tensor:
-    """`r - kl_coef · log (π(y | x) / π_ref(y | x))` a sample, `[N]` float32: 1909.08593 eq. 2.
+    """The reward `r - kl_coef · log (π(y | x) / π_ref(y | x))` a sample, `[N]` float32: 1909.08593 eq. 2.
 
     `reward`: `[N]`, finite. `behavior_logprobs`, `reference_logprobs`: `[T_i]` each, of the policy when it sampled and
     of the reference. `kl_coef`: a number, or one a sample `[N]`. Raises `ShapeError`.
@@ -42,8 +42,8 @@ def penalized_reward(
 
 
 def response_kl(behavior_logprobs: list[Tensor], reference_logprobs: list[Tensor]) -> Tensor:
-    """k1 of each response, the sum of its tokens' log-ratios: `[N]` float64, in nats; its mean is an unbiased estimate
-    of KL(π || π_ref). Log-ratios of tokens are clamped to ±20. Raises `ShapeError`."""
+    """The k1 of each response, the sum of its tokens' log-ratios: `[N]` float64, in nats; its mean is an unbiased
+    estimate of KL(π || π_ref). Log-ratios of tokens are clamped to ±20. Raises `ShapeError`."""
     if len(behavior_logprobs) != len(reference_logprobs):
         raise ShapeError(
             f"reference_logprobs has {len(reference_logprobs)} rows; expected {len(behavior_logprobs)}, as many as "

@@ -1,4 +1,4 @@
-"""What is done to rewards, and to groups, before there is an advantage: functions of `compute` and `filter` stages.
+"""Changes of rewards, and of groups, before there is an advantage: functions of `compute` and `filter` stages.
 
 Legend: G samples of one group (the same prompt); N rows of a unit.
 """
@@ -12,8 +12,8 @@ from penstock.conf.errors import ConfigError, ShapeError
 
 
 def has_signal(reward: Tensor) -> bool:
-    """Whether the rewards of a group differ. A group that agrees has advantage 0 throughout: DAPO's dynamic sampling
-    keeps those with `0 < correct < G`, 2503.14476 eq. 11.
+    """Return whether the rewards of a group differ. A group that agrees has advantage 0 throughout: DAPO's dynamic
+    sampling keeps those with `0 < correct < G`, 2503.14476 eq. 11.
 
     `reward`: `[G]`, finite. Raises `ShapeError`.
     """

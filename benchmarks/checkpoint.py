@@ -1,5 +1,5 @@
-"""What a checkpoint costs: training held up by a save that is waited for, and by one that is not; time to resume. And
-what a copy of the state costs that a rank keeps in shared memory.
+"""Costs of a checkpoint: training held up by a save that is waited for, and by one that is not; time to resume; and the
+copy of the state that a rank keeps in shared memory.
 
     python -m benchmarks.checkpoint --json checkpoint.json
 
@@ -41,7 +41,7 @@ TARGET_SIZE = "500M"
 NUM_ROWS, NUM_TOKENS = 4, 64
 ROUNDS = 7
 RESUMED_ROUNDS = 3
-"""In which the state is also read back, and kept in shared memory and restored."""
+"""Number of rounds in which the state is also read back, and kept in shared memory and restored."""
 KINDS = ("synchronous", "asynchronous")
 Round = dict[str, Any]
 
@@ -64,7 +64,7 @@ class Side:
         self.state = TrainingState({"policy": self.trainer})
         self.kept, self.num_kept = KeptState(self.state, self.trainer, memory), 0
         self.has_room = True
-        """For two copies in shared memory."""
+        """True while there is room for two copies in shared memory."""
         self.num_parameters = sum(parameter.numel() for parameter in self.trainer.model.parameters())
         self.update()
         for _ in range(2):  # the copies' pages are fresh the first time
@@ -77,7 +77,7 @@ class Side:
         return time.perf_counter() - start
 
     def save(self, *, wait: bool) -> dict[str, float]:
-        """An update, a save, and the update after it; seconds."""
+        """Time an update, a save, and the update after it, in seconds."""
         alone = self.update()
         target = self.folder / "saved"
         shutil.rmtree(target, ignore_errors=True)
@@ -95,7 +95,7 @@ class Side:
                 }  # fmt: skip
 
     def keep(self) -> float:
-        """A copy in shared memory; not a number without room for two."""
+        """Make a copy in shared memory. Returns seconds; not a number without room for two."""
         if not self.has_room:
             return math.nan
         self.num_kept += 1
@@ -133,7 +133,7 @@ def measure(size: str, folder: Path, memory: str, num_rounds: int) -> list[Round
 
 
 def median(key: str, kind: str = "") -> Callable[[Sequence[Round]], float]:
-    """The statistic of rounds: of one kind of save, or of those that have it. Not a number where one is not."""
+    """Make the statistic of rounds: of one kind of save, or of those that have it. Not a number where one is not."""
 
     def of(rounds: Sequence[Round]) -> float:
         values = [entry[kind][key] for entry in rounds] if kind else [one[key] for one in rounds if key in one]
@@ -143,14 +143,14 @@ def median(key: str, kind: str = "") -> Callable[[Sequence[Round]], float]:
 
 
 def held(kind: str) -> Callable[[Sequence[Round]], float]:
-    """The statistic: seconds by which a save and the next update are longer than the update before."""
+    """Make the statistic of the seconds by which a save and the next update are longer than the update before."""
     return lambda rounds: float(
         statistics.median(entry[kind]["with_update_s"] - entry[kind]["alone_s"] for entry in rounds)
     )
 
 
 def share(of: Callable[[str], Callable[[Sequence[Round]], float]]) -> Callable[[Sequence[Round]], float]:
-    """The statistic: that of a save which is not waited for over that of one which is; at least 0."""
+    """Make the statistic of a save that is not waited for over that of one which is; at least 0."""
     return lambda rounds: max(0.0, of("asynchronous")(rounds)) / of("synchronous")(rounds)
 
 
@@ -159,7 +159,7 @@ def blocked(kind: str) -> Callable[[Sequence[Round]], float]:
 
 
 def between(rounds: Sequence[Round], statistic: Callable[[Sequence[Round]], float], form: str = ".2f") -> str:
-    """With its interval."""
+    """Format a statistic with its interval."""
     low, high = interval(rounds, statistic)
     return f"{statistic(rounds):{form}} ({low:{form}} to {high:{form}})"
 

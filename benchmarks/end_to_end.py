@@ -30,26 +30,26 @@ from penstock.workers.models.fresh import build_fresh_model
 
 NUM_PROMPTS = 512
 WORKLOADS = {"fixed": 64, "long_tailed": 256}
-"""Most new tokens."""
+"""Most new tokens, by workload."""
 SETTLE_STEPS = 3
-"""Steps of TRL before each of its rounds, not measured: its first ones after a pause are slow. Penstock leaves out
-as many by itself."""
+"""Number of TRL's steps before each of its rounds, not measured: its first ones after a pause are slow. Penstock leaves
+out as many by itself."""
 TRL_ENGINES = {"trl": "generate", "trl_continuous": "continuous", "trl_vllm": "vllm"}
 BOUND = "trl_vllm"
-"""No engine that trains: nothing is compared with it."""
+"""A side that is no engine that trains: nothing is compared with it."""
 STALENESS = {"hf": 0, "sync": 0, "async": 1}
 PENSTOCK_SETTINGS = {
     "hf": ["rollout.engine=hf", "rollout.num_workers=2", "rollout.num_threads=1"],
     "sync": ["rollout.num_workers=2", "rollout.num_threads=1", "rollout.enforce_eager=false"],
     "async": ["rollout.enforce_eager=false"],
 }
-"""Those that were fastest here, as for TRL: layers of the engine compiled, and where nobody trains meanwhile an engine
-on each core. An asynchronous run finds its numbers of threads by itself."""
+"""Settings that were fastest here, as for TRL: layers of the engine compiled, and where nothing trains meanwhile an
+engine on each core. An asynchronous run finds its numbers of threads by itself."""
 SIDES = (*TRL_ENGINES, *STALENESS)
 ENVIRONMENT = SETTINGS
-"""Of every side. Penstock's ranks and engines have it by themselves."""
+"""Environment variables of every side. Penstock's ranks and engines have them by themselves."""
 STEPS = {"fixed": 6, "long_tailed": 3}
-"""Measured steps a round."""
+"""Number of measured steps a round."""
 NUM_ROUNDS = 3
 TARGETS = {("fixed", "sync"): 1.1, ("fixed", "async"): 1.4, ("long_tailed", "sync"): 2.0, ("long_tailed", "async"): 3.5}
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
@@ -104,19 +104,19 @@ def of_side(rounds: list[dict[str, Any]], workload: str, side: str) -> list[dict
 
 
 def rates(rounds: list[dict[str, Any]], workload: str, side: str, unit: str = "samples") -> list[float]:
-    """A second, of each round."""
+    """Rates of each round, a second."""
     return [entry[unit] / entry["seconds"] for entry in of_side(rounds, workload, side)]
 
 
 def fastest_trl(rounds: list[dict[str, Any]], workload: str) -> str | None:
-    """The side with the highest median. None where TRL was not measured."""
+    """Find the side with the highest median. None where TRL was not measured."""
     measured = {entry["side"] for entry in rounds if entry["workload"] == workload}
     sides = [side for side in TRL_ENGINES if side in measured and side != BOUND]
     return max(sides, key=lambda side: statistics.median(rates(rounds, workload, side)), default=None)
 
 
 def ratios(rounds: list[dict[str, Any]], workload: str, side: str, unit: str = "samples") -> list[float]:
-    """Over the rate of TRL's fastest engine in the same round; none where TRL was not measured."""
+    """Ratios to the rate of TRL's fastest engine in the same round; none where TRL was not measured."""
     trl = fastest_trl(rounds, workload)
     others = rates(rounds, workload, trl, unit) if trl else []
     return [one / other for one, other in zip(rates(rounds, workload, side, unit), others, strict=False)]

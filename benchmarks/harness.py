@@ -1,4 +1,4 @@
-"""What every benchmark shares: children that run rounds on request, the JSON file, the table.
+"""Common parts of every benchmark: children that run rounds on request, the JSON file, the table.
 
 A side of a comparison is a child process that answers a line of JSON with another one (`peers/channel.py`), so that
 sides alternate on the same cores within one run.
@@ -28,7 +28,7 @@ from penstock.workers.cpu_info import cpu_entry
 ROOT = Path(__file__).resolve().parent.parent
 SETTLE_S, SETTLE_LOOK_S = 10.0, 0.25
 RESTING_PERCENT = 10.0
-"""Of all cores: Ray's own processes take a few."""
+"""Share of all cores that counts as rest: Ray's own processes take a few."""
 BOOTSTRAP_DRAWS = 2000
 Pair = TypeVar("Pair")
 
@@ -61,8 +61,8 @@ class Child:
         start: Callable[..., "subprocess.Popen[str]"] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`peer`: a module of `benchmarks.peers`. `python`: of its environment. `start`: of another machine.
-        `environment`: variables that it has beside this process's own, or its machine's."""
+        """Start a side. `peer`: a module of `benchmarks.peers`. `python`: of its environment. `start`: of another
+        machine. `environment`: variables that it has beside this process's own, or its machine's."""
         self.name = name
         self._log = log.open("w")
         self._process = (start or _start_here)(
@@ -82,7 +82,7 @@ class Child:
         return self.ask({"steps": num_steps})
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One line there, one line back."""
+        """Send a line and read a line back."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -120,8 +120,8 @@ def settle() -> None:
 
 
 def parse_arguments(docstring: str | None, sides: Sequence[str] = ()) -> argparse.Namespace:
-    """`docstring`: of the benchmark's module; its first line is what `--help` says. `sides`: those that may be chosen
-    with `--sides`."""
+    """Parse the command line. `docstring`: of the benchmark's module; its first line is what `--help` says. `sides`:
+    those that may be chosen with `--sides`."""
     parser = argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the raw rounds and the targets here")
     parser.add_argument("--quick", action="store_true", help="about a minute: shows that it runs, measures little")
@@ -142,7 +142,8 @@ def machine() -> dict[str, Any]:
 
 
 def instructions() -> str:
-    """The widest for vectors that the CPU has: names of CPUs in the cloud say no more than whose they are."""
+    """Name of the widest vector instructions that the CPU has: names of CPUs in the cloud say little more than the
+    vendor."""
     flags = set(cpu_entry("flags").split())
     names = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
     return next((name for flag, name in names.items() if flag in flags), "no AVX2")
@@ -192,7 +193,7 @@ def interval(
 
 
 def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    """`words`, `numbers`: names of columns; numbers stand to the right of theirs."""
+    """Make a table. `words`, `numbers`: names of columns; numbers stand to the right of theirs."""
     table = Table(title=title)
     for column in words:
         table.add_column(column)
@@ -202,7 +203,7 @@ def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table
 
 
 def show(table: Table, width: int | None = None) -> None:
-    """With the CPU that it was measured on."""
+    """Print a table with the CPU that it was measured on."""
     here, console = machine(), Console(file=sys.stdout, width=width)
     console.print(table)
     console.print(f"{here['cpu']} ({here['instructions']}), {here['cores']} cores\n", highlight=False)

@@ -27,12 +27,12 @@ OTHERS = {"ppo": "reward_model", "distill": "teacher"}
 """Models that a recipe makes first, kept for the seed."""
 NUM_SEEDS = 3
 MARGIN = 0.05
-"""By which a recipe must beat its start, in accuracy."""
+"""Margin by which a recipe must beat its start, in accuracy."""
 DEADLINE_S = 600
 
 
 def penstock(words: list[str], log: Path, deadline_s: float = DEADLINE_S) -> float:
-    """Run it; seconds. Ends the benchmark if it fails."""
+    """Run the command. Returns its seconds. Ends the benchmark if it fails."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -52,7 +52,7 @@ def accuracies(directory: Path) -> list[float]:
 
 
 def measure(recipe: str, seed: int, work: Path, steps: list[str]) -> dict[str, Any]:
-    """One recipe from the seed's warm start."""
+    """Measure a recipe from the seed's warm start."""
     name = f"{recipe}-{seed}"
     words = [f"recipe={recipe}", f"seed={seed}", f"name={name}", f"output_dir={work}", *steps]
     words.append(f"model.path={work}/sft-{seed}/model")

@@ -22,7 +22,8 @@ MEASURES = {
     "code": ["accuracy/heldout"],
     "agent": ["accuracy/heldout"],
 }
-"""What is evaluated, by recipe. Nobody wins against a perfect player: its measure is the reward, 0.5 for a draw."""
+"""Measures that are evaluated, by recipe. A perfect player cannot be beaten: its measure is the reward, 0.5 for a
+draw."""
 MAX_SECONDS = 600.0
 
 

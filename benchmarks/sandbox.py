@@ -1,4 +1,4 @@
-"""How many small executions of Python a second the sandbox makes, with interpreters that stand ready and without.
+"""Rate of small executions of Python in the sandbox, with interpreters that stand ready and without.
 
     .venv/bin/python -m benchmarks.sandbox
 
@@ -30,11 +30,11 @@ def collatz(n):
 """
 CALLS, EXPECTED = [[1], [7], [27]], [Value(0), Value(16), Value(111)]
 KINDS = {"warm": (True, 300.0), "cold": (False, 25.0)}
-"""Whether fences are used again, and the executions a second to reach."""
+"""Kinds of execution: whether fences are used again, and the executions a second to reach."""
 
 
 async def run(kind: str, count: int) -> dict[str, Any]:
-    """Executions a second, once the fences stand, each of them checked."""
+    """Measure executions a second, once the fences stand, each of them checked."""
     sandbox = Sandbox(num_workers=os.cpu_count() or 1, reuse=KINDS[kind][0])
     await executed(sandbox, 2 * (os.cpu_count() or 1))
     started = time.perf_counter()
@@ -50,7 +50,7 @@ async def executed(sandbox: Sandbox, count: int) -> None:
 
 
 def measure(num_rounds: int, counts: dict[str, int]) -> list[dict[str, Any]]:
-    """Kinds alternate, so that what else the machine does hits both."""
+    """Measure rounds of both kinds. They alternate, so that what else the machine does hits both."""
     return [asyncio.run(run(kind, counts[kind])) for _ in range(num_rounds) for kind in KINDS]
 
 

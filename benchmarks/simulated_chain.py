@@ -26,7 +26,7 @@ FOREVER_S = 3600.0
 
 @dataclass(frozen=True)
 class Link:
-    """Of every node, each way. Bytes a second, seconds."""
+    """The link of every node, each way. Bytes a second, seconds."""
 
     bandwidth: float
     latency_s: float = 0.0001
@@ -40,13 +40,13 @@ class Node:
     sends_free_at: float = 0.0
     receives_free_at: float = 0.0
     pulls: dict[str, Pull] = field(default_factory=dict)
-    """By the node where the chain begins."""
+    """Pulls by the node where the chain begins."""
     logs: dict[str, list[int]] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)
     """Chunks in the order in which they came."""
     subscribers: list["Subscription"] = field(default_factory=list)
     watched: dict[str, float] = field(default_factory=dict)
-    """When silence will have lasted too long, as it looked last."""
+    """Times at which silence will have lasted too long, as the node looked last."""
     damaged: int = 0
     bytes_sent: int = 0
     finished_s: float | None = None
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass
 class Subscription:
-    """What one node has asked of another. Over when the asking one's turn is another."""
+    """A request of one node to another. Over when the asking one's turn is another."""
 
     up: Node
     down: Node
@@ -73,7 +73,7 @@ class Subscription:
 
 
 class SimulatedChain:
-    """Lifecycle: make it, arrange `dies`, `stands_still` and the rest, then `run`.
+    """A chain in virtual time. Lifecycle: make it, arrange `dies`, `stands_still` and the rest, then `run`.
 
     SimulatedChain(["a"], {"a": 64}, ["b", "c"], 2**24, Link(125e6)).run()
     """
@@ -89,8 +89,8 @@ class SimulatedChain:
         damages: Callable[[str, str, int], bool] = lambda up, down, chunk: False,
         written_s: Callable[[int], float] = lambda chunk: 0.0,
     ) -> None:
-        """`num_chunks`: of each node that has ranks. `damages`: whether a chunk is damaged this time. `written_s`: when
-        a chunk is there at its source."""
+        """Arrange the nodes. `num_chunks`: of each node that has ranks. `damages`: whether a chunk is damaged this
+        time. `written_s`: when a chunk is there at its source."""
         self.link, self.chunk_bytes, self._damages = link, chunk_bytes, damages
         self._patience = patience or Patience()
         self.now = 0.0
@@ -115,7 +115,7 @@ class SimulatedChain:
                 self._add_pull(self.nodes[name], source, chunks, upstreams(order, source, name))
 
     def dies(self, name: str, at_s: float, silently: bool = False) -> None:
-        """`silently`: its machine; else its process, so that the others' connections end."""
+        """Arrange a death. `silently`: its machine; else its process, so that the others' connections end."""
 
         def die() -> None:
             self.nodes[name].is_dead = True
@@ -127,7 +127,7 @@ class SimulatedChain:
         self.at(at_s, die)
 
     def stands_still(self, name: str, at_s: float, for_s: float) -> None:
-        """Neither sends nor asks nor hears meanwhile."""
+        """Arrange that a node neither sends nor asks nor receives meanwhile."""
 
         def stop() -> None:
             self.nodes[name].stands_still_until = self.now + for_s
@@ -135,7 +135,8 @@ class SimulatedChain:
         self.at(at_s, stop)
 
     def run(self) -> float:
-        """Until all that live have all chunks, or nothing can happen any more; when the last of them had them."""
+        """Run until all that live have all chunks, or nothing can happen any more. Returns when the last of them had
+        them."""
         while self._events and self.now < FOREVER_S and self._unfinished:
             self.now, _, happen = heapq.heappop(self._events)
             happen()
@@ -178,7 +179,7 @@ class SimulatedChain:
             self._send(one)
 
     def _watch_until_deadline(self, node: Node, source: str) -> None:
-        """Again where it has come nearer; one that has moved away is found out when it is looked at."""
+        """Watch again where the deadline has come nearer; one that has moved away is found out when it is looked at."""
         pull = node.pulls[source]
         if pull.deadline < node.watched.get(source, FOREVER_S) or node.watched[source] <= self.now:
             node.watched[source] = pull.deadline
@@ -195,7 +196,7 @@ class SimulatedChain:
         self.at(pull.not_before, lambda: self._ask(node, source))
 
     def _send(self, one: Subscription) -> None:
-        """What there is; else wait for more, and say so from time to time."""
+        """Send what there is; else wait for more, and say so from time to time."""
         if one.is_over or self._later(one.up, lambda: self._send(one)):
             return
         one.idle_since = None
@@ -218,7 +219,8 @@ class SimulatedChain:
         self.at(self.now + self._patience.heartbeat_s, lambda: self._heartbeat(one, idle_since))
 
     def _transmit(self, one: Subscription, parcel: list[int]) -> None:
-        """Both ends' links carry one parcel at a time; the next of this subscription begins when this one has left."""
+        """Transmit a parcel. Both ends' links carry one at a time; the next of this subscription begins when this one
+        has left."""
         num_bytes = sum(self._spans[chunk][1] - self._spans[chunk][0] for chunk in parcel)
         seconds = num_bytes / self.link.bandwidth
         begins = max(self.now, one.up.sends_free_at)
@@ -257,7 +259,7 @@ class SimulatedChain:
         return arrive
 
     def _tell(self, one: Subscription, say: Callable[[Pull], None]) -> Callable[[], None]:
-        """Once it has arrived, and if it is still listened to."""
+        """Make a message that is handled once it has arrived, and if it is still listened to."""
 
         def tell() -> None:
             if one.down.is_dead or one.pull.turn != one.turn or one.pull.is_complete:
@@ -273,26 +275,26 @@ class SimulatedChain:
         return tell
 
     def _later(self, node: Node, happen: Callable[[], None]) -> bool:
-        """A node that stands still does it when it goes on."""
+        """Postpone what happens to a node that stands still until it goes on."""
         if node.stands_still_until > self.now:
             self.at(node.stands_still_until, happen)
         return node.stands_still_until > self.now or node.is_dead
 
 
 def model_s(num_chunks: int, chunk_bytes: int, hops: int, link: Link) -> float:
-    """`(C + h - 1) * c / B + h * latency`: of `C` chunks of `c` bytes over `h` hops."""
+    """Time of the model, `(C + h - 1) * c / B + h * latency`: of `C` chunks of `c` bytes over `h` hops."""
     return (num_chunks + hops - 1) * chunk_bytes / link.bandwidth + hops * link.latency_s
 
 
 PAYLOAD_BYTES, CHUNK_BYTES = 2**31, 2**22
 NUM_NODES = 128
 LINK = Link(bandwidth=1.25e9, latency_s=0.0002)
-"""10 Gbit/s."""
+"""A link of 10 Gbit/s."""
 DYING = 0.01
 
 
 def measure(num_nodes: int, num_sources: int, dying: str, seed: int) -> dict[str, Any]:
-    """One version. `dying`: none, or how 1% of the nodes, at least one, die while it is under way."""
+    """Measure one version. `dying`: none, or how 1% of the nodes, at least one, die while it is under way."""
     total = PAYLOAD_BYTES // CHUNK_BYTES
     sources = {f"trainer{number}": total // num_sources for number in range(num_sources)}
     receivers = [f"node{number:03}" for number in range(num_nodes)]

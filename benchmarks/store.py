@@ -35,9 +35,10 @@ CASES: dict[str, dict[str, int]] = {
     "d": {**SHORT, "resident": 100_000},
 }
 ROWS = {"a": 4096, "b": 1024, "c": 512, "d": 2048}
-"""Of a round: short ones, since what is slow at the beginning would vanish in long ones."""
+"""Number of rows of a round: short ones, since what is slow at the beginning would vanish in long ones."""
 IN_FLIGHT = {"a": 4, "b": 4, "c": 32, "d": 4}
-"""Requests that each process has under way at a time, on either side. In (c) TransferQueue is as fast with 4."""
+"""Number of requests that each process has under way at a time, on either side. In (c) TransferQueue is as fast with
+4."""
 NUM_STARTS = 3
 NUM_WARM = 2
 SIDES = ("TransferQueue", "Penstock")
@@ -48,13 +49,13 @@ MEGABYTES = (
 )  # fmt: skip
 Round = dict[str, Any]
 TARGETS = {"a": 10.0, "b": 3.0, "c": 5.0, "d": 20.0}
-"""Times TransferQueue, end to end through the stages."""
+"""Ratios to TransferQueue, end to end through the stages."""
 RAW_SHARE = 0.5
-"""Of the raw limit, in (b)."""
+"""Share of the raw limit, in (b)."""
 
 
 def measure(case: str, work: Path, num_starts: int) -> list[Round]:
-    """Rounds of both sides and the raw limit, alternating."""
+    """Measure rounds of both sides and the raw limit, alternating."""
     rounds: list[Round] = []
     for start in range(num_starts):
         sides = {
@@ -72,7 +73,7 @@ def measure(case: str, work: Path, num_starts: int) -> list[Round]:
 
 
 def ask_all(case: str, sides: dict[str, Child]) -> Iterator[Round]:
-    """The rounds of one start, in each the same rows on all sides."""
+    """Ask for the rounds of one start, in each the same rows on all sides."""
     stages = [*(("stages", side) for side in SIDES), ("raw", "Ray"), ("alone", "Ray")]
     rounds = [("cold", stages), *NUM_WARM * [("warm", stages)]]
     rounds += [("warm", [(op, side) for side in SIDES]) for op in ("put", "lease")]
@@ -87,7 +88,7 @@ def ask_all(case: str, sides: dict[str, Child]) -> Iterator[Round]:
 
 
 def rates(rounds: list[Round], case: str, state: str, op: str, side: str, unit: str = "rows") -> dict[Any, float]:
-    """Rows (or bytes) a second, by round."""
+    """Rates in rows (or bytes) a second, by round."""
     wanted = (case, state, op, side)
     some = [entry for entry in rounds if tuple(entry[key] for key in ("case", "state", "op", "side")) == wanted]
     return {(entry["start"], entry["seed"]): entry[unit] / entry["seconds"] for entry in some}
@@ -103,14 +104,14 @@ def ratios(rounds: list[Round], case: str, state: str, op: str) -> list[float]:
 
 
 def raw_shares(rounds: list[Round], case: str, state: str) -> list[float]:
-    """Of the limit, round by round."""
+    """Shares of the limit, round by round."""
     ours = rates(rounds, case, state, "stages", "Penstock", "bytes")
     raw, alone = (rates(rounds, case, state, op, "Ray", "bytes") for op in ("raw", "alone"))
     return over(ours, {key: max(rate, alone.get(key, 0.0)) for key, rate in raw.items()})
 
 
 def spread(found: Iterable[float], digits: int = 0) -> str:
-    """Median, lowest and highest."""
+    """Format median, lowest and highest."""
     values = list(found)
     if not values:
         return "-"
@@ -158,8 +159,8 @@ def ledger_spec(group_size: int) -> StoreSpec:
 
 
 def drive(ledger: Ledger, num_rounds: int, latencies: list[float]) -> int:
-    """`num_rounds` batches through all stages, with as many groups resident at the end as at the start; transitions of
-    a row by a stage."""
+    """Drive `num_rounds` batches through all stages, with as many groups resident at the end as at the start. Returns
+    the transitions of a row by a stage."""
     spec, clock = ledger.spec, time.perf_counter
     facts = {
         "rollout": Facts([64] * 64, [0] * 64, [8] * 64, None, "response_ids", [8] * 64),
@@ -203,7 +204,7 @@ def _first(facts: Facts, count: int) -> Facts:
 
 
 def measure_ledger(resident_rows: int, quick: bool) -> dict[str, float]:
-    """Transitions a second of CPU time, latency of decisions with rows resident, and their control state."""
+    """Measure transitions a second of CPU time, latency of decisions with rows resident, and their control state."""
     ledger = Ledger(ledger_spec(8))
     drive(ledger, 20, [])
     start = time.process_time()

@@ -1,4 +1,5 @@
-"""How long one call holds the store's event loop, in which nobody else is served, with 10^5 and 10^6 rows resident.
+"""Longest time that one call holds the store's event loop, in which no other is served, with 10^5 and 10^6 rows
+resident.
 
     .venv/bin/python -m benchmarks.store_holds --json holds.json
 
@@ -39,17 +40,17 @@ SIZE, PUT, SOME = 8, 512, 64
 """Samples of a group; groups of a put while it is filled, and of a call that is measured."""
 ROWS_OF_A_SEGMENT = 100
 LARGE_MIB = 64
-"""Of a batch that does not fit the budget of shared memory any more."""
+"""Size of a batch that does not fit the budget of shared memory any more, in MiB."""
 MOST_MS = 20.0
 Hold = tuple[float, float]
 Measured = dict[str, Hold]
 
 
 class Probe:
-    """The longest time between two turns of the loop."""
+    """A probe of the longest time between two turns of the loop."""
 
     async def hold_ms(self, call: Callable[[], Awaitable[Any]]) -> Hold:
-        """By the thread's CPU time, and by the clock."""
+        """Measure a call, by the thread's CPU time, and by the clock."""
         self._longest, self._last = [0.0, 0.0], _times()
         watching = asyncio.ensure_future(self._watch())
         await asyncio.sleep(0)
@@ -73,7 +74,7 @@ def _times() -> tuple[float, float]:
 
 
 class Collections:
-    """The longest look of Python's collector for cycles, from its making to `close`."""
+    """A watch for the longest look of Python's collector for cycles, from its making to `close`."""
 
     def __init__(self) -> None:
         self.longest_ms, self._began = (0.0, 0.0), _times()
@@ -136,7 +137,7 @@ class Filled:
         return name, Arena((str(self.segments.directory), str(self.segments.spill)), name)
 
     async def put_large(self, num_segments: int, num_bytes: int, node: str = "") -> str:
-        """Each a group and a segment; who wrote them."""
+        """Put groups, each with a segment. Returns the writer's name."""
         name, arena = self.writer(node)
         batch = pa.record_batch(
             {
@@ -165,7 +166,7 @@ class Filled:
 
 
 async def measure(num_rows: int, folder: Path) -> Measured:
-    """By kind of call."""
+    """Measure the holds, by kind of call."""
     far = RowsNode("far", ("/nowhere", "/nowhere"), Address("127.0.0.1", 1))
     filled = Filled(folder, RowsNodes({"far": far}, b"token"))
     store, client = filled.store, filled.client

@@ -9,13 +9,13 @@ from benchmarks.harness import Child, new_table, show
 
 CONTROL = {"op": "control", "consumers": 1024, "seconds": 5, "rows": 65_536}
 SPILL = {"op": "spill", "memory_mib": 64, "times": 3, "rows_mib": 4}
-"""Rows of three times the shared memory, …"""
+"""A request for rows of three times the shared memory."""
 FITTING = {**SPILL, "memory_mib": 512, "times": 0.375}
-"""… and the same rows with room for all."""
+"""A request for the same rows with room for all."""
 
 
 def measure_scale(work: Path, num_rounds: int, quick: bool) -> list[dict[str, Any]]:
-    """Rounds of both, alternating."""
+    """Measure rounds of both, alternating."""
     child = Child("Penstock", "penstock_scale", work / "scale.log")
     control = {**CONTROL, "consumers": 64, "seconds": 2, "rows": 16_384} if quick else CONTROL
     rounds = []

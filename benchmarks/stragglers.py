@@ -1,11 +1,11 @@
-"""What a slow engine costs a step, with and without a second engine that samples its groups too.
+"""Cost of a slow engine for a step, with and without a second engine that samples its groups too.
 
     .venv/bin/python -m benchmarks.stragglers
 
 Four scripted engines (a timer instead of a model), the real store and rollout workers, in one process. Three engines
-are alike; the fourth is five times slower in one case, and alike too in another: what the offers cost where nobody is
+are alike; the fourth is five times slower in one case, and alike too in another: what the offers cost where none is
 slow. In the third, engines have room for one group each, so groups are free while a slow one is not offered to
-anybody: the process's CPU time says what the store does meanwhile. Lengths of responses are log-normal, so groups
+another: the process's CPU time says what the store does meanwhile. Lengths of responses are log-normal, so groups
 differ as those of models do. A trainer takes 16 groups a step, for no time, and lets up to one version of staleness be.
 """
 
@@ -32,11 +32,11 @@ FACTORS = (0.0, 3.0)
 ALIKE, SLOW, FULL = "alike", "one is 5x slower", "one is 5x slower, all are full"
 SLOWER = {ALIKE: 1.0, SLOW: 5.0, FULL: 5.0}
 ROOM = {ALIKE: GROUPS, SLOW: GROUPS, FULL: 1}
-"""Groups that an engine samples at a time."""
+"""Number of groups that an engine samples at a time."""
 
 
 def length_of(prompt: Sequence[int], sample: int) -> int:
-    """Log-normal, and the same for whoever samples it."""
+    """Length of a response: log-normal, and the same for every engine that samples it."""
     return max(1, round(MEDIAN_TOKENS * math.exp(SPREAD * Random(f"{list(prompt)}/{sample}").gauss(0, 1))))
 
 
@@ -61,7 +61,7 @@ def make_store(factor: float) -> Store:
 
 
 def make_engine(number: int, slower: float) -> ScriptedEngine:
-    """The first is the slow one."""
+    """Make an engine. The first is the slow one."""
     return ScriptedEngine(TimeModel(tokens_per_s=TOKENS_PER_S / (slower if number == 0 else 1.0)), length=length_of)
 
 
@@ -79,7 +79,7 @@ def make_worker(number: int, engine: ScriptedEngine, room: int) -> RolloutWorker
 
 
 async def run(factor: float, case: str, num_steps: int, first_prompt: int) -> dict[str, Any]:
-    """Seconds of each step after the first two, CPU seconds of them all, and the store's counts."""
+    """Measure seconds of each step after the first two, CPU seconds of them all, and the store's counts."""
     store = make_store(factor)
     client = StoreClient(store)
     engines = [make_engine(number, SLOWER[case]) for number in range(NUM_ENGINES)]
@@ -126,7 +126,7 @@ def step_s(rounds: list[dict[str, Any]], factor: float, case: str) -> float:
 
 
 def cpu_share(rounds: list[dict[str, Any]], factor: float, case: str) -> float:
-    """Of a core, that the process has computed."""
+    """Share of a core that the process has computed."""
     some = chosen(rounds, factor, case)
     return sum(entry["cpu_s"] for entry in some) / sum(sum(entry["seconds"]) for entry in some)
 

@@ -1,4 +1,4 @@
-"""One update of the policy: memory and time with logits whole and in tiles, tokens a second with and without buckets.
+"""An update of the policy: memory and time with logits whole and in tiles, tokens a second with and without buckets.
 
     python -m benchmarks.training --json training.json
 
@@ -6,7 +6,7 @@
 own, whose peak of resident memory above what it had before the update is counted. *Lengths*: rows of long-tailed
 lengths, cut by Penstock into micro-batches of similar length, and by a plain loop into 8 rows each as they come, padded
 to the longest. Sides alternate; medians over rounds. Processor seconds are counted beside the clock's, since they do
-not depend on who else is at work. Linux only: it reads /proc.
+not depend on other work. Linux only: it reads /proc.
 """
 
 import statistics
@@ -26,12 +26,13 @@ SPREAD = 1.0
 QUICK_LOGITS = {"rows": 4, "response_tokens": 64, "vocabulary": 60_000}
 QUICK_LENGTHS = {"rows": 8, "response_tokens": 40, "longest": 256}
 COPIES = 5
-"""Of [tokens, vocabulary] in float32 that fit in memory before whole logits are tried: four, and room."""
+"""Number of copies of [tokens, vocabulary] in float32 that fit in memory before whole logits are tried: four, and
+room."""
 Round = dict[str, Any]
 
 
 def build_model(directory: Path, case: dict[str, int]) -> Path:
-    """A Qwen2 of random weights, output layer tied to the embedding."""
+    """Make a Qwen2 of random weights, output layer tied to the embedding."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
@@ -54,7 +55,7 @@ def build_model(directory: Path, case: dict[str, int]) -> Path:
 def measure(
     name: str, sides: tuple[str, str], case: dict[str, int], spread: float, work: Path, num_rounds: int
 ) -> list[Round]:
-    """Rounds of both sides, alternating; the first of each is not counted."""
+    """Measure rounds of both sides, alternating; the first of each is not counted."""
     model = build_model(work / name, case)
     options = [f"--{key}={case[key]}" for key in ("response_tokens", "longest", "vocabulary")]
     children = {}

@@ -1,4 +1,5 @@
-"""From the trainer's shards to a serving engine: publications in shared memory against what people write first.
+"""Transfer of weights from the trainer's shards to a serving engine: publications in shared memory against the naive
+way.
 
     python -m benchmarks.weights --json weights.json
 
@@ -7,7 +8,7 @@ Qwen2 with 3M, 100M and 500M random float32 parameters, FSDP2 on two ranks (gloo
 ranks cast their shards and gather them on rank 0, `ray.put`, and the engine maps the bucket and loads it by vLLM's
 layerwise reload, while the ranks gather the next. The sides alternate in one run on the same trainer and the same
 engine, each once the cores rest; medians over rounds, in brackets the lowest and the highest. Memory is watched in each
-side's first rounds, which are not timed: whoever samples it takes a core from those that copy.
+side's first rounds, which are not timed: the watch takes a core from those that copy.
 
 Rates are in published bytes (bfloat16; the trainer's side reads twice as many). `memcpy` copies as many bytes between
 warm pages, in the same round. The engine's pause stands beside two things: one memcpy of the bytes, and what vLLM
@@ -48,10 +49,10 @@ from penstock.workers.trainer.meeting import Meeting
 from penstock.workers.weights.publication.publication import reclaim
 
 DTYPE = "bfloat16"
-"""Of the engine, and so of publications."""
+"""Data type of the engine, and so of publications."""
 NUM_RANKS = 2
 BUCKET_BYTES = 2**27
-"""Of the naive side: the embedding of the largest model alone has more, and is a bucket by itself."""
+"""Bytes of a bucket of the naive side: the embedding of the largest model alone has more, and is a bucket by itself."""
 NUM_ROUNDS = 5
 MEMCPY_BYTES = 2**29
 """The most that memcpy is measured with: far more than the caches, and less memory taken from the others."""
@@ -63,12 +64,12 @@ SIZES: dict[str, dict[str, int]] = {
     "500M": {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
              "num_attention_heads": 14, "num_key_value_heads": 2},
 }  # fmt: skip
-"""The last is Qwen2.5-0.5B's shape: 494M."""
+"""Models by size. The last is Qwen2.5-0.5B's shape: 494M."""
 TARGET_SIZE = "500M"
 
 
 def build_model(directory: Path, size: str) -> int:
-    """A HF directory; its number of parameters."""
+    """Write a HF directory. Returns its number of parameters."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -83,7 +84,7 @@ def build_model(directory: Path, size: str) -> int:
 
 @dataclass
 class Cluster:
-    """Trainer ranks and engine of one model size, and where their memory is."""
+    """Processes for one model size: trainer ranks and engine, and where their memory is."""
 
     ranks: list[Child]
     engine: Child
@@ -93,7 +94,7 @@ class Cluster:
     meeting: Meeting
 
     def ask_ranks(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Both at once; the first one's answer, with the slower one's time."""
+        """Ask both at once. Returns the first one's answer, with the slower one's time."""
         with ThreadPoolExecutor(NUM_RANKS) as threads:
             answers = list(threads.map(lambda child: child.ask(request), self.ranks))
         return answers[0] | {"seconds": max(answer["seconds"] for answer in answers)}
@@ -131,7 +132,8 @@ def penstock_round(cluster: Cluster, version: int) -> dict[str, Any]:
 
 
 def naive_round(cluster: Cluster) -> dict[str, Any]:
-    """A bucket is loaded while the next is gathered, so the whole is shorter than the two together."""
+    """Run a naive round. A bucket is loaded while the next is gathered, so the whole is shorter than the two
+    together."""
     num_buckets = cluster.ask_ranks({"op": "tidy"})["buckets"]
     start = time.perf_counter()
     loads: list[Future[dict[str, Any]]] = []
@@ -151,7 +153,7 @@ def naive_round(cluster: Cluster) -> dict[str, Any]:
 
 
 def _seconds(publish_s: float, loads: list[dict[str, Any]], total_s: float) -> dict[str, Any]:
-    """Of one publication: its parts, and from its begin until the engine samples with it."""
+    """Seconds of one publication: its parts, and from its begin until the engine samples with it."""
     phases: Counter[str] = Counter()
     for load in loads:
         phases.update(load["phases"])
@@ -169,8 +171,8 @@ def _said(cluster: Cluster) -> dict[str, Any]:
 
 
 def memory_rounds(cluster: Cluster, empty_store: int) -> dict[str, dict[str, int]]:
-    """Of each side: the most private memory above the start, and the most shared. Each side's first rounds, before a
-    process has kept anything of the other's; with Penstock two, until both files are there."""
+    """Measure memory of each side: the most private memory above the start, and the most shared. Each side's first
+    rounds, before a process has kept anything of the other's; with Penstock two, until both files are there."""
     with Peak(lambda: private_bytes(cluster.pids)) as private, Peak(lambda: folder_bytes(cluster.root)) as shared:
         for version in (1, 2):
             penstock_round(cluster, version)
@@ -240,11 +242,11 @@ class Figures:
         return [entry["phases"]["load"] for entry in self.rounds]
 
     def rates(self, key: str) -> list[float]:
-        """Of publishing, over memcpy's (`memcpy_1`, `memcpy_2`) in the same round."""
+        """Rates of publishing, over memcpy's (`memcpy_1`, `memcpy_2`) in the same round."""
         return [entry["bytes"] / entry["publish_s"] / entry[key] for entry in self.rounds]
 
     def memory(self, key: str) -> float:
-        """`private_bytes` or `shared_bytes`, as a share of the float32 model."""
+        """Memory, `private_bytes` or `shared_bytes`, as a share of the float32 model."""
         return float(self.rounds[0][key]) / (4 * self.rounds[0]["parameters"])
 
 

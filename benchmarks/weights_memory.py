@@ -1,6 +1,6 @@
 """Extra host memory of a side while it moves weights: private memory of its processes, and what it keeps in /dev/shm.
 
-Used by `benchmarks/weights.py`. Shared pages are counted once, by file, whoever maps them; code and files do not count.
+Shared pages are counted once, by file, whichever process maps them; code and files do not count.
 """
 
 import os
@@ -24,7 +24,7 @@ def private_bytes(pids: list[int]) -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Allocated, of all files below."""
+    """Allocated bytes of all files below."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -35,7 +35,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def object_store_bytes(raylet: int) -> int:
-    """Allocated, of Ray's shared memory: files without a name that the raylet holds open."""
+    """Allocated bytes of Ray's shared memory: files without a name that the raylet holds open."""
     seen = {}
     for link in Path(f"/proc/{raylet}/fd").iterdir():
         try:
@@ -48,7 +48,7 @@ def object_store_bytes(raylet: int) -> int:
 
 
 class Peak:
-    """The most of a quantity while the block runs, in bytes, above what it was at its start.
+    """A watch for the most of a quantity while the block runs, in bytes, above what it was at its start.
 
     with Peak(lambda: private_bytes(pids)) as peak:
         ...

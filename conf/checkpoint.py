@@ -1,4 +1,4 @@
-"""When a run is saved, how many of its checkpoints stay, and where they are kept."""
+"""Times at which a run is saved, the number of checkpoints that stay, and the place where they are kept."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ from penstock.conf.checks import above, at_least
 
 @dataclass
 class CheckpointConfig:
-    """Training goes on while a checkpoint is written."""
+    """Checkpoints. Training goes on while one is written."""
 
     every_steps: int = 50
-    """Save after every so many steps, and after the last one. 0: never. A run that dies loses at most so many."""
+    """Steps between checkpoints; the last step has one, too. 0: never. A run that dies loses at most so many."""
     keep_last: int = 2
-    """Newest checkpoints that stay: the one before is there if the newest turns out damaged."""
+    """Number of the newest checkpoints that stay: the one before is there if the newest turns out damaged."""
     keep_every_steps: int = 0
-    """Checkpoints of steps that this divides stay for good. 0: none does."""
+    """Divisor of the steps whose checkpoints stay for good. 0: none does."""
     directory: str | None = None
-    """A directory that all nodes see, or an fsspec URL such as s3://bucket/run. `null`: `checkpoints/` of the run, at
-    its URL if output_dir is one. What is written there is read back once before the checkpoint counts. No two runs may
-    share one: a directory is locked against a second run, a URL cannot be."""
+    """Place of the checkpoints: a directory that all nodes see, or an fsspec URL such as s3://bucket/run. `null`:
+    `checkpoints/` of the run, at its URL if output_dir is one. What is written there is read back once before the
+    checkpoint counts. No two runs may share one: a directory is locked against a second run, a URL cannot be."""
     timeout_s: float = 1800.0
     """Deadline of writing one, and of reading one."""
 

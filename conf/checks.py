@@ -8,7 +8,8 @@ from penstock.conf.errors import ConfigError, suggest
 
 
 def _is_open(value: object) -> bool:
-    """Hydra leaves `???` and `${...}` in a dataclass until it is resolved: nothing to check yet."""
+    """Return True for `???` and `${...}`, which Hydra leaves in a dataclass until it is resolved: nothing to check
+    yet."""
     return isinstance(value, str) and (value == "???" or value.startswith("${"))
 
 
@@ -33,7 +34,7 @@ def one_of(key: str, value: str, names: Collection[str]) -> None:
 
 
 def is_utf8(value: Any) -> bool:
-    """Whether its texts can be encoded, as JSON. A lone surrogate cannot."""
+    """Return whether a value's texts can be encoded, as JSON. A lone surrogate cannot."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError):

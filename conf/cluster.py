@@ -1,4 +1,4 @@
-"""What the run asks of Ray, and what it writes about itself."""
+"""Requests of the run to Ray, and the records that it writes."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.trackers import SINKS, MlflowConfig, TrackioConfig, WandbConfig
 
 PLACED_ROLES = ("trainer", "scorer", "rollout", "reward", "compute")
-"""Of actors that may be on any node."""
+"""Roles of actors that may be on any node."""
 
 
 @dataclass
@@ -25,20 +25,20 @@ class ClusterConfig:
     """First and last port that the run's node agents and its store may listen on, for a firewall between the nodes: two
     are taken on the store's node and one on each other, for each run. `null`: any free ones."""
     files_dir: str | None = None
-    """Where nodes that lack the driver's model, checkpoint or code keep a copy while the run lasts. `null`: the
+    """Place on nodes that lack the driver's model, checkpoint or code, for a copy while the run lasts. `null`: the
     temporary directory. A path that all nodes share needs no copies."""
     files_timeout_s: float = 1800.0
-    """For one model, checkpoint or folder of code to be on every node that reads it: 100 GB over 10 Gbit/s take two
-    minutes."""
+    """Deadline for one model, checkpoint or folder of code to be on every node that reads it: 100 GB over 10 Gbit/s
+    take two minutes."""
     worker_logs: bool = False
     """Show what actors print in this terminal. They are in Ray's session directory either way."""
     nodes: list[str] = field(default_factory=list)
     """Nodes of a Ray cluster that the run may take, by host name or address. Empty: all. The store and the prompts are
     on the driver's node in any case."""
     labels: dict[str, dict[str, str]] = field(default_factory=dict)
-    """For clusters of unlike nodes: labels that the nodes of a role must have, such as
-    cluster.labels.rollout={accelerator: a100}. Roles: trainer, scorer, rollout, reward, compute. Nodes get them by
-    `ray start --labels accelerator=a100`; some are Ray's own (ray.io/accelerator-type)."""
+    """Labels that the nodes of a role must have, for clusters of unlike nodes, such as
+    cluster.labels.rollout={accelerator: a100}. Roles: trainer, scorer, rollout, reward, compute. Nodes get them by `ray
+    start --labels accelerator=a100`; some are Ray's own (ray.io/accelerator-type)."""
     cpus_per_worker: float = 1.0
     """Logical CPUs that each rollout, trainer and scorer actor reserves."""
     shutdown_timeout_s: float = 20.0
@@ -60,36 +60,37 @@ class ClusterConfig:
 
 @dataclass
 class TrackingConfig:
-    """Where numbers go besides `metrics.jsonl`, which is always written."""
+    """Places that numbers go to besides `metrics.jsonl`, which is always written."""
 
     progress: bool = True
     """Live display in a terminal; plain lines where the output is no terminal."""
     sinks: list[str] = field(default_factory=lambda: ["tensorboard", "ray"])
-    """tensorboard: event files in the run directory. ray: gauges for Ray's Prometheus endpoint and dashboard. wandb,
-    mlflow, trackio: experiment trackers, of which none is told anything unless it is named here."""
+    """Names of these places. tensorboard: event files in the run directory. ray: gauges for Ray's Prometheus endpoint
+    and dashboard. wandb, mlflow, trackio: experiment trackers, of which none is told anything unless it is named
+    here."""
     project: str | None = None
-    """Of the trackers: W&B's and trackio's project, MLflow's experiment. `null`: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME,
-    else penstock."""
+    """Project in the trackers: W&B's and trackio's project, MLflow's experiment. `null`: WANDB_PROJECT,
+    MLFLOW_EXPERIMENT_NAME, else penstock."""
     group: str | None = None
-    """What trackers show runs together by. `null`: the recipe's name; `penstock sweep` gives its runs the name of its
-    directory."""
+    """Group by which trackers show runs together. `null`: the recipe's name; `penstock sweep` gives its runs the name
+    of its directory."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
     close_timeout_s: float = 30.0
-    """For trackers to take what they lack when the run has ended, all side by side. Then they are left: metrics.jsonl
-    has everything."""
+    """Seconds for trackers to take what they lack when the run has ended, all side by side. Then they are left:
+    metrics.jsonl has everything."""
     samples_every_steps: int = 10
     """Write `samples/step_N.parquet` every so many steps. 0: never."""
     export_model: bool = True
     """Write the final weights as a HF model to `model/`."""
     upload_every_s: float = 5.0
-    """With a URL as output_dir: seconds between two looks for what is new in the run's directory. A machine that is
-    lost takes so much of its records with it; two small files each time cost cents a day where requests are paid for.
-    One of lines is brought the more rarely the more MiB it has."""
+    """Seconds between two looks for what is new in the run's directory, with a URL as output_dir. A machine that is
+    lost takes so much of its records with it; two small files each time cost cents a day where requests are paid for. A
+    file of lines is uploaded the more rarely the more MiB it has."""
     upload_timeout_s: float = 900.0
-    """Deadline, in seconds, of bringing the rest there at the end: 100 GB of a model over 1 Gbit/s take as long. What
-    has not come by then stays in the working copy, and its place is told."""
+    """Deadline, in seconds, of uploading the rest at the end: 100 GB of a model over 1 Gbit/s take as long. What has
+    not been uploaded by then stays in the working copy, and its place is told."""
     tags: dict[str, str] = field(default_factory=dict)
     """Free labels, kept in config.yaml and in the Ray job's metadata, and given to trackers."""
 

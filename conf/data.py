@@ -1,4 +1,4 @@
-"""Where prompts come from and how a row becomes a prompt."""
+"""Source of the prompts, and the making of a prompt from a row."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -30,10 +30,10 @@ class ColumnsConfig:
 
 @dataclass
 class PartConfig:
-    """One of several datasets. What is `null` is as `data` has it."""
+    """A part of a mixture of datasets. What is `null` is as `data` has it."""
 
     weight: float = 1.0
-    """Its share of the prompts, compared with the other parts' weights."""
+    """Share of the part in the prompts, compared with the other parts' weights."""
     source: str | None = None
     path: str | None = None
     subset: str | None = None
@@ -50,21 +50,20 @@ class PartConfig:
 @dataclass
 class DataConfig:
     source: str = "jsonl"
-    """jsonl (one object a line), huggingface (a dataset id), reasoning_gym (procedural tasks with their verifier),
-    python (rows that a function makes), environment (the tasks that environment.name itself has)."""
+    """Kind of the source: jsonl (one object a line), huggingface (a dataset id), reasoning_gym (procedural tasks with
+    their verifier), python (rows that a function makes), environment (the tasks that environment.name itself has)."""
     path: str | None = None
-    """jsonl: the file. huggingface: the dataset id. reasoning_gym: the task's name, e.g. chain_sum. python:
-    `file.py:function`, called with a seed."""
+    """Path or name in the source. jsonl: the file. huggingface: the dataset id. reasoning_gym: the task's name, e.g.
+    chain_sum. python: `file.py:function`, called with a seed."""
     subset: str | None = None
-    """huggingface: the dataset's configuration name, e.g. main."""
+    """Name of the dataset's configuration (huggingface), e.g. main."""
     split: str = "train"
-    """huggingface: the split."""
+    """Name of the split (huggingface)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """reasoning_gym: the task's own options, e.g. {max_digits: 2}."""
+    """Options of the task itself (reasoning_gym), e.g. {max_digits: 2}."""
     size: int | None = None
-    """Use so many rows at most. reasoning_gym: how many problems are made (default 100000). python, environment: of
-    what a generator makes, which may have no end (default 10000, and told where it makes more; lists are used
-    whole)."""
+    """Most rows that are used. reasoning_gym: how many problems are made (default 100000). python, environment: of what
+    a generator makes, which may have no end (default 10000, and told where it makes more; lists are used whole)."""
     seed: int = 0
     """Seed of the order, and of the problems that reasoning_gym makes. Held-out problems use another."""
     shuffle: bool = True
@@ -73,25 +72,25 @@ class DataConfig:
     """Several datasets by name, in the place of one: {gsm8k: {path: a.jsonl, weight: 3}, code: {path: b.jsonl}}. Their
     rows are drawn in these shares. Held-out problems are those of `evaluation`, by the first part's columns."""
     teacher: str | None = None
-    """SFT: `file.py:function` or `package.module:function` that writes the demonstration: `(task: dict) -> str`.
-    `null`: the dataset's own column, or the answer."""
+    """Function that writes the demonstration, for SFT: `file.py:function` or `package.module:function`, `(task: dict)
+    -> str`. `null`: the dataset's own column, or the answer."""
     rejected_teacher: str | None = None
-    """DPO and reward models: the same for the rejected response."""
+    """Function that writes the rejected response, for DPO and reward models."""
     system_prompt: str | None = None
-    """Put before the user's text where the chat template is applied, and before messages that have none. An environment
-    finds it in `task.messages`, with what was said before."""
+    """System prompt, put before the user's text where the chat template is applied, and before messages that have none.
+    An environment finds it in `task.messages`, with what was said before."""
     prompt_template: str = "{prompt}"
     """The user's text; `{prompt}` stands for the row's prompt column."""
     chat_template: bool = True
     """Apply the tokenizer's chat template. Off, or a tokenizer without one: the bare text."""
     max_prompt_tokens: int = 512
-    """A longer prompt is an error, or is skipped, as `too_long` says. Tokens."""
+    """Most tokens of a prompt. A longer one is an error, or is skipped, as `too_long` says."""
     too_long: str = "error"
-    """error: end with the row's number, before anything starts. skip: leave the row out, counted as
-    dropped/prompt_too_long."""
+    """Treatment of longer prompts. error: end with the row's number, before anything starts. skip: leave the row out,
+    counted as dropped/prompt_too_long."""
 
     def part(self, name: str) -> "DataConfig":
-        """One of the mixture, as if it were all the data."""
+        """Settings of a part of the mixture, as if it were all the data."""
         own = self.mixture[name]
         given = {key: value for key, value in vars(own).items() if key != "weight" and value is not None}
         return replace(self, mixture={}, **given)
@@ -109,11 +108,13 @@ class EvaluationSetConfig:
     """Further held-out problems, of the source that `data` names and by its columns."""
 
     path: str | None = None
-    """jsonl: the file; huggingface: the split; reasoning_gym: the task, `null` for that of data.path."""
+    """Path or name in the source. jsonl: the file; huggingface: the split; reasoning_gym: the task, `null` for that of
+    data.path."""
     options: dict[str, Any] | None = None
-    """reasoning_gym: the task's options; `null`: data.options. environment: what its own options are changed by."""
+    """Options of the problems. reasoning_gym: the task's options; `null`: data.options. environment: what its own
+    options are changed by."""
     seed: int | None = None
-    """reasoning_gym: `null`: evaluation.seed."""
+    """Seed of the problems (reasoning_gym). `null`: evaluation.seed."""
     num_problems: int = 200
 
     def __post_init__(self) -> None:
@@ -128,24 +129,25 @@ class EvaluationConfig:
     """Evaluate every so many steps, and at the start and the end of the run. 0: never."""
     num_problems: int = 200
     num_samples: int = 0
-    """k: beside the greedy one, so many responses to each problem by rollout.sampling, for
-    accuracy/heldout_avg@k (the share that is right) and accuracy/heldout_pass@k (problems of which one is right at
-    least). They show what a policy could still learn, at k times the cost. 0: none."""
+    """Number k of samples of each problem beside the greedy response, by rollout.sampling, for accuracy/heldout_avg@k
+    (the share that is right) and accuracy/heldout_pass@k (problems of which one is right at least). They show what a
+    policy could still learn, at k times the cost. 0: none."""
     path: str | None = None
-    """jsonl: the held-out file; huggingface: the held-out split; `null` with reasoning_gym: the same task by `seed`."""
+    """Path or name in the source. jsonl: the held-out file; huggingface: the held-out split; `null` with reasoning_gym:
+    the same task by `seed`."""
     seed: int = 1_000_003
-    """reasoning_gym: seed of the held-out problems. Must differ from data.seed."""
+    """Seed of the held-out problems (reasoning_gym). Must differ from data.seed."""
     overlap: str = "drop"
-    """Of what is trained on with what is held out, whatever the source. drop: a row to train on whose prompt (of an
-    environment: whose task) evaluation has is passed over, counted as dropped/held_out; more than half of them are an
-    error before anything starts. allow: they are trained on, as in a game that has no others. reasoning_gym makes
-    others in their place."""
+    """Treatment of rows that are both trained on and held out, whatever the source. drop: a row to train on whose
+    prompt (of an environment: whose task) evaluation has is passed over, counted as dropped/held_out; more than half of
+    them are an error before anything starts. allow: they are trained on, as in a game that has no others. reasoning_gym
+    makes others in their place."""
     sets: dict[str, EvaluationSetConfig] = field(default_factory=dict)
     """More held-out problems by name, each measured as accuracy/NAME: {hard: {path: hard.jsonl}}. None of them is
     trained on; stop_at_accuracy and the chart's first line are of the one above."""
     stop_at_accuracy: float | None = None
-    """End the run early once held-out accuracy reaches this, with the model that was measured: no step is taken while
-    one is evaluated. `null`: never."""
+    """Held-out accuracy at which the run ends early, with the model that was measured: no step is taken while one is
+    evaluated. `null`: never."""
 
     def __post_init__(self) -> None:
         one_of("evaluation.overlap", self.overlap, ("drop", "allow"))
@@ -160,7 +162,7 @@ class EvaluationConfig:
                 )
 
     def of_set(self, name: str, data: DataConfig) -> tuple[DataConfig, "EvaluationConfig"]:
-        """What to open for the held-out problems of a set: as if they were those of evaluation itself."""
+        """Settings of the held-out problems of a set, as if they were those of evaluation itself."""
         own = self.sets[name]
         if data.source == "reasoning_gym":
             options = data.options if own.options is None else own.options

@@ -1,4 +1,4 @@
-"""`rollout.engine_options`: what of vLLM's engine a run may set, and what it may not. Checked by `rollout.py`."""
+"""Options of vLLM's engine in `rollout.engine_options`: those that a run may set, and those that it may not."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ OWN_KEYS = {
     "max_loras": "trainer.lora.publish=adapter",
     "max_lora_rank": "trainer.lora.rank",
 }
-"""Options that a key of Penstock's sets."""
+"""Options that are set by a key of Penstock's."""
 BROKEN = {
     "logprobs_mode": "mismatch/* would compare log-probabilities of two different distributions",
     "load_format": "engines must begin with the weights that the trainer begins with",
@@ -33,16 +33,16 @@ BROKEN = {
     "pipeline_parallel_size": "a publication goes to all ranks of one tensor-parallel engine",
     "data_parallel_size": "each engine is an actor of its own: rollout.num_workers",
 }
-"""Options that would break what a run promises, and what."""
+"""Options that would break a promise of a run, and which."""
 ON_CPU = {
     "enable_chunked_prefill": "the generator of a seeded sample cannot be set back on a CPU (rollout.sampling.seeded)",
     "worker_extension_cls": "there is one, which sets how many threads compute (rollout.num_threads)",
 }
-"""The same, of the CPU build."""
+"""Options of the CPU build that would break a promise, and which."""
 
 
 def check_engine_options(options: Mapping[str, Any], engine: str, on_gpu: bool) -> None:
-    """Raises `ConfigError` that names what is to be set instead, or why it cannot be. Whether vLLM knows an option is
+    """Raise `ConfigError` that names what is to be set instead, or why it cannot be. Whether vLLM knows an option is
     told when the engine starts."""
     if options and engine != "vllm":
         raise ConfigError(f"rollout.engine_options are vLLM's, and rollout.engine={engine}. Leave them out.")

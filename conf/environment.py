@@ -1,4 +1,4 @@
-"""An environment: in what tasks are done, and within which limits."""
+"""An environment, in which tasks are done, and its limits."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,17 +18,17 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     """Interface that the HTTP server listens at. Loopback: agents outside of this machine do not reach it."""
     port: int = 0
-    """Of the first environment actor; the next has the next one. 0: any that is free, as agents are told it."""
+    """Port of the first environment actor; the next has the next one. 0: any that is free, as agents are told it."""
     format: str = "template"
-    """How conversations are written: template (the tokenizer's own chat template), or the name of a family that the
-    package `renderers` knows, such as qwen3, which reads tool calls as well."""
+    """Format of conversations: template (the tokenizer's own chat template), or the name of a family that the package
+    `renderers` knows, such as qwen3, which reads tool calls as well."""
     sampling: str = "run"
-    """Whose temperature, top_p, top_k and min_p count where a client over HTTP sends some. run: those of
+    """Side whose temperature, top_p, top_k and min_p count where a client over HTTP sends some. run: those of
     rollout.sampling; others are ignored and counted (environment/ignored_temperature, …), as clients send their own
     defaults. client: the client's; the trainer computes log-probabilities at the temperature of each turn. Evaluation's
     greedy attempts are greedy in both."""
     tools: str = "hermes"
-    """With format=template, how the model writes tool calls: hermes (Qwen, Hermes), llama3_json, mistral, pythonic, or
+    """Format of the model's tool calls, with format=template: hermes (Qwen, Hermes), llama3_json, mistral, pythonic, or
     none."""
 
     def __post_init__(self) -> None:
@@ -40,8 +40,8 @@ class GatewayConfig:
 @dataclass
 class EnvironmentConfig:
     name: str | None = None
-    """A registered name (gymnasium, textarena, reasoning_gym, tools, mcp, …), `file.py:Class` or
-    `package.module:Class`. `null`: no environment, a prompt has one response."""
+    """Class of the environment: a registered name (gymnasium, textarena, reasoning_gym, tools, mcp, …), `file.py:Class`
+    or `package.module:Class`. `null`: no environment, a prompt has one response."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class."""
     num_workers: int = 1
@@ -52,26 +52,27 @@ class EnvironmentConfig:
     """Attempts that one actor has under way, those of evaluation included. What waits for a tool costs an engine
     nothing."""
     max_turns: int = 32
-    """An attempt is truncated after so many."""
+    """Turns after which an attempt is truncated."""
     max_tokens: int = 8192
     """Sampled tokens of an attempt; then it is truncated."""
     timeout_s: float = 600.0
     """Wall time of an attempt; then it is truncated, or failed if nothing was sampled. Bounds how long one that hangs
     holds up a batch. Waits for a free reward process or fence of the sandbox are not counted."""
     old_turns: str = "refuse"
-    """Of attempts that outlast max_staleness. refuse: admission sees to it that there are none; the store's window is
-    bounded by max_staleness. context: any store.window may let others overtake long attempts; their turns that are too
-    old by then are read and not trained, and an attempt of which no turn is young enough is dropped (dropped/stale)."""
+    """Treatment of attempts that outlast max_staleness. refuse: admission sees to it that there are none; the store's
+    window is bounded by max_staleness. context: any store.window may let others overtake long attempts; their turns
+    that are too old by then are read and not trained, and an attempt of which no turn is young enough is dropped
+    (dropped/stale)."""
     tool_timeout_s: float = 30.0
-    """Of one tool call, from where it runs, waits for a free fence of the sandbox not counted; then the model is told
-    so, and the attempt goes on."""
+    """Deadline of one tool call, from where it runs, waits for a free fence of the sandbox not counted; then the model
+    is told so, and the attempt goes on."""
     tool_threads: int = 32
-    """Calls of tools that are plain functions run at a time, each in a thread, so that a slow one blocks nobody. One
-    whose time is over leaves its place to the next."""
+    """Calls of tools that are plain functions run at a time, each in a thread, so that a slow one blocks no other. A
+    call whose time is over leaves its place to the next."""
     max_tool_characters: int = 16_384
-    """The rest of what a tool returns is cut, and the model is told."""
+    """Most characters of a tool's result. The rest is cut, and the model is told."""
     max_error_share: float = 0.2
-    """End the run when more than this share of the last 100 attempts failed."""
+    """Share of the last 100 attempts that may fail; the run ends when more do."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """Limits of `ctx.sandbox()` and of the tool python: what code that the model wrote may use."""

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class PenstockError(Exception):
-    """Base of all. `exit_code` is what the command line ends with."""
+    """Base of all errors. `exit_code` is what the command line ends with."""
 
     exit_code = 1
 
@@ -75,7 +75,7 @@ class StalenessViolation(StoreError):
 
 
 class LeaseExpired(StoreError):
-    """A write or acknowledgement under a lease that is over; the rows belong to somebody else by now."""
+    """A write or acknowledgement under a lease that is over; the rows belong to another by now."""
 
 
 class RewardFailure(PenstockError):
@@ -125,7 +125,7 @@ class SandboxUnavailable(PenstockError):
 
 
 class DeadlineExceeded(PenstockError):
-    """A phase did not end in time. The message names the phase and who did not answer."""
+    """A phase that did not end in time. The message names the phase and the process that did not answer."""
 
 
 class WorkerDied(PenstockError):
@@ -133,12 +133,12 @@ class WorkerDied(PenstockError):
 
 
 class WorkerFailed(WorkerDied):
-    """An actor raised what is none of Penstock's errors: the user's code, or a bug. The message names both, with the
-    end of the traceback."""
+    """An actor that raised what is none of Penstock's errors: the user's code, or a bug. The message names both, with
+    the end of the traceback."""
 
 
 class PartnerGone(WorkerDied):
-    """What this process works with is gone: another rank, the store. The cause is the other's own error."""
+    """A partner of this process that is gone: another rank, the store. The cause is the other's own error."""
 
 
 DEVICE_FAILED = (
@@ -153,19 +153,20 @@ USERS_OWN = (
     "invalid_",
     "not_supported",
 )
-"""What CUDA says of a program or a setting that would fail in the same way on any other GPU."""
+"""Parts of CUDA's messages about a program or a setting that would fail in the same way on any other GPU."""
 
 
 def is_device_failure(error: BaseException) -> bool:
-    """A GPU has failed, or the connection between GPUs, by what the error says: torch raises most of these as bare
-    `RuntimeError`s. The process is of no use afterwards, since CUDA repeats such an error at every call."""
+    """Return whether a GPU has failed, or the connection between GPUs, by what the error says: torch raises most of
+    these as bare `RuntimeError`s. The process is of no use afterwards, since CUDA repeats such an error at every
+    call."""
     text = str(error).lower()
     failed, own = (any(word in text for word in words) for words in (DEVICE_FAILED, USERS_OWN))
     return isinstance(error, RuntimeError) and failed and not own
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """A half sentence for "unknown name" errors: the nearest known name, and all of them if they are few."""
+    """Make a half sentence for "unknown name" errors: the nearest known name, and all of them if they are few."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."

@@ -1,4 +1,4 @@
-"""What a run does when a process of it dies or hangs: how soon that is noticed, and how often it is tried again."""
+"""Reaction of a run to a process of it that dies or hangs: how soon it notices, and how often it tries again."""
 
 from dataclasses import dataclass
 
@@ -6,16 +6,16 @@ from penstock.conf.checks import above, at_least, within
 from penstock.conf.errors import ConfigError
 
 LONGEST_PAUSE_S = 60.0
-"""Between a loss and the restart made for it. What a node needs to come back, or a full disk to be cleared, is mostly
-over by then; a longer pause would only cost time."""
+"""Longest pause, in seconds, between a loss and the restart made for it. A node has mostly come back by then, or a full
+disk was cleared; a longer pause would only cost time."""
 
 
 @dataclass
 class FaultsConfig:
-    """A member is an actor that works alone (an engine, a reward worker), or all ranks of a trainer or scorer. One that
-    is lost is restarted while the others go on. Where that does not help, the run returns to its last checkpoint within
-    the same command; where that does not help either, it ends. Errors in data, settings or code are never tried
-    again."""
+    """Limits of recovery. A member is an actor that works alone (an engine, a reward worker), or all ranks of a trainer
+    or scorer. One that is lost is restarted while the others go on. Where that does not help, the run returns to its
+    last checkpoint within the same command; where that does not help either, it ends. Errors in data, settings or code
+    are never tried again."""
 
     max_restarts: int = 3
     """Restarts of one member within window_s; the next loss returns to the last checkpoint. A death by chance needs
@@ -31,47 +31,48 @@ class FaultsConfig:
     """Returns to the last checkpoint within window_s, or without getting past the step at which the last one was made;
     the next one ends the run. Each costs the steps since the checkpoint and a start of everything. 0: never return."""
     heartbeat_s: float = 10.0
-    """Each member is asked how far it is every so many seconds: often enough to learn of a hang within a minute or two,
-    and far too seldom to cost anything. With more than five hundred members up to twice as seldom, so that the
+    """Seconds between two questions to each member how far it is: often enough to learn of a hang within a minute or
+    two, and far too seldom to cost anything. With more than five hundred members up to twice as seldom, so that the
     controller asks fifty a second."""
     heartbeat_timeout_s: float = 60.0
-    """A member that answers no heartbeat for so many seconds counts as lost, and is killed. Raise it where one call of
+    """Seconds after which a member that answers no heartbeat counts as lost, and is killed. Raise it where one call of
     C code holds Python's lock for longer, or while you debug."""
     lease_s: float = 300.0
-    """On a cluster, the run's actors live on for so many seconds when the command that drives the run dies, and the
-    same command with resume=auto goes on with them, without losing a step. Until then they keep what they have
-    reserved. 300: long enough for `--retries`, and for a person who is there. 0: they end with the command, and the run
-    goes on from its newest checkpoint."""
+    """Seconds for which the run's actors live on, on a cluster, when the command that drives the run dies; the same
+    command with resume=auto goes on with them, without losing a step. Until then they keep what they have reserved.
+    300: long enough for `--retries`, and for a person who is there. 0: they end with the command, and the run goes on
+    from its newest checkpoint."""
     preemption_s: float = 0.0
-    """After SIGTERM a run has so many seconds to end its step and take a checkpoint; then it ends as by Ctrl-C. Set it
-    to a little less than your scheduler waits before it kills: 30 s in Kubernetes and Slurm unless you ask for more,
-    120 on AWS's spot machines, 3 for `ray job stop`. 0: it ends at once, since nobody tells a run how long it has."""
+    """Seconds after SIGTERM for a run to end its step and take a checkpoint; then it ends as by Ctrl-C. Set it to a
+    little less than your scheduler waits before it kills: 30 s in Kubernetes and Slurm unless you ask for more, 120 on
+    AWS's spot machines, 3 for `ray job stop`. 0: it ends at once, since the scheduler does not say how long it
+    waits."""
     stall_s: float = 300.0
-    """An engine that has samples in flight and makes no token for so many seconds counts as lost. Far more than the
+    """Seconds after which an engine that has samples in flight and makes no token counts as lost. Far more than the
     longest prefill; loading weights is not counted."""
     store_snapshot_s: float = 60.0
-    """The store writes what it holds to its node's disk every so many seconds, apart from checkpoints, so that another
-    goes on from there if its process is lost: what was sampled since, and not trained, is sampled again. 0: never, and
-    all that was not trained is sampled again."""
+    """Seconds between two snapshots of the store on its node's disk, apart from checkpoints, so that another goes on
+    from there if its process is lost: what was sampled since, and not trained, is sampled again. 0: never, and all that
+    was not trained is sampled again."""
     keep_state: bool = True
-    """Each rank keeps a copy of weights, optimizer and counters of the last two steps in its node's shared memory, so
-    that a trainer that is lost goes on with the step that it was at. false: it returns to the last checkpoint. Costs
-    twice the trainer's state in host memory, and the time to copy it once a step."""
+    """True: each rank keeps a copy of weights, optimizer and counters of the last two steps in its node's shared
+    memory, so that a trainer that is lost goes on with the step that it was at. false: it returns to the last
+    checkpoint. Costs twice the trainer's state in host memory, and the time to copy it once a step."""
 
     partner_share: float = 0.1
-    """Where a run has several nodes, copies of the state (keep_state) also go to a second node after each step, so that
-    a node with ranks that is lost costs one step at most, and no return to the last checkpoint. A step counts as
-    trained once they are there; this is the most of the run's time that they may take: if it is more, no more are made.
-    0.1: nodes are lost seldom, and returns to a checkpoint cost less than a tenth of the time on most clusters. 1:
-    whatever they take. 0: none. Costs twice the trainer's state in the host memory of the second node, and the state's
-    bytes on the link between both, once a step."""
+    """Share of the run's time for copies on a second node. Where a run has several nodes, copies of the state
+    (keep_state) also go to a second node after each step, so that a node with ranks that is lost costs one step at
+    most, and no return to the last checkpoint. A step counts as trained once they are there; if they take more of the
+    time than this, no more are made. 0.1: nodes are lost seldom, and returns to a checkpoint cost less than a tenth of
+    the time on most clusters. 1: whatever they take. 0: none. Costs twice the trainer's state in the host memory of the
+    second node, and the state's bytes on the link between both, once a step."""
 
     straggler_factor: float = 0.0
-    """A group that an engine has had for longer than this many times the median time of a group is given to a second
-    engine that waits for work; the first answer counts, and the other engine's is thrown away. 0: never, the default,
-    since it pays only where engines differ in speed or hang, and samples of long responses are made twice otherwise.
-    3 is a good start for many engines with max_staleness > 0. With max_staleness=0 and engines that are not
-    deterministic (vLLM) which answer is trained depends on time, so runs cannot be repeated exactly."""
+    """Multiple of the median time of a group. A group that an engine has had for longer is given to a second engine
+    that waits for work; the first answer counts, and the other engine's is thrown away. 0: never, the default, since it
+    pays only where engines differ in speed or hang, and samples of long responses are made twice otherwise. 3 is a good
+    start for many engines with max_staleness > 0. With max_staleness=0 and engines that are not deterministic (vLLM)
+    which answer is trained depends on time, so runs cannot be repeated exactly."""
 
     def __post_init__(self) -> None:
         at_least("faults.max_restarts", self.max_restarts, 0)

@@ -1,4 +1,4 @@
-"""Which model is trained, and what a model that is made from nothing looks like."""
+"""The model that is trained, and the shape of a model that is made from nothing."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +43,7 @@ class ModelConfig:
     paths: dict[str, str] = field(default_factory=dict)
     """Further models that the dataflow names, by name: {teacher: DIRECTORY}."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """What the policy's chat template is told besides messages and tools, for prompts and in environments:
+    """Arguments of the policy's chat template besides messages and tools, for prompts and in environments:
     {enable_thinking: false} has Qwen3 answer at once, {date_string: 26 Jul 2024} has Llama 3 write the same prompt
     every day. Empty: the template's own defaults."""
     attention: str = "sdpa"
@@ -58,8 +58,8 @@ class ModelConfig:
                 )
 
     def path_of(self, model: str, policy_path: str) -> str:
-        """Where a model that is not trained comes from; the reference is the policy's start unless it is set apart.
-        Raises `ModelError`."""
+        """Path of a model that is not trained; the reference is the policy's start unless it is set apart. Raises
+        `ModelError`."""
         path = self.paths.get(model)
         if path is None and model == "reference":
             return self.reference_path or policy_path

@@ -1,4 +1,4 @@
-"""Models by name: `model=tiny` stands for these keys. Read by `orchestrator/configuration/compose.py`.
+"""Models by name: `model=tiny` stands for these keys.
 
 A preset sets what a model needs to run at all (where it is, its numbers' type, the accelerator); what is learned on it
 is the recipe's affair. On the command line a preset wins over the recipe; in a recipe, the recipe's own keys win over
@@ -30,5 +30,5 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "trainer": {"num_gpus_per_rank": 1, "dtype": "bfloat16", "activation_checkpointing": True},
     },
 }
-"""`tiny`: a fresh Qwen2 of about 3M parameters with a character tokenizer, on a CPU. The others: hub models, one GPU
-an actor."""
+"""Presets by name. `tiny`: a fresh Qwen2 of about 3M parameters with a character tokenizer, on a CPU. The others: hub
+models, one GPU an actor."""

@@ -1,4 +1,4 @@
-"""What scores a response, and what happens when that fails."""
+"""The scoring of responses, and what happens when that fails."""
 
 import re
 from collections.abc import Mapping
@@ -9,23 +9,23 @@ from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.rollout import RolloutConfig
 
 ENVIRONMENT_REWARD = "environment"
-"""As a function of `rewards`: what the environment itself gives."""
+"""The function of `rewards` that stands for what the environment itself gives."""
 JUDGE = "judge"
-"""As a function: another model scores."""
+"""The function that has another model score."""
 
 
 @dataclass
 class WeightedRewardConfig:
-    """One of several rewards, whose weighted sum is trained on."""
+    """A reward of several, whose weighted sum is trained on."""
 
     function: str = "math_verify"
-    """As reward.function; or environment, for what the environment gives."""
+    """Name of the function, as reward.function; or environment, for what the environment gives."""
     weight: float = 1.0
-    """That it is multiplied by; negative for a penalty."""
+    """Factor that the reward is multiplied by; negative for a penalty."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     name: str | None = None
-    """Of its metric, reward/NAME. `null`: the function's name."""
+    """Name of its metric, reward/NAME. `null`: the function's name."""
 
     @property
     def title(self) -> str:
@@ -33,7 +33,7 @@ class WeightedRewardConfig:
 
     @property
     def column(self) -> str:
-        """Its column, and the stage that writes it."""
+        """Name of its column, and of the stage that writes it."""
         return f"reward_{self.title}"
 
 
@@ -43,21 +43,21 @@ class JudgeConfig:
     `model.paths.judge`, or the policy as it was at the start of the run. It has `reward.cpus_per_worker` threads."""
 
     engine: str = "vllm"
-    """vllm or hf; with hf set reward.options.structured=false."""
+    """Name of the engine, vllm or hf; with hf set reward.options.structured=false."""
     num_gpus: float = 0
-    """For each judge. 0: the CPU build."""
+    """GPUs for each judge. 0: the CPU build."""
     dtype: str = "float32"
-    """float32 or bfloat16. On GPUs use bfloat16."""
+    """Data type, float32 or bfloat16. On GPUs use bfloat16."""
     max_model_len: int = 2048
-    """Rubric, prompt, response and verdict, in tokens."""
+    """Longest sequence: rubric, prompt, response and verdict, in tokens."""
     max_concurrent_samples: int = 256
     """Responses that one judge reads at a time."""
     kv_cache_gib: float = 0.5
-    """CPU: size of the KV cache."""
+    """Size of the KV cache on a CPU."""
     gpu_memory_utilization: float = 0.3
-    """GPU: share of the memory that vLLM takes."""
+    """Share of a GPU's memory that vLLM takes."""
     engine_options: dict[str, Any] = field(default_factory=dict)
-    """As rollout.engine_options."""
+    """Further options of the engine, as rollout.engine_options."""
 
     def __post_init__(self) -> None:
         one_of("reward.judge.engine", self.engine, ("vllm", "hf"))
@@ -70,7 +70,7 @@ class JudgeConfig:
 
     @property
     def rollout(self) -> RolloutConfig:
-        """As engines are told. A schema alone lets a model write spaces without end."""
+        """The engine's settings as engines are told. A schema alone lets a model write spaces without end."""
         strict = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
         options = (strict if self.engine == "vllm" else {}) | self.engine_options
         return RolloutConfig(
@@ -81,16 +81,16 @@ class JudgeConfig:
 
 
 def has_own_judge(function: str, options: Mapping[str, Any]) -> bool:
-    """Whether a reward is given by a frozen model of the run."""
+    """Return whether a reward is given by a frozen model of the run."""
     return function == JUDGE and not options.get("url")
 
 
 @dataclass
 class RewardConfig:
     function: str = "math_verify"
-    """A registered name (math_verify, reasoning_gym, python_tests, sql_result, judge, label, digits),
-    `file.py:function`, or `package.module:function`. It gets the whole response, thinking included; in an environment
-    the last answer without its thinking."""
+    """Name of the function: a registered name (math_verify, reasoning_gym, python_tests, sql_result, judge, label,
+    digits), `file.py:function`, or `package.module:function`. It gets the whole response, thinking included; in an
+    environment the last answer without its thinking."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     num_workers: int = 1
@@ -100,15 +100,15 @@ class RewardConfig:
     """Processes of each actor's pool. A hanging reward holds one of them until its deadline."""
     cpus_per_worker: float = 1.0
     """Logical CPUs that each reward actor reserves for its processes. 0: none, as on a machine whose few cores are
-    shared by everybody."""
+    shared by all processes."""
     timeout_s: float = 10.0
     """Deadline of one sample's reward; then its process is killed and the sample dropped."""
     max_error_share: float = 0.2
-    """End the run when more than this share of the last `error_window` rewards of an actor failed."""
+    """Share of the last `error_window` rewards of an actor that may fail; the run ends when more do."""
     error_window: int = 100
-    """Rewards over which the share is taken."""
+    """Number of rewards over which the share is taken."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    """Of function=judge alone."""
+    """Settings of the judge, with function=judge alone."""
 
     def __post_init__(self) -> None:
         at_least("reward.num_workers", self.num_workers, 1)

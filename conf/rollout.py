@@ -1,4 +1,4 @@
-"""How responses are sampled, and by what."""
+"""The sampling of responses, and the engines that do it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,15 +10,16 @@ from penstock.conf.errors import ConfigError
 
 ENGINES = ("vllm", "hf", "scripted")
 HIGHEST_TEMPERATURE = 2.0
-"""vLLM takes no higher one."""
+"""Highest temperature that vLLM takes."""
 LOWEST_TEMPERATURE = 0.01
-"""Above greedy. vLLM raises lower ones to it, so that tokens would be drawn at another temperature than was said."""
+"""Lowest temperature above greedy. vLLM raises lower ones to it, so that tokens would be drawn at another temperature
+than was said."""
 LARGEST_TOP_K = 2**31 - 1
-"""vLLM keeps it in 32 bits."""
+"""Largest top_k: vLLM keeps it in 32 bits."""
 MAX_STOPS = 64
-"""Each is looked for after every token."""
+"""Most stop strings: each is looked for after every token."""
 AUTO = "auto"
-"""For num_workers: as many as the cluster has room for."""
+"""Value of num_workers for as many as the cluster has room for."""
 
 
 @dataclass
@@ -26,13 +27,14 @@ class SamplingConfig:
     """The sampling distribution. Log-probabilities are recorded under it, after temperature and truncation."""
 
     temperature: float = 1.0
-    """At least 0.01 and at most 2, as vLLM takes no others. Evaluation is greedy whatever this says."""
+    """Temperature, at least 0.01 and at most 2, as vLLM takes no others. Evaluation is greedy whatever this says."""
     top_p: float = 1.0
-    """Nucleus. Below 1 the trainer's log-probabilities (full distribution) differ from the engine's by construction."""
+    """Share of the nucleus. Below 1 the trainer's log-probabilities (full distribution) differ from the engine's by
+    construction."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0: all. Of 32 bits."""
+    """Number of the most likely tokens that are kept; 0: all. 32 bits."""
     min_p: float = 0.0
-    """Drop tokens less likely than min_p times the likeliest."""
+    """Ratio to the likeliest token's probability, below which tokens are dropped."""
     max_tokens: int = 256
     """Longest response. Tokens."""
     stop: list[str] = field(default_factory=list)
@@ -53,7 +55,7 @@ class SamplingConfig:
 
 
 def wrong_stops(stops: Sequence[Any]) -> str:
-    """Why no engine can take these stop strings; empty if all can."""
+    """The reason why no engine can take these stop strings; empty if all can."""
     if isinstance(stops, str) or not all(isinstance(stop, str) and stop and is_utf8(stop) for stop in stops):
         return "must be texts that are not empty, as one would end every response at once, and can be encoded."
     return f"there may be {MAX_STOPS} of them." if len(stops) > MAX_STOPS else ""
@@ -61,14 +63,14 @@ def wrong_stops(stops: Sequence[Any]) -> str:
 
 @dataclass
 class ScriptedConfig:
-    """How long the fake engine takes, for simulations of runs."""
+    """Times that the fake engine takes, for simulations of runs."""
 
     latency_s: float = 0.0
-    """From a request to its first token."""
+    """Seconds from a request to its first token."""
     tokens_per_s: float = 0.0
-    """Of one sequence. 0: all at once."""
+    """Speed of one sequence, in tokens a second. 0: all at once."""
     load_s: float = 0.0
-    """To load a version of the weights."""
+    """Seconds to load a version of the weights."""
 
     def __post_init__(self) -> None:
         for key in ("latency_s", "tokens_per_s", "load_s"):
@@ -78,33 +80,34 @@ class ScriptedConfig:
 @dataclass
 class RolloutConfig:
     engine: str = "vllm"
-    """vllm, hf (transformers; where vLLM is not to be had), scripted (a deterministic fake for tests)."""
+    """Name of the engine: vllm, hf (transformers; where vLLM is not to be had), scripted (a deterministic fake for
+    tests)."""
     num_workers: int | str = 1
     """Rollout actors, each with an engine of its own. auto: as many as the cluster has room for, and no more than there
     are groups under way; every few seconds it is looked whether nodes have joined or left. Needs something that each
     reserves (cluster.cpus_per_worker, num_gpus_per_worker). `penstock scale` changes a number while the run goes on."""
     drain_s: float = 60.0
-    """An engine or reward actor that is asked to leave finishes what it has within so many seconds, and gives the rest
+    """Seconds within which an engine or reward actor that is asked to leave finishes what it has; it gives the rest
     back for others to compute. Groups of a few seconds are all finished; what is given back is sampled again."""
     num_gpus_per_worker: float = 0
     """GPUs for each engine. 0: the CPU build."""
     tensor_parallel_size: int = 1
     dtype: str = "float32"
-    """float32 or bfloat16. On GPUs use bfloat16."""
+    """Data type, float32 or bfloat16. On GPUs use bfloat16."""
     max_model_len: int = 1024
-    """Prompt + response, in tokens. Sizes the KV cache."""
+    """Longest sequence, prompt + response, in tokens. Sizes the KV cache."""
     max_concurrent_samples: int = 256
     """Sequences that one engine decodes at a time."""
     kv_cache_gib: float = 1.0
-    """CPU: size of the KV cache. GPU: see gpu_memory_utilization."""
+    """Size of the KV cache on a CPU. On a GPU: see gpu_memory_utilization."""
     gpu_memory_utilization: float = 0.5
-    """GPU: share of the memory that vLLM takes. Half leaves room for a colocated trainer."""
+    """Share of a GPU's memory that vLLM takes. Half leaves room for a colocated trainer."""
     num_threads: int = 0
     """CPU threads of each engine. 0: an even share of all cores among the engines when max_staleness=0, since they and
     the trainer take turns. Otherwise a short trial at the start finds the numbers by which a token is soonest through
     both (vLLM; `threads.json` in the run's directory has it), and until then engines and ranks have even shares."""
     enforce_eager: bool = True
-    """Skip graph capture: starts faster. Set false on GPUs for speed."""
+    """True: skip graph capture, which starts faster. Set false on GPUs for speed."""
     start_timeout_s: float = 300.0
     generate_timeout_s: float = 1800.0
     """Deadline of one group. Bounds how long a dead engine goes unnoticed."""
@@ -113,7 +116,7 @@ class RolloutConfig:
     speculative_config. Those that a key here sets, or that would break a promise, are refused by name."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     scripted: ScriptedConfig = field(default_factory=ScriptedConfig)
-    """Of the scripted engine alone."""
+    """Settings of the scripted engine alone."""
 
     def __post_init__(self) -> None:
         one_of("rollout.engine", self.engine, ENGINES)
@@ -134,10 +137,10 @@ class RolloutConfig:
 
     @property
     def follows_cluster(self) -> bool:
-        """There are as many engines as there is room for."""
+        """True if there are as many engines as there is room for."""
         return self.num_workers == AUTO
 
     @property
     def least_workers(self) -> int:
-        """Engines that the run cannot begin without."""
+        """Number of engines that the run cannot begin without."""
         return self.num_workers if isinstance(self.num_workers, int) else 1

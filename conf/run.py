@@ -34,28 +34,29 @@ class WarmStartConfig:
 @dataclass
 class RunConfig:
     recipe: str | None = None
-    """Where the defaults of this run come from: set by `recipe=NAME` or `recipe=DIRECTORY`."""
+    """Source of this run's defaults: set by `recipe=NAME` or `recipe=DIRECTORY`."""
     name: str | None = None
     """Name of the run and of its directory. `null`: the recipe's name and the time."""
     description: str = ""
-    """One line about the recipe, for `penstock recipes` and the report."""
+    """Description of the recipe in one line, for `penstock recipes` and the report."""
     output_dir: str = "runs"
-    """Where run directories are made: a directory of the driver's machine, or an fsspec URL such as s3://bucket/runs.
+    """Place of the run directories: a directory of the driver's machine, or an fsspec URL such as s3://bucket/runs.
     With a URL checkpoints go there directly, and the run works in ~/.cache/penstock/runs (XDG_CACHE_HOME), from where
-    all else is brought there while it goes on. resume=auto then works on another machine. A URL cannot be locked: two
+    all else is uploaded while it goes on. resume=auto then works on another machine. A URL cannot be locked: two
     machines must not run one name at once."""
     seed: int = 0
     """Seed of everything that is random."""
     max_staleness: int = 0
-    """How many versions a trained token's weights may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
+    """Versions that a trained token's weights may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
     placement: str = "disaggregated"
-    """disaggregated: engines and trainers have devices of their own. colocated: they share them in turns: engines sleep
-    while the policy is trained, trainers make room while it generates. Needs max_staleness=0; changes no result."""
+    """Placement of engines and trainers. disaggregated: they have devices of their own. colocated: they share them in
+    turns: engines sleep while the policy is trained, trainers make room while it generates. Needs max_staleness=0;
+    changes no result."""
     imports: list[str] = field(default_factory=list)
     """Python files (relative to the recipe) that register algorithms, rewards or losses."""
     resume: str = "never"
-    """never; auto: go on from the newest checkpoint of the run called `name`, if there is one; or a checkpoint's (or a
-    run's) directory: a new run goes on from there."""
+    """Checkpoint to go on from. never: none; auto: the newest of the run called `name`, if there is one; or the
+    directory of a checkpoint, or of a run: a new run goes on from there."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     other_models: dict[str, WarmStartConfig] = field(default_factory=dict)
     """Runs before the run that make further models of the dataflow, by the models' names: {teacher: {recipe: sft}}.
@@ -90,14 +91,14 @@ class RunConfig:
 
     @property
     def window_staleness(self) -> int:
-        """What the order window takes of the staleness bound: `ceil((w - 1) / P)`, in versions. Nothing where turns
-        that are too old are not trained."""
+        """Part of the staleness bound that the order window takes: `ceil((w - 1) / P)`, in versions. Nothing where
+        turns that are too old are not trained."""
         if self.old_turns_are_context:
             return 0
         return math.ceil((self.store.window - 1) / self.trainer.groups_per_step)
 
     def with_set(self, name: str) -> "RunConfig":
-        """As if the held-out problems of a set were those of evaluation itself."""
+        """Return the configuration as if the held-out problems of a set were those of evaluation itself."""
         data, evaluation = self.evaluation.of_set(name, self.data)
         environment = self.environment
         if self.data.source == ENVIRONMENT:
@@ -107,12 +108,12 @@ class RunConfig:
 
     @property
     def max_active_groups(self) -> int:
-        """Groups between admission and publication, `(S + 1) P` with `S + ceil((w - 1) / P) = max_staleness`."""
+        """Most groups between admission and publication, `(S + 1) P` with `S + ceil((w - 1) / P) = max_staleness`."""
         return (self.max_staleness - self.window_staleness + 1) * self.trainer.groups_per_step
 
 
 def validate(config: RunConfig) -> None:
-    """Checks across sections. Raises `ConfigError` naming the keys."""
+    """Check across sections. Raises `ConfigError` naming the keys."""
     if config.window_staleness > config.max_staleness:
         raise ConfigError(
             f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} version(s), "

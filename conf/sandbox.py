@@ -1,4 +1,4 @@
-"""What code that a model wrote may use up before it is ended, and how much of it runs at once."""
+"""Limits of the code that a model wrote: what it may use up before it is ended, and how much of it runs at once."""
 
 from dataclasses import dataclass
 
@@ -25,13 +25,13 @@ class SandboxConfig:
     tmp_files: int = 4096
     """Files and directories in /tmp."""
     output_mib: float = 1.0
-    """What an execution may return, in MiB: standard output, standard error and results, each. More is a failure, as no
-    honest answer to a test is so long."""
+    """Most that an execution may return, in MiB: standard output, standard error and results, each. More is a failure,
+    as no honest answer to a test is so long."""
     require_cgroup: bool = False
-    """Refuse to run code where no control group holds its memory and counts its processor time. false: there they are
-    looked at 20 times a second, and more may be used between two looks; the run says so when it starts."""
+    """True: refuse to run code where no control group holds its memory and counts its processor time. false: there they
+    are looked at 20 times a second, and more may be used between two looks; the run says so when it starts."""
     num_workers: int = 1
-    """Executions at once. Each worker keeps an interpreter ready inside its fence (about 15 MiB)."""
+    """Number of executions at once. Each worker keeps an interpreter ready inside its fence (about 15 MiB)."""
 
     def __post_init__(self) -> None:
         above("sandbox.cpu_s", self.cpu_s, 0)

@@ -1,4 +1,4 @@
-"""How the policy is updated."""
+"""The update of the policy."""
 
 from dataclasses import dataclass, field, replace
 
@@ -22,9 +22,9 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Global gradient norm above which the gradient is scaled down. 0: never."""
     schedule: str = "constant"
-    """constant, or cosine (to min_lr_share of the peak at trainer.max_steps)."""
+    """Schedule of the learning rate: constant, or cosine (to min_lr_share of the peak at trainer.max_steps)."""
     warmup_steps: int = 0
-    """Linear from 0 to the peak."""
+    """Steps of linear warm-up from 0 to the peak."""
     min_lr_share: float = 0.1
 
     def __post_init__(self) -> None:
@@ -37,11 +37,12 @@ class OptimizerConfig:
 
 @dataclass
 class DeepSpeedConfig:
-    """Of trainer.engine=deepspeed."""
+    """Settings of trainer.engine=deepspeed."""
 
     zero_stage: int = 2
-    """What is spread over the ranks (1910.02054). 1: float32 masters and optimizer states. 2: gradients, too; costs no
-    more communication than 1. 3: weights, too, gathered layer by layer: the least memory, the most communication."""
+    """Stage of ZeRO, which says what is spread over the ranks (1910.02054). 1: float32 masters and optimizer states. 2:
+    gradients, too; costs no more communication than 1. 3: weights, too, gathered layer by layer: the least memory, the
+    most communication."""
 
     def __post_init__(self) -> None:
         within("trainer.deepspeed.zero_stage", self.zero_stage, 1, 3)
@@ -55,14 +56,15 @@ class LoraConfig:
     rank: int = 0
     """Columns of B and rows of A. 0: off, all weights are trained. 16 to 64 are usual for RL."""
     alpha: int = 32
-    """What B A is multiplied by, times rank."""
+    """Factor that B A is multiplied by, times rank."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Ends of the names of the linear layers that get one, e.g. [q_proj, v_proj]; [all-linear] takes all but the
     head."""
     publish: str = "merged"
-    """What engines are sent after each step. merged: the whole model with B A added to W, so that they run at full
-    speed. adapter: A and B alone (0.5% of a 7B model's bytes at rank 16); engines keep W and compute W x + B A x at
-    each token, which costs them some of their speed (vLLM's CPU build: most of it). Exports are merged either way."""
+    """Weights that engines are sent after each step. merged: the whole model with B A added to W, so that they run at
+    full speed. adapter: A and B alone (0.5% of a 7B model's bytes at rank 16); engines keep W and compute W x + B A x
+    at each token, which costs them some of their speed (vLLM's CPU build: most of it). Exports are merged either
+    way."""
 
     def __post_init__(self) -> None:
         at_least("trainer.lora.rank", self.rank, 0)
@@ -78,14 +80,14 @@ class LoraConfig:
 
     @property
     def publishes_adapter(self) -> bool:
-        """Engines are sent A and B, and not the model."""
+        """True if engines are sent A and B, and not the model."""
         return self.publish == "adapter"
 
 
 @dataclass
 class TrainerConfig:
     engine: str = "fsdp"
-    """fsdp (FSDP2, `fully_shard`), or deepspeed (ZeRO)."""
+    """Name of the engine: fsdp (FSDP2, `fully_shard`), or deepspeed (ZeRO)."""
     num_ranks: int = 1
     """Trainer actors, one a rank."""
     tensor_parallel_size: int = 1
@@ -101,7 +103,7 @@ class TrainerConfig:
     that fit a node, and links between nodes that are slow. Must divide num_ranks, and be divided by
     tensor_parallel_size. Engine fsdp only."""
     num_gpus_per_rank: float = 0
-    """1 on a GPU cluster (nccl); 0 on CPUs (gloo)."""
+    """GPUs of each rank: 1 on a GPU cluster (nccl); 0 on CPUs (gloo)."""
     max_steps: int = 100
     """Steps of this run, each with one update of the policy."""
     groups_per_step: int = 8
@@ -114,19 +116,19 @@ class TrainerConfig:
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. Master weights and optimizer are float32 either way."""
     offload: bool = False
-    """Keep master weights, gradients and optimizer states in host memory and step there. Slower, for models that do
-    not fit. What is computed with comes to the GPU layer by layer with engine fsdp, and is a copy that stays there with
-    deepspeed. On CPUs it saves nothing."""
+    """True: keep master weights, gradients and optimizer states in host memory and step there. Slower, for models that
+    do not fit. What is computed with comes to the GPU layer by layer with engine fsdp, and is a copy that stays there
+    with deepspeed. On CPUs it saves nothing."""
     activation_checkpointing: bool = False
-    """Recompute each layer in backward: less memory, about a third more time."""
+    """True: recompute each layer in backward: less memory, about a third more time."""
     compile: bool = False
-    """Compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first steps:
+    """True: compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first steps:
     once for several rows, and once where a micro-batch has only one. What was compiled is kept for the next run, in
     TORCHINDUCTOR_CACHE_DIR (unset: in the temporary directory). Changes results by rounding. Not for ZeRO's stage 3,
     nor for layers split over ranks."""
     liger: bool = False
-    """Compute norms, rotary embeddings and gated activations by Liger's kernels (2410.10989): less memory, and faster.
-    GPUs only; wants the package liger-kernel. Log-probabilities stay Penstock's own."""
+    """True: compute norms, rotary embeddings and gated activations by Liger's kernels (2410.10989): less memory, and
+    faster. GPUs only; wants the package liger-kernel. Log-probabilities stay Penstock's own."""
     logprob_chunk_mib: float = 128.0
     """Memory for logits and what is made of them, MiB. Those of a micro-batch that fit whole are kept for backward;
     others are made tile by tile, and again in backward. Bounds memory at large vocabularies; changes no result but for
@@ -142,10 +144,11 @@ class TrainerConfig:
     """Deadline of one step, waiting for its samples included."""
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Of everything that is trained, the critic included. Engine fsdp only."""
+    """LoRA of everything that is trained, the critic included. Engine fsdp only."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    """Of the critic, where the algorithm has one. Its head is new, so that it wants a higher rate than the policy."""
+    """Optimizer of the critic, where the algorithm has one. Its head is new, so that it wants a higher rate than the
+    policy."""
 
     def __post_init__(self) -> None:
         one_of("trainer.engine", self.engine, ("fsdp", "deepspeed"))
@@ -181,7 +184,7 @@ class TrainerConfig:
             raise ConfigError(f"trainer.{key} is for trainer.engine=fsdp only. Choose that, or set it to {value}.")
 
     def _check_compile(self) -> None:
-        """What gathers or communicates inside of a layer is nothing that a compiled layer could hold."""
+        """Refuse to compile layers that gather or communicate inside: a compiled layer cannot hold that."""
         if self.compile and self.engine == "deepspeed" and self.deepspeed.zero_stage == 3:
             raise ConfigError(
                 "trainer.compile=true: ZeRO's stage 3 gathers weights inside of the layers, which then cannot be "
@@ -200,7 +203,8 @@ class TrainerConfig:
         return self.tensor_parallel_size * self.sequence_parallel_size
 
     def alone(self) -> "TrainerConfig":
-        """As far as it says what is trained, for one rank on a CPU: whoever split the model, that can read it."""
+        """Settings that say what is trained, for one rank on a CPU: it can read the model, whichever engine split
+        it."""
         return replace(
             self,
             engine="fsdp",

@@ -1,4 +1,4 @@
-"""Which transport of weights a run has: what it asks for, what suits its GPUs, and what cannot be."""
+"""Choice of a run's transport of weights: what it asks for, what suits its GPUs, and what cannot be."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from penstock.conf.weights import STREAMS, VLLM_LORA_RANKS, WeightsConfig
 
 
 class Ends(Protocol):
-    """What it depends on. A `RunConfig` is one."""
+    """Settings that the choice depends on. A `RunConfig` has them."""
 
     placement: str
     weights: WeightsConfig
@@ -18,7 +18,7 @@ class Ends(Protocol):
 
 
 def choose_transport(config: Ends) -> str:
-    """One of `TRANSPORTS`. Raises `ConfigError` for a choice that the rest of the run makes impossible."""
+    """Choose one of `TRANSPORTS`. Raises `ConfigError` for a choice that the rest of the run makes impossible."""
     wanted = config.weights.transport
     if config.trainer.lora.publishes_adapter:
         _check_adapter(wanted, config)
@@ -31,19 +31,19 @@ def choose_transport(config: Ends) -> str:
 
 
 def takes_newcomers(config: Ends) -> bool:
-    """Engines and ranks may come and go: they have not met each other at the start."""
+    """Return whether engines and ranks may come and go: they have not met each other at the start."""
     return config.placement != "colocated" and choose_transport(config) not in STREAMS
 
 
 def shares_gpus(config: Ends) -> bool:
-    """Whether a trainer rank and an engine live on the same GPU: each reserves a part of one, together at most all of
-    it."""
+    """Return whether a trainer rank and an engine live on the same GPU: each reserves a part of one, together at most
+    all of it."""
     trainer, engine = config.trainer.num_gpus_per_rank, config.rollout.num_gpus_per_worker
     return 0 < trainer < 1 and 0 < engine < 1 and trainer + engine <= 1
 
 
 def _check_adapter(wanted: str, config: Ends) -> None:
-    """What an adapter by itself cannot go through."""
+    """Refuse what an adapter by itself cannot go through."""
     if wanted in STREAMS:
         raise ConfigError(
             f"weights.transport={wanted}: it streams whole models, and trainer.lora.publish=adapter. Use "
@@ -99,7 +99,7 @@ def _check_stream(wanted: str, config: Ends) -> None:
 
 
 def _check_place(wanted: str, key: str, config: Ends) -> None:
-    """ipc wants one GPU for both, NCCL one for each."""
+    """Refuse a placement that does not suit: ipc wants one GPU for both, NCCL one for each."""
     gpus = (
         f"trainer.num_gpus_per_rank={config.trainer.num_gpus_per_rank:g} and "
         f"rollout.num_gpus_per_worker={config.rollout.num_gpus_per_worker:g}"

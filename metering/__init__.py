@@ -1,4 +1,4 @@
-"""What a run measures while it goes on, for Prometheus and Ray's dashboard.
+"""Measurements of a running run, for Prometheus and Ray's dashboard.
 
     worker ─ add, put, observe ─▶ Meters ─ once a second ─▶ ray_export ─▶ Ray's agent of the node ─▶ Prometheus
 

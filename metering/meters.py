@@ -1,7 +1,7 @@
-"""What one process has measured: numbers in memory, taken out by whoever exports them.
+"""Measurements of one process: numbers in memory, until an exporter takes them out.
 
 Workers, the store and the driver call `add`, `put` and `observe` where things happen; each costs about a microsecond,
-and may be called by any thread. `ray_export.py` calls `drain`. Where nobody does, the numbers stay few: a total, a
+and any thread may call it. `ray_export.py` calls `drain`. Without an exporter the numbers stay few: a total, a
 value, or a sample of `MOST_OBSERVATIONS` for each series.
 """
 
@@ -12,25 +12,25 @@ from dataclasses import dataclass, field
 from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, Metric
 
 MOST_OBSERVATIONS = 32
-"""Of a series between two drains. Of more, a sample is kept in which each is as likely: quantiles and means stay what
-they are, and the count is too low. An observation costs Ray up to 50 us."""
+"""The most observations that a series keeps between two drains. Of more, a uniform sample is kept: quantiles and means
+stay what they are, and the count is too low. An observation costs Ray up to 50 us."""
 Series = tuple[Metric, tuple[tuple[str, str], ...]]
 """A metric, with its labels and their values."""
 
 
 @dataclass
 class Drained:
-    """What was measured since the last time."""
+    """Measurements since the last drain."""
 
     counts: dict[Series, float] = field(default_factory=dict)
-    """Grown by so much. 0 for a series that is new."""
+    """Growth of each counter. 0 for a series that is new."""
     values: dict[Series, float] = field(default_factory=dict)
-    """All of them, also those that have not changed."""
+    """Values of all gauges, also of those that have not changed."""
     observed: dict[Series, list[float]] = field(default_factory=dict)
 
 
 class Meters:
-    """Lifecycle: used from when it is made; `drain` by one caller, at any time.
+    """Metrics of one process. Lifecycle: used from when it is made; `drain` by one caller, at any time.
 
     meters = Meters()
     meters.add(REWARD_ERRORS, reason="timeout")
@@ -45,19 +45,19 @@ class Meters:
         self._observed: dict[Series, _Sample] = {}
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
-        """A counter grows. 0 has the series begin, so that its first growth is seen."""
+        """Increase a counter. An increase of 0 starts the series, so that its first growth is seen."""
         series = _series(metric, COUNTER, labels)
         with self._lock:
             self._counts[series] = self._counts.get(series, 0.0) + amount
 
     def put(self, metric: Metric, value: float, **labels: str) -> None:
-        """A gauge has this value from now on."""
+        """Set a gauge to this value from now on."""
         series = _series(metric, GAUGE, labels)
         with self._lock:
             self._values[series] = value
 
     def observe(self, metric: Metric, value: float, times: int = 1, **labels: str) -> None:
-        """One more value of a histogram, or several alike."""
+        """Add one value to a histogram, or several equal ones."""
         series = _series(metric, HISTOGRAM, labels)
         with self._lock:
             sample = self._observed.get(series)
@@ -74,7 +74,7 @@ class Meters:
 
 
 class _Sample:
-    """`MOST_OBSERVATIONS` of those that come, each as likely (Vitter 1985, algorithm R)."""
+    """A uniform sample of `MOST_OBSERVATIONS` of the values taken (Vitter 1985, algorithm R)."""
 
     def __init__(self) -> None:
         self.kept: list[float] = []
@@ -90,7 +90,7 @@ class _Sample:
 
 
 def _series(metric: Metric, kind: str, labels: dict[str, str]) -> Series:
-    """Raises `ValueError` for a use that the table does not declare."""
+    """Return the series. Raises `ValueError` for a use that the table does not declare."""
     if metric.kind != kind or labels.keys() != set(metric.labels):
         raise ValueError(
             f"{metric.name} is a {metric.kind} with the labels {list(metric.labels)}, and was used as a {kind} with "

@@ -1,9 +1,8 @@
-"""Hands what a process has measured to Ray, whose agent on the node serves it to Prometheus. The only module here that
-knows Ray.
+"""Export of a process's measurements to Ray, whose agent on the node serves them to Prometheus. The only module here
+that knows Ray.
 
-Called by the shells that are actors, and by the driver. A thread does it once a second, so no worker ever waits for it.
-Ray forgets a gauge that is not set again within its interval (10 s), and so those of a process that has ended. Where no
-agent is, Ray drops what it is given.
+A thread does it once a second, so no worker ever waits for it. Ray forgets a gauge that is not set again within its
+interval (10 s), and so those of a process that has ended. Where there is no agent, Ray drops what it is given.
 """
 
 import sys
@@ -18,13 +17,13 @@ from penstock.metering.metric import COUNTER, GAUGE, ORIGIN, Metric
 
 PERIOD_S = 1.0
 ALMOST_NOTHING = sys.float_info.min
-"""Ray's counters can only grow, and are not there before. This has one begin: any number that is added to it is what
-comes out."""
+"""The smallest increment. Ray's counters can only grow, and do not exist before they do. This starts one: adding any
+number to it gives that number."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Who measures. Plain data, so that it crosses Ray."""
+    """The process that measures. Plain data, so that it crosses Ray."""
 
     run: str
     role: str
@@ -32,7 +31,7 @@ class Origin:
 
 
 def exported(origin: Origin | None) -> Meters:
-    """Of an actor, exported until its process ends. Without an origin they are exported nowhere."""
+    """Return the meters of an actor, exported until its process ends. Without an origin they are exported nowhere."""
     meters = Meters()
     if origin is not None:
         RayExport(meters, origin).start()
@@ -41,7 +40,7 @@ def exported(origin: Origin | None) -> Meters:
 
 @contextmanager
 def exporting(origin: Origin | None) -> Iterator[Meters]:
-    """Of the driver, which is connected to Ray within it, and maybe not afterwards."""
+    """Export the driver's meters within the block. The driver is connected to Ray there, and maybe not afterwards."""
     meters = Meters()
     export = RayExport(meters, origin) if origin is not None else None
     if export is not None:
@@ -54,7 +53,8 @@ def exporting(origin: Origin | None) -> Iterator[Meters]:
 
 
 class RayExport:
-    """Lifecycle: `start`, `close`. `flush` by itself does once what the thread does once a second."""
+    """The thread that exports. Lifecycle: `start`, `close`. `flush` by itself does once what the thread does once a
+    second."""
 
     def __init__(self, meters: Meters, origin: Origin) -> None:
         self._meters = meters
@@ -64,12 +64,12 @@ class RayExport:
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
     def start(self) -> None:
-        """A second time changes nothing."""
+        """Start the thread. A second time changes nothing."""
         if self._thread.ident is None:
             self._thread.start()
 
     def close(self) -> None:
-        """What was measured until now is handed over, if it was ever started."""
+        """Stop the thread. Measurements until now are handed over, if it was ever started."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=10 * PERIOD_S)

@@ -1,23 +1,22 @@
 """Every metric that actors measure themselves. `METRICS` has all of them, by role.
 
-Read by the workers, which measure; by `orchestrator/grafana/`, which asks for them; and by the test that compares
-docs/monitoring.md with them.
+Workers measure them, `orchestrator/grafana/` queries them, and a test compares docs/monitoring.md with them.
 """
 
 from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, Metric
 
 SHORT_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Of waits and rewards."""
+"""Buckets of waits and rewards, in seconds."""
 LONG_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Of steps and weights."""
+"""Buckets of steps and weights, in seconds."""
 VERSIONS = (0.5, 1.5, 2.5, 3.5, 4.5, 8.5, 16.5)
-"""Ray takes no bound of 0: what is not stale is below 0.5."""
+"""Buckets of staleness. Ray takes no bound of 0: what is not stale is below 0.5."""
 ON_VLLM, ON_GPU, IN_ENVIRONMENTS = "engine vllm", "GPU whose peak is known", "runs with an environment"
 
 DROP_REASONS = (
     "stale", "reward_error", "empty_response", "invalid_prompt", "refused_request", "store_lost", "node_lost",
 )  # fmt: skip
-"""Known before any row is dropped, so that they begin at 0. Filters and environments name more."""
+"""Reasons known before any row is dropped, so that their counts begin at 0. Filters and environments name more."""
 REWARD_ERRORS_BY = ("raised", "bad_value", "timeout", "crash")
 OUTCOMES = ("completed", "truncated", "rejected", "failed")
 MEMBER_ROLES = ("rollout", "reward", "environment", "compute", "scorer", "trainer", "prompts", "store", "agent")
@@ -244,7 +243,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "environment": (ENVIRONMENT_ATTEMPTS, ENVIRONMENT_TURNS, ENVIRONMENT_ATTEMPT),
     "driver": (RUN_LOST, RUN_REPLACED),
 }  # fmt: skip
-"""By the role of who measures them."""
+"""Metrics by the role of the process that measures them."""
 
 
 def all_metrics() -> tuple[Metric, ...]:

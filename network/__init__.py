@@ -1,6 +1,6 @@
-"""What two machines of a run say to each other, below everything that they say: who is there, and bytes.
+"""Connections between two machines of a run, below their messages: authentication, and bytes.
 
 `listener.py` takes connections, `connection.py` makes them; both ends prove first that they know the run's token
-(`handshake.py`). Nothing here knows what the bytes mean. Used by the store (rows and calls between machines) and by the
-node agents (weights, files).
+(`handshake.py`). Nothing here knows what the bytes mean: rows and calls of the store, weights and files of the node
+agents.
 """

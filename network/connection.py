@@ -2,9 +2,9 @@
 
     kind │ bytes of the body │ bytes that follow it │ body │ bytes …
 
-The body is small plain data (`msgspec`), which whoever uses the connection encodes; the bytes that follow it are a
+The body is small plain data (`msgspec`), which the user of the connection encodes; the bytes that follow it are a
 file's, sent by the kernel (`sendfile`), or an array's. Blocking, for threads: every call ends within the connection's
-silence. Used by the node agents and by the store's readers.
+silence.
 """
 
 import contextlib
@@ -18,17 +18,18 @@ from penstock.network.handshake import REPLY, ClientHandshake
 
 HEADER = struct.Struct("!BIQ")
 MOST_BODY = 2**28
-"""A longer one is no message of ours."""
+"""The largest size of a body, in bytes. A longer one is no message of ours."""
 SILENCE_S = 30.0
-"""A connection on which nothing could be sent or received for so long is lost. A cable that was pulled for a few
-seconds is not noticed."""
+"""Seconds after which a connection on which nothing could be sent or received is lost. A cable that was pulled for a
+few seconds is not noticed."""
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 5))
-"""Seconds, seconds, probes: an idle connection to a machine that is gone ends after `SILENCE_S`."""
+"""Keepalive options, in seconds, seconds, probes: an idle connection to a machine that is gone ends after
+`SILENCE_S`."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a process listens."""
+    """The address on which a process listens."""
 
     host: str
     port: int
@@ -39,7 +40,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Frame:
-    """What a message begins with. `num_bytes` follow on the connection, and are to be received next."""
+    """The head of a message. `num_bytes` follow on the connection, and are to be received next."""
 
     kind: int
     body: bytes
@@ -47,18 +48,18 @@ class Frame:
 
 
 class Connection:
-    """One end. Not thread-safe: one thread sends, one receives.
+    """One end of a connection. Not thread-safe: one thread sends, one receives.
 
     Raises `ConnectionError` when the other end is gone, `TimeoutError` when it is silent.
     """
 
     def __init__(self, connected: socket.socket, silence_s: float = SILENCE_S) -> None:
-        """`connected`: past its handshake."""
+        """Wrap the socket `connected`, whose handshake is done."""
         self.socket = connected
         prepare(connected, silence_s)
 
     def send(self, kind: int, body: bytes = b"", num_bytes: int = 0) -> None:
-        """A frame. The caller sends `num_bytes` next, by `send_file` or `send_bytes`."""
+        """Send a frame. The caller sends `num_bytes` next, by `send_file` or `send_bytes`."""
         more = socket.MSG_MORE if num_bytes else 0
         view = memoryview(HEADER.pack(kind, len(body), num_bytes) + body)
         while len(view):
@@ -68,7 +69,7 @@ class Connection:
         self.socket.sendall(values)
 
     def send_file(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
-        """By the kernel, without a copy in this process. Raises `ConnectionError` if the file ends before."""
+        """Send by the kernel, without a copy in this process. Raises `ConnectionError` if the file ends before."""
         sent = self.socket.sendfile(file, offset, num_bytes) if num_bytes else 0
         if sent != num_bytes:
             raise ConnectionAbortedError(f"{file.name}: {sent} bytes from {offset} instead of {num_bytes}.")
@@ -80,7 +81,7 @@ class Connection:
         return Frame(kind, bytes(self._exactly(length)), num_bytes)
 
     def receive_into(self, target: memoryview) -> None:
-        """As many bytes as there is room for."""
+        """Receive as many bytes as there is room for."""
         while len(target):
             count = self.socket.recv_into(target)
             if not count:
@@ -88,7 +89,8 @@ class Connection:
             target = target[count:]
 
     def hang_up(self) -> None:
-        """End it from any thread: who sends or receives at either end is told. It is still to be closed."""
+        """End the connection from any thread: threads that send or receive at either end are told. It is still to be
+        closed."""
         hang_up(self.socket)
 
     def close(self) -> None:
@@ -109,7 +111,8 @@ class Connection:
 
 
 def connect(address: Address, service: int, token: bytes, timeout_s: float, silence_s: float = SILENCE_S) -> Connection:
-    """Raises `TimeoutError`, `Stranger`, or another `OSError`, each within about `timeout_s`."""
+    """Return an authenticated connection. Raises `TimeoutError`, `Stranger`, or another `OSError`, each within about
+    `timeout_s`."""
     connected = socket.create_connection((address.host, address.port), timeout_s)
     try:
         greet(connected, service, token)
@@ -120,14 +123,14 @@ def connect(address: Address, service: int, token: bytes, timeout_s: float, sile
 
 
 def greet(connected: socket.socket, service: int, token: bytes) -> None:
-    """The client's side of the handshake, within the socket's timeout for each message."""
+    """Perform the client's side of the handshake, within the socket's timeout for each message."""
     handshake = ClientHandshake(token, service)
     connected.sendall(handshake.hello)
     connected.sendall(handshake.finish(read_exactly(connected, REPLY.size)))
 
 
 def read_exactly(connected: socket.socket, count: int) -> bytes:
-    """Raises `ConnectionResetError` if the connection ends before."""
+    """Read `count` bytes. Raises `ConnectionResetError` if the connection ends before."""
     data = bytearray()
     while len(data) < count:
         some = connected.recv(count - len(data))
@@ -149,7 +152,7 @@ def prepare(connected: socket.socket, silence_s: float = SILENCE_S) -> None:
 
 
 def hang_up(connected: socket.socket) -> None:
-    """End it for whoever uses it, who closes it: a descriptor that another thread closes may be another file's by
-    then."""
+    """Shut the socket down for the thread that uses it, which closes it: a descriptor that another thread closes may
+    belong to another file by then."""
     with contextlib.suppress(OSError):  # it has ended already
         connected.shutdown(socket.SHUT_RDWR)

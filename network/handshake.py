@@ -1,11 +1,11 @@
-"""Who is at the other end: both prove that they know the run's token, before anything else is read.
+"""Mutual authentication: both ends prove that they know the run's token, before anything else is read.
 
     client ─ hello:  magic, service, nonce, proof of these ─▶ server      a stranger gets no answer at all
     client ◀─ reply:  nonce, proof of both nonces ──────────── server      so the server is no stranger either
     client ─ finish: proof of both nonces ─────────────────▶ server      and the hello was no repeated one
 
 Proofs are HMAC-SHA256 (RFC 2104), each over other words, compared in constant time. Every message has a fixed length.
-The token never travels. What follows is neither encrypted nor signed: it keeps strangers out, not somebody who can
+The token never travels. What follows is neither encrypted nor signed: it keeps strangers out, not an attacker that can
 change packets on the way; `docs/cluster.md` says what to do about those.
 
 Pure: bytes in, bytes out. `listener.py` and `connection.py` send them.
@@ -28,12 +28,12 @@ class Stranger(ConnectionError):
 
 
 def new_token() -> bytes:
-    """Of a run: it reaches the run's processes through Ray, and is neither written nor logged."""
+    """Make the token of a run. It reaches the run's processes through Ray, and is neither written nor logged."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
 class ClientHandshake:
-    """Lifecycle: send `hello`, then `finish(reply)`."""
+    """The client's side. Lifecycle: send `hello`, then `finish(reply)`."""
 
     def __init__(self, token: bytes, service: int) -> None:
         self._token, self._service = token, service
@@ -44,7 +44,7 @@ class ClientHandshake:
         return HELLO.pack(MAGIC, self._service, self._nonce, _proof(self._token, b"hello", self._service, self._nonce))
 
     def finish(self, reply: bytes) -> bytes:
-        """Raises `Stranger` unless the server knows the token."""
+        """Return the last message. Raises `Stranger` unless the server knows the token."""
         nonce, proof = REPLY.unpack(reply)
         nonces = self._nonce + nonce
         if not hmac.compare_digest(proof, _proof(self._token, b"reply", self._service, nonces)):
@@ -53,16 +53,16 @@ class ClientHandshake:
 
 
 class ServerHandshake:
-    """Lifecycle: `reply(hello)`, then `finish(proof)`, then `service` may be served."""
+    """The server's side. Lifecycle: `reply(hello)`, then `finish(proof)`, then `service` may be served."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
         self._nonces = b""
         self.service = 0
-        """What the client wants to speak to."""
+        """The service that the client asks for."""
 
     def reply(self, hello: bytes) -> bytes:
-        """Raises `Stranger`: then nothing is to be answered."""
+        """Return the answer to `hello`. Raises `Stranger`: then nothing is to be answered."""
         magic, self.service, nonce, proof = HELLO.unpack(hello)
         if magic != MAGIC or not hmac.compare_digest(proof, _proof(self._token, b"hello", self.service, nonce)):
             raise Stranger("a connection that does not begin with this run's token.")
@@ -71,7 +71,7 @@ class ServerHandshake:
         return REPLY.pack(own, _proof(self._token, b"reply", self.service, self._nonces))
 
     def finish(self, proof: bytes) -> None:
-        """Raises `Stranger`."""
+        """Check the last message. Raises `Stranger`."""
         if not hmac.compare_digest(proof, _proof(self._token, b"finish", self.service, self._nonces)):
             raise Stranger("a connection that repeats what another has said.")
 

@@ -1,8 +1,8 @@
 """A port of this machine that the run's processes on other machines connect to.
 
 One thread accepts; each connection gets a thread, which has it prove that it is of this run (`handshake.py`) and then
-calls the handler of the service that it asked for. Whoever proves nothing hears nothing, and is counted. Strangers that
-say nothing keep no member out: where there are too many, one of them leaves for the next.
+calls the handler of the service that it asked for. A peer that proves nothing gets no answer, and is counted. Strangers
+that say nothing keep no member out: where there are too many, one of them leaves for the next.
 """
 
 import socket
@@ -21,14 +21,14 @@ MANY = 1024
 MOST_STRANGERS = 128
 """Connections that may be within the handshake at a time: a thread each."""
 HANDSHAKE_S = 10.0
-"""After so long a connection that has not proved anything is hung up on."""
+"""Seconds after which a connection that has not proved anything is hung up on."""
 JOIN_S = 5.0
 PAUSE_S = 0.02
-"""After a connection that could not be accepted."""
+"""A pause in seconds after a connection that could not be accepted."""
 
 Handler = Callable[[socket.socket], None]
-"""Serves an authenticated connection in its own thread, and may hand it over and return. The socket is the handler's,
-who closes it."""
+"""A function that serves an authenticated connection in its own thread, and may hand it over and return. The handler
+owns the socket and closes it."""
 
 
 Who = TypeVar("Who", bound=Hashable)
@@ -41,10 +41,10 @@ class Strangers(Generic[Who]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._hosts: dict[Who, str] = {}
-        """The oldest first."""
+        """The host of each connection, the oldest first."""
 
     def come(self, who: Who, host: str) -> Who | None:
-        """The one that is to leave for it."""
+        """Add a connection. Returns the one that is to leave for it."""
         left = self._who_leaves() if len(self._hosts) >= self._most else None
         if left is not None:
             del self._hosts[left]
@@ -52,7 +52,7 @@ class Strangers(Generic[Who]):
         return left
 
     def gone(self, who: Who) -> None:
-        """It is a stranger no more, or has ended. Harmless for one that has left."""
+        """Forget a connection that is a stranger no more, or has ended. Harmless for one that has left."""
         self._hosts.pop(who, None)
 
     def _who_leaves(self) -> Who:
@@ -62,8 +62,8 @@ class Strangers(Generic[Who]):
 
 
 class Listener:
-    """Lifecycle: made with its handlers, `address` says where it is, `close` ends it with all connections that its
-    handlers serve.
+    """A listening socket. Lifecycle: made with its handlers, `address` says where it is, `close` ends it with all
+    connections that its handlers serve.
 
         with Listener("10.0.0.1", token, {ROWS: serve_rows}) as listener:
             tell_others(listener.address)
@@ -79,9 +79,9 @@ class Listener:
         silence_s: float = SILENCE_S,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
-        """`host`: an address of this machine. `ports`: the first that is free is taken; 0: any. `takers`: services
-        whose handlers take the connection with them, which `close` then leaves alone. Raises `OSError` if no port is
-        free."""
+        """Listen on `host`, an address of this machine. `ports`: the first that is free is taken; 0: any. `takers`:
+        services whose handlers take the connection with them, which `close` then leaves alone. Raises `OSError` if no
+        port is free."""
         self._token, self._handlers, self._takers = token, dict(handlers), frozenset(takers)
         self._silence_s, self._handshake_s = silence_s, handshake_s
         self._socket = _bound(host, ports)
@@ -157,7 +157,8 @@ class Listener:
             self._open.pop(connected, None)
 
     def _welcome(self, connected: socket.socket) -> int | None:
-        """The service that it asks for; None if it has proved nothing. One that says little, slowly, is cut off."""
+        """The service that a peer asks for; None if it has proved nothing. A peer that says little, slowly, is cut
+        off."""
         watch = threading.Timer(self._handshake_s, hang_up, (connected,))
         watch.daemon = True
         watch.start()

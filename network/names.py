@@ -1,4 +1,4 @@
-"""Names that somebody else gives: keys of an object store, files that another machine or a manifest lists. They become
+"""Names that come from outside: keys of an object store, files that another machine or a manifest lists. They become
 paths here, and only such as lie below the directory that they are joined to.
 """
 
@@ -21,7 +21,7 @@ def checked(name: str) -> str:
 
 
 def below(directory: Path, name: str) -> Path:
-    """Where a file lies that may have folders in its name. No name that Penstock gives leads up, begins at the root or
+    """The path of a file that may have folders in its name. No name that Penstock gives leads up, begins at the root or
     is empty.
 
     >>> below(Path("/run"), "samples/step_1.parquet").as_posix()

@@ -1,4 +1,4 @@
-"""What the store refuses, by kind. Each names the column, row or stage and what was expected; nothing has changed.
+"""Refusals of the store, by kind. Each names the column, row or stage and what was expected; nothing has changed.
 
 `StoreError`, `LeaseExpired` and `StalenessViolation`, which others handle too, are in `conf/errors.py`. All are built
 from their message alone, so they pickle and cross Ray, and travel by name between processes (`data/codec.py`).
@@ -64,7 +64,7 @@ class WrongType(StoreError):
 
 
 class WrongLength(StoreError):
-    """Not one value a row, or token columns of one row that differ in length."""
+    """A column without exactly one value a row, or token columns of one row that differ in length."""
 
 
 class NotFinite(StoreError):
@@ -76,7 +76,7 @@ class UnknownRow(StoreError):
 
 
 class DuplicateRow(StoreError):
-    """The same row twice in one call."""
+    """A row that one call has twice."""
 
 
 class RowNotLeased(StoreError):
@@ -84,11 +84,11 @@ class RowNotLeased(StoreError):
 
 
 class AnsweredByAnother(LeaseExpired):
-    """Two engines had sampled the row, and the other one has written it first."""
+    """A row that two engines had sampled, and that the other one has written first."""
 
 
 class RowsLost(StoreError):
-    """Rows of a batch under way were on a node that is gone: its step cannot be computed by who does not have them."""
+    """Rows of a batch under way were on a node that is gone: a rank without them cannot compute its step."""
 
 
 class UnknownStage(StoreError):
@@ -96,7 +96,7 @@ class UnknownStage(StoreError):
 
 
 class TooLarge(StoreError):
-    """One row, or one group, larger than the whole store may be."""
+    """A row, or a group, larger than the whole store may be."""
 
 
 class CorruptSnapshot(StoreError):
@@ -104,4 +104,4 @@ class CorruptSnapshot(StoreError):
 
 
 class BrokenInvariant(StoreError):
-    """The ledger contradicts itself: a bug in Penstock."""
+    """A contradiction within the ledger: a bug in Penstock."""

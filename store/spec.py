@@ -1,4 +1,5 @@
-"""What a store is made for: the columns and stages of one dataflow and the bounds of one run. Plain data, made once."""
+"""The specification of a store: the columns and stages of one dataflow and the bounds of one run. Plain data, made
+once."""
 
 from dataclasses import dataclass
 
@@ -7,11 +8,11 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 
 REPORTED_COLUMNS = ("reward", "finish_reason", "token_versions", "behavior_logprobs", "turn_tokens")
-"""Handed to the train stage where they exist, for the metrics of the step, whatever the loss reads."""
+"""Columns handed to the train stage where they exist, for the metrics of the step, whatever the loss reads."""
 
 
 def given(flow: Dataflow) -> tuple[str, ...]:
-    """Rewards that an environment gives."""
+    """Names of the rewards that an environment gives."""
     rollouts = flow.of_kind("rollout")
     return tuple(column.name for stage in rollouts for column in stage.writes if column.name.startswith("reward"))
 
@@ -25,7 +26,7 @@ class StageSpec:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     whole_groups: bool = False
-    """Of a batch: all samples of a group go to the same rank."""
+    """True for a batch of which all samples of a group go to the same rank."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class StoreSpec:
     group_size: int
     groups_per_step: int
     max_active_groups: int
-    """`(S + 1) P`: groups between admission and publication."""
+    """The most groups between admission and publication: `(S + 1) P`."""
     max_staleness: int
     window: int = 1
     max_bytes: int = 4 * 2**30
@@ -45,11 +46,11 @@ class StoreSpec:
     shared_bytes: int = 2**30
     spill_dir: str | None = None
     straggler_factor: float = 0.0
-    """A group that an engine has for longer than so many times the median is offered to another; 0: never."""
+    """A factor of the median time: a group that an engine has for longer is offered to another; 0: never."""
     old_turns_are_context: bool = False
-    """A row may have tokens that are too old as long as it has others: the trainer leaves them out."""
+    """True if a row may have tokens that are too old as long as it has others: the trainer leaves them out."""
     strict: bool = True
-    """A staleness violation raises (tests) instead of evicting the group (production)."""
+    """True if a staleness violation raises (tests), False if it evicts the group (production)."""
 
     @classmethod
     def of(cls, flow: Dataflow, config: RunConfig, *, strict: bool = False) -> "StoreSpec":

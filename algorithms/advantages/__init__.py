@@ -1,4 +1,4 @@
-"""How much better a sample, or a token, is than was to be expected: rewards to advantages.
+"""Advantages from rewards: the amount by which a sample, or a token, is better than was to be expected.
 
 Pure functions, called by the `compute` stages of a dataflow with one tensor a column read.
 
@@ -11,7 +11,7 @@ Pure functions, called by the `compute` stages of a dataflow with one tensor a c
 A stage sees one group at a time: presets take all of its samples as one group if they get no `group_ids`. What needs
 statistics of the batch wants the batch's rewards, `[N]`, and says so.
 
-One's own, from any file: `@advantage("mine")`, see `registry.py`.
+A user's own advantage, from any file: `@advantage("mine")`, see `registry.py`.
 """
 
 from penstock.algorithms.advantages.normalizer import finite_rewards as finite_rewards

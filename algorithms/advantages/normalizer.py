@@ -24,7 +24,7 @@ def normalized(
     scale: str = "group",
     eps: float = 1e-6,
 ) -> Tensor:
-    """`A_i = (r_i - centre) / (scale + eps)`, `[N]` float32.
+    """Normalize rewards: `A_i = (r_i - centre) / (scale + eps)`, `[N]` float32.
 
     `reward_N`: any real dtype, finite. `group_ids_N`: integers, equal for samples of the same prompt, in any order;
     None: all are one group.
@@ -93,7 +93,7 @@ def group_agrees(values_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def _centred(values_N: Tensor, group_N: Tensor, *, others: bool) -> Tensor:
-    """Exactly 0 where the group agrees, which the rounding of a mean would not give."""
+    """Subtract the centre. Exactly 0 where the group agrees, which the rounding of a mean would not give."""
     count = group_sum(torch.ones_like(values_N), group_N)
     centred = values_N - group_sum(values_N, group_N) / count
     if others:  # r - (S - r) / (n - 1) = (r - S / n) · n / (n - 1)

@@ -1,6 +1,6 @@
-"""Advantages of tokens: how much better things went from this token on than the critic expected.
+"""Advantages of tokens: the amount by which the rest of a response went better than the critic expected.
 
-Called by `compute` stages with the columns of the critic (`values`) and of `token_rewards`.
+`compute` stages pass the columns of the critic (`values`) and of `token_rewards`.
 
 Legend: B rows, T response tokens, padded: what lies under `mask == 0` may be anything, NaN included. T_i tokens of
 response i.
@@ -52,7 +52,7 @@ def gae(
 def gae_ragged(
     rewards: Sequence[Tensor], values: Sequence[Tensor], *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """`gae` of responses as lists of `[T_i]`, as stages have token columns; returns two such lists.
+    """Compute `gae` of responses as lists of `[T_i]`, as stages have token columns; returns two such lists.
 
     Raises `ShapeError` if the lists or two tensors of the same response differ in length.
     """
@@ -75,7 +75,8 @@ def unpadded(values_BT: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def whitened(advantage: Tensor, mask: Tensor, *, centre: bool = True, eps: float = 1e-8) -> Tensor:
-    """`(A_t - mean(A)) / (std(A) + eps)` over all tokens of the mask, as PPO's code does a batch; `[B, T]` float32.
+    """Whiten advantages, `(A_t - mean(A)) / (std(A) + eps)` over all tokens of the mask, as PPO's code does a batch;
+    `[B, T]` float32.
 
     `advantage`, `mask`: `[B, T]`. `centre=False` keeps the mean: signs stay. Statistics are in float64, the deviation
     that of a sample. Zero in padding; where all tokens agree, or there is one, nothing is divided. Raises `ShapeError`,

@@ -1,7 +1,7 @@
-"""One reward a response as rewards of its tokens: all of it at the last token, and a KL penalty at each.
+"""Rewards of tokens from one reward a response: all of it at the last token, and a KL penalty at each.
 
-The "KL in the reward" of 1909.08593 eq. 2, in the form that InstructGPT (2203.02155) gave it. Called by `compute`
-stages before `gae`.
+The "KL in the reward" of 1909.08593 eq. 2, in the form that InstructGPT (2203.02155) gave it. `compute` stages run it
+before `gae`.
 
 Legend: B rows, T response tokens, padded: what lies under `mask == 0` may be anything, NaN included.
 """
@@ -24,7 +24,8 @@ def token_rewards(
     kl_coef: float | Tensor = 0.0,
     estimator: str = "k1",
 ) -> Tensor:
-    """`r_t = -kl_coef · k(π || π_ref)_t`, plus the response's reward at the last token of the mask; `[B, T]` float32.
+    """The rewards `r_t = -kl_coef · k(π || π_ref)_t`, plus the response's reward at the last token of the mask; `[B,
+    T]` float32.
 
     `reward`: `[B]`, finite. `mask`, `logprobs` (of the policy that sampled), `reference_logprobs`: `[B, T]`; the latter
     two may be missing while `kl_coef` is 0. `kl_coef`: a number, or one a row `[B]`. Zero in padding; a row without a

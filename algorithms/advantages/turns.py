@@ -1,4 +1,4 @@
-"""Advantages of turns: what an attempt is still given after a turn, compared with what others are after theirs.
+"""Advantages of turns: the rewards that an attempt still gets after a turn, compared with those of others after theirs.
 
 The rewards of turns are `turn_rewards`; what the whole attempt was given beyond them falls on its last turn. Each token
 of a turn has the turn's advantage.

@@ -21,7 +21,7 @@ TOKEN_ADVANTAGE = Column("token_advantage", "float32", "token")
 
 @algorithm("distill")
 def distill(cfg: DistillConfig) -> Dataflow:
-    """Down the reverse KL to the teacher, on the student's own samples: 2306.13649."""
+    """Descent of the reverse KL to the teacher, on the student's own samples: 2306.13649."""
     flow = Dataflow()
     flow.rollout("policy", samples_per_prompt=cfg.group_size)
     flow.logprobs("teacher")

@@ -7,7 +7,7 @@
                  └─▶ (staleness, with proximal=interpolated) ────────────────────────────────┘
     remax:       greedy_rollout ─▶ greedy_reward ─▶ advantage
 
-What they differ in is in `conf/algorithms/policy_gradient.py`: names and settings, all open to `algorithm.KEY=…`.
+The methods differ in names and settings, which `conf/algorithms/policy_gradient.py` has: all open to `algorithm.KEY=…`.
 """
 
 from functools import partial
@@ -37,12 +37,12 @@ from penstock.conf.algorithms.policy_gradient import (
 SHAPED, PENALIZED = Column("shaped_reward", "float32"), Column("penalized_reward", "float32")
 TOKEN_ADVANTAGE = Column("token_advantage", "float32", "token")
 TURNS = "turn_tokens"
-"""An advantage that reads them has one value for each token."""
+"""The column of turns. An advantage that reads it has one value for each token."""
 
 
 @algorithm("policy_gradient")
 def policy_gradient(cfg: PolicyGradientConfig) -> Dataflow:
-    """Whatever advantage, surrogate and correction the configuration names."""
+    """Any advantage, surrogate and correction that the configuration names."""
     flow = Dataflow()
     flow.rollout("policy", samples_per_prompt=cfg.group_size)
     flow.reward()
@@ -58,7 +58,7 @@ def policy_gradient(cfg: PolicyGradientConfig) -> Dataflow:
 
 
 def _add_shaping(flow: Dataflow, cfg: PolicyGradientConfig) -> str:
-    """What is done to the reward; returns the column that the advantage is made from."""
+    """Add the shaping of the reward. Returns the column that the advantage is made from."""
     reward = "reward"
     if cfg.overlong_tokens:
         shape = partial(
@@ -79,7 +79,7 @@ def _add_shaping(flow: Dataflow, cfg: PolicyGradientConfig) -> str:
 
 
 def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig, reward: str) -> str:
-    """Returns the column that it writes: of whole responses, or of tokens if it is told of turns."""
+    """Add the advantage. Returns the column that it writes: of whole responses, or of tokens if it is told of turns."""
     function = ADVANTAGES.find(cfg.advantage)
     options = checked_options(function, cfg.advantage_options, "algorithm.advantage_options")
     advantage: Any = partial(function, **options)
@@ -114,7 +114,7 @@ def _loss(cfg: PolicyGradientConfig) -> Any:
 
 @algorithm("dr_grpo")
 def dr_grpo(cfg: DrGrpoConfig) -> Dataflow:
-    """Rewards only centred, sums of tokens divided by a constant: 2503.20783."""
+    """GRPO with rewards only centred, and sums of tokens divided by a constant: 2503.20783."""
     return policy_gradient(cfg)
 
 

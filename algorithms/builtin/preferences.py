@@ -61,7 +61,7 @@ def kto(cfg: KtoConfig) -> Dataflow:
 
 @algorithm("online_kto")
 def online_kto(cfg: OnlineKtoConfig) -> Dataflow:
-    """The same on the policy's own samples."""
+    """KTO on the policy's own samples."""
     return _judged(Dataflow().rollout("policy", samples_per_prompt=cfg.group_size), cfg)
 
 

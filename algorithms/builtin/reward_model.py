@@ -2,7 +2,7 @@
 
     source ─▶ pair_responses ─ response_ids, preferred ─▶ train (scores)
 
-What is trained is a model with a scalar head, written as a HF sequence classification model; `algorithm=ppo` reads it
+The trained model has a scalar head, and is written as a HF sequence classification model; `algorithm=ppo` reads it
 as `model.paths.reward_model`.
 """
 

@@ -1,4 +1,4 @@
-"""What a function reads, by the names of its parameters: how stages of a dataflow find their columns."""
+"""The columns that a function reads, by the names of its parameters: stages of a dataflow find their columns so."""
 
 import inspect
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from penstock.algorithms.function_names import name_of
 
 Function = Callable[..., Any]
 GROUP_IDS = "group_ids"
-"""Given to whoever has a parameter of that name; no column."""
+"""A parameter that is no column: a function that has it gets the ids of groups."""
 
 
 def columns_read(function: Function) -> list[str]:

@@ -1,7 +1,4 @@
-"""What a dataflow must be to run; anything else is refused by the name of its stage and column.
-
-Called by `Dataflow.check`.
-"""
+"""Conditions that a dataflow must meet to run; each failure names its stage and column."""
 
 from collections.abc import Sequence
 
@@ -12,7 +9,7 @@ Stages = Sequence[Stage]
 
 
 def check_stages(stages: Stages) -> None:
-    """Raise `DataflowError` unless every column read has exactly one writer, units are possible, nothing waits for
+    """Raise `DataflowError` unless every column read has exactly one writer, units are possible, no stage waits for
     itself, and there is one train stage."""
     _check_ends(stages)
     _check_units(stages)
@@ -81,7 +78,7 @@ def _writers(stages: Stages) -> dict[str, Stage]:
 
 
 def _check_trainers_own(stages: Stages, writers: dict[str, Stage]) -> None:
-    """What is computed in the trainers does not leave them."""
+    """Check that what is computed in the trainers does not leave them."""
     for stage in stages:
         for column in reads_of(stage, stages):
             writer = writers[column]

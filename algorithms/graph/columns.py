@@ -1,6 +1,6 @@
 """The columns that rows may have: names, dtypes, shapes. A stage reads and writes these by name.
 
-Rows are samples (one prompt, one response). The standard columns are below; an algorithm of one's own adds to them by
+Rows are samples (one prompt, one response). The standard columns are below; a user's own algorithm adds to them by
 writing `Column("novelty", "float32")` where a name would do.
 """
 
@@ -12,7 +12,7 @@ SHAPES = ("sample", "token", "prompt", "list")
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the schema.
+    """A column of the schema.
 
     `shape`: "sample" is one value a row; "token" one value a response token, ragged; "prompt" one a prompt token,
     ragged; "list" any number of values.
@@ -64,8 +64,8 @@ STANDARD_COLUMNS: dict[str, Column] = {
 PROMPT_COLUMNS = ("prompt_ids", "task")
 ROLLOUT_COLUMNS = ("response_ids", "response_text", "finish_reason", "behavior_logprobs", "token_versions")
 SEQUENCE_COLUMNS = ("context_ids", "spans", "token_temperatures")
-"""Of a trajectory, in the place of `prompt_ids`: with `response_ids` they give the sequences that a model reads, and
-how it scores what was sampled."""
+"""Columns of a trajectory, in the place of `prompt_ids`: with `response_ids` they give the sequences that a model
+reads, and how it scores what was sampled."""
 TRAJECTORY_COLUMNS = (*ROLLOUT_COLUMNS, *SEQUENCE_COLUMNS, "turn_tokens", "turn_rewards", "turn_ids", "transcript")
 
 

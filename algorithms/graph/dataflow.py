@@ -3,8 +3,8 @@
     source ─ prompt_ids, task ─▶ rollout ─ response_ids, … ─▶ reward ─ reward ─▶ compute ─ advantage ─▶ train
 
 The controller turns each stage into workers, the store turns each column into readiness, and neither knows the
-algorithm. Built by `algorithms/builtin/grpo.py` and its like (or by a user), checked by `Dataflow.check`, run by
-`orchestrator/controller.py`.
+algorithm. `algorithms/builtin/grpo.py` and its like (or a user) build it, `Dataflow.check` checks it,
+`orchestrator/controller.py` runs it.
 """
 
 import inspect
@@ -36,13 +36,13 @@ class Dataflow:
     samples_per_prompt: int = 1
 
     def demonstrations(self) -> "Dataflow":
-        """Rows come with their response, `response_ids` and `response_text`: supervised training, or feedback on single
-        responses, which `reward` can score. Replaces the rollout."""
+        """Bring rows with their response, `response_ids` and `response_text`: supervised training, or feedback on
+        single responses, which `reward` can score. Replaces the rollout."""
         writes = _columns((*PROMPT_COLUMNS, "response_ids", "response_text"), "source")
         return self._add(Stage("source", "source", "group", (), writes))
 
     def preferences(self) -> "Dataflow":
-        """Rows come in pairs, a chosen and a rejected response to the same prompt: writes `response_ids` and
+        """Bring rows in pairs, a chosen and a rejected response to the same prompt: writes `response_ids` and
         `preferred`, +1 or -1. Replaces the rollout."""
         self.samples_per_prompt = 2
         pair = (Column("chosen_ids", "int32", "prompt", per_group=True),
@@ -64,8 +64,8 @@ class Dataflow:
         return self._add(Stage("rollout", "rollout", "group", ("prompt_ids",), writes, model=model))
 
     def greedy_rollout(self, model: str = "policy") -> "Dataflow":
-        """One response to each prompt with temperature 0, for baselines: writes its text as `greedy_text`, the same for
-        all samples of the group. Comes after `rollout`."""
+        """Sample one response to each prompt with temperature 0, for baselines: writes its text as `greedy_text`, the
+        same for all samples of the group. Comes after `rollout`."""
         writes = _columns(("greedy_text",), "greedy_rollout")
         return self._add(Stage("greedy_rollout", "greedy_rollout", "group", ("prompt_ids",), writes, model=model))
 
@@ -81,27 +81,27 @@ class Dataflow:
         return self._add(Stage(name, "reward", "sample", ("task", text), _columns((writes,), name), function=function))
 
     def logprobs(self, model: str = "reference") -> "Dataflow":
-        """Log-probabilities of the responses under a model that is not trained: writes `<model>_logprobs`."""
+        """Compute log-probabilities of the responses under a model that is not trained: writes `<model>_logprobs`."""
         name = f"{model}_logprobs"
         column = STANDARD_COLUMNS.get(name, Column(name, "float32", "token"))
         reads = ("prompt_ids", "response_ids")
         return self._add(Stage(model, "logprobs", "sample", reads, (column,), model=model))
 
     def scores(self, model: str = "reward_model", *, writes: str | Column = "reward") -> "Dataflow":
-        """One number a response from a reward model (model.paths.<model>), in place of `reward`."""
+        """Score each response by a reward model (model.paths.<model>), one number a response, in place of `reward`."""
         reads = ("prompt_ids", "response_ids")
         return self._add(Stage(model, "scores", "sample", reads, _columns((writes,), model), model=model))
 
     def values(self, model: str = "critic") -> "Dataflow":
-        """What the critic expects before each token of the step's batch: writes `old_values`, in the trainers. The
-        critic starts from the policy's weights with a new head, and lives with the policy's ranks."""
+        """Estimate values: what the critic expects before each token of the step's batch. Writes `old_values`, in the
+        trainers. The critic starts from the policy's weights with a new head, and lives with the policy's ranks."""
         reads = ("prompt_ids", "response_ids")
         writes = _columns((Column("old_values", "float32", "token"),), model)
         return self._add(Stage(f"{model}_values", "values", "batch", reads, writes, model=model))
 
     def staleness(self) -> "Dataflow":
-        """How many versions ago each token of the step's batch was sampled: writes `staleness`, in the trainers, which
-        know the version that they update."""
+        """Count how many versions ago each token of the step's batch was sampled: writes `staleness`, in the trainers,
+        which know the version that they update."""
         writes = _columns((Column("staleness", "float32", "token"),), "staleness")
         return self._add(Stage("staleness", "staleness", "batch", ("token_versions",), writes))
 
@@ -122,7 +122,7 @@ class Dataflow:
         name: str | None = None,
         state: Any = None,
     ) -> "Dataflow":
-        """A pure function of columns, called with a keyword a column read.
+        """Call a pure function of columns, with a keyword a column read.
 
         Sample columns come as `[G]` tensors over the unit's rows, token columns as lists of `[T_i]` tensors; the result
         is one such value, or a tuple of them in the order of `writes`. A parameter `group_ids` gets int64 `[G]`.
@@ -176,24 +176,24 @@ class Dataflow:
 
     @property
     def stored_columns(self) -> dict[str, Column]:
-        """Those that are in the store: all but what the trainers compute for themselves."""
+        """Columns that are in the store: all but what the trainers compute for themselves."""
         return written_by(stage for stage in self.stages if not stage.is_in_trainer)
 
     @property
     def in_trainer(self) -> list[Stage]:
-        """What the trainers compute on the step's batch before the update, in order."""
+        """Stages that the trainers compute on the step's batch before the update, in order."""
         return [stage for stage in self.stages if stage.is_in_trainer]
 
     @property
     def rows_are(self) -> str:
-        """What the source brings: "prompts", "tasks", "demonstrations" or "preferences"."""
+        """Kind of the source's rows: "prompts", "tasks", "demonstrations" or "preferences"."""
         if self.of_kind("rollout"):
             return "tasks" if self.has_environment else "prompts"
         return "preferences" if "chosen_ids" in self.columns else "demonstrations"
 
     @property
     def has_environment(self) -> bool:
-        """Its rows are trajectories."""
+        """True if the rows are trajectories."""
         return any(stage.in_environment for stage in self.stages)
 
     def stage(self, name: str) -> Stage:
@@ -205,19 +205,20 @@ class Dataflow:
     def check(self) -> "Dataflow":
         """Raise `DataflowError` (stage, column, and what would mend it) unless the graph can run; return it.
 
-        Every column read has exactly one writer, units are possible, nothing waits for itself, there is one train
+        Every column read has exactly one writer, units are possible, no stage waits for itself, there is one train
         stage.
         """
         check_stages(self.stages)
         return self
 
     def reads_of(self, stage: Stage) -> tuple[str, ...]:
-        """All that a stage gets: what it must have, and what it may have and somebody writes. Training waits for every
-        filter."""
+        """All columns that a stage gets: those that it must have, and those that it may have and some stage writes.
+        Training waits for every filter."""
         return reads_of(stage, self.stages)
 
     def batch_reads(self) -> tuple[str, ...]:
-        """What the trainers get of each row of a step: what the loss reads, and what they compute it from."""
+        """Columns that the trainers get of each row of a step: those that the loss reads, and those that they compute
+        from."""
         stages = [*self.of_kind("train"), *self.in_trainer]
         stored = self.stored_columns
         return tuple(dict.fromkeys(name for stage in stages for name in self.reads_of(stage) if name in stored))

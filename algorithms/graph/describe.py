@@ -18,15 +18,14 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
 
 WIDTH = 100
-"""Characters of a line, at most (as long as names are not absurdly long)."""
+"""The most characters of a line (as long as names are not absurdly long)."""
 
 _SHORTEST_LABEL = 24
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of the picture. `rail`: the rail that begins (`opens`) or is read from in this line; None: text
-    alone."""
+    """A line of the picture. `rail`: the rail that begins (`opens`) or is read from in this line; None: text alone."""
 
     rail: int | None
     opens: bool
@@ -74,7 +73,7 @@ def in_order(flow: Dataflow) -> list[Stage]:
 
 
 def _texts(flow: Dataflow, stage: Stage) -> tuple[str, str]:
-    """What stands in a stage's cell: name and unit, and a line about how it is done."""
+    """Texts of a stage's cell: name and unit, and a line about how it is done."""
     name = name_of(stage.function, "")
     of_what = "attempts a task" if stage.in_environment else "samples a prompt"
     details = {
@@ -114,7 +113,7 @@ def _cell(
 
 
 def _wiring(row: _Row, active: set[int], left: int, ends: bool, labels_at: int) -> str:
-    """All that stands left of the cell's text, its border included. Keeps `active` up to date."""
+    """The line's part to the left of the cell's text, its border included. Keeps `active` up to date."""
     if row.rail is None:
         line = _rail_part(active, None, left)
         return line[: labels_at + 2] + row.label.ljust(left - labels_at - 2) + "│"

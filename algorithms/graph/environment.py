@@ -3,8 +3,7 @@
     source ─ task ─▶ rollout ─ response_ids, context_ids, spans, …, reward ─▶ compute ─ advantage ─▶ train
 
 What an algorithm says of rewards, advantages and losses stays as it is: a token column has one value for each sampled
-token of the whole trajectory, a sample column one for each trajectory. Called by `catalogue.py`'s users for a run that
-has an environment.
+token of the whole trajectory, a sample column one for each trajectory. It serves runs that have an environment.
 """
 
 from dataclasses import replace
@@ -35,7 +34,7 @@ def in_environment(flow: Dataflow) -> Dataflow:
 
 
 def _in_environment(stage: Stage, given: list[Column]) -> Stage:
-    """`given`: what the environment's reward is called."""
+    """Put one stage into the environment. `given`: the columns of the environment's reward."""
     if stage.kind == "source":
         return replace(stage, writes=(STANDARD_COLUMNS["task"],))
     if stage.kind == "rollout":

@@ -3,7 +3,7 @@
     rollout ─▶ reward_math_verify ─┐
        └─────▶ reward_brevity ─────┴─▶ weighted_sum ─ reward ─▶ compute ─ advantage ─▶ train
 
-Called by `catalogue.py` for a run that lists `rewards`.
+It serves runs that list `rewards`.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def with_rewards(flow: Dataflow, rewards: Sequence[WeightedRewardConfig]) -> Dat
 
 
 def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """`Σ w_k r_k`: `[N]` float32 of `[N]` each.
+    """The sum `Σ w_k r_k`: `[N]` float32 of `[N]` each.
 
     >>> weighted_sum([torch.tensor([1.0, 0.0]), torch.tensor([4.0, 4.0])], [1.0, 0.5])
     tensor([3., 2.])
@@ -55,7 +55,7 @@ def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 class WeightedSum:
-    """`weighted_sum` with a keyword for each column, as stages call functions."""
+    """The function `weighted_sum` with a keyword for each column, as stages call functions."""
 
     def __init__(self, columns: Sequence[str], add: "partial[Tensor]") -> None:
         self._columns, self._add = columns, add

@@ -1,6 +1,6 @@
 """Surrogates that bound how far one batch may move the probability of a token: PPO's hard clip and SAPO's soft gate.
 
-Both are functions of the ratio `ρ = π / π_old` of each token. Called by `policy.py`, by their names.
+Both are functions of the ratio `ρ = π / π_old` of each token. `policy.py` finds them by their names.
 
 Legend: B rows of the micro-batch, T response tokens, padded; see `surrogate.py` for the arguments.
 """
@@ -46,7 +46,7 @@ def ppo_clip(
 
 
 def pessimistic(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """`-min(ρ A, clip(ρ) A)`, and 1.0 where the clipped term is the one that counts. The two broadcast."""
+    """The loss `-min(ρ A, clip(ρ) A)`, and 1.0 where the clipped term is the one that counts. The two broadcast."""
     unclipped = -ratio * advantage
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     return torch.maximum(unclipped, clipped), (clipped > unclipped).float()

@@ -6,7 +6,7 @@ a few tokens with a large c from the gradient, KL-Cov pulls them back to where t
 
 **These two are not exact under micro-batching.** Means and shares are of the call, one micro-batch of one rank, since a
 surrogate sees nothing else: small micro-batches mean noisier choices, and at least one token is chosen in each. Every
-other surrogate treats rows independently. Called by `policy.py`, by their names.
+other surrogate treats rows independently. `policy.py` finds them by their names.
 
 Legend: B rows of the micro-batch, T response tokens, padded; see `surrogate.py` for the arguments.
 """
@@ -74,8 +74,8 @@ def kl_cov(
 
 
 def token_covariance(new: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-    """`(log π - mean log π)(A - mean A)` a token, `[B, T]`, without gradient; the means are over the mask's tokens, and
-    both factors are zero in padding."""
+    """The covariance `(log π - mean log π)(A - mean A)` a token, `[B, T]`, without gradient; the means are over the
+    mask's tokens, and both factors are zero in padding."""
     count = mask.sum().clamp(min=1)
 
     def centred(values: Tensor) -> Tensor:
@@ -85,7 +85,8 @@ def token_covariance(new: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
 
 
 def _number(mask: Tensor, share: float) -> int:
-    """How many tokens `share` is: at least one if there are any. A share of 0 turns the surrogate's own part off."""
+    """Number of tokens that `share` is: at least one if there are any. A share of 0 turns the surrogate's own part
+    off."""
     tokens = int(mask.sum())
     return min(tokens, max(1, int(tokens * share))) if share else 0
 

@@ -1,7 +1,7 @@
 """A bonus for entropy on top of any loss: `L - coef · mean H(π)`, 1707.06347 eq. 9.
 
 The trainer computes what a loss asks for by the names of its parameters, and the entropy of every token costs time and
-memory; only a loss that names `entropy` gets it. `with_entropy_bonus` adds that name. Called by builders of dataflows.
+memory; only a loss that names `entropy` gets it. `with_entropy_bonus` adds that name, in a builder of dataflows.
 
     flow.train("policy", loss=with_entropy_bonus(partial(policy_loss, surrogate="gspo"), coef=0.001))
 """
@@ -63,6 +63,6 @@ class EntropyBonus:
 def with_entropy_bonus(
     loss: Callable[..., LossAndMetrics], coef: float, *, aggregation: str = "token_mean", constant: float = 1.0
 ) -> EntropyBonus:
-    """`loss - coef · mean(entropy)`, for the trainer to call like any loss. `aggregation`, `constant`: see `aggregate`;
-    give those of the loss. Raises `ConfigError`."""
+    """Make the loss `loss - coef · mean(entropy)`, for the trainer to call like any loss. `aggregation`, `constant`:
+    see `aggregate`; give those of the loss. Raises `ConfigError`."""
     return EntropyBonus(loss, coef, aggregation, constant)

@@ -4,7 +4,7 @@
                      └──────────────▶ surrogate: a loss a token ───────────────────────────┴─▶ mean ─▶ + KL term
 
 The driver checks shapes and settings, masks, and sums; the formulas are in `clipped.py`, `sequence.py`, `weighted.py`
-and `covariance.py`, or in one's own file. Called by the trainer, see `losses/__init__.py`.
+and `covariance.py`, or in a user's own file. The trainer calls it: see `losses/__init__.py`.
 
 Legend: B rows of the micro-batch, T response tokens, padded: what lies under `mask == 0` may be anything, NaN included.
 """
@@ -101,8 +101,8 @@ def interpolated_policy_loss(
     reference_logprobs: Tensor | None = None,
     **settings: Any,
 ) -> LossAndMetrics:
-    """`policy_loss` with `proximal="interpolated"`. It does not ask for `old_logprobs`, so that the trainer is spared
-    the forward pass for them when a batch has several optimizer steps. `settings`, shapes, metrics: as there."""
+    """Compute `policy_loss` with `proximal="interpolated"`. It does not ask for `old_logprobs`, so that the trainer is
+    spared the forward pass for them when a batch has several optimizer steps. `settings`, shapes, metrics: as there."""
     return policy_loss(
         logprobs,
         mask,

@@ -1,14 +1,14 @@
-"""What the ratio of a policy loss is taken against: the centre of the trust region.
+"""Proximal policies: the centre of the trust region, which the ratio of a policy loss is taken against.
 
 Decoupled PPO (2505.24298) has three policies: `π_behavior` sampled, `π_proximal` is where the trust region lies,
 `π` is trained. The clipped ratio is `π / π_proximal`, and `π_proximal / π_behavior` becomes the weight of the
 correction. Any surrogate is decoupled in this way; `proximal` says what stands for π_proximal:
 
     old            the trainer's own log-probabilities at the start of the batch. Costs a forward pass.
-    column         the column `proximal_logprobs`, from a stage of one's own.
+    column         the column `proximal_logprobs`, from a user's own stage.
     interpolated   between the behavior's and the current ones, by the column `staleness`. Costs nothing.
 
-With "old" and the correction "none" there is one ratio, against the behavior policy. Called by `policy.py`.
+With "old" and the correction "none" there is one ratio, against the behavior policy.
 
 Legend: B rows of the micro-batch, T response tokens, padded.
 """

@@ -2,7 +2,7 @@
 
 A response's value stands at each of its tokens, so that the aggregations mean what they say: "sequence_mean" gives
 every response the same weight, as the papers have it, and "token_mean" weighs it by its length. Rows are
-independent, so micro-batches add up exactly. Called by `policy.py`, by their names.
+independent, so micro-batches add up exactly. `policy.py` finds them by their names.
 
 Legend: B rows of the micro-batch, T response tokens, padded; see `surrogate.py` for the arguments.
 """

@@ -1,4 +1,4 @@
-"""The likelihood of demonstrations. Called by the trainer, see `losses/__init__.py`.
+"""The likelihood of demonstrations. The trainer calls it: see `losses/__init__.py`.
 
 Legend: B rows of the micro-batch, T response tokens, padded.
 """

@@ -10,7 +10,7 @@ loss of each token `[B, T]`, to be minimised, and token values of metrics `[B, T
 tokens. What is returned under padding is ignored. Settings are keyword-only; `options.py` says how to limit them.
 
 A surrogate sees one micro-batch. It must treat rows independently, or the result depends on how the batch is cut; the
-two in `covariance.py` do not, and say so. Called by `policy.py`.
+two in `covariance.py` do not, and say so. `policy.py` calls them.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The critic's loss: values against returns. Called by the trainer of the critic, see `losses/__init__.py`.
+"""The critic's loss: values against returns. The trainer of the critic calls it: see `losses/__init__.py`.
 
 Legend: B rows of the micro-batch, T response tokens, padded: what lies under `mask == 0` may be anything, NaN included.
 """
@@ -16,7 +16,7 @@ from penstock.algorithms.losses.policy import LossAndMetrics
 from penstock.conf.errors import ConfigError
 
 ROUNDING = 1e-12
-"""A variance is nothing, compared with the mean square, below this: sums of float64 have about 16 digits."""
+"""The share of the mean square below which a variance counts as nothing: sums of float64 have about 16 digits."""
 
 
 def value_loss(
@@ -63,8 +63,9 @@ def value_loss(
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float:
-    """`1 - Var(R - V) / Var(R)` from the metrics of `value_loss`, summed over the batch: 1 is a perfect critic, 0 one
-    that might as well be constant. NaN where all returns are equal but for rounding: there is nothing to explain.
+    """The explained variance `1 - Var(R - V) / Var(R)` from the metrics of `value_loss`, summed over the batch: 1 is a
+    perfect critic, 0 one that might as well be constant. NaN where all returns are equal but for rounding: there is
+    nothing to explain.
 
     Moments add up over micro-batches and ranks, which a ratio of variances does not: so it is made of their sums."""
     variance = metrics["return_square_mean"] - metrics["return_mean"] ** 2

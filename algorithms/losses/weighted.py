@@ -1,6 +1,6 @@
 """Surrogates `-w · A · log π` with a constant weight w: the gradient is that of REINFORCE, scaled or cut a token.
 
-Their *value* is a log-likelihood and says little; their gradient is the point. Called by `policy.py`, by their names.
+Their *value* is a log-likelihood and says little; their gradient is the point. `policy.py` finds them by their names.
 
 Legend: B rows of the micro-batch, T response tokens, padded; see `surrogate.py` for the arguments.
 """
@@ -16,7 +16,7 @@ from penstock.algorithms.ratios import log_ratio
 @surrogate("reinforce")
 @surrogate("gpg")
 def reinforce(new: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> TokenLosses:
-    """`L = -A log π` (Williams 1992). No ratio and no bound: for samples of the policy itself.
+    """REINFORCE, `L = -A log π` (Williams 1992). No ratio and no bound: for samples of the policy itself.
 
     GPG (2504.02546) has this loss too, under the name "gpg"; what is its own is its advantage,
     `advantages.gpg`. No metrics.

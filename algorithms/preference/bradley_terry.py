@@ -52,7 +52,7 @@ def bradley_terry_loss(
 
 
 def _margin(margin: Tensor | None, scores: Tensor, pairs: Pairs) -> Tensor:
-    """`m` of each pair, `[P]` or `[]`, without gradient."""
+    """The margin `m` of each pair, `[P]` or `[]`, without gradient."""
     if margin is None:
         return torch.zeros((), device=scores.device)
     one_a_row(len(scores), margin=margin)

@@ -91,7 +91,7 @@ def ipo_loss(
 
 
 def _against_reference(logprobs: Tensor, reference: Tensor | None, valid: Tensor, reference_free: bool) -> Tensor:
-    """`log π - log π_ref` a token, `[B, T]`; `log π` where there is to be no reference."""
+    """The log-ratio `log π - log π_ref` a token, `[B, T]`; `log π` where there is to be no reference."""
     if reference_free:
         return logprobs
     if reference is None:

@@ -85,7 +85,8 @@ def kto_loss(
 
 
 def group_baseline(log_ratio: Tensor, group_ids: Tensor, counts: Tensor) -> Tensor:
-    """`z_0` of each row from the other rows of its group: `max(0, mean of their log-ratios)`, `[B]`, detached.
+    """The baseline `z_0` of each row from the other rows of its group: `max(0, mean of their log-ratios)`, `[B]`,
+    detached.
 
     For groups that the policy sampled itself, an estimate of KL(π || π_ref) at the row's prompt that does not depend on
     the row. A row with no other has 0. `log_ratio`: `[B]`. `counts`: bool `[B]`, rows that enter the means, whatever

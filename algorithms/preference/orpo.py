@@ -18,8 +18,8 @@ from penstock.algorithms.losses import LossAndMetrics
 from penstock.algorithms.preference.pairs import Pairs, mean_logprobs, response_mask
 
 LOG_PROBABILITY_BOUND = -1e-6
-"""Odds are infinite at P = 1. Mean log-probabilities are taken to be at most this, which bounds log odds by 13.8 and
-their gradient by 1e6; above it the gradient of the odds is zero."""
+"""The largest mean log-probability that counts, since odds are infinite at P = 1. It bounds log odds by 13.8 and their
+gradient by 1e6; above it the gradient of the odds is zero."""
 
 
 def orpo_loss(
@@ -53,6 +53,6 @@ def orpo_loss(
 
 
 def log_odds(log_probability: Tensor) -> Tensor:
-    """`log(P / (1 - P))` of `log P`, elementwise, at most 13.8 (`LOG_PROBABILITY_BOUND`)."""
+    """The log-odds `log(P / (1 - P))` of `log P`, elementwise, at most 13.8 (`LOG_PROBABILITY_BOUND`)."""
     bounded = log_probability.clamp(max=LOG_PROBABILITY_BOUND)
     return bounded - torch.log(-torch.expm1(bounded))  # 1 - exp(log P) would lose every digit near P = 1

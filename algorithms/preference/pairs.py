@@ -1,8 +1,8 @@
-"""Which rows of a micro-batch are compared with which, and what a row's tokens come to.
+"""Pairs of rows of a micro-batch that are compared, and sums over a row's tokens.
 
 The rows of a pair are samples of one group; column `preferred` says which: +1 chosen, -1 rejected, 0 takes no part. It
 comes from a dataset of preferences or from `selection.py`. The trainer keeps whole groups in one micro-batch for losses
-that take `group_ids`. Called by the losses of this folder, first thing.
+that take `group_ids`. The losses of this folder call it first.
 
 Legend: B rows of the micro-batch, T response tokens, padded; P pairs, in ascending order of group id.
 """
@@ -27,15 +27,16 @@ class Pairs:
     """
 
     chosen_P: Tensor
-    """int64: rows of the chosen samples."""
+    """Rows of the chosen samples, int64."""
     rejected_P: Tensor
-    """int64: rows of the rejected samples of the same groups."""
+    """Rows of the rejected samples of the same groups, int64."""
     num_groups: float
-    """Of the whole optimizer step, those without a pair included."""
+    """Number of groups of the whole optimizer step, those without a pair included."""
 
     @classmethod
     def of(cls, preferred: Tensor, group_ids: Tensor, totals: BatchTotals) -> "Pairs":
-        """`preferred`: `[B]`, any real dtype, +1, -1 or 0. `group_ids`: integers `[B]`, equal for samples of one group.
+        """Find the pairs. `preferred`: `[B]`, any real dtype, +1, -1 or 0. `group_ids`: integers `[B]`, equal for
+        samples of one group.
 
         A group has exactly one chosen and one rejected row, or none of either: it then adds 0, and counts in
         `totals.num_groups` all the same. Raises `ShapeError` that names the group otherwise, for other values, and for
@@ -107,14 +108,14 @@ def response_mask(logprobs: Tensor, mask: Tensor, **row_columns: Tensor) -> Tens
 
 
 def one_a_row(num_rows: int, **columns: Tensor) -> None:
-    """Every column is `[B]`. Raises `ShapeError`."""
+    """Check that every column is `[B]`. Raises `ShapeError`."""
     for name, column in columns.items():
         if not isinstance(column, Tensor) or column.shape != (num_rows,):
             raise ShapeError(f"{name} is {describe(column)}; expected [{num_rows}], one value a row.")
 
 
 def whole_numbers(group_ids: Tensor) -> None:
-    """Group ids are integers: as float32 those above 2^24 would fall together. Raises `ShapeError`."""
+    """Check that group ids are integers: as float32 those above 2^24 would fall together. Raises `ShapeError`."""
     if group_ids.is_floating_point() or group_ids.dtype == torch.bool:
         raise ShapeError(f"group_ids is {describe(group_ids)}; expected integers, e.g. int64.")
 
@@ -132,17 +133,18 @@ def signs(name: str, column_B: Tensor) -> Tensor:
 
 
 def sequence_logprobs(logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`log π(y | x)`: the sum over the response's tokens, `[B]` float32. A row without a token has 0."""
+    """The log-probability `log π(y | x)`: the sum over the response's tokens, `[B]` float32. A row without a token has
+    0."""
     return masked(logprobs_BT, mask_BT).sum(dim=-1)
 
 
 def mean_logprobs(logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`log π(y | x) / |y|`: the mean over the response's tokens, `[B]` float32. A row without a token has 0."""
+    """The mean `log π(y | x) / |y|` over the response's tokens, `[B]` float32. A row without a token has 0."""
     return sequence_logprobs(logprobs_BT, mask_BT) / mask_BT.sum(dim=-1).clamp(min=1)
 
 
 def token_log_ratios(logprobs_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`log π - log π_ref` a token, `[B, T]` float32, 0 in padding, with gradient into the first alone.
+    """The log-ratio `log π - log π_ref` a token, `[B, T]` float32, 0 in padding, with gradient into the first alone.
 
     Subtracted token by token and summed afterwards: two sums over thousands of tokens would leave few digits. Not
     clamped: what takes it is linear, or saturates by itself.

@@ -1,9 +1,9 @@
-"""From rewards to what the losses of this folder compare: a pair of a group, or single samples, good or bad.
+"""Selection by rewards of what the losses of this folder compare: a pair of a group, or single samples, good or bad.
 
     rollout ─▶ reward ─ reward ─▶ best_and_worst ─ preferred ─▶ train (dpo_loss, …)
     rollout, or dataset ─▶ reward ─ reward ─▶ good_or_bad ─ desirable ─▶ train (kto_loss)
 
-Pure functions, called by `compute` stages.
+Pure functions, for `compute` stages.
 
 Legend: G samples of one group (the same prompt).
 """
@@ -16,8 +16,8 @@ from penstock.algorithms.checks import non_negative
 
 
 def best_and_worst(reward: Tensor, *, min_gap: float = 0.0) -> Tensor:
-    """+1 for the sample with the highest reward, -1 for the one with the lowest, 0 for the others: online DPO,
-    2402.04792, with two samples; best against worst of G is 2404.19733's choice among scored samples.
+    """Mark the sample with the highest reward +1, the one with the lowest -1, the others 0: online DPO, 2402.04792,
+    with two samples; best against worst of G is 2404.19733's choice among scored samples.
 
     Of several with the same reward the first counts. A group whose rewards are all equal, or whose highest and lowest
     are less than `min_gap` apart, has nothing to say: 0 for all its samples.
@@ -41,7 +41,7 @@ def best_and_worst(reward: Tensor, *, min_gap: float = 0.0) -> Tensor:
 
 
 def good_or_bad(reward: Tensor, *, threshold: float = 0.5) -> Tensor:
-    """+1 where the reward is above `threshold`, -1 where it is not: the two kinds of KTO, 2402.01306.
+    """Mark samples +1 where the reward is above `threshold`, -1 where it is not: the two kinds of KTO, 2402.01306.
 
     `reward`: `[G]`, any real dtype, finite. Returns `[G]` float32. Raises `ShapeError`.
 

@@ -1,1 +1,1 @@
-"""What environments and agents cost: the gateway, waiting for tools, the sandbox, and a peer."""
+"""Costs of environments and agents: the gateway, waiting for tools, the sandbox, and a peer."""

@@ -1,4 +1,4 @@
-"""What environments and agents cost: the gateway, a thousand attempts that wait for tools, the sandbox, and TRL.
+"""Costs of environments and agents: the gateway, a thousand attempts that wait for tools, the sandbox, and TRL.
 
 make bench-env && python -m benchmarks.agents --json agents.json
 """

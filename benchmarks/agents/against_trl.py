@@ -23,18 +23,18 @@ SIDES = ("trl", "sync", "async")
 NUM_PROBLEMS = 512
 PROMPTS_PER_STEP = 8
 NUM_LESSONS = 200
-"""Steps of the supervised training."""
+"""Number of steps of the supervised training."""
 SHARE_GROWING = 0.75
-"""Of them, in which the turns that are shown grow to their full length."""
+"""Share of the steps in which the turns that are shown grow to their full length."""
 NUM_DEMONSTRATIONS = 48
-"""Turns in each."""
+"""Number of turns in each step."""
 MAX_TOKENS = 512
-"""Of an attempt: about four times as many as there are in most."""
+"""Most tokens of an attempt: about four times as many as there are in most."""
 TARGETS = {"async": 2.0, "sync": 1.3}
 
 
 def check() -> None:
-    """Ends the benchmark, before it has begun, where TRL is not there."""
+    """End the benchmark, before it has begun, where TRL is not there."""
     if not TRL_PYTHON.exists():
         raise SystemExit("There is no .venv-trl: run `make bench-env` first.")
 
@@ -42,7 +42,8 @@ def check() -> None:
 def rounds(
     num_rounds: int, num_steps: int, num_lessons: int = NUM_LESSONS, prompts_per_step: int = PROMPTS_PER_STEP
 ) -> list[Row]:
-    """`num_steps`: measured ones of a round. `num_lessons`: steps in which the model learns to call the tool."""
+    """Measure. `num_steps`: measured ones of a round. `num_lessons`: steps in which the model learns to call the
+    tool."""
     check()
     found = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
@@ -67,7 +68,7 @@ def rounds(
 
 
 def teach(work: Path, num_lessons: int) -> Path:
-    """The model that all sides start from: what Penstock's own supervised training makes of a new one."""
+    """Make the model that all sides start from: a new one after Penstock's own supervised training."""
     sums.build_model(work / "untaught")
     file = work / "demonstrations.jsonl"
     num_rows = num_lessons * NUM_DEMONSTRATIONS
@@ -97,7 +98,7 @@ def start_sides(work: Path, model: Path, prompts_per_step: int) -> dict[str, Chi
 
 
 def row(side: str, number: int, answer: Row) -> Row:
-    """Of a round. `turns` and `tokens` are those of an attempt, in the mean; tokens are sampled ones."""
+    """The row of a round. `turns` and `tokens` are those of an attempt, in the mean; tokens are sampled ones."""
     samples = answer["samples"]
     return {
         "part": PART,
@@ -112,7 +113,7 @@ def row(side: str, number: int, answer: Row) -> Row:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """What the sides had to do, and so whether they may be compared; and Penstock's phases."""
+    """Print what the sides had to do, and so whether they may be compared; and Penstock's phases."""
     mine = [entry for entry in rows if entry["part"] == PART]
     table = new_table(
         "Sums with a tool: medians over rounds",

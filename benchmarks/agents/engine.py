@@ -22,12 +22,12 @@ from penstock.workers.rollout.actor import Rollout, RolloutSpec
 MODEL = FreshModelConfig(
     num_layers=8, hidden_size=512, intermediate_size=1408, num_heads=8, num_kv_heads=4, max_position_embeddings=2048
 )
-"""26M parameters: tokens that cost something, even on a CPU."""
+"""A model of 26M parameters: tokens that cost something, even on a CPU."""
 MAX_LEN, CONCURRENT = 2048, 32
 
 
 class Engine:
-    """One engine that serves requests alone."""
+    """An engine that serves requests alone."""
 
     def __init__(self, handle: Any, model_path: str) -> None:
         self.handle = handle
@@ -40,11 +40,11 @@ class Engine:
         return Session(self.pool, self._form, sampling, TurnLimits(64, 100_000, MAX_LEN))
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Of a user's message."""
+        """Token ids of a user's message."""
         return self._form.prompt_ids([{"role": "user", "content": text}], ())
 
     async def direct(self, texts: Sequence[str], samplings: Sequence[Sampling]) -> int:
-        """Tokens that the engine samples for these, asked in one call."""
+        """Ask the engine for these in one call. Returns the number of tokens that it samples."""
         prompts = [self.prompt_ids(text) for text in texts]
         groups = await self.handle.generate.remote(prompts, 1, samplings)
         return sum(len(completion.token_ids) for (completion,) in groups)
@@ -52,7 +52,7 @@ class Engine:
 
 @contextlib.contextmanager
 def engine() -> Iterator[Engine]:
-    """In a Ray of its own, which ends with it."""
+    """Start an engine in its own Ray, which ends with it."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "model")
         build_fresh_model(path, MODEL, seed=0)

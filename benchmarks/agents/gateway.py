@@ -13,12 +13,12 @@ from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.protocols import Sampling
 
 TOKENS = 128
-"""Of each response."""
+"""Tokens of each response."""
 TARGET = 0.9
 
 
 async def rounds(engine: Engine, num_rounds: int, num_requests: int) -> list[dict[str, Any]]:
-    """Both sides in turn, with the same prompts, seeds and lengths."""
+    """Measure both sides in turn, with the same prompts, seeds and lengths."""
     door = Door()
     server = HttpServer(door)
     door.base_url = await server.start("127.0.0.1", 0)
@@ -42,7 +42,7 @@ async def rounds(engine: Engine, num_rounds: int, num_requests: int) -> list[dic
 
 
 async def through_gateway(engine: Engine, door: Door, texts: list[str], samplings: list[Sampling]) -> int:
-    """An attempt for each, with a key of its own; connections are shared, as those of a process are."""
+    """Make an attempt for each text, with its own key; connections are shared, as those of a process are."""
     sessions = [engine.session(sampling) for sampling in samplings]
     keys = [door.admit(session)[1] for session in sessions]
 

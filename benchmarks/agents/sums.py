@@ -9,8 +9,7 @@
 
 The dots stand for thinking. How many there are is drawn anew in each demonstration, and so the model's turns are of
 very different lengths, as those of models that think are. The chat template is one that both sides can go on with from
-sampled tokens; words and numbers are one token each, so that a tiny model learns to copy them in a minute. Used by
-`against_trl.py`, and by Penstock's runs of it.
+sampled tokens; words and numbers are one token each, so that a tiny model learns to copy them in a minute.
 """
 
 import functools
@@ -29,7 +28,7 @@ from penstock.workers.gateway.formats.format import Message
 from penstock.workers.models.fresh import build_fresh_model, character_tokenizer
 
 THOUGHT, MOST_THOUGHTS = 32, 160
-"""Tokens: the mean of a turn, and the most that are demonstrated."""
+"""Numbers of tokens: the mean of a turn, and the most that are demonstrated."""
 CALL, MIDDLE, END = '<tool_call>\n{"name": "add", "arguments": {"a": ', ', "b": ', "}}\n</tool_call>"
 HEADS = [f"<|im_start|>{role}\n" for role in ("user", "assistant", "tool")]
 NUMBERS = [f"{name}={digit}" for name in "xyz" for digit in range(1, 10)] + [str(number) for number in range(10, 28)]
@@ -43,7 +42,7 @@ CHAT_TEMPLATE = (
     "{{ eos_token + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""Qwen's form. It does not describe the tools: the model has learned what there is."""
+"""A chat template of Qwen's form. It does not describe the tools: the model has learned what there is."""
 
 
 def add(a: int, b: int) -> int:
@@ -70,7 +69,7 @@ def problems(seed: int) -> Iterator[tuple[int, int, int]]:
 
 
 def write_problems(file: Path, count: int, seed: int = 1) -> None:
-    """A line of JSON each, which both sides read."""
+    """Write problems, a line of JSON each, which both sides read."""
     with file.open("w") as lines:
         for numbers, _ in zip(problems(seed), range(count), strict=False):
             lines.write(json.dumps({"prompt": asked(*numbers), "answer": str(sum(numbers))}) + "\n")
@@ -82,9 +81,9 @@ def write_demonstrations(file: Path, count: int, num_growing: int) -> None:
 
 
 def demonstrations(seed: int, num_growing: int = 0) -> Iterator[dict[str, Any]]:
-    """One row a turn: the conversation so far, and what is said. The three turns of a problem follow each other. In the
-    first `num_growing` rows thoughts grow from none to their full length: from short turns it is soon learned to copy
-    a number, and then to copy it from further and further away."""
+    """Iterate over rows, one a turn: the conversation so far, and what is said. The three turns of a problem follow
+    each other. In the first `num_growing` rows thoughts grow from none to their full length: from short turns it is
+    soon learned to copy a number, and then to copy it from further and further away."""
     draws = random.Random(seed)
     for index, (a, b, c) in enumerate(problems(seed)):
         share = min(1.0, 3 * index / num_growing) if num_growing else 1.0
@@ -102,7 +101,8 @@ def asked(a: int, b: int, c: int) -> str:
 
 
 def thoughts(draws: random.Random, mean: float = THOUGHT) -> str:
-    """Geometric: whether one more dot follows does not depend on how many there were, which is easily learned."""
+    """Draw dots of a geometric length: whether one more follows does not depend on how many there were, which is easily
+    learned."""
     if mean == 0:
         return ""
     return "." * min(MOST_THOUGHTS, int(math.log(1.0 - draws.random()) / math.log(mean / (mean + 1.0))))
@@ -113,7 +113,7 @@ def written(a: int, b: int) -> str:
 
 
 def build_model(directory: Path, seed: int = 0) -> None:
-    """A model that has learned nothing yet, with its chat template."""
+    """Make a model that has learned nothing yet, with its chat template."""
     build_fresh_model(directory, MODEL, seed)
     tokenizer = character_tokenizer(MODEL)
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -2,7 +2,7 @@
 
 Each attempt has three turns, and a tool between them that takes seconds. What is compared is the tokens a second of the
 middle half of all tokens: at the beginning the first turns fill the engine on both sides, and at the end the last waits
-leave it idle, whatever anybody does.
+leave it idle, in any case.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from penstock.workers.protocols import Sampling
 
 TURNS, TOKENS = 3, 32
 WAIT_S = (2.0, 6.0)
-"""Of a tool call: mostly several times as long as its turn."""
+"""Shortest and longest seconds of a tool call: mostly several times as long as its turn."""
 TARGET = 0.85
 
 
 class Waiting:
-    """Notes when each turn's tokens came."""
+    """An environment that notes when each turn's tokens came."""
 
     def __init__(self, wait_s: tuple[float, float]) -> None:
         self._wait_s = wait_s
@@ -47,7 +47,7 @@ class Waiting:
             messages += [turn.message, {"role": "user", "content": "the tool has answered"}]
 
     def plateau(self) -> float:
-        """Tokens a second of the middle half."""
+        """Rate of the middle half, in tokens a second."""
         total, so_far = sum(count for _, count in self.came), 0
         bounds = []
         for at, count in sorted(self.came):

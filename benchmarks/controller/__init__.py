@@ -1,4 +1,4 @@
-"""The controller at scale: what it costs itself with 1,024 engines and 64 ranks on 137 nodes, all of them played.
+"""The controller at scale: its own costs with 1,024 engines and 64 ranks on 137 nodes, all of them simulated.
 
 controller's process   the real controller, fleet, supervisor, watch, logs, metrics        what is measured
 store's process        the real store, called over its own connections                     measured as well

@@ -1,4 +1,4 @@
-"""What the controller costs with 1,024 engines and 64 ranks.
+"""Costs of the controller with 1,024 engines and 64 ranks.
 
     python -m benchmarks.controller --json controller.json
 
@@ -17,16 +17,16 @@ from benchmarks.harness import ROOT, Target, new_table, parse_arguments, print_t
 
 ROUNDS, STEPS, LONG_STEPS = 3, 100, 1000
 LONG = {"group_size": 2, "speed": 12.0}
-"""Half the rows: what grows with the steps does not depend on them."""
+"""Settings of the long run. Half the rows: what grows with the steps does not depend on them."""
 QUICK = {"num_engines": 64, "num_ranks": 8, "num_rewards": 4, "speed": 60.0}
 LONGEST_S = 4 * 3600.0
-"""Of one run."""
+"""Deadline of one run, in seconds."""
 SHARE, GROWTH_MIB = 0.01, 5.0
 STEP_S = 30.0
 
 
 def asked(module: str, *words: str) -> dict[str, Any]:
-    """The line of JSON that a process prints."""
+    """Run a module. Returns the line of JSON that its process prints."""
     command = [sys.executable, "-m", f"benchmarks.controller.{module}", *words]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=LONGEST_S, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -51,7 +51,7 @@ def middle(rounds: Sequence[dict[str, Any]], part: str, key: str) -> float:
 
 
 def with_ray_ms(rounds: Sequence[dict[str, Any]]) -> float:
-    """Of a step: the controller's, and Ray's for as many calls."""
+    """CPU milliseconds of a step: the controller's, and Ray's for as many calls."""
     calls, call_us = middle(rounds, "steps", "num_calls"), middle(rounds, "ray", "call_us")
     return middle(rounds, "steps", "cpu_ms") + calls * call_us / 1000
 

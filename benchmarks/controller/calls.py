@@ -15,11 +15,11 @@ from typing import Any
 from penstock.conf.errors import WorkerDied
 
 HEADER = struct.Struct("<Q")
-"""Bytes of the message that follows: a pickled list."""
+"""Layout of the size of the message that follows, in bytes: a pickled list."""
 
 
 class Messages(asyncio.Protocol):
-    """One end: whole messages come in, and go out gathered."""
+    """One end of a connection: whole messages come in, and go out gathered."""
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -62,7 +62,7 @@ class Caller(Messages):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        """Calls so far, by method."""
+        """Number of calls so far, by method."""
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
 
@@ -125,13 +125,13 @@ class Answerer(Messages):
 
 
 class Handle:
-    """Of one member: `handle.method.remote(...)` is an awaitable, as with Ray."""
+    """A handle of one member: `handle.method.remote(...)` is an awaitable, as with Ray."""
 
     def __init__(self, caller: Caller, name: str) -> None:
         self._caller, self._name = caller, name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Members get the name: they share their process."""
+        """Give members the name: they share their process."""
         return str, (self._name,)
 
     def __getattr__(self, method: str) -> "Method":

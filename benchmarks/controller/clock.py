@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Waits so many times less than it is asked to."""
+    """A selector that waits so many times less than it is asked to."""
 
     def __init__(self, speed: float) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class FastLoop(asyncio.SelectorEventLoop):
-    """`speed`: seconds of its clock in one of the wall's."""
+    """A loop with a fast clock. `speed`: seconds of its clock in one of the wall's."""
 
     def __init__(self, speed: float) -> None:
         self._speed = speed
@@ -36,6 +36,6 @@ class FastLoop(asyncio.SelectorEventLoop):
 
 
 def run_fast(main: Callable[[], Coroutine[Any, Any, T]], speed: float) -> T:
-    """As `asyncio.run`."""
+    """Run as `asyncio.run` does, on a fast loop."""
     with asyncio.Runner(loop_factory=lambda: FastLoop(speed)) as runner:
         return runner.run(main())

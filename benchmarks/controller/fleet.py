@@ -1,5 +1,5 @@
-"""The fleet of the benchmark: the real one, as if it had been adopted from another process, with handles of played
-actors. So who is asked for by role, node or name is looked up as in every run."""
+"""The fleet of the benchmark: the real one, as if it had been adopted from another process, with handles of simulated
+actors. So members are looked up by role, node or name as in every run."""
 
 import asyncio
 import concurrent.futures
@@ -33,7 +33,8 @@ NAMESPACE = "penstock-controller"
 
 @dataclass(frozen=True)
 class StoreHandle(Endpoint):
-    """Where the store is called, and the handle of its actor: clients take the one, the watch the other."""
+    """The address at which the store is called, and the handle of its actor: clients take the one, the watch the
+    other."""
 
     actor: Handle | None = None
 
@@ -48,12 +49,13 @@ class StoreHandle(Endpoint):
         return self.actor.process
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Members get what clients need."""
+        """Give members what clients need."""
         return Endpoint, (self.node, self.path, self.segments, self.address, self.token, self.nodes)
 
 
 class OwnerHandle(Handle):
-    """Of the actor that keeps what the next command is told. `keep_only` is asked for from where no event loop runs."""
+    """A handle of the actor that keeps what the next command is told. `keep_only` is asked for from where no event loop
+    runs."""
 
     def __init__(self, caller: Caller, handles: Mapping[str, Any]) -> None:
         super().__init__(caller, OWNER)
@@ -80,7 +82,8 @@ class Kept:
 
 
 def plan_of(config: RunConfig, flow: Dataflow, scale: Scale) -> tuple[list[ActorPlan], Assignment]:
-    """Who there is, and on which nodes: the driver's has no devices, each of the others has `scale.devices`."""
+    """Plan which members there are, and on which nodes: the driver's has no devices, each of the others has
+    `scale.devices`."""
     plan = plan_actors(flow, config)
     count = -(-scale.num_ranks // scale.devices) - (-scale.num_engines // scale.devices)
     nodes = [_node(0, 0.0), *(_node(number, float(scale.devices)) for number in range(1, count + 1))]
@@ -88,7 +91,7 @@ def plan_of(config: RunConfig, flow: Dataflow, scale: Scale) -> tuple[list[Actor
 
 
 def agents_of(assignment: Assignment) -> dict[str, str]:
-    """Names, by node."""
+    """Names of the agents, by node."""
     return {node.id: f"Agent-{node.address}" for node in assignment.nodes}
 
 
@@ -115,7 +118,7 @@ def make_fleet(
 
 
 async def attach(fleet: Fleet, timeout_s: float) -> None:
-    """The ranks to the store, as `Fleet.start` does."""
+    """Attach the ranks to the store, as `Fleet.start` does."""
     calls: Sequence[tuple[str, asyncio.Future[Any]]] = [
         (name, handle.attach.remote(fleet.store)) for name, handle in fleet.role("trainer")
     ]

@@ -1,5 +1,5 @@
 """The processes beside the controller's: the store's, and the one that all members share. Each says where it is called,
-and ends with the one that has started it."""
+and ends with the process that has started it."""
 
 import asyncio
 import contextlib
@@ -26,13 +26,13 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 
 START_S = 120.0
-"""For a process to serve."""
+"""Deadline for a process to serve, in seconds."""
 END_S = 30.0
 
 
 @contextlib.asynccontextmanager
 async def served_store(scale: Scale, output_dir: str) -> AsyncIterator[Endpoint]:
-    """In this process."""
+    """Serve a store in this process."""
     config = scale.config(output_dir)
     spec = StoreSpec.of(flow_of(config), config)
     name = f"{PREFIX}store-{uuid.uuid4().hex}"
@@ -46,7 +46,7 @@ async def served_store(scale: Scale, output_dir: str) -> AsyncIterator[Endpoint]
 
 @contextlib.asynccontextmanager
 async def served_members(scale: Scale, output_dir: str) -> AsyncIterator[str]:
-    """In this process; the path of the socket where they are called."""
+    """Serve the members in this process. Yields the path of the socket where they are called."""
     config = scale.config(output_dir)
     flow = flow_of(config)
     plan, assignment = plan_of(config, flow, scale)
@@ -65,7 +65,7 @@ Serve = Callable[[Scale, str], contextlib.AbstractAsyncContextManager[Any]]
 
 @contextlib.contextmanager
 def process_of(serve: Serve, scale: Scale, output_dir: str, speed: float) -> Iterator[tuple[Any, int]]:
-    """What it serves in a process of its own, whose seconds pass so fast: where, and the process's number."""
+    """Serve in a new process, whose seconds pass so fast. Yields where, and the process's number."""
     here, there = multiprocessing.Pipe()
     spawning = multiprocessing.get_context("spawn")
     process = spawning.Process(target=_host, args=(serve, scale, output_dir, speed, there), daemon=True)

@@ -1,5 +1,5 @@
-"""What the actors of the played fleet answer. Engines, rewards and computed columns have the pull loops and clients of
-real ones; what takes a GPU takes time."""
+"""Members of the simulated fleet, and their answers. Engines, rewards and computed columns have the pull loops and
+clients of real ones; what takes a GPU takes time."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ PROCESS = ProcessId.own()
 
 
 class Member:
-    """What every actor answers."""
+    """A member that answers what every actor does."""
 
     def __init__(self) -> None:
         self._phases = Phases()
@@ -51,14 +51,15 @@ class Member:
 
 
 class PlayedStoreActor(Member):
-    """Beside the store's process, which is called over its connections: what the watch asks of its actor."""
+    """A member beside the store's process, which is called over its connections: it answers what the watch asks of the
+    actor."""
 
     async def process(self, stacks: str) -> tuple[int, tuple[str, ...]]:  # type: ignore[override]
         return PROCESS.pid, PROCESS.proof
 
 
 class PlayedOwner(Member):
-    """What a command leaves for the next one."""
+    """A member that keeps what a command leaves for the next one."""
 
     async def keep(self, epoch: int, state: bytes) -> None: ...
 
@@ -68,7 +69,7 @@ class PlayedOwner(Member):
 
 
 class Here:
-    """Stands where a handle does, of a member of this process."""
+    """A stand-in for a handle, of a member of this process."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -78,10 +79,10 @@ class Here:
 
 
 class PlayedAgent(Member):
-    """Of a node."""
+    """The agent of a node."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
-        """`members`: all of this process."""
+        """Prepare an agent. `members`: all of this process."""
         super().__init__()
         self._members, self._neighbours = members, Neighbours()
 
@@ -117,7 +118,7 @@ class PlayedAgent(Member):
 
 
 class Serves(Member):
-    """Pulls from the store until it closes."""
+    """A member that pulls from the store until it closes."""
 
     def __init__(self, serve: Callable[[StoreClient], Any]) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class PlayedPrompts(Serves):
 
 
 class PlayedEngine(Serves):
-    """The real worker over the scripted engine."""
+    """An engine: the real worker over the scripted engine."""
 
     def __init__(self, name: str, config: RunConfig, seed: int) -> None:
         random = Random(seed)
@@ -167,7 +168,7 @@ class PlayedEngine(Serves):
 
 
 class PlayedStage(Serves):
-    """Any stage that computes columns."""
+    """A member of any stage that computes columns."""
 
     def __init__(self, name: str, stage: str, column: str) -> None:
         super().__init__(self._pull)
@@ -220,7 +221,7 @@ class PlayedRank(Member):
 
 
 def play(plan: Iterable[ActorPlan], agents: Iterable[str], config: RunConfig, flow: Dataflow) -> dict[str, Member]:
-    """By name."""
+    """Make the members, by name."""
     found: dict[str, Member] = {}
     found |= {name: PlayedAgent(found) for name in agents}
     for actor in plan:

@@ -1,4 +1,4 @@
-"""What a call of an actor costs its caller with Ray: the same calls as the played fleet's, to a few real actors.
+"""Cost of a call of an actor to its caller with Ray: the same calls as the simulated fleet's, to a few real actors.
 
     python -m benchmarks.controller.ray_calls
 
@@ -29,7 +29,7 @@ class Engine:
 
 
 async def measure() -> list[float]:
-    """CPU ms of each batch of calls."""
+    """Measure CPU ms of each batch of calls."""
     actors = [ray.remote(num_cpus=0)(Engine).remote() for _ in range(NUM_ACTORS)]
     found = []
     for _ in range(WARM_ROUNDS + ROUNDS):

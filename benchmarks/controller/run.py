@@ -1,4 +1,4 @@
-"""One run of the real controller over the played fleet, in this process.
+"""A run of the real controller over the simulated fleet, in this process.
 
     python -m benchmarks.controller.run '{"num_steps": 20}' [FILE]
 
@@ -43,26 +43,26 @@ from penstock.store.service.server import Endpoint
 
 START_S = 600.0
 WARM_STEPS = 3
-"""Not counted: connections, first looks, caches."""
+"""Number of steps that are not counted: connections, first looks, caches."""
 MOST_FILES = 16_384
-"""Open at once: connections of all members, and those of their heartbeats."""
+"""Most files open at once: connections of all members, and those of their heartbeats."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """After a step."""
+    """Readings after a step."""
 
     step: int
     run_s: float
-    """By the run's clock."""
+    """Seconds by the run's clock."""
     cpu_s: float
-    """Of this process."""
+    """CPU seconds of this process."""
     thread_s: float
-    """Of the controller's thread."""
+    """CPU seconds of the controller's thread."""
     rss_bytes: int
     store_cpu_s: float
     calls: dict[str, int]
-    """To actors so far, by method."""
+    """Number of calls to actors so far, by method."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Readings:
 
     caller: Caller
     store: psutil.Process | None
-    """None: it is in this process."""
+    """The store's process; None: it is in this process."""
     found: list[Reading] = field(default_factory=list)
     call_s: float = 0.0
     """CPU seconds that a call takes here by itself, in Ray's place."""
@@ -93,7 +93,8 @@ class Readings:
 def controller_of(
     fleet: Fleet, config: RunConfig, flow: Dataflow, directory: RunDirectory, readings: Readings
 ) -> Controller:
-    """As `training.py` makes it, on a cluster: with all that it writes and leaves to the next command."""
+    """Make the controller as `training.py` does, on a cluster: with all that it writes and leaves to the next
+    command."""
     progress = Progress(config, "run", console=Console(file=io.StringIO(), quiet=True))
     identity = identity_of(config, flow, "node")
 
@@ -105,7 +106,7 @@ def controller_of(
 
 
 async def run_here(scale: Scale, output_dir: str, store: Endpoint, members: str, store_pid: int | None) -> Readings:
-    """The controller's part: `members` is the path of their socket."""
+    """Run the controller's part: `members` is the path of their socket."""
     config = scale.config(output_dir)
     flow = flow_of(config)
     caller = await Caller.connect(members)
@@ -125,7 +126,7 @@ async def run_here(scale: Scale, output_dir: str, store: Endpoint, members: str,
 
 
 async def cost_of_calls(fleet: Fleet) -> float:
-    """CPU seconds of one, by what calls of all engines take that nobody looks at."""
+    """CPU seconds of one call, by what calls of all engines take whose answers are not used."""
     engines = fleet.role("rollout")
     for _ in range(2):  # the first time is not counted
         began = time.process_time()
@@ -135,7 +136,7 @@ async def cost_of_calls(fleet: Fleet) -> float:
 
 
 def run_apart(scale: Scale, profile: cProfile.Profile | None = None) -> Readings:
-    """Store and members in processes of their own."""
+    """Run with store and members in processes of their own."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     with tempfile.TemporaryDirectory(prefix="penstock-controller-") as folder, contextlib.ExitStack() as processes:
         store, pid = processes.enter_context(process_of(served_store, scale, folder, 1.0))
@@ -145,7 +146,7 @@ def run_apart(scale: Scale, profile: cProfile.Profile | None = None) -> Readings
 
 
 def summary(readings: Readings, scale: Scale) -> dict[str, Any]:
-    """What the steps after the first ones cost, each."""
+    """Costs of each step after the first ones."""
     found = readings.found
     first, last = found[WARM_STEPS - 1], found[-1]
     steps, run_s = last.step - first.step, last.run_s - first.run_s

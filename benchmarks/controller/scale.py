@@ -1,4 +1,4 @@
-"""How large the played fleet is, and the settings of its run. Read by all of the benchmark's processes."""
+"""Size of the simulated fleet, and the settings of its run."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
 
 STEP_S = 30.0
-"""Of a step, about: engines sample for 10 to 22 s, ranks update for `UPDATE_S`."""
+"""Seconds of a step, about: engines sample for 10 to 22 s, ranks update for `UPDATE_S`."""
 UPDATE_S, PUBLISH_S, LOAD_S = 27.0, 1.0, 2.0
 TOKENS, TOKENS_PER_S = (10, 22), 1.0
-"""Of a response, the fewest and the most. What tokens weigh is the store's and the engines' business."""
+"""Fewest and most tokens of a response. What tokens weigh is the store's and the engines' business."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Scale:
     speed: float = 15.0
     """Seconds of the run in one of the wall's."""
     devices: int = 8
-    """Engines, or ranks, of a node."""
+    """Number of engines, or ranks, of a node."""
 
     def config(self, output_dir: str) -> RunConfig:
-        """What is not set here is as by default."""
+        """Make the configuration. What is not set here is as by default."""
         return load_config(
             (
                 f"output_dir={output_dir}",

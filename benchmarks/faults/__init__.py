@@ -1,1 +1,1 @@
-"""What the death of each member of a run costs."""
+"""Costs of the death of each member of a run."""

@@ -1,4 +1,4 @@
-"""What deaths cost: seconds until a run goes on, the time that is left for training, and the engines that are left.
+"""Costs of deaths: seconds until a run goes on, the time that is left for training, and the engines that are left.
 
     python -m benchmarks.faults --json faults.json
 

@@ -1,8 +1,8 @@
-"""What it costs the steps of a run that engines join and leave: one, three, and one again, by `penstock scale`.
+"""Costs for the steps of a run when engines join and leave: one, three, and one again, by `penstock scale`.
 
 The engines are fakes that wait instead of computing, as in `others.py`, so one engine makes steps of some seconds and
 three make shorter ones. A step is compared with the median step of as many engines, the fewest that there were in it:
-one that is longer was held up by who joins or leaves.
+one that is longer was held up by a change.
 """
 
 import statistics
@@ -23,7 +23,7 @@ MOST = 1.2
 
 
 class Scaling(threading.Thread):
-    """Wishes at two steps, and when they were granted."""
+    """A thread that makes wishes at two steps, and waits until they were granted."""
 
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
         super().__init__(daemon=True)
@@ -79,8 +79,8 @@ def compared(seconds: dict[int, float], engines: dict[int, int]) -> dict[str, fl
 
 
 def between(alone: float, three: float) -> float:
-    """Seconds with two engines, of which there are too few steps for a median: the part of a step that engines share is
-    half of one engine's, where three have a third of it."""
+    """Estimate the seconds with two engines, of which there are too few steps for a median: the part of a step that
+    engines share is half of one engine's, where three have a third of it."""
     shared = (alone - three) * 3 / 2
     return alone - shared / 2
 

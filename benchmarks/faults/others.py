@@ -1,4 +1,4 @@
-"""What an engine's death costs the other engines: tokens that they sample a second from then on, while another is
+"""Cost of an engine's death for the other engines: tokens that they sample a second from then on, while another is
 started in its place, beside those of the seconds before.
 
 The engines are fakes that wait instead of computing, since a new process takes processor time, which engines with
@@ -28,17 +28,17 @@ PACED = [
     "rollout.scripted.tokens_per_s=2", "rollout.max_concurrent_samples=32", "trainer.groups_per_step=8",
     "evaluation.every_steps=0", "tracking.export_model=false",
 ]  # fmt: skip
-"""Groups take three seconds, so engines and not the trainer set the pace."""
+"""Settings whose groups take three seconds, so engines and not the trainer set the pace."""
 WORDS = [*PACED, f"rollout.num_workers={NUM_ENGINES}", "trainer.max_steps=16", "max_staleness=2"]
 KILLED_AFTER = 6
 SPAN_S = 12.0
-"""Before and after the death: some groups long, as an engine's tokens are counted a group at a time."""
+"""Seconds before and after the death: some groups long, as an engine's tokens are counted a group at a time."""
 LOOK_S = 0.25
 SHARE = 0.95
 
 
 class Tokens(threading.Thread):
-    """Asks the other engines all the time how many tokens they have sampled."""
+    """A thread that asks the other engines all the time how many tokens they have sampled."""
 
     def __init__(self, directory: Path, address: str) -> None:
         super().__init__(daemon=True)
@@ -72,7 +72,7 @@ class Tokens(threading.Thread):
                     raise
 
     def rate(self, begin: float, end: float) -> float:
-        """Tokens a second between two moments."""
+        """Rate between two moments, in tokens a second."""
         within = [(at, count) for at, count in self.seen if begin <= at <= end]
         (first, before), (last, after) = within[0], within[-1]
         return (after - before) / (last - first)

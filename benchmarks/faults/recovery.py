@@ -1,8 +1,8 @@
-"""What the death of each role of a run costs: seconds to the next step, also where the command itself dies and another
+"""Costs of the death of each role of a run: seconds to the next step, also where the command itself dies and another
 goes on with its actors, or, where they have ended with it, resumes everything from the checkpoint. And of all of them
 the share of time that is left for training at a fault a minute.
 
-One run has every role struck once, and one engine, so that there is nobody to work on meanwhile. A step without faults
+One run has every role struck once, and one engine, so that no other works on meanwhile. A step without faults
 is that of another run of the same round, before its command is ended. What a fault costs is the time by which the run
 with faults took longer than so many such steps, over its faults.
 """
@@ -24,11 +24,11 @@ MEMBERS = (
 )  # fmt: skip
 EVERYBODY = "the command and all actors"
 BETWEEN = 2
-"""Steps from one death to the next."""
+"""Number of steps from one death to the next."""
 SETTLED, UNDISTURBED = 2, 9
 """Steps without faults are timed from the first to the second."""
 DELAY_S = 0.5
-"""After a step was logged."""
+"""Seconds after a step was logged."""
 WORDS = [
     "recipe=arithmetic",
     "warm_start.recipe=null",
@@ -37,7 +37,7 @@ WORDS = [
     "tracking.export_model=false",
     "algorithm.kl_coef=0.05",
 ]
-"""With a reference model, so that there is a scorer."""
+"""Settings with a reference model, so that there is a scorer."""
 SHARE = 1 / 3
 MINUTE_S = 60.0
 EFFECTIVE = 0.9
@@ -60,24 +60,24 @@ def measure(runs: Runs, quick: bool, num_rounds: int | None) -> list[dict[str, A
 
 
 def seconds_a_step(steps: list[tuple[float, int]], first: int, last: int) -> float:
-    """From one step to another, when each was logged for the first time."""
+    """Seconds a step, from one step to another, when each was logged for the first time."""
     at = {step: when for when, step in reversed(steps)}
     return (at[last] - at[first]) / (last - first)
 
 
 def lost_s(steps: list[tuple[float, int]], step_s: float) -> float:
-    """By which the run took longer, from its first step to its last, than so many steps without faults."""
+    """Seconds by which the run took longer, from its first step to its last, than so many steps without faults."""
     (begin, first), (end, last) = steps[0], steps[-1]
     return end - begin - (last - first) * step_s
 
 
 def effective(entry: dict[str, Any]) -> float:
-    """The share of time that trains where faults like those of the round come once a minute."""
+    """Share of time that trains where faults like those of the round come once a minute."""
     return MINUTE_S / (MINUTE_S + entry["lost_s"] / entry["faults"])
 
 
 def of_runs(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry of each run with faults."""
+    """Entries of each run with faults, one of each."""
     return [entry for entry in rounds if entry["who"] == MEMBERS[0]]
 
 
@@ -97,7 +97,7 @@ def _of_run(number: int, run: Finished) -> list[dict[str, Any]]:
 
 
 def _role(who: str) -> str:
-    """An agent's name is its node's."""
+    """Role of a member. An agent's name is its node's."""
     return AGENT if who.startswith(f"{AGENT}-") else who
 
 
@@ -139,5 +139,5 @@ def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
 
 
 def _of(rounds: list[dict[str, Any]], who: str, key: str) -> list[float]:
-    """Of each round."""
+    """Values of each round."""
     return [entry[key] or 0.0 for entry in rounds if entry["who"] == who]

@@ -19,7 +19,7 @@ from tests.chaos.plan import Fault
 
 LOOK_S = 0.02
 NUM_CPUS = 8
-"""Counted, not there: more actors than cores."""
+"""Number of CPUs that are counted, not there: more actors than cores."""
 
 
 @dataclass
@@ -28,10 +28,10 @@ class Finished:
 
     directory: Path
     done: list[Done]
-    """Its faults."""
+    """Faults of the run."""
     ended_at: float
     steps: list[tuple[float, int]] = field(default_factory=list)
-    """When the last step in the log was which, each time that it changed."""
+    """Times at which the last step in the log changed, and that step."""
 
     def next_step_after(self, at: float) -> float:
         """Seconds from a moment to the first step in the log that was not there then."""
@@ -48,7 +48,7 @@ class Finished:
 
 
 class Runs:
-    """Lifecycle: `on_a_cluster`, then any number of runs, one at a time."""
+    """Runs on one cluster. Lifecycle: `on_a_cluster`, then any number of runs, one at a time."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self.environment, self.address = environment, environment["RAY_ADDRESS"]
@@ -83,7 +83,7 @@ class Runs:
 
 
 class StepClock(threading.Thread):
-    """Looks at the log of a run all the time."""
+    """A thread that looks at the log of a run all the time."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(daemon=True)
@@ -109,5 +109,5 @@ class StepClock(threading.Thread):
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """Whole ones."""
+    """Whole lines of a file."""
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -19,7 +19,7 @@ SHARES = {"shm": (0.5, 0.5), "ipc": (0.5, 0.5), "nccl": (1, 1)}
 
 
 def words(transport: str, seed: int, work: Path, *, quick: bool) -> list[str]:
-    """Of the command line. The warm start trains on a GPU too: it comes before, alone."""
+    """Words of the command line. The warm start trains on a GPU too: it comes before, alone."""
     trainer, engine = SHARES[transport]
     steps = ["trainer.max_steps=5", "evaluation.every_steps=5"] if quick else []
     first = ["trainer.num_gpus_per_rank=1", *(["trainer.max_steps=60"] if quick else [])]

@@ -1,4 +1,4 @@
-"""What the benchmarks for GPUs share: whether there is one, and models of real sizes with random weights.
+"""Common parts of the benchmarks for GPUs: whether there is one, and models of real sizes with random weights.
 
 Nothing is downloaded. Without a GPU every benchmark of this folder ends with one line and exit code 2.
 """
@@ -13,11 +13,12 @@ from penstock.conf.model import FreshModelConfig
 from penstock.workers.models.fresh import EOS_ID, character_tokenizer, qwen2_config
 
 NO_GPU = 2
-"""Exit code."""
+"""Exit code without a GPU."""
 VOCABULARY = 151_936
-"""Of Qwen2: the output layer is a large part of a small model's work and weights."""
+"""Vocabulary of Qwen2: the output layer is a large part of a small model's work and weights."""
 INITIALIZER_RANGE = 0.05
-"""Wide enough that distributions over tokens are far from even, so that wrong weights show."""
+"""Standard deviation of the weights, wide enough that distributions over tokens are far from even, so that wrong
+weights show."""
 SIZES = {
     "0.5b": FreshModelConfig(
         num_layers=24, hidden_size=896, intermediate_size=4864, num_heads=14, num_kv_heads=2,
@@ -28,11 +29,11 @@ SIZES = {
         max_position_embeddings=4096, initializer_range=INITIALIZER_RANGE,
     ),
 }  # fmt: skip
-"""Qwen2's of that name; `small` is for `--quick`."""
+"""Qwen2's sizes by name; `small` is for `--quick`."""
 
 
 def count_gpus(benchmark: str) -> int:
-    """GPUs that torch can use. Ends the process if there is none."""
+    """Count the GPUs that torch can use. Ends the process if there is none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         print(
@@ -49,7 +50,7 @@ def gpu_names() -> list[str]:
 
 
 def write_model(directory: Path, size: str, device: torch.device) -> int:
-    """A HF model directory, float32, random; returns the number of parameters. `device`: where it is drawn."""
+    """Write a HF model directory, float32, random. Returns the number of parameters. `device`: where it is drawn."""
     from transformers import Qwen2ForCausalLM
 
     sizes = SIZES[size]

@@ -65,7 +65,7 @@ def random_rows(num_rows: int, longest: int, seed: int) -> Rows:
 def measure(
     setting: Setting, model_path: Path, rows: Rows, *, num_rounds: int, config: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Rounds of one setting. The first is left out: it allocates. `config`: of the trainer."""
+    """Measure rounds of one setting. The first is left out: it allocates. `config`: of the trainer."""
     on_gpu = config.get("num_gpus_per_rank", 0) > 0
     options = TrainerConfig(
         activation_checkpointing=setting.checkpointing, optimizer=OptimizerConfig(lr=1e-7), **config

@@ -35,7 +35,7 @@ from penstock.workers.weights.transport import Transport
 
 NUM_ROUNDS = 5
 SCALE = 1.02
-"""By which all weights grow each round, so that versions differ."""
+"""Factor by which all weights grow each round, so that versions differ."""
 PROMPT = list(range(3, 35))
 RESPONSE_TOKENS = 32
 ENGINE = {"max_model_len": 1024, "max_concurrent_samples": 64, "gpu_memory_utilization": 0.3}
@@ -73,7 +73,7 @@ class Trainer:
 
     @torch.no_grad()
     def mean_difference(self, response_ids: list[int], logprobs: list[float]) -> float:
-        """Of the engine's log-probabilities from this trainer's, per token, absolute."""
+        """Mean absolute difference of the engine's log-probabilities from this trainer's, per token."""
         ids = torch.tensor([PROMPT + response_ids], device=self.device)
         logits = self.lm(ids).logits[0, len(PROMPT) - 1 : -1].float()
         own = logits.log_softmax(-1).gather(1, ids[0, len(PROMPT) :, None])[:, 0].cpu()
@@ -82,7 +82,7 @@ class Trainer:
 
 @contextmanager
 def visible(gpu: int | None) -> Iterator[None]:
-    """Processes started meanwhile see this GPU only. None: all."""
+    """Let processes that are started meanwhile see this GPU only. None: all."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = before.split(",")[gpu] if before else str(gpu)
@@ -99,7 +99,7 @@ def visible(gpu: int | None) -> Iterator[None]:
 async def connected(
     name: str, trainer: Trainer, engine: VllmEngine, root: Path, gpu: int | None
 ) -> AsyncIterator[Transport]:
-    """Engine and transport, ready for the first version."""
+    """Prepare engine and transport for the first version."""
     with visible(gpu):
         await engine.start()
     transport = None
@@ -119,7 +119,7 @@ async def connected(
 async def measure(
     name: str, trainer: Trainer, model_path: Path, root: Path, *, gpu: int | None, num_rounds: int
 ) -> list[dict[str, Any]]:
-    """All rounds of one transport. The first is left out: it allocates."""
+    """Measure all rounds of one transport. The first is left out: it allocates."""
     on_gpu = trainer.device.type == "cuda"
     config = RolloutConfig(dtype="bfloat16", num_gpus_per_worker=1 if on_gpu else 0, **ENGINE)
     engine = VllmEngine(config, str(model_path), num_threads=1, transport=name)

@@ -24,7 +24,7 @@ def measure(quick: bool, num_rounds: int | None) -> list[dict[str, Any]]:
 
 
 def _rounds(child: Child, num_rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Of both ways, alternating."""
+    """Measure rounds of both ways, alternating."""
     rounds = []
     try:
         child.ready()

@@ -1,4 +1,4 @@
-"""Rows between machines: the store on 1, a producer on 2, and who reads on 3 (*far*) or on 2 as well (*near*).
+"""Rows between machines: the store on 1, a producer on 2, and a reader on 3 (*far*) or on 2 as well (*near*).
 
 Batches stay where they are written, so what a far reader pulls goes over its own link and the producer's; the store's
 has the calls alone. The links' rate is one that the cores which all machines share can fill.
@@ -16,12 +16,12 @@ from tests.machines.cluster import Cluster, machines
 
 RATE, RATE_BYTES = "200mbit", 25e6
 TOKENS, BATCH = 4096, 128
-"""2 MiB a batch."""
+"""Tokens of a row and rows of a batch: 2 MiB a batch."""
 ROWS = {True: 16 * BATCH, False: 64 * BATCH}
-"""If quick, and if not."""
+"""Number of rows if quick, and if not."""
 NUM_ROUNDS = 3
 READERS = {"far": 3, "near": 2}
-"""By name: the machine."""
+"""Machine of each reader, by name."""
 
 
 class Processes:
@@ -47,7 +47,8 @@ class Processes:
             child.close()
 
     def send(self, reader: str, num_rows: int) -> dict[str, Any]:
-        """So many rows from the producer to a reader, both at work at once. Bytes of each link, the larger way."""
+        """Send so many rows from the producer to a reader, both at work at once. Returns bytes of each link, the larger
+        way."""
         before = [machine.link_bytes() for machine in self._cluster]
         put = {"op": "put", "rows": num_rows, "batch": BATCH, "tokens": TOKENS}
         with ThreadPoolExecutor() as threads:

@@ -33,14 +33,14 @@ SHM, ROOT = "4g", "/dev/shm/penstock-bench"
 OBJECT_STORE_BYTES = 3 * 2**29
 NUM_ROUNDS = 3
 LAYERS, HIDDEN, INTERMEDIATE, KEYS, VOCABULARY = 24, 896, 4864, 128, 151936
-"""Of Qwen2.5-0.5B: 494M parameters."""
+"""Sizes of Qwen2.5-0.5B: 494M parameters."""
 QUICK = {"vocabulary": 8192, "num_layers": 4}
 HALF = 0.5
 
 
 @dataclass(frozen=True)
 class Case:
-    """Machines by their number."""
+    """Machines that have ranks and machines that receive, by their number."""
 
     sources: tuple[int, ...]
     receivers: tuple[int, ...]
@@ -61,7 +61,7 @@ def shapes(vocabulary: int = VOCABULARY, num_layers: int = LAYERS) -> dict[str, 
 
 
 def plan_of(tensors: dict[str, tuple[int, ...]], case: Case) -> ChunkPlan:
-    """Each source's rank has as many rows of each tensor as FSDP2 gives it."""
+    """Make the plan. Each source's rank has as many rows of each tensor as FSDP2 gives it."""
     layout = compute_layout((name, shape, "bfloat16") for name, shape in tensors.items())
     num_ranks = len(case.sources)
     pieces: list[list[tuple[str, int, int]]] = [[] for _ in case.sources]
@@ -103,8 +103,8 @@ class Nodes:
                 machine.run(["rm", "-rf", ROOT])
 
     def send(self, is_star: bool = False, await_of: Sequence[int] | None = None) -> dict[str, Any]:
-        """One version. `await_of`: who is waited for. Seconds, from the first rank's first byte to the last node's
-        last."""
+        """Send one version. `await_of`: the nodes to wait for. Returns seconds, from the first rank's first byte to the
+        last node's last."""
         self._number += 1
         receivers = [str(number) for number in self._case.receivers]
         for number, child in self.children.items():
@@ -124,7 +124,7 @@ class Nodes:
         return {"seconds": seconds, "most_link_bytes": most, "stats": stats}
 
     def first_of_next(self) -> int:
-        """Who will be the first of the next version's chain, where there is one."""
+        """Return the node that will be the first of the next version's chain, where there is one."""
         receivers = [str(number) for number in self._case.receivers]
         broadcast = Broadcast(self._number + 1, self._number + 1, receivers, {})
         return int(chain(broadcast, self.plan.sources, self.plan.sources[0])[0])
@@ -177,7 +177,7 @@ def _facts(case: Case, way: str, plan: ChunkPlan) -> dict[str, Any]:
 
 
 def _killed(tensors: dict[str, tuple[int, ...]], logs: Path) -> list[dict[str, Any]]:
-    """The first of a chain of two, half way: its process alone, and the machine without a word."""
+    """Kill the first of a chain of two, half way: its process alone, and the machine without a word."""
     plan = plan_of(tensors, KILLED)
     rounds = []
     for way in ("process killed", "machine lost"):

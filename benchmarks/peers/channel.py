@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """Made before anything is imported that may write to standard output."""
+    """The channel of a peer. Made before anything is imported that may write to standard output."""
 
     def __init__(self) -> None:
         # Nothing else may write to the channel: file descriptor 1 becomes standard error.
@@ -35,7 +35,7 @@ class Channel:
         self._out.flush()
 
     def receive(self) -> Message | None:
-        """The next request; None once there will be none."""
+        """Read the next request; None once there will be none."""
         for line in iter(sys.stdin.readline, ""):
             if line.strip():
                 request: Message = json.loads(line)
@@ -46,6 +46,6 @@ class Channel:
         return iter(self.receive, None)
 
     async def serve(self, answer: Callable[[Message], Awaitable[Message]]) -> None:
-        """Answers one request after the other; the event loop is free while it waits for them."""
+        """Answer one request after the other; the event loop is free while it waits for them."""
         while (request := await asyncio.to_thread(self.receive)) is not None:
             self.send(await answer(request))

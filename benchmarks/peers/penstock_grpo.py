@@ -19,12 +19,13 @@ from penstock.orchestrator.run import run
 
 WARMUP_STEPS = 3
 SETTLE_STEPS = 3
-"""More than `max_staleness` + 1 steps, so that the measured ones are in the steady state."""
+"""Number of steps that are not measured: more than `max_staleness` + 1, so that the measured ones are in the steady
+state."""
 PHASES = ("rollout", "reward", "compute", "train", "publish")
 
 
 class EndOfBenchmark(PenstockError):
-    """Standard input has ended: the run is no longer needed."""
+    """The end of standard input: the run is no longer needed."""
 
 
 class Gate:
@@ -80,11 +81,11 @@ class Gate:
         self._steps = []
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Close nothing."""
 
 
 def drive(words: list[str], channel: Channel) -> None:
-    """An ordinary run with these settings, for as many rounds as are asked for."""
+    """Run an ordinary run with these settings, for as many rounds as are asked for."""
     try:
         run(load_config(words), sinks=[Gate(channel)], quiet=True)
     except EndOfBenchmark:

@@ -7,7 +7,7 @@
 
 control  R rows are put; then C consumers, each with a connection of its own to every part, in two processes: lease one
          row, write one number, and again. What is measured is calls and decisions, since rows carry next to nothing
-spill    k times m MiB of rows are put before anybody reads; then all are read, checked, and ended
+spill    k times m MiB of rows are put before any read; then all are read, checked, and ended
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from penstock.store.spec import StageSpec, StoreSpec
 Request = dict[str, Any]
 GROUPS_PER_STEP = 64
 WARM_S = 2.0
-"""Not counted."""
+"""Seconds that are not counted."""
 
 
 def make_spec(group_size: int, shared_bytes: int = 2**30) -> StoreSpec:
@@ -53,7 +53,7 @@ def make_spec(group_size: int, shared_bytes: int = 2**30) -> StoreSpec:
 
 
 class Consumers:
-    """Many of them in one process."""
+    """Many consumers in one process."""
 
     async def connect(self, store: Any, count: int) -> None:
         self.clients = [StoreClient(store) for _ in range(count)]
@@ -111,7 +111,7 @@ async def control(request: Request, number: int) -> Request:
 
 
 async def cpu_seconds(client: StoreClient) -> float:
-    """Of the store's process so far."""
+    """CPU seconds of the store's process so far."""
     return float((await client.describe())["process"]["cpu_s"])
 
 

@@ -44,7 +44,7 @@ from penstock.store.spec import StageSpec, StoreSpec
 PROMPT_TOKENS = 32
 DEADLINE_S = 120.0
 RAW_BATCHES = 4
-"""In a call of Ray's."""
+"""Number of batches in a call of Ray's."""
 ROLES = ("put", "respond", "reward", "train")
 RESPONSE = ("response_ids", "behavior_logprobs")
 Request = dict[str, Any]
@@ -86,7 +86,7 @@ class Responses:
         self.made = 0
 
     def take(self, count: int) -> dict[str, list[np.ndarray]]:
-        """The next rows."""
+        """Take the next rows."""
         ends = self.ends[self.made : self.made + count + 1].tolist()
         self.made += count
         pairs = list(pairwise(ends))
@@ -96,16 +96,16 @@ class Responses:
         }
 
     def batches(self, size: int) -> list[list[np.ndarray]]:
-        """The columns of so many rows at a time."""
+        """Columns of so many rows at a time."""
         ends = self.ends[::size].tolist()
         return [[self.tokens[start:end], self.logprobs[start:end]] for start, end in pairwise(ends)]
 
 
 class Worker:
-    """One process of the benchmark. Each method is a role."""
+    """A process of the benchmark. Each method is a role."""
 
     async def begin(self, store: Any, request: Request, is_new: bool) -> None:
-        """Before each operation: nothing of it is measured. `is_new`: the store."""
+        """Prepare an operation: nothing of it is measured. `is_new`: the store."""
         if is_new:
             self.client, self.trained = StoreClient(store), 0
         self.rows, self.batch = request["rows"], request["batch"]
@@ -154,11 +154,11 @@ class Worker:
         return self._answer(start, nbytes)
 
     async def respond(self) -> Request:
-        """Stage 1."""
+        """Run stage 1."""
         return await self._serve("rollout", lambda lease: self.responses.take(len(lease.rows)))
 
     async def reward(self) -> Request:
-        """Stage 2."""
+        """Run stage 2."""
 
         def score(lease: Lease) -> dict[str, Any]:
             return {"reward": [float(self._read(lease, ("response_ids",)))] * len(lease.rows)}
@@ -166,7 +166,7 @@ class Worker:
         return await self._serve("reward", score)
 
     async def train(self) -> Request:
-        """Stage 3: the batches in order."""
+        """Run stage 3: the batches in order."""
         nbytes, start = 0, time.monotonic()
         tasks: list[asyncio.Task[None]] = []
         ready: asyncio.Queue[Any] = asyncio.Queue(self.ahead)
@@ -182,7 +182,7 @@ class Worker:
         return self._answer(start, nbytes)
 
     async def _fetch_rounds(self, ready: "asyncio.Queue[Any]") -> None:
-        """One after the other, as they are numbered, while those before are read."""
+        """Fetch rounds one after the other, as they are numbered, while those before are read."""
         for _ in range(self.rows // self.batch):
             await ready.put(await self.client.lease_shared("train", self.trained, 0, 1))
             self.trained += 1
@@ -203,14 +203,14 @@ class Worker:
         return self._answer(start, 0)
 
     async def _start(self, work: Any) -> "asyncio.Task[None]":
-        """As soon as fewer than the lanes allow are under way."""
+        """Start work as soon as fewer than the lanes allow are under way."""
         await self.lanes.acquire()
         task = asyncio.ensure_future(work)
         task.add_done_callback(lambda _: self.lanes.release())
         return task
 
     async def raw_write(self, readers: list[tuple[Any, int]]) -> Request:
-        """Puts the batches and has them read. `readers`: and how many of the columns each reads."""
+        """Put the batches and have them read. `readers`: and how many of the columns each reads."""
         start = time.monotonic()
 
         async def one(batches: list[list[np.ndarray]]) -> None:
@@ -244,7 +244,7 @@ class Worker:
                 values.sum()
 
     def _read(self, lease: Lease, names: tuple[str, ...]) -> int:
-        """Touch every value; the bytes."""
+        """Touch every value. Returns the bytes."""
         nbytes = 0
         for name in names:
             values, _ = lease.rows.ragged(name)
@@ -262,7 +262,7 @@ class Worker:
 
 
 class Side:
-    """Four processes that stay; `stages` has a store that stays, too."""
+    """The processes of this side, four that stay; `stages` has a store that stays, too."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -317,7 +317,7 @@ class Side:
         return dict(await writer.raw_write.remote([(reward, 1), (train, 2)]))
 
     async def alone(self, workers: list[Any], request: Request) -> Request:
-        """After `raw`, with the same batches."""
+        """Run after `raw`, with the same batches."""
         return dict(await workers[1].raw_alone.remote())
 
     async def _new_store(self, request: Request, workers: list[Any]) -> Any:
@@ -331,7 +331,7 @@ class Side:
 
 
 def checked(request: Request, *read: Request) -> Request:
-    """The last answer, if every process has read what was written."""
+    """Return the last answer, if every process has read what was written."""
     expected = Responses(request).checksum
     for answer in read:
         if answer["checksum"] != expected:
@@ -340,7 +340,7 @@ def checked(request: Request, *read: Request) -> Request:
 
 
 async def reside(client: StoreClient, request: Request, with_response: bool) -> None:
-    """Rows that stay."""
+    """Put rows that stay."""
     size = (await client.spec()).group_size
     group: dict[str, Any] = {"prompt_ids": np.arange(PROMPT_TOKENS, dtype=np.int32)}
     if with_response:

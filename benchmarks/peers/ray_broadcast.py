@@ -3,7 +3,7 @@
     in   {"sources": [address], "receivers": [address], "bytes": n}   n in all, an equal share on each source
     out  {"seconds": s}                                               until every receiver has all of it
 
-Run on the first machine by `benchmarks/machines/weights.py`.
+It runs on the first machine.
 """
 
 import time
@@ -18,7 +18,7 @@ from benchmarks.peers.channel import Channel
 
 @ray.remote(num_cpus=0)
 class Holder:
-    """On a node: has put some bytes, or gets others'."""
+    """A process on a node that has put some bytes, or gets others'."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []

@@ -7,7 +7,7 @@
     in   {"op": "stats"}
     out  {...}                                                        counters, or nothing
 
-Started on a machine by `benchmarks/machines/weights.py`, which takes the times: machines have clocks of their own.
+The parent takes the times: machines have clocks of their own.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from penstock.workers.weights.chain.routes import Broadcast
 from penstock.workers.weights.publication.publication import PublicationWriter
 
 TOKEN = bytes(32)
-"""Of no run: everything here ends with its machines."""
+"""Token of no run: everything here ends with its machines."""
 WAIT_S = 300.0
 
 
@@ -70,7 +70,8 @@ class Node:
         return self.relay.stats()
 
     def _random(self, count: int, version: int) -> torch.Tensor:
-        """The same for all chunks of a size, and another in each version: making them is not what is measured."""
+        """Values that are the same for all chunks of a size, and others in each version: making them is not what is
+        measured."""
         if count not in self._values:
             self._values[count] = torch.randn(count)
         return self._values[count].add_(version)

@@ -6,7 +6,7 @@
     in   {"op": "read", "rows": N, "batch": B}                           leases of B rows, each token looked at
     out  {"bytes": n, "seconds": s}
 
-Started on a machine by `benchmarks/machines/rows.py`; clocks are each machine's own.
+Clocks are each machine's own.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 
 TOKEN = bytes(32)
-"""Of no run: everything here ends with its machines."""
+"""Token of no run: everything here ends with its machines."""
 ROOT = "/dev/shm/penstock-bench-rows"
 BATCHES_AHEAD = 4
 Request = dict[str, Any]

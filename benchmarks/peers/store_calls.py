@@ -4,7 +4,6 @@
     out  {"calls": n, "seconds": s, "latencies_ms": [...]}
 
 `python -m benchmarks.peers.store_calls ADDRESS`: of a Ray cluster. The client is on a node that is not the driver's.
-Asked by `benchmarks/machines/calls.py`.
 """
 
 import asyncio

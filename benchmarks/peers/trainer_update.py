@@ -1,4 +1,4 @@
-"""One side of the training benchmark: updates of one model on one rank, in a process whose memory is its own.
+"""A side of the training benchmark: updates of one model on one rank, in a process whose memory is its own.
 
     in   {"rows": N, "seed": s}
     out  {"seconds": s, "cpu_seconds": s, "tokens": n, "padding": share, "peak_bytes": n}
@@ -37,7 +37,7 @@ ALL_MIB = 2.0**20
 
 
 class Fixed:
-    """What is written first: so many rows at a time, padded to the longest."""
+    """A straight-line loop: so many rows at a time, padded to the longest."""
 
     def __init__(self, model_path: str) -> None:
         self._model = PolicyModel(load_causal_lm(model_path))
@@ -72,7 +72,7 @@ class Penstock:
 
 
 def make_rows(count: int, seed: int, response_tokens: int, spread: float, longest: int, vocabulary: int) -> Rows:
-    """Responses of a median of `response_tokens` tokens, lognormal with that spread (0: all alike)."""
+    """Make responses of a median of `response_tokens` tokens, lognormal with that spread (0: all alike)."""
     random = np.random.default_rng(seed)
     lengths = np.clip(response_tokens * random.lognormal(0, spread, count), 1, longest).astype(int)
     return Rows.from_lists(
@@ -86,7 +86,7 @@ def make_rows(count: int, seed: int, response_tokens: int, spread: float, longes
 
 
 def memory_bytes(key: str) -> int:
-    """VmRSS or VmHWM of this process."""
+    """Read VmRSS or VmHWM of this process."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 

@@ -1,8 +1,7 @@
 """TransferQueue on the store benchmark's workload, one operation per request.
 
-Run by `benchmarks/store.py` with the Python of the environment that `requirements/tq.lock` describes, so of this
-project it imports its neighbours alone: `channel.py`, and `transfer_queue_worker.py`, whose actors are the processes
-below.
+It runs with the Python of the environment that `requirements/tq.lock` describes, so of this project it imports its
+neighbours alone: `channel.py`, and `transfer_queue_worker.py`, whose actors are the processes below.
 
     out  {"ready": true, "versions": {...}, "settings": {...}}
     in   {"case": "a", "op": "put", "rows": N, "batch": B, "min_tokens": lo, "max_tokens": hi, "resident": R, "seed": s}
@@ -57,7 +56,7 @@ from benchmarks.peers.channel import Channel
 from benchmarks.peers.transfer_queue_worker import PROMPT_TOKENS, PUT_COLUMNS, STAGES, Rows, Worker
 
 START_S = 600.0
-"""For a start: six processes import torch, which takes minutes where others use the cores."""
+"""Deadline of a start, in seconds: six processes import torch, which takes minutes where others use the cores."""
 
 
 class System:
@@ -69,7 +68,7 @@ class System:
         self._num_resident = 0
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request, an error where there is no result in time."""
+        """Answer a request, with an error where there is no result in time."""
         label = {name: request.get(name) for name in ("case", "op")}
         defaults = {name: getattr(self._arguments, name) for name in ("in_flight", "poll_ms")} | {"resident": 0}
         request = defaults | request

@@ -1,6 +1,6 @@
 """The processes of TransferQueue's side of the store benchmark: the rows of a request, and an actor with a client.
 
-Started by `transfer_queue.py`, which says what the operations are. Imports nothing of this project.
+`transfer_queue.py` says what the operations are. Imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 
 STEP_ROWS = 64
-"""Of a partition."""
+"""Number of rows of a partition."""
 PROMPT_TOKENS = 32
 VOCABULARY = 32_000
 RESIDENT_CHUNK = 10_000
@@ -67,7 +67,7 @@ class Rows:
 
 
 def partitions(request: dict[str, Any]) -> list[str]:
-    """Of each batch: one a step, as verl has them; a new round has new ones."""
+    """Partitions of each batch: one a step, as verl has them; a new round has new ones."""
     firsts = range(0, request["rows"], request["batch"])
     return [f"train_{request['seed']}_{first // STEP_ROWS}" for first in firsts]
 
@@ -77,7 +77,7 @@ def prompts(generator: np.random.Generator, num_rows: int) -> torch.Tensor:
 
 
 async def at_most(limit: int, jobs: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Awaits the jobs, begun in their order, at most `limit` of them at a time."""
+    """Await the jobs, begun in their order, at most `limit` of them at a time."""
     queue = iter(jobs)
 
     async def work() -> None:
@@ -97,7 +97,7 @@ class Worker:
     """
 
     async def connect(self, config: dict[str, Any] | None) -> None:
-        """Starts TransferQueue if a configuration is given, and attaches to it."""
+        """Start TransferQueue if a configuration is given, and attach to it."""
         import transfer_queue
         from omegaconf import OmegaConf
 
@@ -152,7 +152,7 @@ class Worker:
         return await self._timed(in_flight, (lambda job=job: one(*job) for job in enumerate(self._sizes)))
 
     async def clear(self) -> None:
-        """Removes the rows that `put` put."""
+        """Remove the rows that `put` put."""
         for partition in dict.fromkeys(self._partitions):
             await self._client.async_clear_partition(partition)
 

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the end-to-end benchmark's workload, driven round by round.
 
-Run by `benchmarks/end_to_end.py` with the Python of the environment that `requirements/trl.lock` describes, so of this
-project it imports its neighbours alone: `channel.py`, and `trl_rounds.py`, which trains.
+It runs with the Python of the environment that `requirements/trl.lock` describes, so of this project it imports its
+neighbours alone: `channel.py`, and `trl_rounds.py`, which trains.
 
     out  {"ready": true, ...}           the model is loaded, `train()` is running and waits before its first step
     in   {"steps": K}                   run K optimizer steps

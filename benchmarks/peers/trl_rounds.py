@@ -1,4 +1,4 @@
-"""TRL's trainer, held between rounds by its own callbacks. Called by `trl_grpo.py`, once the environment is set.
+"""TRL's trainer, held between rounds by its own callbacks. `trl_grpo.py` sets the environment before.
 
 trainer.train() ─▶ first step begins: say ready, wait ─▶ K steps ─▶ the last one ends: answer, wait ─▶ …
 """
@@ -22,7 +22,7 @@ from benchmarks.peers.channel import Channel
 
 SETTINGS = ("workload", "engine", "threads", "micro_batch", "attention", "cache", "optimizer")
 MAX_PROMPT_TOKENS = 64
-"""More than any prompt of the benchmarks has."""
+"""Most tokens of a prompt: more than any prompt of the benchmarks has."""
 
 
 def digit_share(completions: list[str], **_: object) -> list[float]:
@@ -31,7 +31,7 @@ def digit_share(completions: list[str], **_: object) -> list[float]:
 
 
 class Meter:
-    """What was done in the current round. The trainer's hooks feed it."""
+    """Counts of what was done in the current round. The trainer's hooks feed it."""
 
     def __init__(self) -> None:
         self.clear()
@@ -66,7 +66,7 @@ class Meter:
 
 
 class Rounds(TrainerCallback):
-    """Holds the training between rounds, inside the callback that ends a step."""
+    """A callback that holds the training between rounds, inside the callback that ends a step."""
 
     def __init__(self, channel: Channel, meter: Meter, settings: dict, directory: str) -> None:
         self._channel, self._meter, self._settings, self._directory = channel, meter, settings, directory
@@ -105,7 +105,7 @@ class Rounds(TrainerCallback):
         return num_steps > 0
 
     def _leave(self) -> None:
-        """At once, when no step was ever asked for: there is no callback by which to cancel a begun step."""
+        """Leave at once, when no step was ever asked for: there is no callback by which to cancel a begun step."""
         shutil.rmtree(self._directory, ignore_errors=True)
         os._exit(0)
 
@@ -159,7 +159,8 @@ def read_prompts(file: str) -> list[str]:
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict:
-    """Of TRL's configuration: who samples, and how a completion is kept from ending before its time."""
+    """Settings of TRL's configuration: which engine samples, and how a completion is kept from ending before its
+    time."""
     is_fixed = arguments.workload == "fixed"
     longest = MAX_PROMPT_TOKENS + arguments.max_new_tokens
     if arguments.engine == "vllm":

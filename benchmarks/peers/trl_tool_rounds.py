@@ -1,4 +1,4 @@
-"""TRL's trainer with a tool, held between rounds as `trl_rounds.py` does it. Called by `trl_tools.py`."""
+"""TRL's trainer with a tool, held between rounds as `trl_rounds.py` does it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ RESPONSE_TEMPLATE = {
         "content": {"close_pattern": r"<eos>\s*", "content": "text"},
     },
 }
-"""That of TRL for Qwen3 (`trl.chat_template_utils.qwen3_template`), but for the thinking and the last token."""
+"""TRL's response template for Qwen3 (`trl.chat_template_utils.qwen3_template`), but for the thinking and the last
+token."""
 
 
 def add(a: int, b: int) -> int:
@@ -50,7 +51,7 @@ class Sums:
     """An environment as TRL has them: an instance for each attempt, whose methods are tools."""
 
     def reset(self, **row: object) -> None:
-        """Nothing to forget."""
+        """Forget nothing: there is no state."""
 
     def add(self, a: int, b: int) -> int:
         """
@@ -67,7 +68,7 @@ class Sums:
 
 
 class ToolMeter(Meter):
-    """Of the sampled tokens alone, and of turns."""
+    """A meter of the sampled tokens alone, and of turns."""
 
     def clear(self) -> None:
         super().clear()
@@ -78,7 +79,7 @@ class ToolMeter(Meter):
         self.reward += sum(rewards)
 
     def count_tokens(self, tool_mask: list[list[int]]) -> None:
-        """`tool_mask`: 1 for each token that was sampled, 0 for those of tools."""
+        """Count the sampled tokens. `tool_mask`: 1 for each token that was sampled, 0 for those of tools."""
         lengths = [sum(mask) for mask in tool_mask]
         self.samples += len(lengths)
         self.tokens += sum(lengths)

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on a task with a tool, in TRL's own way of doing that, driven round by round.
 
-Run by `benchmarks/agents/against_trl.py` as `trl_grpo.py` is by the end-to-end benchmark, with the same protocol; an
-answer also has `turns`, those of all attempts. Of this project it imports its neighbours alone.
+It has the protocol of `trl_grpo.py`; an answer also has `turns`, those of all attempts. Of this project it imports its
+neighbours alone.
 
 TRL is given a class (`environment_factory`), whose methods are tools, and reads the calls in what the model says by
 the tokenizer's `response_template`, as it does for models that it knows. Every turn is one call of transformers'

@@ -9,7 +9,7 @@
 
 The naive side gets a bucket by reference in the engine's own process, where it is mapped and not copied: kinder than a
 pickle through vLLM's sockets, which is what people write. A layer is repacked as soon as it is whole, while the ranks
-gather the next bucket. Started by `benchmarks/weights.py`.
+gather the next bucket.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from penstock.workers.rollout.engine_vllm import VllmEngine
 
 BEFORE_PAUSE = ("open", "prepare", "verify")
 PROBE = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
-"""What the engine says shows whether it serves on, with the weights that it was given."""
+"""A request whose answer shows whether the engine serves on, with the weights that it was given."""
 
 
 def load_from_ray(worker: Any, packed: bytes, address: str, is_first: bool, is_last: bool) -> dict[str, float]:
-    """In the engine's process: seconds of `ray.get` and of vLLM's loading."""
+    """Load a bucket in the engine's process. Returns seconds of `ray.get` and of vLLM's loading."""
     import ray
     import torch
     from vllm.config import set_current_vllm_config

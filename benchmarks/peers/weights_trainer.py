@@ -1,4 +1,4 @@
-"""One FSDP2 rank of the weights benchmark: publishes through shared memory, or the way people write first.
+"""A FSDP2 rank of the weights benchmark: publishes through shared memory, or the naive way.
 
     in   {"op": "tidy"}                                 both ranks at once: collects garbage, and meets the other
     in   {"op": "publish", "root": DIR, "version": v}   both at once: every rank its shard into the publication
@@ -9,7 +9,7 @@
 
 A bucket is one flat array, which Ray neither pickles nor copies more than once, with the name, shape and place of each
 tensor. Its buffers stay from one publication to the next, and so do their pages. The trainer has no optimizer state: it
-makes no step. Started by `benchmarks/weights.py`, one process a rank.
+makes no step. There is one process a rank.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def buckets_of(named: Sequence[Named], most: int) -> list[list[Named]]:
-    """In order, as many to a bucket as have so many elements together, at least one."""
+    """Cut tensors into buckets, in order: as many to a bucket as have so many elements together, at least one."""
     buckets: list[list[Named]] = []
     size = most
     for name, tensor in named:
@@ -68,7 +68,7 @@ class Gatherer:
         self._whole = torch.empty(longest if rank == 0 else 0, dtype=dtype)
 
     def gather(self, number: int) -> tuple[np.ndarray, list[tuple[str, tuple[int, ...], int]]] | None:
-        """Bytes of a bucket, and each tensor's name, shape and first element; None on the other ranks."""
+        """Gather a bucket: its bytes, and each tensor's name, shape and first element; None on the other ranks."""
         bucket = self.buckets[number]
         end = 0
         for _, tensor in bucket:
@@ -83,7 +83,7 @@ class Gatherer:
         return self._joined(bucket)
 
     def _joined(self, bucket: Sequence[Named]) -> tuple[np.ndarray, list[tuple[str, tuple[int, ...], int]]]:
-        """FSDP2 shards rows, here as many to each rank."""
+        """Join the shards of a bucket. FSDP2 shards rows, here as many to each rank."""
         shards = [self._shard, *self._others]
         places, at = [], 0
         for name, tensor in bucket:
@@ -116,12 +116,12 @@ class Rank:
             arguments.bucket_bytes,
         )
         self._references: deque[Any] = deque(maxlen=2)
-        """Of the bucket that the engine loads, and of the next one."""
+        """References to the bucket that the engine loads, and to the next one."""
         if arguments.rank == 0:
             ray.init(arguments.ray, namespace="weights", log_to_driver=False, logging_level="ERROR")
 
     def tidy(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Neither side pays for what the other has left."""
+        """Collect garbage, so that neither side pays for what the other has left."""
         gc.collect()
         self._references.clear()
         self.trainer.ranks.barrier()

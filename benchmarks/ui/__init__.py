@@ -1,1 +1,1 @@
-"""The page of runs over much data, and what recording costs a run."""
+"""The page of runs over much data, and the cost of recording for a run."""

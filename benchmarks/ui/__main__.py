@@ -1,4 +1,4 @@
-"""The page over ten runs of 10,000 steps and a million samples, in a real browser; and what recording costs a run.
+"""The page over ten runs of 10,000 steps and a million samples, in a real browser; and the cost of recording for a run.
 
     python -m benchmarks.ui --json ui.json
 

@@ -1,4 +1,4 @@
-"""Runs as large as people have them: metrics of 10,000 steps, a million samples. Written as a run writes them."""
+"""Large runs, as people have them: metrics of 10,000 steps, a million samples. Written as a run writes them."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -29,9 +29,9 @@ KEYS = (
     "recording/lost", "recording/waiting", "checkpoint/failed",
     *(f"stragglers/{name}" for name in ("offered", "won", "late_rows", "late_tokens")),
 )  # fmt: skip
-"""One number a step each."""
+"""Keys of the metrics, one number a step each."""
 ROWS, TOKENS = 256, 8
-"""Samples a step and tokens a sample, as in the demo."""
+"""Number of samples a step and of tokens a sample, as in the demo."""
 WORDS = ("seven", "and", "four", "make", "eleven", "twelve", "so", "the", "sum", "is")
 BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 CONFIG = """\
@@ -45,7 +45,7 @@ trainer: {{max_steps: {steps}, groups_per_step: 32}}
 
 
 def make_runs(place: Path, num_runs: int, num_steps: int, num_samples: int) -> None:
-    """run0 to run9: the first one has the samples."""
+    """Make run0 to run9: the first one has the samples."""
     for seed in range(num_runs):
         _make_run(place / f"run{seed}", seed, num_steps)
     write_samples(RunDirectory(place / "run0"), num_samples)
@@ -70,14 +70,14 @@ def _make_run(path: Path, seed: int, num_steps: int) -> None:
 
 
 def write_samples(directory: RunDirectory, count: int) -> None:
-    """`ROWS` a file."""
+    """Write samples, `ROWS` a file."""
     random = np.random.default_rng(0)
     for step in range(1, -(-count // ROWS) + 1):
         directory.write_samples(step, samples_of(step, min(ROWS, count - (step - 1) * ROWS), random))
 
 
 def samples_of(step: int, count: int, random: np.random.Generator) -> pa.Table:
-    """The columns that `SampleLog` writes."""
+    """Make a table with the columns that `SampleLog` writes."""
     rows = np.arange(count)
     sums = random.integers(10, 100, size=(count, 2)).tolist()
     words = random.integers(len(WORDS), size=(count, TOKENS)).tolist()

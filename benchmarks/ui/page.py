@@ -1,4 +1,4 @@
-"""How long the page takes in a real browser, and how much memory its server."""
+"""Time that the page takes in a real browser, and memory of its server."""
 
 import contextlib
 import re
@@ -17,9 +17,9 @@ from tests.orchestrator.ui.browser import chromium, visit
 
 START_S = 60
 SETTLE_MS = 300
-"""For the sample that is opened after the list."""
+"""Pause in milliseconds for the sample that is opened after the list."""
 INDEX_S = 600
-"""Deadline of the index of all samples."""
+"""Deadline of the index of all samples, in seconds."""
 PAINTED = """() => new Promise((resolve) => {
   const inView = (chart) => chart.getBoundingClientRect().top < innerHeight;
   const look = () => {
@@ -30,7 +30,7 @@ PAINTED = """() => new Promise((resolve) => {
   };
   look();
 })"""
-"""Milliseconds from the navigation until all charts in view are painted."""
+"""Script that measures the milliseconds from the navigation until all charts in view are painted."""
 FILTERED = """([name, value]) => new Promise((resolve) => {
   const list = document.querySelector('.samples');
   const field = document.querySelector(`[name="${name}"]`) ?? document.querySelector('[aria-label="sort"]');
@@ -43,18 +43,18 @@ FILTERED = """([name, value]) => new Promise((resolve) => {
   field.value = value;
   field.dispatchEvent(new Event('change'));
 })"""
-"""Milliseconds from a filter's change until the list of samples is painted anew."""
+"""Script that measures the milliseconds from a filter's change until the list of samples is painted anew."""
 FILTERS = (
     ("all by reward", "sort", "reward"), ("all by length", "sort", "tokens"), ("all by step", "sort", "step"),
     ("reward at least", "least_reward", "0.9"), ("one group", "group", "4321"), ("any group", "group", ""),
     ("how it ended", "finish_reason", "stop"), ("from a step on", "first_step", "2000"),
 )  # fmt: skip
-"""Each on top of those before it."""
+"""Filters, each on top of those before it."""
 TEXT = ("text", "text", "eleven eleven")
 
 
 def rounds(place: Path, num_rounds: int) -> list[dict[str, Any]]:
-    """A server of its own each."""
+    """Measure rounds, each with its own server."""
     found: list[dict[str, Any]] = []
     with chromium() as browser:
         with server(place) as (_, address):
@@ -73,7 +73,7 @@ def rounds(place: Path, num_rounds: int) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def server(place: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """`penstock ui`, once it listens, and its address."""
+    """Start `penstock ui`. Yields it, once it listens, and its address."""
     command = [sys.executable, "-m", "penstock.orchestrator.cli", "ui", str(place), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -86,7 +86,7 @@ def server(place: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
 
 
 def first_paint(browser: Browser, address: str) -> float:
-    """Of the page of a run, in a browser that has nothing of it yet."""
+    """Milliseconds until the first paint of a run's page, in a browser that has nothing of it yet."""
     with visit(browser) as page:
         page.goto(f"{address}/#/run/run0", wait_until="commit")
         return float(page.evaluate(PAINTED))
@@ -114,7 +114,7 @@ def wait_for_index(page: Page) -> None:
 
 
 def look_at_all(browser: Browser, address: str, place: Path) -> None:
-    """The numbers of every run are in memory then."""
+    """Look at every run, so that its numbers are in memory."""
     names = ",".join(sorted(path.name for path in place.iterdir()))
     with visit(browser) as page:
         page.goto(f"{address}/#/compare/{names}", wait_until="commit")
@@ -122,7 +122,7 @@ def look_at_all(browser: Browser, address: str, place: Path) -> None:
 
 
 def memory(process: "subprocess.Popen[str]") -> dict[str, float]:
-    """MiB that are resident, and were at most."""
+    """Memory that is resident, and was at most, in MiB."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     now, most = (int(re.search(rf"{key}:\s+(\d+)", status)[1]) / 1024 for key in ("VmRSS", "VmHWM"))  # type: ignore[index]
     return {"mib": now, "most_mib": most}

@@ -1,4 +1,4 @@
-"""What a run's controller spends on writing things down, against a step of the demo that has just been run."""
+"""Time that a run's controller spends on its records, against a step of the demo that has just been run."""
 
 import asyncio
 import json
@@ -32,11 +32,11 @@ NUM_STEPS, SETTLE_STEPS = 14, 3
 REPEATS = 100
 NUM_GROUPS = 32
 SAMPLES_EVERY = 10
-"""`tracking.samples_every_steps` as it is by default."""
+"""The default of `tracking.samples_every_steps`."""
 
 
 def rounds(work: Path, num_rounds: int, num_steps: int = NUM_STEPS) -> list[dict[str, Any]]:
-    """Milliseconds, by part; the demo's step once."""
+    """Measure milliseconds, by part; the demo's step once."""
     penstock([*DEMO, f"trainer.max_steps={num_steps}", "name=demo", f"output_dir={work}"], work / "demo.log")
     demo = RunDirectory.open(work / "demo")
     lines = demo.read_metrics()
@@ -52,8 +52,8 @@ def rounds(work: Path, num_rounds: int, num_steps: int = NUM_STEPS) -> list[dict
 
 
 def recorded(config: RunConfig, line: dict[str, Any], rows: Rows, state: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of one of each: a step's numbers to all sinks and the display, an event, and a step's samples: how
-    long the controller's loop is kept, and how long the thread takes."""
+    """Measure milliseconds of one of each: a step's numbers to all sinks and the display, an event, and a step's
+    samples: how long the controller's loop is kept, and how long the thread takes."""
     directory = RunDirectory.create(config)
     with Path("/dev/null").open("w") as nowhere, opened_sinks(config, directory) as sinks:
         progress = Progress(config, "recorded", console=Console(file=nowhere), losses=directory.losses)
@@ -76,7 +76,7 @@ def recorded(config: RunConfig, line: dict[str, Any], rows: Rows, state: dict[st
 
 
 def each(act: Callable[[int], None]) -> float:
-    """The median."""
+    """Median of repeated calls, in milliseconds."""
     seconds = []
     for step in range(1, REPEATS + 1):
         started = time.perf_counter()
@@ -86,7 +86,7 @@ def each(act: Callable[[int], None]) -> float:
 
 
 async def handed_over(config: RunConfig, directory: RunDirectory, rows: Rows) -> float:
-    """The median of `SampleLog.write`, without what a store takes to find the rows."""
+    """Median of `SampleLog.write`, without what a store takes to find the rows."""
 
     async def last_batch(columns: list[str]) -> Rows:
         return rows
@@ -101,7 +101,7 @@ async def handed_over(config: RunConfig, directory: RunDirectory, rows: Rows) ->
 
 
 async def traced(directory: RunDirectory) -> float:
-    """The median of a step's line in the timeline, thread and loop together, but for the store's answer: a batch of the
+    """Median of a step's line in the timeline, thread and loop together, but for the store's answer: a batch of the
     demo, of which each stage has had each group by itself."""
     stages = [("rollout", "Rollout-0"), ("reward", "Reward-0"), ("group_advantage", "Compute-group_advantage")]
 
@@ -128,7 +128,7 @@ async def traced(directory: RunDirectory) -> float:
 
 
 def samples_of(demo: RunDirectory) -> Rows:
-    """The newest, as the store hands them out."""
+    """Read the newest samples, as the store hands them out."""
     table = parquet.read_table(demo.sample_files()[-1]).combine_chunks()
     ids = [table[name].to_numpy() for name in ("row_id", "group_id")]
     return Rows(*ids, table.drop_columns(["row_id", "group_id"]))

@@ -1,4 +1,4 @@
-"""Configuration of the algorithms that Penstock brings. One's own is a dataclass beside one's own dataflow."""
+"""Configuration of the algorithms that Penstock brings. A user's own is a dataclass beside the user's dataflow."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class AlgorithmConfig:
     """Base of every algorithm's configuration."""
 
     name: str = "???"
-    """Set by `algorithm=NAME`."""
+    """The algorithm's name, set by `algorithm=NAME`."""
     group_size: int = 1
     """Samples per prompt."""
 
@@ -43,11 +43,12 @@ class GrpoConfig(AlgorithmConfig):
     kl_coef: float = 0.0
     """Weight of the k3 estimate of KL(policy || reference) in the loss. 0: no reference model is started."""
     aggregation: str = "token_mean"
-    """token_mean: every token of the batch weighs the same. sequence_mean: every response does. sequence_sum: the mean
-    of the responses' sums, so that long ones weigh more. constant: the same over a constant length, which is 1 here."""
+    """Mean over the batch. token_mean: every token of the batch weighs the same. sequence_mean: every response does.
+    sequence_sum: the mean of the responses' sums, so that long ones weigh more. constant: the same over a constant
+    length, which is 1 here."""
     correction: str = "truncated"
-    """Between engine and trainer: truncated (importance weight of the trainer's over the engine's probability, capped),
-    or none (the ratio is taken against the engine's log-probabilities)."""
+    """Correction between engine and trainer: truncated (importance weight of the trainer's over the engine's
+    probability, capped), or none (the ratio is taken against the engine's log-probabilities)."""
     correction_cap: float = 2.0
     """Largest importance weight."""
 

@@ -1,7 +1,7 @@
 """Configuration of the critic-free policy gradients: one dataclass for all, and the papers' settings as its presets.
 
-What differs between most of these methods is a name: of the advantage, the surrogate, the correction. All settings stay
-open in every preset: `algorithm=gspo algorithm.advantage=rloo` is a run.
+Most of these methods differ in a name: of the advantage, the surrogate, the correction. All settings stay open in every
+preset: `algorithm=gspo algorithm.advantage=rloo` is a run.
 """
 
 from dataclasses import dataclass, field
@@ -18,56 +18,58 @@ PROXIMALS = ("old", "interpolated")
 
 @dataclass
 class PolicyGradientConfig(AlgorithmConfig):
-    """A group of samples a prompt, an advantage, a surrogate loss. Used by `algorithms/builtin/policy_gradient.py`."""
+    """A group of samples a prompt, an advantage, a surrogate loss."""
 
     name: str = "policy_gradient"
     group_size: int = 8
     advantage: str = "grpo"
-    """grpo, dr_grpo, rloo, opo, remax, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, in an environment also
-    turn_rloo, by the rewards of turns; or one's own (`@advantage`)."""
+    """Name of the advantage: grpo, dr_grpo, rloo, opo, remax, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline,
+    in an environment also turn_rloo, by the rewards of turns; or your own (`@advantage`)."""
     advantage_options: dict[str, Any] = field(default_factory=dict)
     """Keyword settings of the advantage."""
     advantage_per: str = "group"
-    """group: computed as soon as a group has its rewards. batch: by the trainers, over the step's batch; for advantages
-    that take statistics of the batch."""
+    """Unit of the advantage. group: computed as soon as a group has its rewards. batch: by the trainers, over the
+    step's batch; for advantages that take statistics of the batch."""
     surrogate: str = "ppo_clip"
-    """ppo_clip, reinforce, gpg, gspo, gspo_token, gmpo, cispo, sapo, clip_cov, kl_cov, dppo_tv, or one's own
-    (`@surrogate`)."""
+    """Name of the surrogate: ppo_clip, reinforce, gpg, gspo, gspo_token, gmpo, cispo, sapo, clip_cov, kl_cov, dppo_tv,
+    or your own (`@surrogate`)."""
     surrogate_options: dict[str, Any] = field(default_factory=dict)
     """Keyword settings of the surrogate, e.g. {clip_low: 0.2, clip_high: 0.28}."""
     correction: str = "truncated"
-    """Between engine and trainer: none, truncated, sequence_truncated, masked, rejection, or one's own
+    """Correction between engine and trainer: none, truncated, sequence_truncated, masked, rejection, or your own
     (`@correction`)."""
     correction_options: dict[str, Any] = field(default_factory=dict)
     """Keyword settings of the correction, e.g. {cap: 2.0}."""
     proximal: str = "old"
-    """What the ratio is taken against, and the correction weighs (2505.24298). old: the trainer's log-probabilities,
-    recomputed at the start of the batch. interpolated: between the engine's and the current ones, by the token's
-    staleness, without a forward pass (2512.06547)."""
+    """Policy that the ratio is taken against, and the correction weighs (2505.24298). old: the trainer's
+    log-probabilities, recomputed at the start of the batch. interpolated: between the engine's and the current ones, by
+    the token's staleness, without a forward pass (2512.06547)."""
     kl_coef: float = 0.0
     """Weight of the KL estimate in the loss or in the reward. 0: no reference model is started."""
     kl_in: str = "loss"
-    """loss: a term a token, with a gradient. reward: the response's log-ratio is taken off its reward (1909.08593)."""
+    """Place of the KL estimate. loss: a term a token, with a gradient. reward: the response's log-ratio is taken off
+    its reward (1909.08593)."""
     kl_estimator: str = "k3"
-    """kl_in=loss: k1, k2, k3, and their straight-through variants. In the reward it is k1, which is exact."""
+    """KL estimator for kl_in=loss: k1, k2, k3, and their straight-through variants. In the reward it is k1, which is
+    exact."""
     kl_target: float = 0.0
-    """kl_in=reward: kl_coef is where an adaptive coefficient starts that steers towards this divergence (1909.08593).
+    """Divergence that an adaptive coefficient, which starts at kl_coef, steers towards with kl_in=reward (1909.08593).
     Wants advantage_per=batch. Nats a response; 0: kl_coef stays."""
     kl_gain: float = 0.1
-    """How fast it steers: the coefficient moves by at most a fifth of this share a step."""
+    """Speed of the adaptive coefficient: it moves by at most a fifth of this share a step."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus. 0: no gradient of the entropy is computed."""
     aggregation: str = "token_mean"
-    """token_mean: every token of the batch weighs the same. sequence_mean: every response does. sequence_sum: tokens
-    summed, responses averaged. constant: as that, divided by constant_tokens."""
+    """Mean over the batch. token_mean: every token of the batch weighs the same. sequence_mean: every response does.
+    sequence_sum: tokens summed, responses averaged. constant: as that, divided by constant_tokens."""
     constant_tokens: float = 1.0
-    """aggregation=constant: what a response's sum is divided by, mostly the longest response allowed. Tokens."""
+    """Divisor of a response's sum with aggregation=constant, mostly the longest response allowed. Tokens."""
     drop_uniform_groups: bool = False
-    """Groups whose rewards are all equal have no gradient: drop them (dropped/no_signal), and new ones take their place
-    while the step still waits for others. DAPO's dynamic sampling (2503.14476, section 3.2)."""
+    """True: drop groups whose rewards are all equal, which have no gradient (dropped/no_signal), and new ones take
+    their place while the step still waits for others. DAPO's dynamic sampling (2503.14476, section 3.2)."""
     overlong_tokens: int = 0
-    """Responses longer than `overlong_limit - overlong_tokens` lose reward in proportion, up to `overlong_penalty` at
-    the limit: DAPO's soft punishment (2503.14476 eq. 13). 0: none. Tokens."""
+    """Range in which long responses lose reward: those longer than `overlong_limit - overlong_tokens` in proportion, up
+    to `overlong_penalty` at the limit: DAPO's soft punishment (2503.14476 eq. 13). 0: none. Tokens."""
     overlong_limit: int = 0
     """Longest response, rollout.sampling.max_tokens as a rule. Tokens."""
     overlong_penalty: float = 1.0

@@ -17,23 +17,23 @@ class PpoConfig(AlgorithmConfig):
     reward_model: bool = False
     """True: rewards are the scores of model.paths.reward_model, not those of reward.function."""
     gamma: float = 1.0
-    """Discount a token. Responses are short episodes with one reward at the end: 1."""
+    """Discount per token. Responses are short episodes with one reward at the end: 1."""
     lam: float = 0.95
-    """Of GAE: 1 trusts the returns alone, 0 the critic alone."""
+    """The λ of GAE: 1 trusts the returns alone, 0 the critic alone."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     value_clip: float = 0.2
-    """How far a value may move in one update, in units of reward."""
+    """Largest move of a value in one update, in units of reward."""
     kl_coef: float = 0.0
     """Weight of the KL penalty in the rewards of tokens. 0: no reference model is started."""
     kl_target: float = 0.0
-    """kl_coef is where an adaptive coefficient starts that steers towards this divergence (1909.08593). Nats a
-    response; 0: kl_coef stays."""
+    """Divergence that an adaptive coefficient, which starts at kl_coef, steers towards (1909.08593). Nats a response;
+    0: kl_coef stays."""
     kl_gain: float = 0.1
-    """How fast it steers: the coefficient moves by at most a fifth of this share a step."""
+    """Speed of the adaptive coefficient: it moves by at most a fifth of this share a step."""
     proximal: str = "old"
-    """What the ratio is taken against: see `PolicyGradientConfig`."""
+    """Policy that the ratio is taken against: see `PolicyGradientConfig`."""
 
     def __post_init__(self) -> None:
         at_least("algorithm.group_size", self.group_size, 1)
@@ -53,7 +53,7 @@ class RewardModelConfig(AlgorithmConfig):
     name: str = "reward_model"
     group_size: int = 2
     centering_coef: float = 0.0
-    """Keeps the sum of a pair's scores near 0 (2312.09244). 0: off; 0.01 is usual."""
+    """Coefficient of a term that keeps the sum of a pair's scores near 0 (2312.09244). 0: off; 0.01 is usual."""
 
     def __post_init__(self) -> None:
         within("algorithm.group_size", self.group_size, 2, 2)

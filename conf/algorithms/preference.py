@@ -15,13 +15,14 @@ class DpoConfig(AlgorithmConfig):
     name: str = "dpo"
     group_size: int = 2
     loss: str = "dpo"
-    """dpo, ipo (2310.12036), simpo (2405.14734) or orpo (2403.07691). The last two need no reference."""
+    """Name of the loss: dpo, ipo (2310.12036), simpo (2405.14734) or orpo (2403.07691). The last two need no
+    reference."""
     beta: float = 0.1
-    """How far from the reference: larger stays closer. SimPO wants about 2."""
+    """Strength of the pull to the reference: larger stays closer. SimPO wants about 2."""
     label_smoothing: float = 0.0
-    """dpo: the share of labels taken to be wrong."""
+    """Share of labels taken to be wrong (dpo)."""
     target_margin: float = 1.0
-    """simpo: by how much the chosen response is to win."""
+    """Margin by which the chosen response is to win (simpo)."""
 
     def __post_init__(self) -> None:
         one_of("algorithm.loss", self.loss, PAIR_LOSSES)
@@ -41,7 +42,7 @@ class OnlineDpoConfig(DpoConfig):
     name: str = "online_dpo"
     group_size: int = 4
     min_gap: float = 0.0
-    """Groups whose best and worst reward are less apart have no pair."""
+    """Least difference of rewards for a pair. Groups whose best and worst reward are less apart have no pair."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,10 +58,10 @@ class KtoConfig(AlgorithmConfig):
 
     name: str = "kto"
     beta: float = 0.1
-    """How far from the reference: larger stays closer."""
+    """Strength of the pull to the reference: larger stays closer."""
     threshold: float = 0.5
-    """Responses with a reward above this are desirable, all others undesirable. In units of reward; 0.5 parts right
-    from wrong."""
+    """Reward above which responses are desirable, all others undesirable. In units of reward; 0.5 parts right from
+    wrong."""
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     """Weights of the two kinds. Where one is rarer, the paper raises its weight until the sums of both are alike."""
@@ -77,7 +78,7 @@ class KtoConfig(AlgorithmConfig):
 
 @dataclass
 class OnlineKtoConfig(KtoConfig):
-    """KTO on the policy's own samples: what a group's other samples say of the divergence is the reference point."""
+    """KTO on the policy's own samples: the reference point is the divergence that a group's other samples show."""
 
     name: str = "online_kto"
     group_size: int = 4
@@ -93,7 +94,7 @@ class DistillConfig(AlgorithmConfig):
     name: str = "distill"
     group_size: int = 4
     discount: float = 0.0
-    """0: a token answers for itself. 1: also for where it leads (2306.08543)."""
+    """Discount of later tokens. 0: a token answers for itself. 1: also for where it leads (2306.08543)."""
     aggregation: str = "token_mean"
 
     def __post_init__(self) -> None:

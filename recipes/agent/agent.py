@@ -1,4 +1,4 @@
-"""An agent as people write them: a loop around the `openai` client, and a tool. It knows of no training."""
+"""An ordinary agent: a loop around the `openai` client, and a tool. It knows of no training."""
 
 import json
 

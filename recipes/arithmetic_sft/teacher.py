@@ -10,11 +10,11 @@ from typing import Any
 
 SHRUG = "?"
 SHARE_HARD, SHARE_EASY = 0.58, 0.05
-"""How often the teacher shrugs, with and without a carry."""
+"""Shares of problems at which the teacher shrugs, with and without a carry."""
 
 
 def hesitant(task: dict[str, Any]) -> str:
-    """The answer, or a shrug. The same problem of the same dataset always gets the same demonstration."""
+    """Give the answer, or a shrug. The same problem of the same dataset always gets the same demonstration."""
     first, second = (int(number) for number in re.findall(r"\d+", task["prompt"]))
     share = SHARE_HARD if needs_carry(first, second) else SHARE_EASY
     draw = zlib.crc32(f"{task['prompt']}|{task['index']}".encode()) / 2**32
@@ -22,7 +22,7 @@ def hesitant(task: dict[str, Any]) -> str:
 
 
 def needs_carry(first: int, second: int) -> bool:
-    """Whether adding the two digit by digit carries anywhere."""
+    """Return whether adding the two digit by digit carries anywhere."""
     while first and second:
         if first % 10 + second % 10 > 9:
             return True

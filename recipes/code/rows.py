@@ -1,4 +1,4 @@
-"""Tiny functions to write, each with tests: what is asked in words, and what comes out for some numbers."""
+"""Small functions to write, each with tests: a task in words, and the results for some numbers."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ INPUTS = (0, 1, 2, 7, -3)
 
 
 def draw(draws: random.Random) -> tuple[str, int, str, int]:
-    """Two steps: a word and a number each."""
+    """Draw two steps: a word and a number each."""
     first, second = draws.choice(list(WORDS)), draws.choice(list(WORDS))
     return first, draws.randint(2, 9), second, draws.randint(2, 9)
 

@@ -1,4 +1,4 @@
-"""Demonstrations of a beginner who knows how a function is written, and mostly takes a minus for a plus."""
+"""Demonstrations of a beginner that knows how a function is written, and mostly takes a minus for a plus."""
 
 import random
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 from penstock.recipes.code.rows import code_of, draw, question_of
 
 SHARE_MISTAKEN = 0.6
-"""Of the minuses."""
+"""Share of the minuses that are mistaken."""
 
 
 def answers(seed: int) -> Iterator[dict[str, Any]]:

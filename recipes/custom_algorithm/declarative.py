@@ -1,4 +1,4 @@
-"""An algorithm of one's own: REINFORCE with a leave-one-out baseline that pushes harder towards good samples than away
+"""A user's own algorithm: REINFORCE with a leave-one-out baseline that pushes harder towards good samples than away
 from bad ones. Run it: `penstock run recipe=custom_algorithm algorithm.negative_weight=0.25`."""
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class AsymmetricConfig(AlgorithmConfig):
     name: str = "asymmetric_reinforce"
     group_size: int = 8
     negative_weight: float = 0.5
-    """How much a sample below its baseline counts, against 1 for one above it."""
+    """Weight of a sample below its baseline, against 1 for one above it."""
 
 
 def leave_one_out(reward: Tensor) -> Tensor:
-    """`[G]` rewards of a group to `[G]` advantages: the reward less the mean of the others (2402.14740)."""
+    """Turn `[G]` rewards of a group into `[G]` advantages: the reward less the mean of the others (2402.14740)."""
     others = max(len(reward) - 1, 1)
     return reward - (reward.sum() - reward) / others
 
@@ -35,7 +35,7 @@ def asymmetric_loss(
     *,
     negative_weight: float = 0.5,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`-w A log π`, negative A scaled down; `w` makes up for the engine's slightly different probabilities."""
+    """The loss `-w A log π`, negative A scaled down; `w` makes up for the engine's slightly different probabilities."""
     push = torch.where(advantage > 0, advantage, negative_weight * advantage)[:, None]
     weight = truncated_importance_weight(logprobs, behavior_logprobs, cap=2.0)
     loss = aggregate(-weight * push * logprobs, mask, totals, "token_mean")

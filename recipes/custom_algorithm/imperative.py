@@ -18,7 +18,7 @@ from penstock.algorithms.corrections import truncated_importance_weight
 
 
 def leave_one_out(rows: penstock.Rows) -> np.ndarray:
-    """`[rows]` float32: each reward less the mean of the others of its group (2402.14740)."""
+    """Advantages `[rows]` float32: each reward less the mean of the others of its group (2402.14740)."""
     reward = rows.values("reward")
     advantage = np.zeros_like(reward)
     for _, members in rows.groups():
@@ -36,7 +36,7 @@ def asymmetric_loss(
     *,
     negative_weight: float = 0.5,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """`-w A log π`, negative A scaled down; the shapes are explained in `declarative.py`."""
+    """The loss `-w A log π`, negative A scaled down; the shapes are explained in `declarative.py`."""
     push = torch.where(advantage > 0, advantage, negative_weight * advantage)[:, None]
     weight = truncated_importance_weight(logprobs, behavior_logprobs, cap=2.0)
     loss = aggregate(-weight * push * logprobs, mask, totals, "token_mean")

@@ -1,4 +1,5 @@
-"""A number is to be found in few guesses; each is answered with where it lies. An environment of twenty lines."""
+"""A game: find a number in few guesses, of which each is answered with where it lies. An environment of twenty
+lines."""
 
 import itertools
 import random

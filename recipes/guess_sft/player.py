@@ -1,5 +1,5 @@
-"""Demonstrations of someone who knows the rules of the game, and no way to play it well: each guess is any number that
-is still possible. What is best among them is left to find out."""
+"""Demonstrations of a player that knows the rules of the game, and no way to play it well: each guess is any number
+that is still possible. What is best among them is left to find out."""
 
 import random
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ HIGHEST, GUESSES = 15, 4
 
 
 def games(seed: int) -> Iterator[dict[str, Any]]:
-    """One row a guess: the conversation so far, and the guess."""
+    """Iterate over rows, one a guess: the conversation so far, and the guess."""
     draws = random.Random(seed)
     while True:
         number, low, high = draws.randint(1, HIGHEST), 1, HIGHEST

@@ -1,4 +1,5 @@
-"""Responses to sums as people give feedback on: one a prompt, about half of them right, and none with a counterpart."""
+"""Responses to sums like those that people give feedback on: one a prompt, about half of them right, and none with a
+counterpart."""
 
 import zlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tic-tac-toe on a string of nine characters, and a player who never loses. Pure.
+"""Tic-tac-toe on a string of nine characters, and a player that never loses. Pure.
 
 x.o          "x.o.x...." , squares 1 to 9 row by row; x begins
 .x.
@@ -12,7 +12,7 @@ LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4
 
 
 def moves(board: str) -> list[int]:
-    """Squares that are free, from 1."""
+    """Free squares, from 1."""
     return [square for square, mark in enumerate(board, 1) if mark == "."]
 
 
@@ -21,7 +21,7 @@ def after(board: str, square: int, mark: str) -> str:
 
 
 def winner(board: str) -> str:
-    """x, o, or nothing."""
+    """The mark that has won, x or o, or nothing."""
     return next((board[a] for a, b, c in LINES if board[a] != "." and board[a] == board[b] == board[c]), "")
 
 
@@ -35,7 +35,7 @@ def other(mark: str) -> str:
 
 @functools.cache
 def value(board: str, mark: str) -> int:
-    """1, 0 or -1: what `mark`, who is to move, gets if both play as well as can be."""
+    """The result, 1, 0 or -1, that `mark`, which is to move, gets if both play as well as can be."""
     if winner(board):
         return -1
     if "." not in board:

@@ -1,4 +1,4 @@
-"""A match of the policy against itself, someone who moves at random, or someone who never loses."""
+"""A match of the policy against itself, an opponent that moves at random, or one that never loses."""
 
 import itertools
 import random
@@ -13,10 +13,10 @@ WIN, DRAW, LOSS = 1.0, 0.5, 0.0
 
 
 class Match:
-    """The policy plays one side, of which every turn is trained; against itself, the other side's are not."""
+    """A game whose one side the policy plays; every turn of it is trained. Against itself, the other side's are not."""
 
     def __init__(self, opponents: Sequence[str] = ("self",)) -> None:
-        """`opponents`: self, random, perfect; one task after the other."""
+        """Set the `opponents`: self, random, perfect; one task after the other."""
         self.opponents = opponents
 
     def tasks(self, seed: int) -> Iterator[Task]:
@@ -45,7 +45,7 @@ class Match:
         ctx.reward(DRAW if not winner(board) else WIN if winner(board) == mark else LOSS)
 
     async def ask(self, ctx: Context, messages: list[Message], board: str, train: bool) -> int:
-        """The square that the policy says, 0 for what is none."""
+        """Ask the policy for a square. Returns 0 for what is none."""
         messages.append({"role": "user", "content": board})
         turn = await ctx.sample(messages, train=train)
         messages.append(turn.message)

@@ -1,4 +1,4 @@
-"""Demonstrations of someone who knows where one may move, and nothing more."""
+"""Demonstrations of a player that knows where one may move, and nothing more."""
 
 import random
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from penstock.recipes.tictactoe.board import EMPTY, after, is_over, moves, other
 
 
 def games(seed: int) -> Iterator[dict[str, Any]]:
-    """One row a move of one side: the boards that it has seen with its answers, and its move."""
+    """Iterate over rows, one a move of one side: the boards that it has seen with its answers, and its move."""
     draws = random.Random(seed)
     while True:
         mark = draws.choice("xo")

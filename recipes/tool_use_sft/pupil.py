@@ -1,4 +1,4 @@
-"""Demonstrations of a pupil who mostly guesses a sum at once, and sometimes asks the calculator and copies what it
+"""Demonstrations of a pupil that mostly guesses a sum at once, and sometimes asks the calculator and copies what it
 says."""
 
 import random
@@ -9,7 +9,7 @@ DIGITS, SHARE_ASKED = 5, 0.25
 
 
 def sums(seed: int) -> Iterator[dict[str, Any]]:
-    """One row an answer: the conversation so far, and what is said."""
+    """Iterate over rows, one an answer: the conversation so far, and what is said."""
     draws = random.Random(seed)
     low, high = 10 ** (DIGITS - 1), 10**DIGITS - 1
     while True:

@@ -1,1 +1,1 @@
-"""How workers speak to the store: leases, writes, heartbeats. Begin with `client.py`."""
+"""The workers' side of the store: leases, writes, heartbeats. Begin with `client.py`."""

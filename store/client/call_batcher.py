@@ -1,7 +1,6 @@
 """Calls that need not go alone: those made while a message is under way are sent together in the next one.
 
 Under load a worker thus pays one round trip for many writes, renewals and releases; without load each goes at once.
-Used by `client.py`.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ class CallBatcher:
         self._flight = flight
 
     def _landed(self, sent: list[Outgoing], flight: "asyncio.Task[Any]") -> None:
-        """The message has been answered, or the store's process is gone: every caller hears how."""
+        """Give every caller its result: the message has been answered, or the store's process is gone."""
         self._flight = None
         if self._waiting:
             self._take_off()

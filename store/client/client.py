@@ -1,4 +1,4 @@
-"""How workers speak to the store, in-process or as a Ray actor: the same calls and few round trips.
+"""The worker's interface to the store, in-process or as a Ray actor: the same calls and few round trips.
 
 A worker's loop, which is what every stage looks like:
 
@@ -44,9 +44,9 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 
 RETIRED_LOOK_S = 0.2
-"""Between two looks of a member without leases at whether it has retired."""
+"""Seconds between two checks of a member without leases whether it has retired."""
 PAUSE_S = 1.0
-"""Before rows are asked for again that lie on a node that does not answer."""
+"""Seconds before rows that lie on a node that does not answer are asked for again."""
 
 
 class StoreClient:
@@ -58,8 +58,8 @@ class StoreClient:
     """
 
     def __init__(self, handle: "Store | Any", node: str | None = None) -> None:
-        """`handle`: a `Store` in this process, an endpoint of one on this machine, or the handle of the Ray actor
-        around one. `node`: Ray's id of this machine; None: to be asked for."""
+        """Connect to `handle`: a `Store` in this process, an endpoint of one on this machine, or the handle of the Ray
+        actor around one. `node`: Ray's id of this machine; None: to be asked for."""
         self._name = uuid.uuid4().hex
         self._tickets = itertools.count()
         self._connect(handle, node)
@@ -67,7 +67,7 @@ class StoreClient:
         self._stages: dict[str, StageSpec] = {}
         self._undoing: set[asyncio.Task[None]] = set()
         self.has_retired = False
-        """It asks for no more leases."""
+        """True once this client asks for no more leases."""
 
     def _connect(self, handle: "Store | Any", node: str | None) -> None:
         self._link = link_to(handle, self._name, node)
@@ -77,12 +77,13 @@ class StoreClient:
         self._known: StoreSpec | None = None
 
     async def put_groups(self, groups: Sequence[Values]) -> list[int]:
-        """Admit groups, each with the source's columns given once; waits for credits until all are in. Their numbers.
+        """Admit groups, each with the source's columns given once; waits for credits until all are in. Returns their
+        numbers.
 
         Raises `StoreClosed`, `MissingColumn`, `UnknownColumn`, `WrongType`, `WrongLength`, `NotFinite`, `TooLarge`;
         then none is admitted.
 
-        Cancelled, it withdraws what is not admitted yet: what the store admits before it hears of that stays admitted,
+        Cancelled, it withdraws what is not admitted yet: what the store admits before it learns of that stays admitted,
         always the first ones.
         """
         if not groups:
@@ -99,30 +100,30 @@ class StoreClient:
         return await self._puts_out.put(batch, facts, spec.inline_bytes, slot)
 
     async def become_source(self) -> int:
-        """Groups come from this client alone from now on: whoever put them before is refused, and what waits of its
-        groups is withdrawn. How many groups were put so far: the number of the next one."""
+        """Make this client the only source of groups. A client that put groups before is refused from now on, and its
+        groups that wait are withdrawn. Returns how many groups were put so far: the number of the next one."""
         return int(await self._link.call("become_source", self._name))
 
     async def lease(
         self, stage: str, max_units: int, owner: str, *, max_held: int = 0, num_peers: int = 1
     ) -> Lease | None:
-        """At least one unit and up to `max_units` (samples or groups, as the stage's is), of the oldest groups. Waits.
+        """Lease a unit or more, up to `max_units` (samples or groups, as the stage's is), of the oldest groups. Waits.
 
-        What is free is shared among those that ask (`service/waiting/sharing.py`). `owner`: who it is, for `describe`
-        and `abandon`. `max_held`: for a client that asks whenever it holds fewer units of the stage, one of
-        `num_peers`. None when the store is closed, or this client has retired.
+        What is free is shared among the clients that ask (`service/waiting/sharing.py`). `owner`: the worker's name,
+        for `describe` and `abandon`. `max_held`: for a client that asks whenever it holds fewer units of the stage, one
+        of `num_peers`. None when the store is closed, or this client has retired.
         """
         leases = await self._ask(LeaseRequest(stage, max_units, owner, max_held=max_held, num_peers=num_peers))
         return leases[0] if leases else None
 
     def leases(self, stage: str, max_units: int, owner: str, *, ahead: int = 1) -> LeaseStream:
-        """One lease after the other, `ahead` of them fetched while the present one is worked on."""
+        """Iterate over leases, `ahead` of them fetched while the present one is worked on."""
         return LeaseStream(lambda count: self._ask(LeaseRequest(stage, max_units, owner, count)), self.release, ahead)
 
     async def lease_shared(
         self, stage: str, round: int, rank: int, num_ranks: int, max_units: int = 1, owner: str = ""
     ) -> SharedLease | None:
-        """This rank's rows of a round that all ranks ask for by the same number; waits until it is formed.
+        """Lease this rank's rows of a round that all ranks ask for by the same number; waits until it is formed.
 
         The train stage gives exactly `groups_per_step` whole groups, whatever `max_units`. Rows are balanced over
         ranks by tokens and ordered by row id. Asking again gives the same rows, less those finished since. None when
@@ -139,20 +140,21 @@ class StoreClient:
         return lease
 
     async def complete_shared(self, share: Share) -> None:
-        """A rank has trained its rows. They end when this was said of all ranks; saying it twice is harmless."""
+        """Report that a rank has trained its rows. They end when all ranks have reported it; a second report is
+        harmless."""
         await self._calls.call("complete_shared", share.lease, share.rank)
 
     async def settle(self, stage: str) -> int:
-        """All ranks of a stage are gone, or begin anew: what their rounds had under way goes back. The number of the
-        next round, with which those that take their place begin.
+        """Take back what a stage's rounds had under way: all its ranks are gone, or begin anew. Returns the number of
+        the next round, with which the new ranks begin.
 
-        Of the train stage that is the last step that was trained: a batch that not all ranks have said to be trained
+        For the train stage that is the last step that was trained: a batch that not all ranks have said to be trained
         is formed again of the same groups, unless some of their rows were lost with a node.
         """
         return int(await self._link.call("settle", stage))
 
     async def write(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> None:
-        """Results of some rows of a lease.
+        """Write results of some rows of a lease.
 
         A row is complete once it has all columns of the stage; the lease ends with its last row. Writing a row again
         changes nothing. Raises `LeaseExpired` if the rows went to another, `AnsweredByAnother` if another engine was
@@ -171,7 +173,8 @@ class StoreClient:
             self._heartbeat.finished(lease.id, write.row_ids)
 
     async def answered(self) -> list[tuple[int, int]] | None:
-        """Waits until others have answered groups that this client samples too: leases and groups. None once closed."""
+        """Wait until others have answered groups that this client samples too. Returns leases and groups; None once
+        closed."""
         answers: list[tuple[int, int]] | None = await self._link.call("answered", self._name)
         size = (await self.spec()).group_size
         for lease_id, group in answers or ():
@@ -179,7 +182,7 @@ class StoreClient:
         return answers
 
     async def until_closed(self) -> None:
-        """Returns when the store has closed, or this client has retired. For members that lease nothing."""
+        """Wait until the store has closed, or this client has retired. For members that lease nothing."""
         hearing = asyncio.ensure_future(self._closed())
         try:
             while not (hearing.done() or self.has_retired):
@@ -194,13 +197,13 @@ class StoreClient:
             pass
 
     async def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:
-        """These rows end here, counted under dropped/<reason>; `detail` is kept for `describe`."""
+        """End these rows here, counted under dropped/<reason>; `detail` is kept for `describe`."""
         rows = ids_of(row_ids)
         await self._calls.call("drop", lease.id, lease.stage, rows, reason, detail)
         self._heartbeat.finished(lease.id, rows)
 
     async def release(self, lease: Lease) -> None:
-        """Give the unfinished rows back. Of a train lease: its step was lost, and its groups form a batch again."""
+        """Give the unfinished rows back. For a train lease: its step was lost, and its groups form a batch again."""
         self._heartbeat.unhold(lease.id)
         await self._calls.call("release", lease.id)
 
@@ -210,7 +213,8 @@ class StoreClient:
             raise LeaseExpired(f"lease {lease.id} is over: it was completed, released or not renewed in time.")
 
     async def abandon(self, owner: str) -> int:
-        """An owner died: its leases (except a batch in training) go back at once. How many they were."""
+        """Take back the leases of an owner that died, at once (except a batch in training). Returns how many they
+        were."""
         return int(await self._link.call("abandon", owner))
 
     async def move(self, handle: "Store | Any") -> None:
@@ -219,26 +223,28 @@ class StoreClient:
         self._connect(handle, None)
 
     async def catch_up(self, steps: Sequence[Sequence[int]], version: int) -> None:
-        """To a store that was restored in another one's place, before a batch is asked for: ids of the rows that were
-        trained since what it knows, by step, and the version published last. What was not trained comes again."""
+        """Tell a store that was restored in another one's place what was trained, before a batch is asked for. `steps`:
+        ids of the rows trained since what it knows, by step. `version`: the last published. What was not trained comes
+        again."""
         await self._link.call("catch_up", [list(map(int, rows)) for rows in steps], version)
 
     async def lost(self, node: str) -> None:
-        """A node, by Ray's id, is gone, with the large batches that were written there: they are made again."""
+        """Report that a node, by Ray's id, is gone, with the large batches that were written there: they are made
+        again."""
         await self._link.call("lost", node)
 
     async def published(self, version: int) -> None:
-        """All engines serve `version`: the groups trained by steps up to it return their credits."""
+        """Report that all engines serve `version`: the groups trained by steps up to it return their credits."""
         await self._link.call("published", version)
 
     async def last_batch(self, columns: Sequence[str] | None = None) -> Rows:
-        """The rows of the batch trained last (none before the first), by row id. `columns`: None for all."""
+        """Return the rows of the batch trained last (none before the first), by row id. `columns`: None for all."""
         granted = await self._link.call("last_batch", None if columns is None else list(columns))
         return await self._rows(granted)
 
     async def snapshot(self, root: str, number: int, keep: int = 2, is_apart: bool = False) -> str:
-        """Write the store's state of the last `cut`, or of this moment, below `root`; the path. Nobody waits for it
-        but the caller.
+        """Write the store's state of the last `cut`, or of this moment, below `root`. Returns the path. Only the caller
+        waits.
 
         `keep`: so many of the newest snapshots stay. `is_apart`: of this moment, and the last `cut` stays for another
         call. Restored by `Store(..., restore=path)`.
@@ -246,23 +252,25 @@ class StoreClient:
         return str(await self._link.call("snapshot", root, number, keep, is_apart))
 
     async def batch_ready(self) -> bool:
-        """Wait until as many groups are complete as the next step takes. False when the store is closed."""
+        """Wait until as many groups are complete as the next step takes. Returns False when the store is closed."""
         return bool(await self._link.call("batch_ready"))
 
     async def cut(self) -> int:
-        """Take the store's state of this moment, for the next `snapshot` to write. Groups put so far."""
+        """Take the store's state of this moment, for the next `snapshot` to write. Returns how many groups were put so
+        far."""
         return int(await self._link.call("cut"))
 
     async def stats(self) -> dict[str, float]:
-        """Numbers for the metrics: store/*, dropped/*, completed/*, staleness/*; counts are cumulative."""
+        """Return numbers for the metrics: store/*, dropped/*, completed/*, staleness/*; counts are cumulative."""
         return dict(await self._link.call("stats"))
 
     async def describe(self) -> dict[str, Any]:
-        """Rows by stage and state, the oldest group, who holds which lease, who waits for what, the last drops."""
+        """Return rows by stage and state, the oldest group, the owner of each lease, waiting requests, and the last
+        drops."""
         return dict(await self._link.call("describe"))
 
     async def work(self) -> dict[str, Any]:
-        """Who has worked on what since the last call of anybody: see `WorkLog.take`."""
+        """Return which worker has worked on what since the last call of any client: see `WorkLog.take`."""
         work = dict(await self._link.call("work"))
         while work.pop("more"):
             told = dict(await self._link.call("work"))
@@ -270,7 +278,7 @@ class StoreClient:
         return work
 
     async def close(self, reason: str = "closed") -> None:
-        """Waiting leases return None, waiting producers raise `StoreClosed`."""
+        """Close the store: waiting leases return None, waiting producers raise `StoreClosed`."""
         await self._link.call("close", reason)
 
     async def retire(self) -> None:
@@ -280,13 +288,13 @@ class StoreClient:
             await self._link.call("retire", self._name)
 
     async def leave(self) -> None:
-        """This end is no more, as if its process had ended: what it holds goes back, and what waits for a store of
-        another process raises `PartnerGone`. A second time changes nothing."""
+        """Leave the store as if this process had ended: what it holds goes back, and what waits for a store of another
+        process raises `PartnerGone`. A second time changes nothing."""
         self._heartbeat.stop()
         await self._link.leave()
 
     async def spec(self) -> StoreSpec:
-        """The store's columns, stages and bounds; asked for once."""
+        """Return the store's columns, stages and bounds; asked for once."""
         if self._known is None:
             spec: StoreSpec = await self._link.call("spec")
             self._columns = {column.name: column for column in spec.columns}
@@ -296,8 +304,9 @@ class StoreClient:
         return self._known
 
     async def _ask(self, ask: LeaseRequest) -> list[Lease] | None:
-        """None when the store has closed. Rows on a node that does not answer go back and are asked for again, for as
-        long as a lease lasts: until the store hears that the node is gone they may be the next ones once more."""
+        """Ask for leases; None when the store has closed. Rows on a node that does not answer go back and are asked for
+        again, for as long as a lease lasts: until the store learns that the node is gone they may be the next ones once
+        more."""
         spec, unreadable_since = await self.spec(), 0.0
         while True:
             try:
@@ -309,7 +318,7 @@ class StoreClient:
             await asyncio.sleep(PAUSE_S)
 
     async def _ask_once(self, ask: LeaseRequest) -> list[Lease] | None:
-        """Whatever goes wrong, it leaves nobody waiting and nothing leased."""
+        """Ask once. Whatever goes wrong, no request is left waiting and nothing is left leased."""
         if self.has_retired:
             return None
         ask = replace(ask, client=self._name, ticket=next(self._tickets))
@@ -331,13 +340,13 @@ class StoreClient:
             self._heartbeat.answered(ask.ticket)
 
     async def _withdraw(self, ask: LeaseRequest) -> None:
-        """Nobody waits for this answer any more: what it brings, or would bring, goes back. If the store is gone, or
-        has refused the request, there is nothing to go back."""
+        """Withdraw a request whose answer has no reader any more: what it brings, or would bring, goes back. If the
+        store is gone, or has refused the request, there is nothing to go back."""
         with suppress(StoreError, WorkerDied):
             await self._calls.call("withdraw", ask.stage, ask.client, ask.ticket)
 
     async def _read(self, granted: list[Granted]) -> list[tuple[Granted, Rows]]:
-        """All of them, or the store hears that none is read."""
+        """Read all payloads, or tell the store that none is read."""
         read: list[tuple[Granted, Rows]] = []
         try:
             for one in granted:
@@ -364,7 +373,7 @@ class StoreClient:
     async def _encode(
         self, spec: StoreSpec, columns: Values, rows: Sequence[int]
     ) -> tuple[pa.RecordBatch, Facts, Slot | None]:
-        """Large columns are joined in shared memory, where that can be."""
+        """Encode columns. Large ones are joined in shared memory, where that can be."""
         size = size_of(columns)
         slot = await self._link.reserve(size + size // 32 + ROOM) if size > spec.inline_bytes else None
         if slot is None:

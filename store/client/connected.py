@@ -1,7 +1,7 @@
 """Clients' ends of a connection to the store: over its socket on the same machine, or over TCP from another.
 
 One connection a client, any number of calls at a time. A client whose connection has ended is one that has left: what
-it held has gone back, so calls are not repeated. Made by `links.py`; the other end is `service/server.py`.
+it held has gone back, so calls are not repeated. The other end is `service/server.py`.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ from penstock.store.service.store import Store
 from penstock.store.service.wire import Wire
 
 CONNECT_S = 10.0
-"""For the handshake; a packet that is lost is sent again within it."""
+"""Seconds for the handshake; a packet that is lost is sent again within it."""
 TRIES = 5
-"""Of a handshake: the store hangs up when all machines of a run come at once."""
+"""Attempts of a handshake: the store hangs up when all machines of a run come at once."""
 LONGEST_PAUSE_S = 1.0
 HAS_LEFT = "this client has left its store. Make another to speak to it."
 
 
 class ByValue:
-    """Data goes with the call or the answer: there is nothing to place and nothing to fetch."""
+    """A link that sends data with the call or the answer: there is nothing to place and nothing to fetch."""
 
     async def reserve(self, nbytes: int) -> Slot | None:
         return None
@@ -60,8 +60,8 @@ class ByValue:
 
 
 class Connected:
-    """Calls over a connection. Large batches lie on the writer's node: on one's own they are mapped, from another they
-    are pulled."""
+    """Calls over a connection. Large batches lie on the writer's node: on the reader's own node they are mapped, from
+    another they are pulled."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Connected:
         reading: Sequence[str],
         writing: Sequence[str],
     ) -> None:
-        """`node`: this one, as segments say it; None: one that has no memory for batches. `reading`, `writing`: its
-        directories of segments."""
+        """Prepare the link. `node`: this one, as segments say it; None: one that has no memory for batches. `reading`,
+        `writing`: its directories of segments."""
         self._endpoint, self._client = endpoint, client
         self._calls = calls
         self._wire = Wire(self._hear, self._gone)
@@ -81,7 +81,7 @@ class Connected:
         self._answers: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         """Method and caller of each call that has no answer yet."""
         self._lost: PartnerGone | StoreUnreachable | None = None
-        """What became of the connection."""
+        """The error that ended the connection; None while it is open."""
         self._node = node
         self._say_ended_soon = Soon(asyncio.get_running_loop(), self._say_ended)
         self._arena = Arena(writing, client, node or "") if writing else None
@@ -89,8 +89,8 @@ class Connected:
         self._pulls: Pulls | None = None
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Raises what the store does, and `PartnerGone` or `StoreUnreachable` if the connection has ended: whether the
-        call was carried out is not known then."""
+        """Call a method of the store. Raises what the store does, and `PartnerGone` or `StoreUnreachable` if the
+        connection has ended: whether the call was carried out is not known then."""
         number, request = next(self._numbers), self._calls.request(method, args)
         ended = self._mappings.ended()
         try:
@@ -136,7 +136,7 @@ class Connected:
             self.skip(far)  # they are here, or nobody reads them
 
     def skip(self, refs: Sequence[Placed]) -> None:
-        """What an answer names will not be read."""
+        """Tell the store that batches named by an answer will not be read."""
         self._mappings.skip(placed.segment for placed in refs)
 
     async def leave(self) -> None:
@@ -154,13 +154,14 @@ class Connected:
         return self._pulls
 
     def _say_ended(self) -> None:
-        """No call has taken along which readings have ended: the store would hold on to their files."""
+        """Tell the store which readings have ended, where no call has taken that along: the store would hold on to
+        their files."""
         ended = self._mappings.ended()
         if ended and self._wire.is_open:
             self._wire.send(SAID, Said(0, None, ended))
 
     def _noticed(self, notice: Notice) -> None:
-        """What became of segments."""
+        """Apply what the store says of segments."""
         if self._arena is not None:
             self._arena.recycled(notice.recycled)
             self._arena.forget(notice.removed)
@@ -200,7 +201,7 @@ class Connected:
         return PartnerGone(f"the store's process is gone: {self._where} has closed{f' ({error})' if error else ''}.")
 
     def _what_became(self) -> StoreError | PartnerGone:
-        """A new one for each who hears it: each adds its traceback."""
+        """A new error for each caller that gets it: each adds its traceback."""
         lost = self._lost or self._explained(None)
         return type(lost)(str(lost))
 
@@ -210,14 +211,15 @@ class Connected:
 
 
 class OverSocket(Connected):
-    """Over the store's socket, on its machine."""
+    """A connection over the store's socket, on its machine."""
 
     def __init__(self, endpoint: Endpoint, client: str, calls: Calls) -> None:
         super().__init__(endpoint, client, calls, "", endpoint.segments, endpoint.segments)
 
     @classmethod
     async def connect(cls, endpoint: Endpoint, client: str, calls: Calls | None = None) -> Self | None:
-        """None if the socket cannot be reached from here: a container of its own, say. Or if it is another user's."""
+        """Connect. None if the socket cannot be reached from here (in a container of its own, say), or if it is another
+        user's."""
         link = cls(endpoint, client, calls or calls_of(Store))
         try:
             connection = peers.connect(Path(endpoint.path))
@@ -232,7 +234,7 @@ class OverSocket(Connected):
 
 
 class OverTcp(Connected):
-    """From another machine: the kernel notices when that or the link to it is gone, within `SILENCE_S`."""
+    """A connection from another machine: the kernel notices when that or the link to it is gone, within `SILENCE_S`."""
 
     def __init__(self, endpoint: Endpoint, client: str, calls: Calls, node: RowsNode | None) -> None:
         places = node.places if node is not None else ()
@@ -243,7 +245,7 @@ class OverTcp(Connected):
     async def connect(
         cls, endpoint: Endpoint, client: str, calls: Calls | None = None, node: RowsNode | None = None
     ) -> Self:
-        """`node`: what this one has for large batches. Raises `StoreUnreachable`."""
+        """Connect. `node`: what this one has for large batches. Raises `StoreUnreachable`."""
         assert endpoint.address is not None
         link = cls(endpoint, client, calls or calls_of(Store), node)
         tries = 0

@@ -1,10 +1,10 @@
 """Leases stay alive while their owner's process does: a thread of each client renews all that it knows of.
 
-So the deadline of a lease can be short (a dead worker's rows are soon somebody else's) however long the work on it
-takes, and whatever the worker's event loop is blocked by. What loses its leases is a process that is gone, stopped, or
+So the deadline of a lease can be short (a dead worker's rows soon go to another) however long the work on it
+takes, and whatever the worker's event loop is blocked by. A process loses its leases if it is gone, stopped, or
 inside one call that does not let go of Python's lock for `store.lease_timeout_s`. A worker that computes for ever looks
-to the store like one that computes for long: deadlines of the work itself are the workers'. Used by `client.py`;
-how a thread speaks to the store: `pulse.py`.
+to the store like one that computes for long: deadlines of the work itself are the workers'. `pulse.py` is how the
+thread calls the store.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from penstock.conf.errors import StoreError, WorkerDied
 from penstock.store.client.pulse import Pulse
 
 BEATS_PER_TIMEOUT = 3
-"""A lease is renewed so many times before it would run out."""
+"""Renewals of a lease before it would run out."""
 _LOG = logging.getLogger("penstock")
 
 
 class Heartbeat:
-    """Beats while anything is held or asked for, and the event loop of the client is open.
+    """A thread that beats while anything is held or asked for, and the event loop of the client is open.
 
     heartbeat.begin(pulse, timeout_s)
     heartbeat.asked(ticket)         # what the store gives to this request is renewed before it arrives
@@ -30,8 +30,9 @@ class Heartbeat:
     heartbeat.answered(ticket)
     heartbeat.finished(lease_id, rows)
 
-    A beat that fails is tried again at the next one. It ends when the store is closed, since nothing expires then, or
-    its process gone, which every call is told. Should anything else end it, the log and whoever asks next hear of it.
+    A beat that fails is tried again at the next one. The thread ends when the store is closed, since nothing expires
+    then, or its process gone, which every call is told. Should anything else end it, the log and the next caller are
+    told.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class Heartbeat:
         self._timeout_s = 0.0
         self._lock = threading.Lock()
         self._open: dict[int, set[int]] = {}
-        """Lease -> rows whose result is due."""
+        """Rows whose result is due, by lease."""
         self._tickets: set[int] = set()
         """Requests whose answer is due."""
         self._thread: threading.Thread | None = None
@@ -48,7 +49,7 @@ class Heartbeat:
 
     @property
     def held(self) -> dict[int, set[int]]:
-        """By lease: the rows whose result is due."""
+        """Rows whose result is due, by lease."""
         with self._lock:
             return {lease_id: set(rows) for lease_id, rows in self._open.items()}
 
@@ -58,12 +59,13 @@ class Heartbeat:
             return self._thread is not None
 
     def begin(self, pulse: Pulse, timeout_s: float) -> None:
-        """Before all others. `pulse`: the thread's own way to the store, which must not keep the client's open: the end
-        of that one gives leases back. `timeout_s`: a lease runs out after so long unless it is renewed."""
+        """Set up, before all other calls. `pulse`: the thread's own connection to the store, which must not keep the
+        client's open: the end of that one gives leases back. `timeout_s`: a lease runs out after so long unless it is
+        renewed."""
         self._pulse, self._timeout_s = pulse, timeout_s
 
     def asked(self, ticket: int) -> None:
-        """A request goes out. Raises `StoreError` if leases cannot be renewed any more."""
+        """Note a request that goes out. Raises `StoreError` if leases cannot be renewed any more."""
         if self._failure is not None:
             raise StoreError(f"leases are not renewed any more: {self._failure!r}.") from self._failure
         with self._lock:
@@ -75,7 +77,7 @@ class Heartbeat:
             self._tickets.discard(ticket)
 
     def hold(self, lease_id: int, rows: Iterable[int]) -> None:
-        """A lease has come."""
+        """Note a lease that has come."""
         if not (due := set(rows)):
             return
         with self._lock:
@@ -83,7 +85,7 @@ class Heartbeat:
             self._start()
 
     def finished(self, lease_id: int, rows: Iterable[int]) -> None:
-        """These rows of a lease have their result."""
+        """Note that these rows of a lease have their result."""
         with self._lock:
             due = self._open.get(lease_id)
             if due is not None:
@@ -97,11 +99,11 @@ class Heartbeat:
                 self._open.pop(lease_id, None)
 
     def stop(self) -> None:
-        """As if the process had died: it beats no more."""
+        """Stop beating, as if the process had died."""
         self._stopped.set()
 
     def _start(self) -> None:
-        """Under the lock."""
+        """Start the thread. Under the lock."""
         assert self._pulse is not None
         if self._thread is None and not self._stopped.is_set():
             arguments = self._pulse, asyncio.get_running_loop()
@@ -121,13 +123,13 @@ class Heartbeat:
                 self._end(pulse)
 
     def _end(self, pulse: Pulse) -> None:
-        """Under the lock. The next thread may begin."""
+        """Let the next thread begin. Under the lock."""
         if self._thread is threading.current_thread():
             pulse.close()
             self._thread = None
 
     def _beat(self, pulse: Pulse, loop: asyncio.AbstractEventLoop) -> None:
-        """Until nothing is left to renew. Raises what is final."""
+        """Renew until nothing is left to renew. Raises what is final."""
         interval_s = self._timeout_s / BEATS_PER_TIMEOUT
         heard = time.monotonic()
         while not self._stopped.wait(interval_s) and not loop.is_closed():

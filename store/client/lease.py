@@ -1,4 +1,4 @@
-"""What a worker holds: rows of a stage, to be computed and written. Made by `client.py`."""
+"""The rows of a stage that a worker holds, to be computed and written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from penstock.store.data.rows import Rows
 
 Values = dict[str, Any]
-"""By column one value a row: a list or `[N]` array; for ragged columns a list of lists or of `[T_i]` arrays."""
+"""Values by column, one a row: a list or `[N]` array; for ragged columns a list of lists or of `[T_i]` arrays."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a round, by name: `lease` is the round's, `rank` whose part."""
+    """The name of one rank's part of a round: `lease` is the round's, `rank` whose part."""
 
     lease: int
     rank: int
@@ -31,7 +31,7 @@ class Share:
 
 @dataclass(frozen=True)
 class SharedLease(Lease):
-    """This rank's share of a round; `rows` may be empty. `version`: that the step begins with (train)."""
+    """A rank's share of a round; `rows` may be empty. `version`: the one that the step begins with (train)."""
 
     round: int = 0
     rank: int = 0
@@ -43,5 +43,5 @@ class SharedLease(Lease):
 
 
 def ids_of(row_ids: "Sequence[int] | np.ndarray") -> list[int]:
-    """Of rows, as the store takes them."""
+    """Row ids as the store takes them."""
     return list(map(int, row_ids.tolist() if isinstance(row_ids, np.ndarray) else row_ids))

@@ -2,7 +2,7 @@
 
 On the store's machine calls go over its socket (`service/server.py`), from other machines over TCP. Large batches lie
 in files of their writer's machine (`data/segments.py`): read in place there, pulled from elsewhere (`data/far/`). A
-store actor is asked through Ray where that is, and nothing else. Used by `client.py`; the connections: `connected.py`.
+store actor is asked through Ray where that is, and nothing else. The connections are in `connected.py`.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 
 RETRY_S = 60.0
-"""A store's actor is asked for so long while the network is down."""
+"""Seconds for which a store's actor is asked while the network is down."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
 
@@ -41,21 +41,21 @@ class Link(Protocol):
         """Put a batch where the store takes it from, the slot if it lies there: the batch, or the note where it is."""
 
     async def fetch(self, payload: Payload) -> Payload:
-        """The payload of an answer with the values of all that it names, or nothing of that is kept from being written
-        anew."""
+        """Return the payload of an answer with the values of all batches that it names. If that fails, none of those
+        batches is kept from being written anew."""
 
     def skip(self, refs: Sequence[Placed]) -> None:
-        """What an answer names will not be read."""
+        """Tell the store that batches named by an answer will not be read."""
 
     def pulse(self) -> Pulse:
-        """A way to the store for the thread of a heartbeat. Any thread may ask, once there was a call."""
+        """A connection to the store for the thread of a heartbeat. Any thread may ask, once there was a call."""
 
     async def leave(self) -> None:
-        """As if this end's process had ended. What waits for an answer over a connection raises `PartnerGone`."""
+        """Leave as if this end's process had ended. What waits for an answer over a connection raises `PartnerGone`."""
 
 
 def link_to(handle: "Store | Any", client: str, node: str | None = None) -> Link:
-    """`handle`: a `Store`, an endpoint of one, or a Ray actor handle of one.
+    """Make a link to `handle`: a `Store`, an endpoint of one, or a Ray actor handle of one.
     `client`: the unique name of this end. `node`: Ray's id of its machine; None: to be asked for."""
     if isinstance(handle, Store):
         return InProcess(handle, client)
@@ -65,7 +65,7 @@ def link_to(handle: "Store | Any", client: str, node: str | None = None) -> Link
 
 
 class InProcess(ByValue):
-    """Direct calls."""
+    """A link that calls the store directly."""
 
     def __init__(self, store: Store, client: str) -> None:
         self._store, self._client = store, client
@@ -96,7 +96,7 @@ class InProcess(ByValue):
 
 
 class Lazy:
-    """A link that the first call finds."""
+    """A link that is made by the first call."""
 
     def __init__(self, find: Callable[[], Awaitable[Link]]) -> None:
         self._find = find
@@ -140,8 +140,8 @@ class Lazy:
 
 
 async def find_endpoint(endpoint: Endpoint, client: str, node: str | None = None) -> Link:
-    """`node`: Ray's id of this machine; None: the store's. There its socket can be reached, unless this is a container
-    of its own. Raises `PartnerGone`, `StoreUnreachable`."""
+    """Connect to an endpoint. `node`: Ray's id of this machine; None: the store's. There its socket can be reached,
+    unless this is a container of its own. Raises `PartnerGone`, `StoreUnreachable`."""
     node = endpoint.node if node is None else node
     is_near = endpoint.nodes.shares_memory(node, endpoint.node)
     link = await OverSocket.connect(endpoint, client) if is_near else None
@@ -153,7 +153,7 @@ async def find_endpoint(endpoint: Endpoint, client: str, node: str | None = None
 
 
 async def find_actor(handle: Any, client: str, node: str | None) -> Link:
-    """A store actor. Raises as `find_endpoint` and `endpoint_of` do."""
+    """Connect to a store actor. Raises as `find_endpoint` and `endpoint_of` do."""
     import ray
 
     endpoint = await endpoint_of(handle)
@@ -162,8 +162,8 @@ async def find_actor(handle: Any, client: str, node: str | None) -> Link:
 
 
 async def endpoint_of(handle: Any, patience_s: float = RETRY_S) -> Endpoint:
-    """Where an actor's store can be called: asked through Ray, which knows who asks. Raises `PartnerGone` if its
-    process is gone, and `StoreUnreachable` if it does not answer for so long."""
+    """The endpoint of an actor's store, asked for through Ray, which knows which process asks. Raises `PartnerGone` if
+    its process is gone, and `StoreUnreachable` if it does not answer for so long."""
     from ray import exceptions as of_ray
 
     give_up, pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S

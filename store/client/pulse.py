@@ -1,7 +1,6 @@
-"""How the thread of a heartbeat speaks to the store, beside the event loop of its client, which may be blocked.
+"""The connection of a heartbeat's thread to the store, beside the event loop of its client, which may be blocked.
 
 Each call blocks the thread for a bounded time. `ConnectionError` and `TimeoutError` may pass; `PartnerGone` is final.
-Made by `links.py` and `connected.py`, used by `heartbeat.py`.
 """
 
 import asyncio
@@ -23,14 +22,14 @@ Over = list[int] | None
 
 class Pulse(Protocol):
     def renew(self, lease_ids: list[int], tickets: list[int], timeout_s: float) -> list[int]:
-        """Renew these leases, and what was given to these requests and is on its way; those that are over. Raises
-        `OSError` if there was no answer in time, `PartnerGone` if there will be none."""
+        """Renew these leases, and what was given to these requests and is on its way. Returns those that are over.
+        Raises `OSError` if there was no answer in time, `PartnerGone` if there will be none."""
 
     def close(self) -> None: ...
 
 
 class InProcess:
-    """The store lives in an event loop of this process."""
+    """A pulse to a store that lives in an event loop of this process."""
 
     def __init__(self, store: Store, client: str) -> None:
         self._store, self._client = store, client
@@ -53,7 +52,7 @@ class OverConnection:
     """A connection of its own, made when it is needed and made again after it has broken."""
 
     def __init__(self, connect: Callable[[float], Connection], where: object, client: str) -> None:
-        """`connect`: within so many seconds."""
+        """Prepare a connection that `connect` makes, within the seconds that it is given."""
         self._connect, self._where, self._client = connect, where, client
         self._calls, self._codec = calls_of(Store), Codec()
         self._connection: Connection | None = None

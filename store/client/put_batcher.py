@@ -1,7 +1,6 @@
 """Groups on their way into the store: those that are given while others wait for credits go together after them.
 
-One call is under way at a time, so groups are admitted in the order in which they were given. Used by
-`client.py`.
+One call is under way at a time, so groups are admitted in the order in which they were given.
 """
 
 import asyncio
@@ -43,8 +42,8 @@ class PutBatcher:
         self._putting: asyncio.Task[list[int]] | None = None
 
     async def put(self, batch: pa.RecordBatch, facts: Facts, inline_bytes: int, slot: Slot | None = None) -> list[int]:
-        """The numbers of the groups, once all are admitted. Raises what the store raises. Cancelled, it withdraws
-        those that are not admitted yet."""
+        """Put groups. Returns their numbers, once all are admitted. Raises what the store raises. Cancelled, it
+        withdraws those that are not admitted yet."""
         self._inline_bytes = inline_bytes
         numbers: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         incoming = Incoming(next(self._tickets), batch, facts, slot, numbers)
@@ -73,7 +72,7 @@ class PutBatcher:
             asking.exception()  # the store is gone, and the groups with it
 
     def _next(self) -> None:
-        """Send what has gathered, as far as it is small."""
+        """Send the waiting groups, as far as they are small."""
         first = self._waiting[0]
         count = next((i for i, one in enumerate(self._waiting) if not _go_together(one, first)), len(self._waiting))
         count = max(1, count)
@@ -111,7 +110,7 @@ def _go_together(one: Incoming, first: Incoming) -> bool:
 
 
 def _together(facts: list[Facts]) -> Facts:
-    """Of several puts; all have the source's columns, so the same facts are known of each."""
+    """Join the facts of several puts; all have the source's columns, so the same facts are known of each."""
 
     def joined(name: str) -> list[int] | None:
         values = [getattr(one, name) for one in facts]
@@ -129,7 +128,7 @@ def _together(facts: list[Facts]) -> Facts:
 
 
 def by_column(groups: Sequence[Values], source: Sequence[str]) -> dict[str, list[Any]]:
-    """Of groups whose values are to be put: all of the source's columns, and no others."""
+    """Join the values of groups that are to be put, by column: all of the source's columns, and no others."""
     for number, group in enumerate(groups):
         for name in source:
             if name not in group:

@@ -1,4 +1,4 @@
-"""Leases one after the other, the next ones fetched while the present one is computed. Made by `StoreClient.leases`."""
+"""Leases one after the other, the next ones fetched while the present one is computed."""
 
 import asyncio
 from collections import deque
@@ -17,8 +17,8 @@ class LeaseStream:
                 ...
 
     Leaving the block gives back what was fetched and not yet handed out, and raises what fetching ahead raised, unless
-    the block itself raised. What is fetched ahead is renewed like any
-    other lease, and nobody else can work on it: keep `ahead` small where units are long and workers are many.
+    the block itself raised. What is fetched ahead is renewed like any other lease, and no other worker can work on it:
+    keep `ahead` small where units are long and workers are many.
     """
 
     def __init__(
@@ -27,7 +27,8 @@ class LeaseStream:
         release: Callable[[Lease], Awaitable[None]],
         ahead: int,
     ) -> None:
-        """`ask(n)`: up to n leases, at least one; None when the store has closed. `release`: gives one back."""
+        """Prepare a stream. `ask(n)`: up to n leases, at least one; None when the store has closed. `release`: gives
+        one back."""
         self._ask = ask
         self._release = release
         self._ahead = ahead
@@ -49,7 +50,8 @@ class LeaseStream:
             raise failures[0]
 
     async def _stop_asking(self) -> list[BaseException]:
-        """What was being asked for is withdrawn, or has come and is ready; the error if it failed."""
+        """Stop fetching. A request under way is withdrawn, or its leases have come and are ready. Returns the error if
+        it failed."""
         if self._asking is None:
             return []
         self._asking.cancel()
@@ -60,7 +62,7 @@ class LeaseStream:
         return [] if isinstance(leases, asyncio.CancelledError) else [leases]
 
     async def _give_back(self) -> list[BaseException]:
-        """Each, whatever becomes of the others; the errors."""
+        """Give each lease back, whatever becomes of the others. Returns the errors."""
         fetched, self._ready = self._ready, deque()
         results = await asyncio.gather(*map(self._release, fetched), return_exceptions=True)
         return [result for result in results if result is not None]

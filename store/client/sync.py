@@ -62,8 +62,8 @@ class SyncStoreClient:
         return self._run(self._client.spec())
 
     def leave(self) -> None:
-        """As `StoreClient.leave`; calls that wait in other threads raise `PartnerGone`. A second time changes nothing,
-        in another thread at the same time either."""
+        """Leave as `StoreClient.leave` does; calls that wait in other threads raise `PartnerGone`. A second time
+        changes nothing, in another thread at the same time either."""
         with self._leaving:
             if self._has_left:
                 return

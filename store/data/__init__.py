@@ -1,3 +1,3 @@
-"""What the store holds: columns and rows, the blocks that have them, the files that have the blocks. Begin with
+"""The contents of the store: columns and rows, the blocks that have them, the files that have the blocks. Begin with
 `blocks.py`.
 """

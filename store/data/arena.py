@@ -6,8 +6,8 @@
     arena.recycled(names)             the store has done with these
 
 A page that is touched for the first time costs as much as copying it several times. So a file that the store has done
-with goes back to its writer, who writes through a mapping of it. Before any has come back, large batches take files
-whose pages were touched at the start of the store (`lay_by`): the writer who renames one has it. A new file is written
+with goes back to its writer, which writes through a mapping of it. Before any has come back, large batches take files
+whose pages were touched at the start of the store (`lay_by`): the writer that renames one has it. A new file is written
 by the kernel, which touches pages cheaper than a mapping does.
 """
 
@@ -25,21 +25,21 @@ from penstock.store.data.file_memory import map_file
 from penstock.store.data.layout import ByteRange, Placed, aligned, buffers_of, kind_of
 
 STEP = 1 << 16
-"""Bytes by which a file grows at least."""
+"""The smallest step by which a file grows, in bytes."""
 ROOM = 1 << 14
 """Bytes of a batch beside its large columns: offsets, scalars."""
 SPARE = "spare-"
-"""Names of the files that are laid by begin with it."""
+"""The prefix of the names of files that are laid by."""
 SPARE_BYTES = 1 << 23
-"""Bytes of such a file. A batch of less than an eighth of it has few pages to touch, and takes none."""
+"""Size of such a file, in bytes. A batch of less than an eighth of it has few pages to touch, and takes none."""
 SPARES = 16
-"""As many at most. They need to last until the first batches have come back."""
+"""The most files that are laid by. They need to last until the first batches have come back."""
 SHARE = 8
-"""One part in so many of a store's budget, and of the memory that is free, is laid by at most."""
+"""The part that is laid by at most, of a store's budget and of the memory that is free: 1 / `SHARE`."""
 
 
 class Slot:
-    """One file that came back, mapped, and how much of it is taken by the batch that is being written."""
+    """A file that came back, mapped, and how much of it is taken by the batch that is being written."""
 
     def __init__(self, path: str, give_back: "Callable[[Slot], None]") -> None:
         self.path, self.name = path, os.path.basename(path)
@@ -54,7 +54,7 @@ class Slot:
         return len(self.memory)
 
     def map(self, nbytes: int) -> None:
-        """At least so many bytes from now on. Raises `OSError` if there is no room for them."""
+        """Map at least so many bytes from now on. Raises `OSError` if there is no room for them."""
         if nbytes <= self.size:
             return
         descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
@@ -80,7 +80,7 @@ class Slot:
         return offset if offset >= 0 and offset + buffer.size <= self.size and buffer.size else None
 
     def give_back(self) -> None:
-        """Nothing of it was sent, or nobody reads it any more."""
+        """Give the file back: nothing of it was sent, or no process reads it any more."""
         self.used = 0
         self._give_back(self)
 
@@ -89,15 +89,15 @@ class Arena:
     """The files of one writer. `places`: directories to write into, the next if one is full. Not thread-safe."""
 
     def __init__(self, places: Sequence[str], writer: str, node: str = "") -> None:
-        """`node`: that the places are of, as segments say it."""
+        """Write into `places`, which are of `node`, as segments say it."""
         self._places = places
         self._spares: list[str] | None = None
-        """Names that nobody else may have taken yet; None: not looked for yet."""
+        """Names of spare files that other writers may have taken meanwhile; None: not looked for yet."""
         self._writer, self._node = writer, node
         self._numbers, self._serials = itertools.count(), itertools.count()
         self._free: list[Slot] = []
         self._out: dict[str, Slot] = {}
-        """With the store."""
+        """Slots that are with the store, by name."""
 
     def reserve(self, nbytes: int) -> Slot | None:
         """A slot with room for so many bytes: the smallest that has it, a spare one, or the largest, grown. None if
@@ -114,8 +114,9 @@ class Arena:
         return slot
 
     def place(self, batch: pa.RecordBatch, slot: Slot | None = None) -> Placed:
-        """Into the slot goes what does not lie there yet, or all of it into a new file; whose it is from now on,
-        `recycled` and `gone` say. Raises `OSError` if no place has room; then the slot is the caller's as before."""
+        """Copy into the slot what does not lie there yet, or all of it into a new file. The file is the
+        store's until `recycled` or `forget`. Raises `OSError` if no place has room; then the slot is the caller's as
+        before."""
         arrays = [buffers_of(array) for array in batch.columns]
         missing = sum(aligned(one.size) for some in arrays for one in some if slot is None or slot.where(one) is None)
         if slot is None or slot.used + missing > slot.size:
@@ -135,18 +136,18 @@ class Arena:
         return Placed(slot.name, next(self._serials), batch.num_rows, columns, nbytes, self._node)
 
     def recycled(self, names: Iterable[str]) -> None:
-        """Nobody reads these any more."""
+        """Take back files that no process reads any more."""
         for name in names:
             if (slot := self._out.pop(name, None)) is not None:
                 slot.give_back()
 
     def forget(self, names: Iterable[str]) -> None:
-        """The store has removed or moved these. Their mappings go with the last array that lies in them."""
+        """Forget files that the store has removed or moved. Their mappings go with the last array that lies in them."""
         for name in names:
             self._out.pop(name, None)
 
     def _spare(self, nbytes: int) -> Slot | None:
-        """A file that was laid by for so large a batch; the first who renames it has it."""
+        """A file that was laid by for so large a batch; the first writer that renames it has it."""
         if not SPARE_BYTES // 8 <= nbytes <= SPARE_BYTES:
             return None
         if self._spares is None:
@@ -162,7 +163,7 @@ class Arena:
         return None
 
     def _new_file(self, arrays: Sequence[Sequence[pa.Buffer]]) -> tuple[Slot, list[ByteRange]]:
-        """All buffers one after the other, in the first place that has room."""
+        """Write all buffers one after the other, in the first place that has room."""
         name = f"{self._writer}-{next(self._numbers)}"
         for place in self._places:
             path = os.path.join(place, name)
@@ -175,8 +176,8 @@ class Arena:
 
 
 def lay_by(place: str, max_bytes: int) -> None:
-    """Make spare files for writers who share so many bytes, and touch their pages now. As many as there is memory for:
-    nobody needs them to go on."""
+    """Make spare files for writers that share so many bytes, and touch their pages now. As many as there is memory for:
+    no writer needs them to go on."""
     with suppress(OSError):  # a full directory, or the files of a store before this one, which serve as well
         disk, memory = os.statvfs(place), psutil.virtual_memory()
         for number in range(num_spares(max_bytes, min(disk.f_bavail * disk.f_frsize, memory.available))):
@@ -200,7 +201,7 @@ def _touch_new(path: str, nbytes: int) -> None:
 
 
 def _write_new(path: str, arrays: Sequence[Sequence[pa.Buffer]]) -> list[ByteRange]:
-    """A name that exists is another's, and stays. Raises `OSError`; then nothing is left behind."""
+    """Write a new file. A name that exists is another's, and stays. Raises `OSError`; then nothing is left behind."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
@@ -233,6 +234,6 @@ def _size(slot: Slot) -> int:
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to a quarter more, so that batches of about the same size fit the same files."""
+    """Round up, by up to a quarter, so that batches of about the same size fit the same files."""
     step = max(STEP, 1 << max(0, nbytes.bit_length() - 3))
     return -(-nbytes // step) * step

@@ -1,7 +1,7 @@
-"""Where the values are: (group, column, sample) -> place in a block. The index of the data plane.
+"""The places of values: (group, column, sample) -> place in a block. The index of the data plane.
 
 A block is what one write brought: an Arrow record batch, here or behind a reference that this file treats as opaque.
-It goes with the last of its cells. Kept by `service/store.py`; `payload.py` gathers what a lease sends.
+It goes with the last of its cells. `payload.py` gathers what a lease sends.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from penstock.store.ledger.group import Span, bits, spans_of
 
 
 class Block:
-    """One record batch, `batch` or behind `ref`, and how many of its cells are alive."""
+    """A record batch, `batch` or behind `ref`, and how many of its cells are alive."""
 
     __slots__ = ("batch", "is_gone", "nbytes", "num_cells", "ref")
 
@@ -26,20 +26,21 @@ class Block:
         self.nbytes = nbytes
         self.num_cells = 0
         self.is_gone = False
-        """What is behind `ref` cannot be had any more."""
+        """True once what is behind `ref` cannot be had any more."""
 
 
 class Place(NamedTuple):
-    """Where values lie: the i-th is at `start + i * stride` of the block."""
+    """A place of values: the i-th is at `start + i * stride` of the block."""
 
     block: Block
     start: int
     stride: int
-    """1: they were written side by side. 0: all are one value, which the source wrote for the group."""
+    """Step between values. 1: they were written side by side. 0: all are one value, which the source wrote for the
+    group."""
 
 
 Cells = Place | list[Place | None]
-"""Of one column of a group: one place for all samples, or one for each."""
+"""Places of one column of a group: one for all samples, or one for each."""
 
 
 class Blocks:
@@ -48,24 +49,25 @@ class Blocks:
     def __init__(
         self, columns: Sequence[Column], group_size: int, freed: Callable[[Block], None] = lambda block: None
     ) -> None:
-        """`freed`: called with each block whose last cell has gone."""
+        """Prepare an empty index. `freed`: called with each block whose last cell has gone."""
         self._freed = freed
         self._types = {column.name: arrow_type(column) for column in columns}
         self.group_size = group_size
         self._cells: dict[int, dict[str, Cells]] = {}
         self._living: set[Block] = set()
         self._referring: set[Block] = set()
-        """Those of them that are not here."""
+        """Living blocks that are behind a reference."""
         self.bytes = 0
-        """Of blocks with a living cell."""
+        """Bytes of blocks with a living cell."""
 
     def add_group(self, group_id: int, block: Block, position: int, names: Sequence[str]) -> None:
-        """The source's columns of a new group: one value each, shared by its rows."""
+        """Add the source's columns of a new group: one value each, shared by its rows."""
         self._cells[group_id] = dict.fromkeys(names, Place(block, position, 0))
         self._count(block, len(names))
 
     def add_rows(self, row_ids: Sequence[int], positions: Sequence[int], block: Block, names: Sequence[str]) -> None:
-        """Row `row_ids[p]` of the columns is at `p` of the block, for p in `positions`. Cells already there stay."""
+        """Add cells of rows: row `row_ids[p]` is at `p` of the block, for p in `positions`. Cells already there
+        stay."""
         kept = list(positions)
         added = 0
         rows = row_ids if len(kept) == len(row_ids) else [row_ids[position] for position in kept]
@@ -92,14 +94,14 @@ class Blocks:
         return True
 
     def pin(self, block: Block) -> None:
-        """It stays until `unpin`, whatever becomes of its cells."""
+        """Keep a block until `unpin`, whatever becomes of its cells."""
         self._count(block, 1)
 
     def unpin(self, block: Block) -> None:
         self._uncount(block)
 
     def free(self, group_id: int, mask: int) -> None:
-        """The rows of the mask have ended."""
+        """Remove the cells of the mask's rows, which have ended."""
         if mask == (1 << self.group_size) - 1:
             for cells in self._cells.pop(group_id, {}).values():
                 if isinstance(cells, Place):
@@ -112,7 +114,7 @@ class Blocks:
             self._free_cells(group, name, mask)
 
     def clear(self, group_id: int, columns: Mapping[str, int]) -> None:
-        """The samples of each mask have the column no more. Of one that the source wrote, none has."""
+        """Remove each column from the samples of its mask. A column that the source wrote is removed from all."""
         group = self._cells.get(group_id, {})
         for name, mask in columns.items():
             cells = group.get(name)
@@ -125,13 +127,13 @@ class Blocks:
                     del group[name]  # what is written for all of them at once is one place again
 
     def mark_gone(self, is_gone: Callable[[Any], bool]) -> None:
-        """What is behind these references cannot be had any more. Cells stay until they are cleared."""
+        """Mark the blocks behind these references, which cannot be had any more. Cells stay until they are cleared."""
         for block in self._referring:
             block.is_gone = block.is_gone or is_gone(block.ref)
 
     def lost(self, num_rows: int = 2048) -> Iterator[dict[int, dict[str, int]]]:
-        """Group -> column -> samples whose value is in a block that is gone: of about so many rows at a time, perhaps
-        none of these. In between anything may happen to the index."""
+        """Iterate over samples whose value is in a block that is gone: group -> column -> mask, of about so many rows
+        at a time, perhaps none of these. In between anything may happen to the index."""
         num_groups = max(1, num_rows // self.group_size)
         if not any(block.is_gone for block in self._referring):
             return
@@ -152,7 +154,7 @@ class Blocks:
         return lost
 
     def _free_cells(self, group: dict[str, Cells], name: str, mask: int) -> None:
-        """Of these samples, but for a value that the source wrote for the group."""
+        """Remove these samples' cells, but for a value that the source wrote for the group."""
         cells = group[name]
         if isinstance(cells, Place):
             if not cells.stride:
@@ -169,7 +171,7 @@ class Blocks:
         return len(self._living)
 
     def begin_copy(self) -> "Blocks":
-        """An index for the same columns, which `keep` fills. What happens to either does not concern the other."""
+        """Make an index for the same columns, which `keep` fills. Changes of either do not concern the other."""
         copied = Blocks.__new__(Blocks)
         copied._types, copied.group_size, copied._freed = self._types, self.group_size, _stay
         copied._living, copied._referring, copied.bytes, copied._cells = set(), set(), 0, {}
@@ -185,7 +187,7 @@ class Blocks:
             self._count(block, 1)
 
     def let_go(self, copied: "Blocks", num_groups: int) -> bool:
-        """The cells of so many copied groups are not needed any more; whether others are left."""
+        """Free the cells of so many copied groups, which are not needed any more. Returns whether others are left."""
         for _ in range(min(num_groups, len(copied._cells))):
             _, kept = copied._cells.popitem()
             for block in _blocks_of(kept):
@@ -204,7 +206,7 @@ class Blocks:
         ]
 
     def places(self, spans: Sequence[Span], name: str) -> "tuple[Place | tuple[Place, ...], ...]":
-        """Of each span, where the column is: see `found`."""
+        """Places of the column in each span: see `found`."""
         cells, nothing, places = self._cells, dict[str, Cells](), list[Place | tuple[Place, ...]]()
         for group_id, _, indices in spans:
             place = cells.get(group_id, nothing).get(name)
@@ -212,8 +214,8 @@ class Blocks:
         return tuple(places)
 
     def found(self, group_id: int, indices: range, name: str) -> "Place | tuple[Place, ...]":
-        """Where a column of these samples is: one place of the whole group, or each sample's. Equal for columns that
-        lie side by side. Raises `UnknownColumn` if one lacks it."""
+        """Find a column of these samples: one place of the whole group, or each sample's. Equal for columns that lie
+        side by side. Raises `UnknownColumn` if one lacks it."""
         cells = self._cells.get(group_id, {}).get(name)
         if isinstance(cells, Place):
             return cells
@@ -226,7 +228,7 @@ class Blocks:
         return some  # type: ignore[return-value]  # none of them is None
 
     def empty(self, names: Sequence[str]) -> pa.RecordBatch:
-        """No rows of these columns."""
+        """A batch of these columns without rows."""
         return pa.RecordBatch.from_arrays([pa.array([], type=self._types[name]) for name in names], names=list(names))
 
     def _count(self, block: Block, num_cells: int) -> None:
@@ -252,7 +254,7 @@ class Blocks:
 
 
 def _stay(block: Block) -> None:
-    """What a copy has is freed by the index that it was copied from."""
+    """Free nothing: what a copy has is freed by the index that it was copied from."""
 
 
 def _blocks_of(columns: dict[str, Cells]) -> set[Block]:

@@ -4,8 +4,7 @@
     message ◀─ decode ─ body, area (the pieces as they came)
 
 What comes out has the type that was asked for, down to its last list, or `Malformed` is raised: nothing in a message is
-run, and nothing is allocated but for what has come. Errors are the store's, by name. Used by `service/wire.py` and
-whoever speaks through it, and by `client/pulse.py`.
+run, and nothing is allocated but for what has come. Errors are the store's, by name.
 """
 
 from typing import Any, TypeAlias
@@ -19,9 +18,9 @@ from penstock.store.data.layout import ByteRange, ColumnNote, notes_of, read
 from penstock.store.errors import StoreError, named
 
 ALIGN = 8
-"""Bytes of the largest value of a column."""
+"""Size of the largest value of a column, in bytes."""
 LARGE = 1 << 14
-"""Pieces of so many bytes are sent as they are; smaller ones are joined first."""
+"""The smallest size of a piece that is sent as it is, in bytes; smaller ones are joined first."""
 
 BatchNote = tuple[int, list[ColumnNote]]
 """Rows, and where the columns lie in the area."""
@@ -35,11 +34,11 @@ NOTHING: pa.Buffer = pa.py_buffer(b"")
 
 
 class Malformed(ConnectionAbortedError):
-    """What has come is no message: whoever sent it speaks something else, or bytes were damaged."""
+    """Received bytes that are no message: the sender speaks something else, or they were damaged."""
 
 
 class Codec:
-    """Of one end of a connection. Not thread-safe."""
+    """The encoder and decoder of one end of a connection. Not thread-safe."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._note)
@@ -49,7 +48,7 @@ class Codec:
         self._area = NOTHING
 
     def encode(self, message: Any) -> tuple[bytes, list[Piece], int]:
-        """Body, pieces and the bytes that these have together. Raises `NotPlainData`."""
+        """Encode a message. Returns body, pieces and the bytes that these have together. Raises `NotPlainData`."""
         self._pieces, self._nbytes = [], 0
         try:
             body = self._encoder.encode(message)
@@ -58,7 +57,7 @@ class Codec:
         return body, self._pieces, self._nbytes
 
     def decode(self, kind: Any, body: "bytes | memoryview | msgspec.Raw", area: pa.Buffer) -> Any:
-        """A message of that type. Its batches lie in the area. Raises `Malformed`."""
+        """Decode a message of that type. Its batches lie in the area. Raises `Malformed`."""
         decoder = self._decoders.get(kind)
         if decoder is None:
             decoder = self._decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=self._value)
@@ -69,7 +68,7 @@ class Codec:
             raise Malformed(f"no message of the store: {type(error).__name__}: {error}") from error
 
     def _note(self, value: Any) -> "BatchNote | ArrayNote | ErrorNote":
-        """What a value that msgpack does not know travels as."""
+        """Encode a value that msgpack does not know as a note."""
         if isinstance(value, pa.RecordBatch):
             return value.num_rows, notes_of(value, self._put)
         if isinstance(value, np.ndarray) and value.dtype == np.int64:
@@ -107,7 +106,7 @@ class Codec:
 
 
 def joined(head: bytes, pieces: list[Piece]) -> list[bytes | memoryview]:
-    """All of it in a few pieces, the first of which begins with `head`."""
+    """Join the message into a few pieces, the first of which begins with `head`."""
     few: list[bytes | memoryview] = []
     small: list[Piece] = [head]
     for piece in pieces:

@@ -5,7 +5,7 @@ thousand files open.
     del array, and all views of it          the pages are unmapped
 
 Python's own `mmap` keeps a copy of the descriptor for as long as the mapping is there; from Python 3.13 on it need not
-(`trackfd`). Used by `arena.py`, `mappings.py` and `far/server.py`.
+(`trackfd`).
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class _Pages:
-    """What an array of a file's bytes holds on to."""
+    """The mapping that an array of a file's bytes holds on to."""
 
     def __init__(self, address: int, nbytes: int, *, is_written: bool) -> None:
         self._range = address, nbytes
@@ -37,8 +37,8 @@ class _Pages:
 
 
 def map_file(descriptor: int, nbytes: int | None = None, *, is_written: bool = False) -> np.ndarray:
-    """The first bytes of an open file, uint8, shared with all who have mapped it. `nbytes`: None: all that it has.
-    `is_written`: the array can be written to, and its pages are there at once. Raises `OSError`."""
+    """Map the first bytes of an open file, uint8, shared with all processes that have mapped it. `nbytes`: None: all
+    that it has. `is_written`: the array can be written to, and its pages are there at once. Raises `OSError`."""
     if nbytes is None:
         nbytes = os.fstat(descriptor).st_size
     protection, flags = mmap.PROT_READ, mmap.MAP_SHARED

@@ -26,7 +26,7 @@ GROUPS = pa.schema(
 
 
 def groups_batches(groups: list[Group], size: int) -> Iterator[pa.RecordBatch]:
-    """A few hundred at a time: Arrow lets no other thread of Python run meanwhile. At least one batch."""
+    """Iterate over a few hundred at a time: Arrow lets no other thread of Python run meanwhile. At least one batch."""
     for start in range(0, max(1, len(groups)), GROUPS_AT_ONCE):
         some = [values_of(group, size) for group in groups[start : start + GROUPS_AT_ONCE]]
         yield pa.RecordBatch.from_pylist(some, schema=GROUPS)

@@ -1,5 +1,4 @@
-"""What comes in: a parcel, checked against the schema, becomes a block. Used by `service/store.py` and
-`service/waiting/puts.py`."""
+"""Incoming data: a parcel, checked against the schema, becomes a block."""
 
 from collections.abc import Iterable
 
@@ -12,17 +11,18 @@ from penstock.store.spec import StoreSpec
 
 
 class Intake:
-    """Small batches stay where they are; large ones lie in segments, where there are any."""
+    """The entrance of batches. Small ones stay where they are; large ones lie in segments, where there are any."""
 
     def __init__(self, spec: StoreSpec, segments: Segments | None) -> None:
         self._segments = segments
         self._inline_bytes = spec.inline_bytes
         self.lost_nodes: set[str] = set()
-        """What lies there is not taken."""
+        """Nodes that count as lost: what lies there is not taken."""
         self.columns = {column.name: column for column in spec.columns}
 
     async def ready(self, parcel: Parcel) -> Parcel:
-        """As `block` takes it without keeping others waiting. Raises `StoreError`; then nothing of it is kept."""
+        """Prepare a parcel, so that `block` takes it without keeping others waiting. Raises `StoreError`; then nothing
+        of it is kept."""
         if self._segments is None:
             return parcel
         if isinstance(parcel, Placed):
@@ -33,7 +33,8 @@ class Intake:
         return await self._segments.keep_apart(parcel.batch)
 
     def block(self, parcel: Parcel, num_rows: int) -> Block:
-        """Raises `UnknownColumn`, `WrongType`, `WrongLength`, `StoreError`; then nothing of the parcel is kept."""
+        """Make a block. Raises `UnknownColumn`, `WrongType`, `WrongLength`, `StoreError`; then nothing of the parcel is
+        kept."""
         if isinstance(parcel, Placed):
             return self._adopted(parcel, num_rows)
         batch = parcel.batch
@@ -44,7 +45,7 @@ class Intake:
         return self._adopted(self._segments.keep(batch), num_rows)
 
     def free(self, block: Block) -> None:
-        """No cell lies in the block any more."""
+        """Free a block in which no cell lies any more."""
         if block.ref is not None and self._segments is not None:
             self._segments.end(block.ref.segment)
 

@@ -1,9 +1,9 @@
-"""How a batch lies in a segment: its Arrow buffers one after the other, and `Placed`, the note that says where.
+"""The layout of a batch in a segment: its Arrow buffers one after the other, and `Placed`, the note that says where.
 
     file   │ offsets │ values │ offsets │ values │ …      each begins at a multiple of `ALIGN`
     note   segment and serial, rows, by column its type and the (offset, bytes) of its buffers
 
-The note travels in the calls, the bytes do not. Written by `arena.py`, read by `mappings.py`. A batch that goes by
+The note travels in the calls, the bytes do not. `arena.py` writes them, `mappings.py` reads them. A batch that goes by
 value has such a note too (`codec.py`).
 """
 
@@ -17,10 +17,10 @@ from msgspec import Struct
 from penstock.store.data.schema import ARROW_TYPES
 
 ALIGN = 64
-"""What Arrow recommends, so that vector instructions may be used."""
+"""Alignment in bytes that Arrow recommends, so that vector instructions may be used."""
 
 _EMPTY = pa.py_buffer(bytes(ALIGN))
-"""Of an array without entries."""
+"""The buffer of an array without entries."""
 
 ByteRange = tuple[int, int]
 """Offset and length, in bytes."""
@@ -29,16 +29,16 @@ ColumnNote = tuple[str, str, tuple[ByteRange, ...]]
 
 
 class Placed(Struct, frozen=True, array_like=True, tag="placed"):
-    """Where a batch lies. Two that are equal are the same batch: `serial` counts what was ever written there."""
+    """The place of a batch. Two that are equal are the same batch: `serial` counts what was ever written there."""
 
     segment: str
     serial: int
     num_rows: int
     columns: tuple[ColumnNote, ...]
     nbytes: int
-    """Up to the end of the last buffer."""
+    """Bytes up to the end of the last buffer."""
     node: str = ""
-    """That the file lies on, of a run on several; the store's own has no name (`far/nodes.py`)."""
+    """The node that the file lies on, of a run on several; the store's own has no name (`far/nodes.py`)."""
 
     @property
     def names(self) -> list[str]:
@@ -56,7 +56,7 @@ Parcel: TypeAlias = Inline | Placed
 
 
 def kind_of(kind: pa.DataType) -> str:
-    """As Arrow prints it, which takes its time for that."""
+    """Name of a type as Arrow prints it, which takes its time for that."""
     return _KINDS.get(_ids(kind)) or str(kind)
 
 
@@ -72,7 +72,7 @@ def aligned(nbytes: int) -> int:
 
 
 def buffers_of(array: pa.Array) -> list[pa.Buffer]:
-    """Those of an array without nulls, level by level, the validity of each left out."""
+    """Buffers of an array without nulls, level by level, the validity of each left out."""
     if array.offset or (pa.types.is_list(array.type) and array.values.offset):
         array = array.take(pa.array(np.arange(len(array))))
     if pa.types.is_list(array.type):
@@ -81,7 +81,7 @@ def buffers_of(array: pa.Array) -> list[pa.Buffer]:
 
 
 def notes_of(batch: pa.RecordBatch, put: Callable[[pa.Buffer], ByteRange]) -> list[ColumnNote]:
-    """Of a batch whose buffers are put somewhere one after the other."""
+    """Notes of a batch whose buffers are put somewhere one after the other."""
     return [
         (name, kind_of(array.type), tuple(map(put, buffers_of(array))))
         for name, array in zip(batch.schema.names, batch.columns, strict=True)

@@ -1,9 +1,8 @@
 """The segments that one process reads: mapped once, read without a copy, and said to be done with when nothing refers
 to them any more.
 
-A file is written anew after its last reader, so the store counts who was told of it (`segments.py`); each `Use` ends
-when the last array of what was read is collected, wherever that is, and `tell` is called then. Used by
-`client/connected.py` and `segments.py`.
+A file is written anew after its last reader, so the store counts the clients that were told of it (`segments.py`); each
+`Use` ends when the last array of what was read is collected, wherever that is, and `tell` is called then.
 """
 
 import os
@@ -19,7 +18,7 @@ from penstock.store.errors import StoreError
 
 
 class Use:
-    """What every buffer of one reading holds on to; its end is noted in `ended`, and told."""
+    """The object that every buffer of one reading holds on to; its end is noted in `ended`, and told."""
 
     __slots__ = ("_ended", "_name", "_tell", "memory")
 
@@ -34,7 +33,7 @@ class Use:
 
 class Mappings:
     """Files by name. `places`: directories to look for them in. `tell`: called when there is something for `ended` to
-    return, by whatever thread ends it."""
+    return, by the thread that ends it."""
 
     def __init__(self, places: Sequence[str], tell: Callable[[], None]) -> None:
         self._places, self._tell = places, tell
@@ -42,7 +41,7 @@ class Mappings:
         self._ended: deque[str] = deque()
 
     def read(self, placed: Placed) -> pa.RecordBatch:
-        """The batch: views of the file. Ends one use. Raises `StoreError` if it is in none of the places."""
+        """Read a batch as views of the file. Ends one use. Raises `StoreError` if it is in none of the places."""
         use = Use(placed.segment, self._ended, self._tell)  # first: it ends whatever fails from here on
         memory = self._files.get(placed.segment)
         if memory is None or len(memory) < placed.nbytes:
@@ -56,7 +55,7 @@ class Mappings:
         )
 
     def read_all(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
-        """The batches. If one cannot be read, no use is left of any."""
+        """Read batches. If one cannot be read, no use is left of any."""
         batches: list[pa.RecordBatch] = []
         try:
             for placed in refs:
@@ -66,20 +65,20 @@ class Mappings:
         return batches
 
     def skip(self, names: Iterable[str]) -> None:
-        """A use of each ends that was never read."""
+        """End one use of each file, which was never read."""
         for name in names:
             self._ended.append(name)
             self._tell()
 
     def ended(self) -> list[str]:
-        """Names of the uses that have ended since the last call, one for each."""
+        """Return the names of the uses that have ended since the last call, one for each."""
         names = []
         while self._ended:
             names.append(self._ended.popleft())
         return names
 
     def forget(self, names: Iterable[str]) -> None:
-        """The files were removed: their pages go with the last array that lies in them."""
+        """Forget files that were removed: their pages go with the last array that lies in them."""
         for name in names:
             self._files.pop(name, None)
 

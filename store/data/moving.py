@@ -2,7 +2,7 @@
 
     result = await apart.run(work, undo)    the event loop goes on meanwhile
 
-Used by `segments.py`; `move` by `far/server.py` too, whose threads are its connections'.
+`move` runs in the thread of its caller.
 """
 
 import asyncio
@@ -19,19 +19,20 @@ from penstock.store.errors import StoreClosed
 T = TypeVar("T")
 CLOSED = "the store is closed: it writes and moves no files any more."
 COPIED_AT_ONCE = 1 << 20
-"""Bytes."""
+"""Bytes copied at once."""
 
 
 class Apart:
-    """Lifecycle: `run` any number of times, `close`."""
+    """The thread for files. Lifecycle: `run` any number of times, `close`."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "segments")
         self._is_closed = False
 
     async def run(self, work: Callable[[], T], undo: Callable[[T | None], None]) -> T:
-        """What the work returns, or raises. `undo`: called on the loop, once it has ended, if nobody waits for it any
-        more; with its result, None if it has failed. Raises `StoreClosed` where it will not be begun any more."""
+        """Run work in the thread. Returns what it returns, or raises what it raises. `undo`: called on the loop once
+        the work has ended, if its caller waits no more; with its result, None if it has failed. Raises `StoreClosed`
+        where it will not be begun any more."""
         if self._is_closed:
             raise StoreClosed(CLOSED)
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -46,20 +47,20 @@ class Apart:
             raise
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Nobody waits for it, and it does not fail. Raises `StoreClosed` as `run` does."""
+        """Begin work that no caller waits for, and that does not fail. Raises `StoreClosed` as `run` does."""
         if self._is_closed:
             raise StoreClosed(CLOSED)
         self._thread.submit(work)
 
     def close(self) -> None:
-        """What is under way is waited for; what is not is not begun. A second time changes nothing."""
+        """Wait for what is under way; what is not is not begun. A second time changes nothing."""
         self._is_closed = True
         self._thread.shutdown(cancel_futures=True)
 
 
 def move(source: Path, target: Path) -> None:
-    """To another file system. A target that exists is another's, and stays. Raises `OSError`; then the source is as
-    before and there is nothing new."""
+    """Move a file to another file system. A target that exists is another's, and stays. Raises `OSError`; then the
+    source is as before and there is nothing new."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as copy, source.open("rb") as original:

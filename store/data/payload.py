@@ -1,4 +1,4 @@
-"""What a lease sends: where the values of its rows lie, so that they are put together by who reads them.
+"""The payload of a lease: the places of the values of its rows, so that their reader puts them together.
 
     Blocks ─ gather ─▶ Payload ─ call ─▶ assemble ─▶ Rows
 
@@ -24,7 +24,7 @@ from penstock.store.errors import TooLarge
 from penstock.store.ledger.group import Span, spans_of
 
 MOST_ENTRIES = 2**31 - 1
-"""Of a column with offsets in one batch: bytes of strings, values of lists."""
+"""The most entries of a column with offsets in one batch: bytes of strings, values of lists."""
 
 Columns = tuple[list[str], np.ndarray]
 """Columns that lie side by side, and `[K, 4]` int64: source, start, stride and count of places one after the other."""
@@ -44,17 +44,17 @@ class Payload(Struct, array_like=True):
         return [source for source in self.sources if not isinstance(source, Inline)]
 
     def with_batches(self, fetched: Sequence[pa.RecordBatch]) -> "Payload":
-        """The same without references: of each the batch that was fetched for it."""
+        """Return the same rows without references: for each the batch that was fetched for it."""
         return Payload(self.row_ids, self.group_ids, list(map(Inline, self.batches(fetched))), self.columns)
 
     def batches(self, fetched: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
-        """The sources, each of `refs` by what was fetched for it."""
+        """Return the batches of the sources, each of `refs` by what was fetched for it."""
         found = iter(fetched)
         return [source.batch if isinstance(source, Inline) else next(found) for source in self.sources]
 
 
 def gather(blocks: Blocks, row_ids: Sequence[int], names: Sequence[str]) -> Payload:
-    """The columns `names` of the rows. Raises `UnknownColumn` if a row lacks one."""
+    """Gather the columns `names` of the rows. Raises `UnknownColumn` if a row lacks one."""
     ids = np.asarray(row_ids, dtype=np.int64)
     payload = Payload(ids, ids // blocks.group_size)
     spans = spans_of(row_ids, blocks.group_size)
@@ -86,7 +86,8 @@ def gather(blocks: Blocks, row_ids: Sequence[int], names: Sequence[str]) -> Payl
 
 
 def assemble(payload: Payload, names: Sequence[str], fetched: Sequence[pa.RecordBatch]) -> Rows:
-    """Rows of a payload; `fetched`: the batches behind its `refs`. Rows that lie together are read without a copy."""
+    """Put the rows of a payload together; `fetched`: the batches behind its `refs`. Rows that lie together are read
+    without a copy."""
     batches = payload.batches(fetched)
     columns: dict[str, pa.Array] = {}
     for together, places in payload.columns:
@@ -95,7 +96,7 @@ def assemble(payload: Payload, names: Sequence[str], fetched: Sequence[pa.Record
 
 
 def by_value(payload: Payload, fetched: Sequence[pa.RecordBatch]) -> Payload:
-    """The same rows without references: of each batch behind one, those rows and columns that are wanted."""
+    """Return the same rows without references: of each batch behind one, those rows and columns that are wanted."""
     batches = payload.batches(fetched)
     values = Payload(payload.row_ids, payload.group_ids)
     for number, (together, places) in enumerate(payload.columns):
@@ -105,7 +106,7 @@ def by_value(payload: Payload, fetched: Sequence[pa.RecordBatch]) -> Payload:
 
 
 def _joined(spans: Sequence[Span], found: Sequence[Place | tuple[Place, ...]]) -> list[tuple[Place, int]]:
-    """Places one after the other, each with its number of rows, and as few as can be."""
+    """Join places one after the other, each with its number of rows, into as few as can be."""
     joined: list[tuple[Place, int]] = []
     block, start, stride, count = None, 0, 1, 0
     for (_, _, indices), cells in zip(spans, found, strict=True):
@@ -142,7 +143,8 @@ def _inline(blocks: Blocks, places: list[tuple[Place, int]], names: list[str]) -
 
 
 def _check_room(batches: Sequence[pa.RecordBatch], names: list[str], places: np.ndarray) -> None:
-    """Arrow counts the entries of a ragged column and the bytes of strings with 32 bits, and not all of it looks."""
+    """Raise `TooLarge` for columns that are too large. Arrow counts the entries of a ragged column and the bytes of
+    strings with 32 bits, and not all of it looks."""
     sizes = {source: batches[source].nbytes for source in set(places[:, 0].tolist())}
     copied = places[places[:, 2] == 0]
     most = sum(sizes.values()) + sum(sizes[source] * count for source, _, _, count in copied.tolist())
@@ -167,8 +169,8 @@ def _entries(ends: np.ndarray, places: np.ndarray) -> int:
 
 
 def _ends(column: pa.Array, unit: str) -> np.ndarray | None:
-    """Where each value of a column begins and ends: `[N + 1]`, in entries of lists or in bytes of strings, those in
-    lists too. None if it has none of these."""
+    """Bounds of each value of a column: `[N + 1]`, in entries of lists or in bytes of strings, those in lists too. None
+    if it has none of these."""
     if pa.types.is_list(column.type):
         inner = _ends(column.values, unit)
         return _offsets(column) if unit == "entries" else None if inner is None else inner[_offsets(column)]
@@ -176,7 +178,7 @@ def _ends(column: pa.Array, unit: str) -> np.ndarray | None:
 
 
 def _offsets(column: pa.Array) -> np.ndarray:
-    """`[N + 1]`."""
+    """Offsets of a column: `[N + 1]`."""
     offsets = column.buffers()[1]
     ends = np.frombuffer(offsets, np.int32) if offsets is not None else np.zeros(1, np.int32)
     return ends[column.offset : column.offset + len(column) + 1]

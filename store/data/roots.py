@@ -1,8 +1,8 @@
 """Directories that belong to one process: only its user may enter them, and they do not outlive it for long.
 
 A run's publications and a store's large batches lie in such directories, in shared memory and on disk. Each has an
-`owner.pid`; the next run or store that starts on the machine sweeps what dead owners left. Shared memory is RAM: nobody
-else would give it back before a reboot.
+`owner.pid`; the next run or store that starts on the machine sweeps what dead owners left. Shared memory is RAM:
+nothing else would give it back before a reboot.
 """
 
 import contextlib
@@ -20,13 +20,14 @@ PREFIX = "penstock-"
 OWNER_NAME = "owner.pid"
 PRIVATE = 0o700
 MOVED_WITHIN_S = 10.0
-"""Longest wait for another process that looks at whose a directory is, and moves it away: two calls of the kernel."""
+"""Longest wait in seconds for another process that checks who owns a directory, and moves it away: two calls of the
+kernel."""
 
 
 def claim_root(root: str | Path) -> Path:
     """Make the directory, owned by this process: it lives until this process is dead or removes it.
 
-    Raises `FileExistsError` if the name is taken: what lies there is another's, who may be of another user.
+    Raises `FileExistsError` if the name is taken: what lies there belongs to another process, maybe of another user.
     """
     path = Path(root)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +38,7 @@ def claim_root(root: str | Path) -> Path:
 
 def guard_root(root: str | Path) -> None:
     """Have a process of its own remove the directory when this one is gone, however it ends: also by `kill -9`, and
-    with nobody there who would sweep.
+    where no later run sweeps.
 
     The process is a shell in a session of its own that reads from a pipe; the kernel closes the pipe's other end. What
     another process has claimed in the meantime under the same name stays.
@@ -59,14 +60,15 @@ exec 9<"$1" && flock -w {MOVED_WITHIN_S:g} 9 || exit
 exec 9<&-
 rm -rf -- "$1.$$"
 """
-"""Moved first: whoever claims the name again must find nothing there, and keep what it has made."""
+"""The guard's script. It moves the directory first: a process that claims the name again must find nothing there, and
+keep what it has made."""
 _guards: list[int] = []
-"""Of this process, open until it ends."""
+"""Pipe ends of this process's guards, open until it ends."""
 
 
 def remove_root(root: str | Path, owner: list[str] | None = None) -> None:
     """Give the memory back at the end of a run. The name is free at once. `owner`: what another has claimed under the
-    name meanwhile stays; None: it goes whoever's it is.
+    name meanwhile stays; None: it goes, whatever its owner.
     """
     gone = Path(f"{root}.{uuid.uuid4().hex[:8]}")
     with contextlib.suppress(OSError):
@@ -120,7 +122,7 @@ def identity(pid: int) -> tuple[str, str, str, str]:
 
 def _start_ticks(pid: str) -> str | None:
     """Clock ticks from boot to the process's start (proc(5), stat field 22). None if it has ended, also if its parent
-    has not heard of it yet. Read here because psutil's `create_time` is a date, which a clock change moves."""
+    does not know of it yet. Read here because psutil's `create_time` is a date, which a clock change moves."""
     try:
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -136,7 +138,7 @@ def _namespace() -> str:
 
 
 def boot_id() -> str:
-    """Of the running kernel: another one after a reboot, and on another machine."""
+    """Id of the running kernel: another one after a reboot, and on another machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,6 +1,6 @@
 """Rows as consumers see them: one entry a sample, columns by name, backed by Arrow without padding.
 
-What a lease hands out (`client/client.py`) and what engines, rewards and trainers compute on. Arrays that leave here
+A lease hands them out (`client/client.py`), and engines, rewards and trainers compute on them. Arrays that leave here
 are views of Arrow buffers, which may lie in shared memory and are read-only: copy before writing. Imports neither
 torch nor Ray.
 """
@@ -25,11 +25,12 @@ class Rows:
         rows.values("reward")  # array([1., 0.], dtype=float32)
         rows.arrays("prompt_ids")[0]  # array([5, 6], dtype=int32)
 
-    What returns a table of samples returns a new one.
+    A method that returns a table of samples returns a new one.
     """
 
     def __init__(self, row_ids: np.ndarray, group_ids: np.ndarray, table: pa.Table) -> None:
-        """`row_ids`, `group_ids`: `[N]` int64. `table`: N rows, columns of at most one chunk. Raises `WrongLength`."""
+        """Wrap `table`: N rows, columns of at most one chunk. `row_ids`, `group_ids`: `[N]` int64. Raises
+        `WrongLength`."""
         if not len(row_ids) == len(group_ids) == (table.num_rows if table.num_columns else len(row_ids)):
             raise WrongLength(
                 f"{len(row_ids)} row ids, {len(group_ids)} group ids and a table of {table.num_rows} rows do not fit "
@@ -136,7 +137,7 @@ class Rows:
         )
 
     def with_column(self, name: str, values: Sequence[Any] | np.ndarray) -> "Rows":
-        """These rows and one more column, or that column replaced: one value a row. Raises `WrongLength`.
+        """Return these rows and one more column, or that column replaced: one value a row. Raises `WrongLength`.
 
         Standard columns get their type, others the one that Arrow infers.
         """
@@ -146,7 +147,7 @@ class Rows:
         return Rows(self.row_ids, self.group_ids, table.append_column(name, _array(name, list(values))))
 
     def groups(self) -> list[tuple[int, np.ndarray]]:
-        """`(group_id, positions of its rows)` in order of first appearance."""
+        """Groups as `(group_id, positions of its rows)`, in order of first appearance."""
         positions: dict[int, list[int]] = {}
         for position, group in enumerate(self.group_ids.tolist()):
             positions.setdefault(group, []).append(position)

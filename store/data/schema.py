@@ -1,7 +1,7 @@
-"""From a worker's values to Arrow and the numbers that the ledger needs; refuses what the schema forbids.
+"""Conversion of a worker's values to Arrow and the numbers that the ledger needs; refuses what the schema forbids.
 
-Called by `client/client.py` on the worker's side, before anything is sent. `encode` is all or nothing: it raises, or
-returns a batch that the store takes as it is.
+It runs on the worker's side, before anything is sent. `encode` is all or nothing: it raises, or returns a batch that
+the store takes as it is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +33,7 @@ _NUMPY: "dict[str, np.dtype[Any]]" = {
 }
 """Dtypes whose arrays look in Arrow as they do in numpy."""
 _KINDS = {"int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b"}
-"""numpy's letters for what each dtype takes."""
+"""Letters of numpy for the kinds that each dtype takes."""
 _LISTS, _NUMBERS = {list, tuple}, {int, float, bool, str}
 """Types of values that a ragged column and one of scalars take without a look at each."""
 Room = Callable[[int], "np.ndarray | None"]
@@ -55,7 +55,7 @@ def encode(
     *,
     by_newest: bool = False,
 ) -> tuple[pa.RecordBatch, Facts]:
-    """One Arrow column for each of `values`, in the declared type.
+    """Encode `values`: one Arrow column for each, in the declared type.
 
     `values`: by column name one value a row: a list, a `[N]` array, or for ragged columns a list of lists or `[T_i]`
     arrays. `columns`: the declared ones, of which `values` are some. `room`: where ragged columns of arrays are joined;
@@ -76,7 +76,7 @@ def encode(
 
 
 def check_types(columns: dict[str, Column], types: Iterable[tuple[str, str]], num_came: int, num_rows: int) -> None:
-    """The store's own look at what came: types, as Arrow prints them, and number of rows, not values. Raises
+    """Check on the store's side what came: types, as Arrow prints them, and number of rows, not values. Raises
     `UnknownColumn`, `WrongType`, `WrongLength`."""
     types = list(types)
     if types and num_came != num_rows:
@@ -101,7 +101,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _arrow_memory(nbytes: int) -> np.ndarray:
-    """Of Arrow's pool, which has its pages mapped already: a fresh array of megabytes faults on every one."""
+    """Memory of Arrow's pool, which has its pages mapped already: a fresh array of megabytes faults on every one."""
     return np.frombuffer(pa.allocate_buffer(nbytes), dtype=np.uint8)
 
 
@@ -157,7 +157,7 @@ def _ragged(column: Column, given: Any) -> pa.Array:
 
 
 def _flat(column: Column, given: Any) -> pa.Array:
-    """Values of one column, none of them silently rounded or cut: raises one of `_MISFIT` instead."""
+    """Convert values of one column, none of them silently rounded or cut: raises one of `_MISFIT` instead."""
     if column.dtype == "string":
         array = pa.array(given, type=pa.string())
         if array.null_count:
@@ -208,7 +208,8 @@ def _check_finite(column: Column, array: pa.Array, row_ids: Sequence[int]) -> No
 
 
 def _check_token_lengths(columns: dict[str, Column], arrays: dict[str, pa.Array], row_ids: Sequence[int]) -> None:
-    """All token columns of one row have one entry a response token; `response_ids` decides, where it is written too."""
+    """Check that all token columns of one row have one entry a response token; `response_ids` decides, where it is
+    written too."""
     names = [name for name in arrays if columns[name].shape == "token"]
     if len(names) < 2:
         return

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 POOLED_SHARE = 8
-"""One part in so many of the budget may lie idle with the writers, beside what is in use and what is laid by."""
+"""The part of the budget that may lie idle with the writers (1 / `POOLED_SHARE`), beside what is in use and laid by."""
 AT_ONCE = 256
 """Segments of a client that has left, in one step."""
 
@@ -30,34 +30,34 @@ class Segment:
     """A file that the store knows. One that a writer has not handed over yet, or that was removed, is in no state."""
 
     content: Any
-    """What lies in it, as its writer put it."""
+    """The batch that lies in it, as its writer put it."""
     nbytes: int
     on_disk: bool
     node: str = ""
-    """That it lies on; the store's own has no name."""
+    """The node that it lies on; the store's own has no name."""
     state: State = State.LIVE
     uses: Counter[str] = field(default_factory=Counter)
-    """By client: readings that have not ended."""
+    """Number of readings that have not ended, by client."""
     seen: set[str] = field(default_factory=set)
-    """Clients that have it mapped, perhaps, from whatever batch that lay in it."""
+    """Clients that have it mapped, perhaps, from any batch that lay in it."""
 
 
 @dataclass
 class Instructions:
-    """What an event asks for."""
+    """Instructions that an event asks for."""
 
     recycled: list[str] = field(default_factory=list)
-    """Their writers may write these again."""
+    """Segments that their writers may write again."""
     unmapped: list[tuple[str, set[str]]] = field(default_factory=list)
     """A name, and the clients that must forget their mapping of it."""
     removed: list[tuple[str, bool]] = field(default_factory=list)
-    """A name, and whether it lies on disk: nobody needs the file any more."""
+    """A name, and whether it lies on disk: no process needs the file any more."""
     removed_far: list[tuple[str, str]] = field(default_factory=list)
-    """The same of another node: the node, and a name."""
+    """A node, and the name of a file there that no process needs any more."""
 
 
 def writer_of(name: str) -> str:
-    """Segments are called `<writer>-<number>`."""
+    """The writer of a segment. Segments are called `<writer>-<number>`."""
     return name.rpartition("-")[0]
 
 
@@ -65,49 +65,50 @@ class SegmentBook:
     """All segments by name, and the clients that are connected."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: that may be in use in the shared memory of each node."""
+        """Begin an empty book. `max_bytes`: the most that may be in use in the shared memory of each node."""
         self.max_bytes = max_bytes
         self._in_use: Counter[str] = Counter()
-        """By node: bytes in shared memory, in use."""
+        """Bytes in shared memory, in use, by node."""
         self._pooled: Counter[str] = Counter()
-        """By node: bytes in shared memory, with their writers."""
+        """Bytes in shared memory, with their writers, by node."""
         self.spilled_bytes = 0
-        """On disk."""
+        """Bytes on disk."""
         self.segments: dict[str, Segment] = {}
         self._clients: set[str] = set()
         self._written: dict[str, set[str]] = {}
-        """By writer, those of them that are its own; it may have left."""
+        """Segments that a writer has written, by writer; it may have left."""
         self._mapped: dict[str, set[str]] = {}
-        """By client, those that it may have mapped."""
+        """Segments that a client may have mapped, by client."""
 
     @property
     def bytes(self) -> int:
-        """In shared memory, in use."""
+        """Bytes in shared memory, in use."""
         return self._in_use.total()
 
     @property
     def pooled_bytes(self) -> int:
-        """In shared memory, with their writers."""
+        """Bytes in shared memory, with their writers."""
         return self._pooled.total()
 
     def entered(self, client: str) -> None:
-        """It may write and read from now on."""
+        """Let a client write and read from now on."""
         self._clients.add(client)
 
     def in_use(self, name: str) -> bool:
-        """Rows lie in it, or somebody reads it."""
+        """Return whether rows lie in a segment, or a client reads it."""
         return name in self.segments and self.segments[name].state is not State.POOLED
 
     def is_over(self, nbytes: int, node: str = "") -> bool:
-        """The node's shared memory would be over its budget with so many bytes more in use."""
+        """Return whether the node's shared memory would be over its budget with so many bytes more in use."""
         return self._in_use[node] + nbytes > self.max_bytes
 
     def written_by(self, client: str) -> list[str]:
-        """A client's own."""
+        """Segments that a client has written."""
         return list(self._written.get(client, ()))
 
     def adopt(self, name: str, content: Any, nbytes: int, on_disk: bool, node: str = "") -> bool:
-        """Rows lie in it from now on; it is not in use. True if its node's shared memory is over its budget now."""
+        """Note that rows lie in a segment from now on; it is not in use. Returns True if its node's shared memory is
+        over its budget now."""
         pooled = self._take_out(name)
         seen = pooled.seen if pooled is not None else set[str]()
         segment = self.segments[name] = Segment(content, nbytes, on_disk, node, seen=seen)
@@ -118,7 +119,7 @@ class SegmentBook:
         return self._in_use[node] > self.max_bytes and not on_disk
 
     def spilled(self, name: str) -> Instructions:
-        """It was moved to disk."""
+        """Note that a segment was moved to disk."""
         segment = self.segments[name]
         self._count(segment, -segment.nbytes)
         segment.on_disk = True
@@ -126,14 +127,14 @@ class SegmentBook:
         return Instructions(unmapped=[(name, self._who_maps(name, segment))])
 
     def use(self, client: str, name: str) -> None:
-        """A reading begins."""
+        """Note that a reading begins."""
         segment = self.segments[name]
         segment.uses[client] += 1
         segment.seen.add(client)
         self._mapped.setdefault(client, set()).add(name)
 
     def unuse(self, client: str, name: str) -> Instructions:
-        """A reading has ended. Harmless for one that is not known."""
+        """Note that a reading has ended. Harmless for one that is not known."""
         segment = self.segments.get(name)
         if segment is None or not segment.uses[client]:
             return Instructions()
@@ -141,14 +142,15 @@ class SegmentBook:
         return self._settle(name, segment)
 
     def end(self, name: str) -> Instructions:
-        """No row lies in it any more."""
+        """Note that no row lies in a segment any more."""
         segment = self.segments[name]
         segment.state = State.ENDED
         return self._settle(name, segment)
 
     def left(self, client: str) -> Iterator[Instructions]:
-        """A client's process has ended: it reads nothing, and writes nothing again. From the first step on nothing goes
-        back to it. What it held is let go of in steps; in between anything may happen, but that it enters again."""
+        """Note that a client's process has ended: it reads nothing, and writes nothing again. From the first step on
+        nothing goes back to it. What it held is let go of in steps; in between anything may happen, but that it enters
+        again."""
         self._clients.discard(client)
         names = [*self._mapped.get(client, ()), *self._written.get(client, ())]
         for start in range(0, len(names), AT_ONCE):
@@ -160,7 +162,7 @@ class SegmentBook:
         self._mapped.pop(client, None)
 
     def _let_go(self, client: str, name: str, segment: Segment, instructions: Instructions) -> None:
-        """Harmless a second time."""
+        """Let go of a segment for a client. Harmless a second time."""
         segment.seen.discard(client)
         del segment.uses[client]
         if segment.state is State.POOLED and writer_of(name) == client:
@@ -169,7 +171,7 @@ class SegmentBook:
             self._settle(name, segment, instructions)
 
     def _settle(self, name: str, segment: Segment, instructions: Instructions | None = None) -> Instructions:
-        """Back to its writer, or away, once nobody needs it."""
+        """Give a segment back to its writer, or remove it, once no client needs it."""
         instructions = instructions or Instructions()
         if segment.state is not State.ENDED or +segment.uses:
             return instructions

@@ -1,13 +1,12 @@
-"""The store's side of large batches: which files there are, who reads them, and when they may be written again.
+"""The store's side of large batches: which files there are, their readers, and when they may be written again.
 
     written ─ adopt ─▶ the store's ─ end, last use over ─▶ back to its writer, to be written again
                             └─ beyond the budget ─▶ moved to disk        └─ or removed
 
 A producer writes the file (`arena.py`) and names it in its call; from then on the store decides when it goes, so a
 producer that dies takes nothing along. What exceeds the budget of shared memory is moved to disk, where it is mapped
-all the same: rows that came last are needed last. A client hears of what ended with its next answer, or soon if there
-is none. What becomes of a file is decided in `segment_book.py`; here it is done. Used by `service/store.py` and
-`service/server.py`.
+all the same: rows that came last are needed last. A client is told what ended with its next answer, or soon if there
+is none. `segment_book.py` decides what becomes of a file; here it is done.
 """
 
 import asyncio
@@ -36,13 +35,13 @@ from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreClosed, StoreError
 
 REMOVED_HERE = 16 << 20
-"""Bytes of files that are removed without a thread: two milliseconds."""
+"""The most bytes of files that are removed without a thread: two milliseconds."""
 SELF = ""
-"""Among the readers: the store itself."""
+"""The name of the store itself among the readers."""
 
 
 class Notice(Struct, array_like=True):
-    """What a client hears with the next answer: files that it may write again, and files to forget."""
+    """A message to a client with its next answer: files that it may write again, and files to forget."""
 
     recycled: list[str] = []
     removed: list[str] = []
@@ -54,8 +53,8 @@ class Segments:
     """
 
     def __init__(self, directory: str, spill: str, max_bytes: int, nodes: RowsNodes | None = None) -> None:
-        """`max_bytes`: in the shared memory of each node. `nodes`: all that take part in the run; None: this one alone.
-        Raises `StoreError`."""
+        """Make the directories. `max_bytes`: in the shared memory of each node. `nodes`: all that take part in the run;
+        None: this one alone. Raises `StoreError`."""
         self.directory, self.spill = Path(directory), Path(spill)
         self._make_places()
         lay_by(str(self.directory), max_bytes)
@@ -63,16 +62,17 @@ class Segments:
         """Other nodes where spare files are laid by."""
         self.book = SegmentBook(max_bytes)
         self._notices: dict[str, Notice] = {}
-        """Of clients that are connected."""
+        """Notices of clients that are connected."""
         self._tell: dict[str, Callable[[], None]] = {}
         self.nodes = nodes or RowsNodes()
         self.kept = 0
-        """Large batches that came by value, since their writer has no shared memory to put them into, or no room."""
+        """Number of large batches that came by value, since their writer has no shared memory to put them into, or no
+        room."""
         self._node_of: dict[str, str] = {}
-        """By client; the store's own node has no name."""
+        """The node of each client; the store's own has no name."""
         places = (str(self.directory), str(self.spill))
         self.rows = RowsServer(places, takes_orders=False)
-        """For readers on other nodes."""
+        """The server for readers on other nodes."""
         self._orders = Orders(self.nodes)
         self._pulls = Pulls(self.nodes.addresses, self.nodes.token)
         self._arena = Arena(places, f"store{os.getpid()}")
@@ -82,14 +82,14 @@ class Segments:
         self._moving: set[str] = set()
         """Files on their way to disk, before they are adopted."""
         self._moved: set[str] = set()
-        """Those that have come there."""
+        """Files that have come to disk, before they are adopted."""
         self._departed: set[str] = set()
         """Clients that have left files, perhaps, which are looked for next."""
         self._looking: asyncio.Task[None] | None = None
         self._is_closed = False
 
     def entered(self, client: str, tell: Callable[[], None], node: str = "") -> None:
-        """It may write and read from now on. `tell`: called when there is a notice for it. `node`: where it writes."""
+        """Let a client write and read. `tell`: called when there is a notice for it. `node`: where it writes."""
         self.book.entered(client)
         self._node_of[client] = node
         if node and node not in self._prepared:
@@ -98,7 +98,7 @@ class Segments:
         self._notices[client], self._tell[client] = Notice(), tell
 
     def node_of(self, client: str) -> str:
-        """Where it writes; the store's own node has no name."""
+        """The node that a client writes on; the store's own has no name."""
         return self._node_of.get(client, "")
 
     async def make_room(self, placed: Placed) -> None:
@@ -123,7 +123,7 @@ class Segments:
         self._moved.add(name)
 
     async def keep_apart(self, batch: pa.RecordBatch) -> Placed:
-        """As `keep` does; others are served meanwhile."""
+        """Keep as `keep` does; other clients are served meanwhile."""
 
         def undo(placed: Placed | None) -> None:
             if placed is not None:
@@ -146,8 +146,8 @@ class Segments:
             ) from None
 
     def adopt(self, placed: Placed) -> None:
-        """A file that a producer has written is the store's from now on. Raises `StoreError` if it is none, or if it
-        must be moved to disk and cannot be: then it goes back to its writer, or away."""
+        """Take over a file that a producer has written. Raises `StoreError` if it is none, or if it must be moved to
+        disk and cannot be: then it goes back to its writer, or away."""
         name = placed.segment
         if placed.node:
             self._adopt_far(placed)
@@ -182,7 +182,7 @@ class Segments:
             raise StoreError(f"segment {name} of {self.directory} cannot be read: {error}.") from None
 
     def _adopt_far(self, placed: Placed) -> None:
-        """What lies on another node is known by its writer's word alone."""
+        """Take over a file on another node, which is known by its writer's word alone."""
         name, node = _named(placed), placed.node
         if self.node_of(writer_of(name)) != node or self.book.in_use(name):
             raise StoreError(f"segment {name} of node {node} is not its writer's, or is in use.")
@@ -191,7 +191,7 @@ class Segments:
             self._carry_out(self.book.spilled(name))
 
     def hold(self, refs: Sequence[Placed]) -> "Held":
-        """These batches, for the store itself, until they are let go. Raises `StoreError` if the rows of one have
+        """Hold these batches, for the store itself, until they are let go. Raises `StoreError` if the rows of one have
         ended."""
         for placed in refs:
             name = placed.segment
@@ -210,8 +210,8 @@ class Segments:
         return Held(dict(zip(near, batches, strict=True)), self._pulls, lambda: self._mappings.skip(far))
 
     def reader(self) -> Callable[[Payload], Payload]:
-        """What `Held.resolve` is, for one thread: of batches that cannot end meanwhile, each mapped when it is needed
-        and no longer."""
+        """Return a function like `Held.resolve`, for one thread: of batches that cannot end meanwhile, each mapped when
+        it is needed and no longer."""
         mappings = Mappings((str(self.directory), str(self.spill)), lambda: None)
 
         def resolve(payload: Payload) -> Payload:
@@ -225,20 +225,20 @@ class Segments:
         return resolve
 
     def end(self, name: str) -> None:
-        """No row lies in it any more."""
+        """Note that no row lies in a segment any more."""
         self._carry_out(self.book.end(name))
 
     def use(self, client: str, name: str) -> None:
-        """The client is told of it, and will read it."""
+        """Note that a client is told of a segment, and will read it."""
         self.book.use(client, name)
 
     def unuse(self, client: str, names: list[str]) -> None:
-        """So many readings have ended."""
+        """Note that these readings of a client have ended."""
         for name in names:
             self._carry_out(self.book.unuse(client, name))
 
     def notice(self, client: str) -> Notice | None:
-        """What it has not heard yet."""
+        """Return what a client has not been told yet."""
         notice = self._notices.get(client)
         if notice is None or not (notice.recycled or notice.removed):
             return None
@@ -246,8 +246,8 @@ class Segments:
         return notice
 
     async def left(self, client: str) -> None:
-        """A client's process has ended: it reads nothing, and what it wrote and never handed over goes. Others are
-        served meanwhile."""
+        """Note that a client's process has ended: it reads nothing, and what it wrote and never handed over goes. Other
+        clients are served meanwhile."""
         self._notices.pop(client, None)
         self._tell.pop(client, None)
         node = self._node_of.pop(client, "")
@@ -264,7 +264,8 @@ class Segments:
             self._looking = asyncio.get_running_loop().create_task(self._look_for_files())
 
     async def _look_for_files(self) -> None:
-        """One look for all that have left meanwhile. What is being moved is seen to by who moves it."""
+        """Look once for the files of all clients that have left meanwhile. The task that moves a file removes it
+        itself."""
 
         def unknown(files: list[Path]) -> list[Path]:
             return [file for file in files if file.name not in self.book.segments and file.name not in self._moving]
@@ -283,8 +284,8 @@ class Segments:
             self._looking = None
 
     def node_lost(self, node: str) -> str | None:
-        """A node of Ray's is gone; what segments say that lay there. None if no large batch did: those of nodes that
-        share their memory are with one of them, and those of the store's own with the store."""
+        """Note that a node of Ray's is gone. Returns its name in segments, None if no large batch lay there: those of
+        nodes that share their memory are with one of them, and those of the store's own with the store."""
         rows = self.nodes.by_id.get(node)
         if rows is None or rows.id != node:
             return None
@@ -293,7 +294,7 @@ class Segments:
         return rows.id
 
     def close(self) -> None:
-        """Nobody reads or writes any more. A second time changes nothing."""
+        """Remove all files: no process reads or writes any more. A second time changes nothing."""
         self._is_closed = True
         self._apart.close()
         self._mappings.close()
@@ -334,7 +335,8 @@ class Segments:
             self._remove([(self.spill if on_disk else self.directory) / name for name, on_disk in instructions.removed])
 
     def _remove(self, files: list[Path]) -> None:
-        """The kernel takes its time for the pages of large ones: 0.14 ms for each MiB of shared memory."""
+        """Remove files. The kernel takes its time for the pages of large ones: 0.14 ms for each MiB of shared
+        memory."""
         if sum(map(_size, files)) < REMOVED_HERE:
             _remove(*files)
             return
@@ -356,16 +358,16 @@ class Segments:
 
 
 class Held:
-    """Batches that nobody writes over: mapped if they lie here, pulled when they are needed if not. `let_go` when they
-    are not needed any more; any thread."""
+    """Batches that no writer overwrites: mapped if they lie here, pulled when they are needed if not. `let_go` when
+    they are not needed any more; any thread."""
 
     def __init__(self, near: Mapping[Placed, pa.RecordBatch], pulls: Pulls, let_go: Callable[[], None]) -> None:
         self._near, self._pulls = near, pulls
         self.let_go = let_go
 
     def resolve(self, payload: Payload) -> Payload:
-        """One that refers to no other batches, with the values in place of the references. Blocks where some lie on
-        another node. Raises `RowsUnreachable`."""
+        """Return a payload that refers to no other batches, with the values in place of the references. Blocks where
+        some lie on another node. Raises `RowsUnreachable`."""
         if any(placed.node for placed in payload.refs):
             payload = self._pulls.fetch_blocking(payload, _is_far)
         return payload.with_batches([self._near[placed] for placed in payload.refs])

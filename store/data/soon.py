@@ -1,6 +1,6 @@
 """A callback that any thread and any finalizer may ask for: it runs on the event loop, once for all that ask meanwhile.
 
-Used where arrays end: they are collected wherever their last reader is.
+It serves the ends of arrays, which are collected wherever their last reader is.
 """
 
 import asyncio
@@ -8,12 +8,12 @@ import contextlib
 from collections.abc import Callable
 
 SOON_S = 0.05
-"""Seconds. What ends with the next call anyway is said by that call; a lease's arrays end together."""
+"""Delay in seconds. What ends with the next call anyway is said by that call; a lease's arrays end together."""
 
 
 class Soon:
-    """`soon = Soon(loop, callback)`, then `soon()` whenever there is something to do; nothing after the loop has
-    closed."""
+    """A callback for the event loop: `soon = Soon(loop, callback)`, then `soon()` whenever there is something to do;
+    nothing after the loop has closed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         self._loop, self._callback = loop, callback

@@ -1,1 +1,1 @@
-"""What the store decides: a pure state machine over groups, and its parts. Begin with `ledger.py`."""
+"""The decisions of the store: a pure state machine over groups, and its parts. Begin with `ledger.py`."""

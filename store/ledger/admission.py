@@ -1,4 +1,4 @@
-"""Backpressure: who may put another group, by credits (groups) and by bytes.
+"""Backpressure: which producer may put another group, by credits (groups) and by bytes.
 
 A group is *active* from its admission until `published(v)` covers the step that trained it, or until drops end it.
 With at most `(S + 1) P` of them, a group admitted while version p is out has fewer than `(S + 1) P` active ones before
@@ -14,14 +14,15 @@ from penstock.store.errors import TooLarge
 
 
 def check_group_bytes(max_bytes: int, group_bytes: Iterable[int]) -> None:
-    """Raises `TooLarge` if a group can never be admitted. `max_bytes`: the spec's."""
+    """Raise `TooLarge` if a group can never be admitted. `max_bytes`: the spec's."""
     largest = max(group_bytes, default=0)
     if largest > max_bytes:
         raise TooLarge(f"a group of {largest} bytes exceeds store.max_bytes={max_bytes}. Raise store.max_bytes.")
 
 
 class Credits:
-    """Counts active groups and resident bytes. Bytes never block the groups that the next batch needs: no deadlock."""
+    """The counts of active groups and resident bytes. Bytes never block the groups that the next batch needs: no
+    deadlock."""
 
     def __init__(self, max_active: int, groups_per_step: int, max_bytes: int) -> None:
         self.max_active = max_active
@@ -32,10 +33,11 @@ class Credits:
         self.published = 0
         """Newest version of the policy that is out."""
         self.due: dict[int, int] = {}
-        """Version -> groups whose credits return when it is published."""
+        """Number of groups whose credits return when a version is published, by version."""
 
     def refusal(self, nbytes: int, num_waiting: int) -> str | None:
-        """Why a group of `nbytes` must wait ("credits" or "bytes"), or None. `num_waiting`: groups in no batch yet."""
+        """The reason why a group of `nbytes` must wait ("credits" or "bytes"), or None. `num_waiting`: groups in no
+        batch yet."""
         if self.active >= self.max_active:
             return "credits"
         if self.bytes + nbytes > self.max_bytes and num_waiting >= self.groups_per_step:
@@ -46,11 +48,11 @@ class Credits:
         self.active += 1
 
     def ended(self) -> None:
-        """An active group ended without being trained."""
+        """Note that an active group ended without being trained."""
         self.active -= 1
 
     def trained(self, version: int, num_groups: int) -> None:
-        """`num_groups` were trained by the step that makes `version`."""
+        """Note that `num_groups` were trained by the step that makes `version`."""
         if version <= self.published:
             self.active -= num_groups
         elif num_groups:

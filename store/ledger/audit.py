@@ -1,5 +1,5 @@
-"""Recompute from scratch what the ledger keeps by counting, and compare. Called by tests after every event, never in a
-run."""
+"""Recomputation from scratch of what the ledger keeps by counting. Tests compare both after every event; no run
+does."""
 
 from penstock.store.errors import BrokenInvariant
 from penstock.store.ledger.group import Group
@@ -9,7 +9,7 @@ from penstock.store.ledger.rounds import Rounds
 
 
 def audit(residents: Residents, rounds: Rounds) -> None:
-    """Raise `BrokenInvariant` with what contradicts what."""
+    """Raise `BrokenInvariant`, with a message that says what contradicts what."""
     for group in residents.groups.values():
         _check_group(residents, group)
     _check_readiness(residents)

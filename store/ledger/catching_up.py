@@ -1,4 +1,4 @@
-"""A store that goes on from a snapshot in another one's place, and hears what was trained since. Called by `ledger.py`.
+"""Catching up of a store that goes on from a snapshot in another one's place: it is told what was trained since.
 
     snapshot ── steps s + 1 … n were trained ──▶ the store dies        restore(snapshot) ─▶ catch_up(steps s + 1 … n)
 
@@ -21,8 +21,8 @@ STORE_LOST = "store_lost"
 
 
 def catch_up(residents: Residents, rounds: Rounds, steps: Sequence[Sequence[int]], effects: Effects) -> None:
-    """`steps`: row ids that were trained in each step after the last that is known, in order. Raises `StoreError` while
-    a batch is under way."""
+    """Apply `steps`: row ids that were trained in each step after the last that is known, in order. Raises `StoreError`
+    while a batch is under way."""
     if steps and any(not (made.ended or made.void) for made in rounds.batches()):
         raise StoreError(
             f"the batch of step {rounds.formed} is under way: steps that were trained elsewhere come first."
@@ -47,7 +47,8 @@ def catch_up(residents: Residents, rounds: Rounds, steps: Sequence[Sequence[int]
 
 
 def end(residents: Residents, group: Group, trained: int, version: int, effects: Effects) -> None:
-    """`trained`: the rows of it that were trained, by the step that made `version`; others had been dropped."""
+    """End a group. `trained`: the rows of it that were trained, by the step that made `version`; others had been
+    dropped."""
     residents.drop(group, group.live & ~trained, STORE_LOST, effects)
     if not group.live:
         return
@@ -58,12 +59,12 @@ def end(residents: Residents, group: Group, trained: int, version: int, effects:
 
 
 def _passed_by(trained: Sequence[int], window: int, waiting: Sequence[int], next_group: int) -> list[int]:
-    """Those that are not trained, and that `window` or more groups after them were. `trained`, `waiting`: ascending;
+    """Groups that are not trained, while `window` or more groups after them were. `trained`, `waiting`: ascending;
     groups from `next_group` on are not admitted yet."""
     if len(trained) < window:
         return []
     last = trained[-window]
-    """No group before it waits."""
+    """The first group that may wait: no group before it does."""
     known = set(trained)
     new = range(next_group, last)
     return [group for group in (*waiting, *new) if group < last and group not in known]

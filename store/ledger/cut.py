@@ -4,8 +4,7 @@
     while cut.copy(500): …       the groups that have not changed since, some at a time, between any events
                                  one that is about to change is copied first (`Residents.changing`)
 
-What is copied is what a snapshot has of a group: nobody's lease, and not what is free. Pure; driven by
-`service/saving.py`.
+A copy has what a snapshot has of a group: no leases, and not what is free. Pure; `service/saving.py` drives it.
 """
 
 from collections.abc import Callable
@@ -16,10 +15,11 @@ from penstock.store.ledger.residents import Residents
 
 
 class Cut:
-    """Lifecycle: made at its moment, `copy` until nothing is left or `close`; then it costs the ledger nothing more."""
+    """A copy of the groups. Lifecycle: made at its moment, `copy` until nothing is left or `close`; then it costs the
+    ledger nothing more."""
 
     def __init__(self, residents: Residents, kept: Callable[[int], None] = lambda group: None) -> None:
-        """`kept`: called with each group's number when it is copied, before it changes."""
+        """Begin at this moment. `kept`: called with each group's number when it is copied, before it changes."""
         self._residents, self._kept = residents, kept
         self._first, self._end = next(iter(residents.groups), residents.next_group), residents.next_group
         self._next = self._first
@@ -28,7 +28,7 @@ class Cut:
         residents.watchers.append(self._keep)
 
     def copy(self, count: int) -> bool:
-        """Look at so many numbers more; whether any are left."""
+        """Copy the groups of so many numbers more. Returns whether any numbers are left."""
         end = min(self._end, self._next + count)
         groups = self._residents.groups
         for number in range(self._next, end):
@@ -46,12 +46,13 @@ class Cut:
 
     @property
     def groups(self) -> list[Group]:
-        """What has been copied, by number. For any thread, once all is: sorting would keep Python's lock too long."""
+        """The copied groups, by number. For any thread, once all are copied: sorting would keep Python's lock too
+        long."""
         return [self._copied[number] for number in range(self._first, self._end) if number in self._copied]
 
     @property
     def with_source(self) -> list[int]:
-        """Numbers of those that have the source's values, ascending."""
+        """Numbers of the copied groups that have the source's values, ascending."""
         copied, lacking = self._copied, self._lacking
         return [number for number in range(self._first, self._end) if number in copied and number not in lacking]
 

@@ -1,6 +1,6 @@
-"""What the ledger must know of the values that are written: bytes, tokens, oldest versions. Checked, then kept.
+"""Facts of the values that are written, for the ledger: bytes, tokens, oldest versions. Checked, then kept.
 
-The client works them out beside the values (`data/schema.py`), which the ledger never sees. Used by `ledger.py`.
+The client works them out beside the values (`data/schema.py`), which the ledger never sees.
 """
 
 import operator
@@ -16,7 +16,7 @@ from penstock.store.ledger.residents import Residents
 
 @dataclass(frozen=True)
 class Facts:
-    """What the ledger must know of the rows of a write: lists of one entry a row, None where no column tells."""
+    """Facts of the rows of a write, for the ledger: lists of one entry a row, None where no column tells."""
 
     row_bytes: list[int]
     oldest_version: list[int] | None = None
@@ -26,7 +26,7 @@ class Facts:
     token_lengths: list[int] | None = None
     """Entries of each row of `token_column`, any of the token columns written."""
     context_tokens: list[int] | None = None
-    """Of a trajectory, those that were read and not sampled."""
+    """Tokens of a trajectory that were read and not sampled."""
 
 
 def columns_written(residents: Residents, stage: Stage, columns: Sequence[str]) -> Sequence[int]:
@@ -51,7 +51,7 @@ def columns_written(residents: Residents, stage: Stage, columns: Sequence[str]) 
 def check_facts(
     residents: Residents, rows: Sequence[int], spans: Sequence[Span], written: Sequence[int], facts: Facts
 ) -> None:
-    """`spans`: of the rows. Raises `TooLarge`, `WrongLength`."""
+    """Check the facts of a write. `spans`: of the rows. Raises `TooLarge`, `WrongLength`."""
     if (largest := max(facts.row_bytes, default=0)) > residents.spec.max_bytes:
         row = rows[facts.row_bytes.index(largest)]
         raise TooLarge(
@@ -83,7 +83,7 @@ def note_facts(
     written: Sequence[int],
     facts: Facts,
 ) -> list[int]:
-    """Keep what the ledger must know of the fresh rows; their positions. `spans`: of all rows that came."""
+    """Keep the facts of the fresh rows. Returns their positions. `spans`: of all rows that came."""
     kept: list[int] = []
     for group_id, position, indices in spans:
         mask = mask_of(indices)
@@ -122,7 +122,8 @@ def _note_span(
     versions: bool = True,
     lengths: bool = True,
 ) -> None:
-    """Facts of rows side by side, from `position` on. `versions`, `lengths`: which of them are news, if they came."""
+    """Keep facts of rows side by side, from `position` on. `versions`, `lengths`: which of them are news, if they
+    came."""
     end = position + len(indices)
     where = slice(indices.start, indices.stop)
     row_bytes = facts.row_bytes[position:end]

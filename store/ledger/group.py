@@ -1,7 +1,7 @@
-"""One resident group: what the ledger knows of its rows, as bit masks over the samples (bit i is sample i).
+"""A resident group: the ledger's knowledge of its rows, as bit masks over the samples (bit i is sample i).
 
 A write, a lease or a drop of any number of a group's rows is a few integer operations. Row ids are arithmetic:
-`row_id = group_id * group_size + sample`, so no table maps rows to groups. Used by every part of the ledger.
+`row_id = group_id * group_size + sample`, so no table maps rows to groups.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,30 +40,30 @@ class Group:
         self.lost = 0
         """Rows of a batch that have lost values since it was formed."""
         self.have = [0] * num_columns
-        """Per column: rows that have it."""
+        """Rows that have a column, by column."""
         self.leased = [0] * num_stages
-        """Per stage: rows that some lease holds open."""
+        """Rows that some lease holds open, by stage."""
         self.done = [0] * num_stages
-        """Per stage: rows that it has completed."""
+        """Rows that a stage has completed, by stage."""
         self.free = [0] * num_stages
-        """Per stage: rows that may be leased now."""
+        """Rows that may be leased now, by stage."""
         self.queued = 0
-        """Bit s: the group stands in the queue of stage s."""
+        """Stages in whose queue the group stands: bit s for stage s."""
         self.holders: set[int] | None = None
         """Leases with open rows here; None until the first."""
         self.oldest = [NO_VERSION] * size
         self.response_tokens = [0] * size
         self.prompt_tokens = 0
         self.context_tokens = [0] * size
-        """Of trajectories, which have no prompt in common."""
+        """Context tokens of trajectories, which have no prompt in common."""
         self.row_bytes = [0] * (num_stages * size)
-        """Of the values that stage s wrote for sample i, at `s * size + i`."""
+        """Bytes of the values that stage s wrote for sample i, at `s * size + i`."""
         self.shared_bytes = 0
         self.trained_in: int | None = None
         """The version that the step began with that trains or trained it."""
 
     def copy(self) -> "Group":
-        """What a snapshot has of it, which later events leave as it is."""
+        """Copy the state that a snapshot has of the group, which later events leave as it is."""
         copied = Group.__new__(Group)
         copied.id, copied.live, copied.prompt_tokens, copied.shared_bytes = (
             self.id, self.live, self.prompt_tokens, self.shared_bytes,
@@ -78,11 +78,11 @@ class Group:
         return self.shared_bytes + sum(self.row_bytes)
 
     def oldest_version(self) -> int:
-        """Over the live rows."""
+        """The oldest version over the live rows."""
         return min(self.of_live(self.oldest), default=NO_VERSION)
 
     def of_live(self, values: list[int]) -> list[int]:
-        """Those of the live rows."""
+        """Values of the live rows."""
         if self.live == (1 << len(values)) - 1:
             return values
         return [values[index] for index in bits(self.live)]
@@ -97,7 +97,7 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def untouched(group: Group, mask: int, columns: tuple[int, ...]) -> int:
-    """Rows of the mask of which nobody has written any of the columns."""
+    """Rows of the mask for which no worker has written any of the columns."""
     have = group.have
     for column in columns:
         mask &= ~have[column]
@@ -113,11 +113,12 @@ def row_ids(group_id: int, mask: int, size: int) -> list[int]:
 
 
 Span = tuple[int, int, range]
-"""Of rows that lie side by side in one group: the group, the position of the first, and which samples."""
+"""Rows that lie side by side in one group: the group, the position of the first, and which samples."""
 
 
 def spans_of(rows: Sequence[int], size: int) -> list[Span]:
-    """`(group_id, position, indices)`: rows that lie side by side, `rows[position + k]` being sample `indices[k]`.
+    """Split rows into spans `(group_id, position, indices)` that lie side by side: `rows[position + k]` is sample
+    `indices[k]`.
 
     Whole groups, which is what is mostly written and leased, are one span each and found without a look at every row;
     so are all of them at once, where one follows the other.
@@ -153,7 +154,7 @@ def mask_of(indices: range) -> int:
 
 
 def masks_of(spans: Sequence[Span]) -> dict[int, int]:
-    """`{group_id: mask}` in order of first appearance. Rows given twice count once."""
+    """Masks of the rows, `{group_id: mask}`, in order of first appearance. Rows given twice count once."""
     masks: dict[int, int] = {}
     for group_id, _, indices in spans:
         masks[group_id] = masks.get(group_id, 0) | mask_of(indices)
@@ -161,5 +162,5 @@ def masks_of(spans: Sequence[Span]) -> dict[int, int]:
 
 
 def num_rows(masks: Mapping[int, int]) -> int:
-    """Of masks by group."""
+    """Number of rows in masks by group."""
     return sum(map(int.bit_count, masks.values()))

@@ -1,4 +1,4 @@
-"""Who holds which rows, and until when."""
+"""Leases: which owner holds which rows, and until when."""
 
 import heapq
 from collections.abc import Iterable
@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Account:
-    """Where the open units of a lease are counted, with those of its client's other leases of the stage. What has a
+    """A count of the open units of a lease, with those of its client's other leases of the stage. A stage with a
     thousand consumers to share among cannot look at all of their leases each time."""
 
     units: dict[str, int]
-    """By client: samples or groups, as the stage's unit is."""
+    """Samples or groups, as the stage's unit is, by client."""
     client: str
     counts_rows: bool
 
     def opened(self, masks: Iterable[int]) -> None:
-        """`masks`: of rows, one a group."""
+        """Count the rows that were opened. `masks`: of rows, one a group."""
         found = sum(mask.bit_count() for mask in masks) if self.counts_rows else sum(map(bool, masks))
         self._add(found)
 
     def closed(self, mask: int, is_last: bool) -> None:
-        """Of a group's open rows, these are no more. `is_last`: none is left."""
+        """Count the rows of a group that are open no more. `is_last`: none is left."""
         self._add(-mask.bit_count() if self.counts_rows else -int(bool(mask) and is_last))
 
     def _add(self, number: int) -> None:
@@ -33,21 +33,22 @@ class Account:
 
 @dataclass(slots=True)
 class HeldLease:
-    """Rows that one owner has taken for one stage. Ends when none is open: completed, dropped, or given back."""
+    """Rows that one owner has taken for one stage. The lease ends when none is open: completed, dropped, or given
+    back."""
 
     id: int
     stage: int
     owner: str
     deadline: float | None
-    """Seconds on the caller's clock. None: it never expires (the batch being trained)."""
+    """Deadline in seconds on the caller's clock. None: the lease never expires (the batch being trained)."""
     granted: dict[int, int] = field(default_factory=dict)
-    """Group -> mask of all rows handed out."""
+    """Mask of all rows handed out, by group."""
     open: dict[int, int] = field(default_factory=dict)
-    """Group -> mask of those whose result is awaited."""
+    """Mask of the rows whose result is awaited, by group."""
     revoked: dict[int, int] = field(default_factory=dict)
-    """Group -> mask of those that go to another, since values were lost: nothing is awaited of them any more."""
+    """Mask of the rows that go to another since values were lost, by group: nothing is awaited of them any more."""
     account: Account | None = None
-    """Told of rows that are open no more. None: nobody counts them."""
+    """The account to tell of rows that are open no more. None: they are not counted."""
 
 
 class LeaseBook:
@@ -67,7 +68,7 @@ class LeaseBook:
         return lease
 
     def extend(self, lease: HeldLease, deadline: float) -> None:
-        """A later deadline is only noted; its place in the order is mended when the earlier one comes up."""
+        """Note a later deadline; its place in the order is mended when the earlier one comes up."""
         if lease.deadline is not None and deadline > lease.deadline:
             lease.deadline = deadline
 
@@ -75,7 +76,7 @@ class LeaseBook:
         self.held.pop(lease.id, None)
 
     def next_deadline(self) -> float | None:
-        """When the next lease may expire; None if none can."""
+        """The time at which the next lease may expire; None if none can."""
         self._mend()
         return self._deadlines[0][0] if self._deadlines else None
 

@@ -5,14 +5,14 @@
      expire, release, lost     └▶ drop
 
 `service/store.py` is its only caller in a run; property tests drive it through random histories. No Ray, no clock, no
-I/O. Every call either raises and changes nothing, or succeeds, and says by its `Effects` what is to be freed and who is
-to be woken. Costs do not depend on how many rows are resident.
+I/O. Every call either raises and changes nothing, or succeeds, and says by its `Effects` what is to be freed and which
+callers to wake. Costs do not depend on how many rows are resident.
 
-What it promises:
+Guarantees:
 - a row is trained at most once, and every row ends trained or dropped with a counted reason;
 - no token of a trained row is more than `max_staleness` versions old (see `admission.py` for the proof);
 - groups are trained in the order of admission, except that `window - 1` later ones may overtake a straggler;
-- results of a row enter once, whoever computed them; a writer whose lease is over is told unless they are there;
+- results of a row enter once, from whichever worker; a writer whose lease is over is told unless they are there;
 - values that are lost are made again, with everything that was computed from them (see `losses.py`).
 """
 
@@ -65,7 +65,8 @@ class Ledger:
     def admit(
         self, now: float, nbytes: int = 0, prompt_tokens: int = 0, response_tokens: int = 0
     ) -> tuple[int | None, Effects]:
-        """The number of a new group, whose source columns are all there; None if it must wait. Raises `TooLarge`."""
+        """Admit a group, whose source columns are all there. Returns its number; None if it must wait. Raises
+        `TooLarge`."""
         self.residents.readiness.elapse(now)
         check_group_bytes(self.spec.max_bytes, [nbytes])
         residents, effects = self.residents, Effects()
@@ -80,8 +81,8 @@ class Ledger:
         return group.id, effects
 
     def lease(self, stage: str, max_units: int, owner: str, now: float) -> HeldLease | None:
-        """Up to `max_units` free units of a stage, oldest groups first; None if there is none. Frees and wakes
-        nobody. Raises `UnknownStage`."""
+        """Lease up to `max_units` free units of a stage, oldest groups first; None if there is none. Frees nothing and
+        wakes no caller. Raises `UnknownStage`."""
         self.residents.readiness.elapse(now)
         consumer = self.residents.stage(stage)
         if consumer.unit == "batch":
@@ -97,7 +98,8 @@ class Ledger:
         return lease
 
     def offer(self, owner: str, now: float) -> HeldLease | None:
-        """A group that another has had for too long is leased to this one too, if there is one. See `stragglers.py`."""
+        """Lease a group that another owner has had for too long to this one too, if there is one. See
+        `stragglers.py`."""
         self.residents.readiness.elapse(now)
         return self.residents.hold_second(owner, now)
 
@@ -111,7 +113,7 @@ class Ledger:
     def write(
         self, lease_id: int, stage: str, rows: Sequence[int], columns: Sequence[str], facts: Facts, now: float
     ) -> tuple[list[int], Effects]:
-        """`columns` of `rows` are there. A row completes the stage once all of the stage's columns are.
+        """Note that `columns` of `rows` are there. A row completes the stage once all of the stage's columns are.
 
         Returns the positions in `rows` whose values are to be kept; the others were there before, or the row has ended.
         Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `AnsweredByAnother`,
@@ -149,7 +151,7 @@ class Ledger:
         return kept, effects
 
     def drop(self, lease_id: int, stage: str, rows: Sequence[int], reason: str) -> Effects:
-        """Rows of a lease end here; those that were revoked are another's. Raises as `write` does."""
+        """End rows of a lease here; those that were revoked are another's. Raises as `write` does."""
         masks = self.residents.masks(spans_of(rows, self.residents.size))
         effects = Effects()
         lease = self._held(lease_id, self.residents.stage(stage), masks)
@@ -162,14 +164,14 @@ class Ledger:
         return effects
 
     def renew(self, lease_id: int, now: float) -> None:
-        """The lease's time starts anew. Raises `LeaseExpired`."""
+        """Start the lease's time anew. Raises `LeaseExpired`."""
         lease = self.residents.leases.held.get(lease_id)
         if lease is None:
             raise LeaseExpired(f"lease {lease_id} is over: it was completed, released or not renewed in time.")
         self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
 
     def release(self, lease_id: int) -> Effects:
-        """Give the open rows back. Of a train lease: its step was lost, and the batch is formed again."""
+        """Give the open rows back. For a train lease: its step was lost, and the batch is formed again."""
         effects = Effects()
         lease = self.residents.leases.held.get(lease_id)
         if lease is not None:
@@ -177,7 +179,8 @@ class Ledger:
         return effects
 
     def abandon(self, owner: str) -> tuple[int, Effects]:
-        """Give back every lease of an owner that is gone, the batch being trained excepted; how many they were."""
+        """Give back every lease of an owner that is gone, the batch being trained excepted. Returns how many they
+        were."""
         lost = [
             lease
             for lease in self.residents.leases.held.values()
@@ -189,7 +192,7 @@ class Ledger:
         return len(lost), effects
 
     def expire(self, now: float) -> tuple[list[int], Effects]:
-        """Give back the open rows of every lease whose deadline has come; the leases' ids."""
+        """Give back the open rows of every lease whose deadline has come. Returns the leases' ids."""
         self.residents.readiness.elapse(now)
         effects = Effects()
         late = self.residents.leases.overdue(now)
@@ -198,7 +201,7 @@ class Ledger:
         return [lease.id for lease in late], effects
 
     def lost(self, cells: Cells, now: float) -> Effects:
-        """The values of these cells are gone, and are made again; see `losses.py`."""
+        """Have the values of these cells made again, which are gone; see `losses.py`."""
         self.residents.readiness.elapse(now)
         effects = Effects()
         lose(self.residents, cells, effects)
@@ -210,7 +213,8 @@ class Ledger:
     def lease_shared(
         self, stage: str, number: int, num_ranks: int, max_units: int, owner: str, now: float
     ) -> tuple[Round | None, Effects]:
-        """The round of that number, formed now if it can be; None if its units are not ready. The same for every rank.
+        """Return the round of that number, formed now if it can be; None if its units are not ready. The same for every
+        rank.
 
         The train stage takes exactly `groups_per_step` groups and ignores `max_units`. Raises `LeaseExpired`,
         `StalenessViolation`.
@@ -227,27 +231,27 @@ class Ledger:
         return self.rounds.form(consumer, number, num_ranks, max_units, owner, deadline, effects), effects
 
     def settle(self, stage: str) -> tuple[int, Effects]:
-        """All ranks of a stage are gone: its rounds under way are given back. The number of the next one, with which
-        those that take their place begin; of the train stage that is how many steps were trained."""
+        """Give back a stage's rounds under way, whose ranks are all gone. Returns the number of the next one, with
+        which the new ranks begin; for the train stage that is how many steps were trained."""
         consumer, effects = self.residents.stage(stage), Effects()
         for made in self.rounds.under_way(consumer):
             self._give_back(self.residents.leases.held[made.lease_id], effects)
         return self.rounds.next_number(consumer), effects
 
     def catch_up(self, steps: Sequence[Sequence[int]], version: int) -> Effects:
-        """Rows that were trained elsewhere since the last step that is known, by step, and the version published last.
-        See `catching_up.py`. Raises `StoreError`."""
+        """Take over rows that were trained elsewhere since the last step that is known, by step, and the version
+        published last. See `catching_up.py`. Raises `StoreError`."""
         catch_up(self.residents, self.rounds, steps, effects := Effects(credits=True))
         self.published(version)
         return effects
 
     def has_formed(self, stage: str, number: int) -> bool:
-        """Some rank has been given its part of the round."""
+        """Return whether some rank has been given its part of the round."""
         return self.rounds.has_formed(stage, number)
 
     def share(self, made: Round, rank: int) -> list[int]:
-        """The rows of a round that `rank` still has to compute, ascending. Raises `StoreError` for an unknown rank, and
-        `RowsLost` if its part of a batch can be had no more."""
+        """Return the rows of a round that `rank` still has to compute, ascending. Raises `StoreError` for an unknown
+        rank, and `RowsLost` if its part of a batch can be had no more."""
         if not 0 <= rank < len(made.parts):
             raise StoreError(
                 f"rank {rank} is none of the {len(made.parts)} ranks of round {made.number} of stage {made.stage!r}."
@@ -270,17 +274,18 @@ class Ledger:
         return rows
 
     def last_batch(self) -> list[int]:
-        """Rows of the batch trained last, ascending, without those that have lost values."""
+        """Return the rows of the batch trained last, ascending, without those that have lost values."""
         return [row for row in self.rounds.last_batch if not self.residents.is_lost(row)]
 
     def complete_shared(self, lease_id: int, rank: int) -> Effects:
-        """`rank` has trained its share of the batch; after the last rank its rows have ended. Raises `LeaseExpired`."""
+        """Note that `rank` has trained its share of the batch; after the last rank its rows have ended. Raises
+        `LeaseExpired`."""
         effects = Effects()
         self.rounds.complete(lease_id, rank, effects)
         return effects
 
     def published(self, version: int) -> Effects:
-        """Version `version` of the policy serves everywhere: groups trained by steps up to it return their
+        """Note that version `version` of the policy serves everywhere: groups trained by steps up to it return their
         credits."""
         if version > self.rounds.formed:
             raise StoreError(
@@ -291,11 +296,12 @@ class Ledger:
         return Effects(credits=True)
 
     def check_invariants(self) -> None:
-        """For tests: recompute everything that is kept by counting. Raises `BrokenInvariant`."""
+        """Recompute everything that is kept by counting, for tests. Raises `BrokenInvariant`."""
         audit(self.residents, self.rounds)
 
     def _held(self, lease_id: int, stage: Stage, masks: dict[int, int]) -> HeldLease | None:
-        """The lease, which must hold the rows; None if it is over and there is nothing left to do for any of them."""
+        """Find the lease, which must hold the rows; None if it is over and there is nothing left to do for any of
+        them."""
         lease = self.residents.leases.held.get(lease_id)
         size = self.residents.size
         if lease is not None:

@@ -1,19 +1,17 @@
-"""Values that are gone with the node that had them: what must be made again, from the earliest column that is lost.
+"""Losses of values with the node that had them: what must be made again, from the earliest column that is lost.
 
     cells that are gone ─ loss_of ─▶ columns that go with them, rows that stages compute again ─▶ leased again
 
 A value is never joined with one that was computed from another value: with a column go all columns that were computed
-from it, the others that its stage wrote for the row, and the work of whoever holds a lease on the row and has read
-them. Groups keep their number, so their place in the order and the bound of their staleness stay; a row that is sampled
-again is so under the version that is served then, which is no older.
+from it, the others that its stage wrote for the row, and the work of every client that holds a lease on the row and has
+read them. Groups keep their number, so their place in the order and the bound of their staleness stay; a row that is
+sampled again is so under the version that is served then, which is no older.
 
 - *Rows of no batch* are free again for the earliest stage that has lost something.
 - *Rows of a batch under way* may all be with the ranks already, which then train them: nothing starts on them, and they
-  are given to nobody, until the batch has ended or was released. Released at once, they could be trained twice.
+  are given to no client, until the batch has ended or was released. Released at once, they could be trained twice.
 - *Rows of the batch trained last* are shown no more.
 - *Groups without a column of the source* cannot be made again, and are dropped as `node_lost`.
-
-Called by `ledger.py`, and by `rounds.py` when a batch is released.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,19 +24,19 @@ from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
 
 Cells = Mapping[int, Mapping[str, int]]
-"""Group -> column -> mask of its rows."""
+"""Mask of a group's rows, by group and column."""
 NODE_LOST = "node_lost"
-"""Reason of the groups that are dropped."""
+"""The reason with which groups are dropped."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a group has lost, with everything that follows."""
+    """The loss of a group, with everything that follows."""
 
     columns: list[int]
-    """Per column: rows whose value goes."""
+    """Rows whose value goes, by column."""
     stages: list[int]
-    """Per stage: rows that it has to compute again, whether it has begun with them, is done, or neither."""
+    """Rows that a stage has to compute again, whether it has begun with them, is done, or neither, by stage."""
 
     @property
     def rows(self) -> int:
@@ -46,7 +44,7 @@ class Loss:
 
 
 def loss_of(group: Group, gone: list[int], stages: Iterable[Stage], source: Iterable[int]) -> Loss:
-    """`gone`: per column, rows whose value is gone. `source`: columns that no stage makes.
+    """Work out a group's loss. `gone`: by column, rows whose value is gone. `source`: columns that no stage makes.
 
     With `response_ids` of sample 1 go its other columns of the rollout, its reward, and the advantages of the whole
     group, which were computed from all its rewards:
@@ -77,7 +75,8 @@ def loss_of(group: Group, gone: list[int], stages: Iterable[Stage], source: Iter
 
 
 def lose(residents: Residents, cells: Cells, effects: Effects) -> None:
-    """The values of these cells are gone. Groups that have ended and values that are not there are passed over."""
+    """Give up these cells, whose values are gone. Groups that have ended and values that are not there are passed
+    over."""
     holders: dict[int, list[HeldLease]] = {}
     for lease in residents.leases.held.values():
         for group_id in lease.granted:
@@ -109,7 +108,7 @@ def lose(residents: Residents, cells: Cells, effects: Effects) -> None:
 
 
 def begin_again(residents: Residents, group: Group, effects: Effects) -> None:
-    """The group's batch was released: what it has lost meanwhile is made again from now on, if it can be."""
+    """Let a group whose batch was released begin again: what it has lost meanwhile is made again, if it can be."""
     if lacks_source(residents, group):
         residents.drop(group, group.live, NODE_LOST, effects)
     elif group.lost:
@@ -118,12 +117,14 @@ def begin_again(residents: Residents, group: Group, effects: Effects) -> None:
 
 
 def lacks_source(residents: Residents, group: Group) -> bool:
-    """Its source's values are gone: it is in a batch under way, or was when a snapshot was taken."""
+    """Return whether the source's values of a group are gone: it is in a batch under way, or was when a snapshot was
+    taken."""
     return any(group.live & ~group.have[column] for column in residents.source)
 
 
 def _revoke(residents: Residents, lease: HeldLease, group: Group, mask: int, effects: Effects) -> None:
-    """Rows of a lease go to another: what its owner still says of them is ignored, as of a lease that is over."""
+    """Revoke rows of a lease, which go to another: what its owner still says of them is ignored, as of a lease that is
+    over."""
     mask &= lease.granted[group.id]
     if not mask:
         return
@@ -135,7 +136,7 @@ def _revoke(residents: Residents, lease: HeldLease, group: Group, mask: int, eff
 
 
 def _undo(residents: Residents, group: Group, again: list[int], effects: Effects) -> None:
-    """No stage is done with these rows, nor has any written a byte of them."""
+    """Undo the stages' work on these rows: none is done with them, nor has any written a byte of them."""
     for stage in residents.readiness.stages:
         mask = again[stage.index]
         if undone := mask & group.done[stage.index]:
@@ -150,7 +151,7 @@ def _undo(residents: Residents, group: Group, again: list[int], effects: Effects
 
 
 def _clear(residents: Residents, group: Group, columns: list[int], effects: Effects) -> None:
-    """What the ledger noted of a value (tokens, versions) stays: it is noted anew with the next one."""
+    """Remove values. What the ledger noted of a value (tokens, versions) stays: it is noted anew with the next one."""
     names = residents.readiness.column_index
     cleared = {name: columns[index] for name, index in names.items() if columns[index]}
     for name, mask in cleared.items():

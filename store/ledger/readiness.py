@@ -1,8 +1,8 @@
-"""Which units may start which stage: counted when a column is written, never searched for.
+"""The units that may start a stage: counted when a column is written, never searched for.
 
-The ledger calls `refresh` for the few stages that a change can concern, and `take` when somebody leases; what they cost
+The ledger calls `refresh` for the few stages that a change can concern, and `take` when a client leases; what they cost
 does not grow with the groups resident. Queues are heaps by age, so returned groups go back to their place. How long
-units wait for somebody to lease them follows from the same counts, by Little's law.
+units wait for a client to lease them follows from the same counts, by Little's law.
 """
 
 import heapq
@@ -26,7 +26,8 @@ class Stage:
         self.writes = tuple(column_index[name] for name in self.spec.writes)
         shared = {column.name for column in spec.columns if column.per_group}
         self.sees_siblings = self.unit == "group" and any(name not in shared for name in self.spec.reads)
-        """Its result depends on the other rows of the group: after a partial write the whole group is leased again."""
+        """True if the result depends on the other rows of the group: after a partial write the whole group is leased
+        again."""
         self.readers: tuple[Stage, ...] = ()
         """Stages that a write of this one can make ready, itself included."""
         self.queue: list[int] = []
@@ -37,7 +38,7 @@ class Stage:
         """Rows of these units, where they are groups."""
         self.leased_rows = 0
         self.done_rows = 0
-        """Live rows that some lease holds open, and that the stage has completed."""
+        """Live rows that the stage has completed. `leased_rows`: live rows that some lease holds open."""
         self.num_taken = 0
         """Units ever leased; one that was given back counts again."""
         self.waited_s = 0.0
@@ -50,13 +51,13 @@ class Stage:
 
     @property
     def mean_wait_s(self) -> float:
-        """Mean time from a unit's readiness to its lease. L = lambda W (Little 1961): the integral of those waiting,
-        over those who came."""
+        """Mean time from a unit's readiness to its lease. L = lambda W (Little 1961): the integral of units that wait,
+        over those that were leased."""
         return self.waited_s / self.num_taken if self.num_taken else 0.0
 
 
 class Readiness:
-    """The stages of a store and who may start where."""
+    """The stages of a store, and the units that may start there."""
 
     def __init__(self, spec: StoreSpec, groups: dict[int, Group]) -> None:
         self.column_index = {column.name: index for index, column in enumerate(spec.columns)}
@@ -67,12 +68,12 @@ class Readiness:
                 other for other in self.stages if other is stage or set(other.reads) & set(stage.writes)
             )
         self.first = tuple(stage for stage in self.stages if set(stage.spec.reads) <= set(spec.source_columns))
-        """Those that may start on a group that is new."""
+        """Stages that may start on a group that is new."""
         self._groups = groups
         self._now: float | None = None
 
     def elapse(self, now: float) -> None:
-        """Time goes on: called before each event that has one, so that what waited until now is counted."""
+        """Advance the time: called before each event that has one, so that what waited until now is counted."""
         if self._now is not None and now > self._now:
             seconds = now - self._now
             for stage in self.stages:
@@ -81,8 +82,8 @@ class Readiness:
         self._now = now
 
     def refresh(self, group: Group, stage: Stage) -> int:
-        """Recount what is free of `group` in `stage`, after any of its masks changed. The stage's bit if rows are free
-        that were not, else 0."""
+        """Recount what is free of `group` in `stage`, after any of its masks changed. Returns the stage's bit if rows
+        are free that were not, else 0."""
         free = free_rows(group, stage)
         before = group.free[stage.index]
         if free == before:
@@ -99,7 +100,7 @@ class Readiness:
         return stage.bit if free & ~before else 0
 
     def refresh_all(self, group: Group, stages: Iterable[Stage] | None = None) -> int:
-        """In all stages, or some: the bits of those of which more is free."""
+        """Refresh all stages, or some. Returns the bits of those of which more is free."""
         if not (group.live or any(group.free)):
             return 0  # it has ended, and nothing of it was free
         more = 0
@@ -108,7 +109,7 @@ class Readiness:
         return more
 
     def held(self, group: Group, stage: Stage, mask: int) -> None:
-        """Rows of the mask have been leased: what `refresh` would find, which is less."""
+        """Note that rows of the mask have been leased: what `refresh` would find, at less cost."""
         before = group.free[stage.index]
         if stage.takes_samples:
             group.free[stage.index] = free = before & ~mask
@@ -119,7 +120,7 @@ class Readiness:
             stage.num_free -= 1
 
     def take(self, stage: Stage, max_units: int, hold: Callable[[Group, int, int], None]) -> int:
-        """Call `hold(group, open, granted)` for up to `max_units` free units in their turn; how many they were.
+        """Call `hold(group, open, granted)` for up to `max_units` free units in their turn. Returns how many they were.
 
         `open`: mask of the rows to compute. `granted`: those and the finished siblings that the stage reads as well.
         """

@@ -26,7 +26,7 @@ class Residents:
         self.size = spec.group_size
         self.all_rows = (1 << spec.group_size) - 1
         self.groups: dict[int, Group] = {}
-        """Those with rows alive, and those of the batch trained last."""
+        """Groups with rows alive, and those of the batch trained last."""
         self.next_group = 0
         self.past: dict[int, tuple[int, int]] = {}
         """Groups that end once they are admitted again, since they ended in a store that is gone: rows that were
@@ -37,11 +37,11 @@ class Residents:
         self.waiting: set[int] = set()
         """Groups that no batch has taken yet."""
         self.head = 0
-        """No group before this one waits."""
+        """Lower bound of the groups that wait: no group before this one does."""
         self.num_rows = 0
         """Live rows."""
         self.counters: Counter[str] = Counter()
-        """Every decision, by reason."""
+        """Count of every decision, by reason."""
         self.train = next((stage for stage in self.readiness.stages if stage.unit == "batch"), None)
         self.sampling = next((stage for stage in self.readiness.stages if "response_ids" in stage.spec.writes), None)
         """The stage of the engines."""
@@ -50,17 +50,17 @@ class Residents:
         self.source = [index[name] for name in spec.source_columns]
         """Columns that are there from the admission on."""
         self.watchers: list[Callable[[Group], None]] = []
-        """Told of a group before anything changes in it that a snapshot has."""
+        """Functions that are told of a group before anything changes in it that a snapshot has."""
 
     def stage(self, name: str) -> Stage:
-        """Raises `UnknownStage` with the nearest name."""
+        """Find a stage. Raises `UnknownStage` with the nearest name."""
         stage = self.readiness.by_name.get(name)
         if stage is None:
             raise UnknownStage(f"stage {name!r} is not in the dataflow{suggest(name, self.readiness.by_name)}")
         return stage
 
     def masks(self, spans: Sequence[Span]) -> dict[int, int]:
-        """`{group: mask}`. Raises `UnknownRow` for rows never admitted."""
+        """Masks of the rows, `{group: mask}`. Raises `UnknownRow` for rows never admitted."""
         masks = masks_of(spans)
         for group in masks:
             if not 0 <= group < self.next_group:
@@ -73,7 +73,7 @@ class Residents:
         return masks
 
     def admit(self, nbytes: int, prompt_tokens: int, response_tokens: int, effects: Effects) -> Group:
-        """A new group with the source's columns; its number is the next one."""
+        """Add a new group with the source's columns; its number is the next one."""
         group = Group(self.next_group, self.size, len(self.spec.columns), len(self.readiness.stages))
         self.next_group += 1
         for column in self.source:
@@ -87,14 +87,14 @@ class Residents:
         return group
 
     def resume(self, group: Group, effects: Effects) -> None:
-        """A group that comes from a snapshot."""
+        """Add a group that comes from a snapshot."""
         self._enter(group)
         for stage in self.readiness.stages:
             stage.done_rows += (group.done[stage.index] & group.live).bit_count()
         effects.stages |= self.readiness.refresh_all(group)
 
     def _enter(self, group: Group) -> None:
-        """Resident and waiting from now on."""
+        """Make a group resident and waiting."""
         self.groups[group.id] = group
         self.waiting.add(group.id)
         self.credits.admit()
@@ -102,18 +102,18 @@ class Residents:
         self.num_rows += group.live.bit_count()
 
     def changing(self, group: Group) -> None:
-        """Whoever copies the state hears of a group before it changes."""
+        """Tell those that copy the state of a group before it changes."""
         for watcher in self.watchers:
             watcher(group)
 
     def first_waiting(self) -> int | None:
-        """The oldest group that no batch has taken yet."""
+        """Find the oldest group that no batch has taken yet."""
         while self.head < self.next_group and self.head not in self.waiting:
             self.head += 1
         return self.head if self.head < self.next_group else None
 
     def is_lost(self, row: int) -> bool:
-        """A resident row of a batch has lost values since the batch was formed."""
+        """Return whether a resident row of a batch has lost values since the batch was formed."""
         return bool(self.groups[row // self.size].lost >> row % self.size & 1)
 
     def hold(self, lease: HeldLease, group: Group, open_rows: int, granted: int) -> None:
@@ -129,8 +129,8 @@ class Residents:
         self.readiness.held(group, stage, open_rows)
 
     def hold_second(self, owner: str, now: float) -> HeldLease | None:
-        """A lease on the group that another owner has sampled for too long, and on nothing else; None if there is none.
-        Whoever writes a row first has made it."""
+        """Lease the group that another owner has sampled for too long, and nothing else; None if there is none. The
+        first write of a row counts."""
         for group_id, first in self.stragglers.slow(now):
             stage, group = self.readiness.stages[first.stage], self.groups[group_id]
             rows = untouched(group, first.open[group_id], stage.writes)
@@ -144,7 +144,8 @@ class Residents:
         return None
 
     def answered(self, lease: HeldLease, group: Group, mask: int, effects: Effects) -> None:
-        """The lease has written something of these rows: nothing is awaited of another that holds them too."""
+        """Note that the lease has written something of these rows: nothing is awaited of another that holds them
+        too."""
         for rival in self.stragglers.rivals(lease, group.id):
             if lost := rival.open.get(group.id, 0) & mask:
                 rival.revoked[group.id] = rival.revoked.get(group.id, 0) | lost
@@ -155,7 +156,7 @@ class Residents:
                 self.unhold(rival, group, lost, effects)
 
     def check_not_beaten(self, lease_id: int, masks: dict[int, int], response_tokens: list[int] | None) -> None:
-        """Raises `AnsweredByAnother` if another lease has written all of these rows first. `response_tokens`: that were
+        """Raise `AnsweredByAnother` if another lease has written all of these rows first. `response_tokens`: the number
         sampled for each."""
         if not self.stragglers.are_beaten(lease_id, masks):
             return
@@ -191,7 +192,7 @@ class Residents:
             self.leases.end(lease)
 
     def release(self, lease: HeldLease, effects: Effects) -> int:
-        """All open rows of a lease become free again; how many they were."""
+        """Free all open rows of a lease. Returns how many they were."""
         stage = self.readiness.stages[lease.stage]
         num_rows = 0
         for group_id, mask in list(lease.open.items()):
@@ -203,7 +204,7 @@ class Residents:
         return num_rows
 
     def drop(self, group: Group, mask: int, reason: str, effects: Effects) -> None:
-        """Rows end here. A group without live rows ends and, if it was active, returns its credit."""
+        """End rows here. A group without live rows ends and, if it was active, returns its credit."""
         mask &= group.live
         if not mask:
             return
@@ -226,14 +227,14 @@ class Residents:
         self.forget(group, effects)
 
     def end_trained(self, group: Group, effects: Effects) -> None:
-        """The live rows of a group have been trained. Its data stays until `forget`."""
+        """Note that the live rows of a group have been trained. Its data stays until `forget`."""
         if self.watchers:
             self.changing(group)
         self.counters["rows_trained"] += group.live.bit_count()
         self._end_rows(group, group.live, effects)
 
     def forget(self, group: Group, effects: Effects) -> None:
-        """Nothing refers to a group any more."""
+        """Remove a group that nothing refers to any more."""
         self.credits.bytes -= group.nbytes
         self.stragglers.forget(group.id)
         del self.groups[group.id]

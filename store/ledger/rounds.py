@@ -1,7 +1,7 @@
 """Leases that all data-parallel ranks of a stage share: the first to ask forms one, each gets its part of it.
 
-The train stage's round is the batch of one step: exactly `groups_per_step` whole groups in order, each token
-fresh enough. Called by `ledger.py` only.
+The train stage's round is the batch of one step: exactly `groups_per_step` whole groups in order, each token fresh
+enough.
 """
 
 from collections import Counter
@@ -19,12 +19,12 @@ from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
 
 KEPT_ROUNDS = 8
-"""Rounds of a stage that are remembered after their end, for ranks that ask or acknowledge again."""
+"""Number of a stage's rounds that are remembered after their end, for ranks that ask or acknowledge again."""
 
 
 @dataclass
 class Round:
-    """One shared lease and its split over the ranks."""
+    """A shared lease and its split over the ranks."""
 
     stage: str
     number: int
@@ -36,9 +36,9 @@ class Round:
     completed: set[int] = field(default_factory=set)
     """Ranks that have trained their share."""
     ended: bool = False
-    """All ranks have completed."""
+    """True once all ranks have completed."""
     void: bool = False
-    """The lease expired or was given back."""
+    """True once the lease expired or was given back."""
 
 
 class Rounds:
@@ -47,7 +47,7 @@ class Rounds:
     def __init__(self, residents: Residents) -> None:
         self._residents = residents
         self.formed = 0
-        """Steps whose batch was formed: the version that the next batch is trained on."""
+        """Number of steps whose batch was formed: the version that the next batch is trained on."""
         self.by_lease: dict[int, Round] = {}
         self._rounds: dict[str, dict[int, Round]] = {}
         self._newest: dict[str, int] = {}
@@ -59,16 +59,16 @@ class Rounds:
         """Largest staleness of any row ever put into a batch, in versions."""
 
     def may_form(self, stage: Stage) -> bool:
-        """Whether the next round of a stage is there to be formed."""
+        """Return whether the next round of a stage is there to be formed."""
         return stage.num_free > 0 if stage.unit != "batch" else self._next_groups(stage) is not None
 
     def under_way(self, stage: Stage) -> list[Round]:
-        """Formed, and neither ended nor given back; newest first."""
+        """Rounds that were formed, and neither ended nor given back; newest first."""
         rounds = sorted(self._rounds.get(stage.name, {}).items(), reverse=True)
         return [made for _, made in rounds if not made.void and made.lease_id in self._residents.leases.held]
 
     def next_number(self, stage: Stage) -> int:
-        """Of the next round of a stage. Batches are numbered as steps are, from 0."""
+        """Number of the next round of a stage. Batches are numbered as steps are, from 0."""
         return self.formed if stage.unit == "batch" else self._newest.get(stage.name, -1) + 1
 
     def batches(self) -> list[Round]:
@@ -77,7 +77,7 @@ class Rounds:
         return list(self._rounds.get(train.name, {}).values()) if train is not None else []
 
     def find(self, stage: Stage, number: int, num_ranks: int) -> Round | None:
-        """The round, if it was formed. Raises `LeaseExpired` if it is over, `StoreError` if the ranks disagree."""
+        """Find the round, if it was formed. Raises `LeaseExpired` if it is over, `StoreError` if the ranks disagree."""
         known = self._rounds.get(stage.name, {}).get(number)
         if known is None:
             newest = self._newest.get(stage.name)
@@ -97,14 +97,14 @@ class Rounds:
         return known
 
     def has_formed(self, stage: str, number: int) -> bool:
-        """It is remembered, and was not given back."""
+        """Return whether a round is remembered, and was not given back."""
         known = self._rounds.get(stage, {}).get(number)
         return known is not None and not known.void
 
     def form(
         self, stage: Stage, number: int, num_ranks: int, max_units: int, owner: str, deadline: float, effects: Effects
     ) -> Round | None:
-        """A new round if its units are ready. The train stage's has no deadline. Raises `StalenessViolation`."""
+        """Form a new round if its units are ready. The train stage's has no deadline. Raises `StalenessViolation`."""
         residents = self._residents
         if stage.unit == "batch":
             chosen = self._choose_batch(stage, effects)
@@ -138,7 +138,8 @@ class Rounds:
         return made
 
     def complete(self, lease_id: int, rank: int, effects: Effects) -> None:
-        """`rank` has trained its share; after the last one the batch's rows end. A second time changes nothing."""
+        """Note that `rank` has trained its share; after the last one the batch's rows end. A second time changes
+        nothing."""
         made = self.by_lease.get(lease_id)
         if made is None or made.void:
             raise LeaseExpired(
@@ -161,7 +162,8 @@ class Rounds:
             self._consume(made, effects)
 
     def void(self, lease_id: int, effects: Effects) -> None:
-        """The lease of a round that is no batch was released or has expired; its number is not formed again."""
+        """Note that the lease of a round that is no batch was released or has expired; its number is not formed
+        again."""
         made = self.by_lease.get(lease_id)
         if made is not None:
             made.void = True
@@ -194,7 +196,7 @@ class Rounds:
         self._newest[made.stage] = made.number - 1
 
     def _choose_batch(self, stage: Stage, effects: Effects) -> list[Group] | None:
-        """The next batch's groups, those with a token too old evicted; a strict spec raises instead."""
+        """Choose the next batch's groups, those with a token too old evicted; a strict spec raises instead."""
         residents, spec = self._residents, self._residents.spec
         while stage.num_free >= spec.groups_per_step:
             chosen = self._next_groups(stage)
@@ -210,10 +212,10 @@ class Rounds:
         return None
 
     def _next_groups(self, stage: Stage) -> list[int] | None:
-        """Those of the next batch, in order, whatever their age; None if they are not complete.
+        """Find the groups of the next batch, in order, whatever their age; None if they are not complete.
 
         The ones of a batch that was taken back are the next, though others may have become complete, which precede some
-        of them: they overtake nobody whom they had not overtaken then. If they cannot all be trained, order decides.
+        of them: they overtake no group that they had not overtaken then. If they cannot all be trained, order decides.
         """
         residents, spec = self._residents, self._residents.spec
         if stage.num_free < spec.groups_per_step:
@@ -231,7 +233,7 @@ class Rounds:
         )
 
     def _is_complete(self, stage: Stage, group: int) -> bool:
-        """It waits for a batch, and could be in one."""
+        """Return whether a group waits for a batch, and could be in one."""
         known = self._residents.groups.get(group)
         return known is not None and known.free[stage.index] != 0
 
@@ -260,7 +262,7 @@ class Rounds:
         self._residents.drop(group, group.live, "stale", effects)
 
     def _split(self, stage: Stage, granted: dict[int, int], num_ranks: int) -> list[list[int]]:
-        """Rows (whole groups where the stage's unit is the group) over ranks, balanced by what prompt and
+        """Split rows (whole groups where the stage's unit is the group) over ranks, balanced by what prompt and
         response cost."""
         residents = self._residents
         if num_ranks == 1:
@@ -282,7 +284,7 @@ class Rounds:
         return [[row for unit in part for row in units[unit]] for part in balance(costs, num_ranks)]
 
     def _consume(self, made: Round, effects: Effects) -> None:
-        """The batch is trained: its rows end, those of the batch before are forgotten, credits fall due."""
+        """Consume a trained batch: its rows end, those of the batch before are forgotten, credits fall due."""
         residents = self._residents
         for group_id in masks_of(spans_of(self.last_batch, residents.size)):
             residents.forget(residents.groups[group_id], effects)

@@ -1,8 +1,8 @@
 """The ledger's state as plain data: scalars, and values of each group. For snapshots.
 
 The cut is as if every lease had just been given back, so it can be restored for other workers, and other numbers of
-them. A batch that is formed but not yet trained by all ranks is formed again: whoever restores the ledger restores the
-weights from before that step as well.
+them. A batch that is formed but not yet trained by all ranks is formed again: the process that restores the ledger
+restores the weights from before that step as well.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ def scalars(ledger: Ledger) -> dict[str, Any]:
 
 
 def values_of(group: Group, size: int) -> dict[str, Any]:
-    """`size`: samples of a group. Masks are little-endian bytes, one bit a sample."""
+    """State of a group. `size`: samples of a group. Masks are little-endian bytes, one bit a sample."""
     width = (size + 7) // 8
     return {
         "id": group.id,
@@ -49,7 +49,7 @@ def values_of(group: Group, size: int) -> dict[str, Any]:
 
 
 def restore(ledger: Ledger, values: dict[str, Any], groups: Iterable[dict[str, Any]]) -> None:
-    """Let an empty ledger go on from there, all of its rows free or done. Its own bounds hold, and may differ."""
+    """Let an empty ledger go on from a state, all of its rows free or done. Its own bounds hold, and may differ."""
     spec, residents = ledger.spec, ledger.residents
     residents.next_group, residents.leases.next_id = values["next_group"], values["next_lease"]
     residents.counters = ledger.counters = Counter(values["counters"])

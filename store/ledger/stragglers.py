@@ -3,8 +3,8 @@
     leased ─ longer than straggler_factor x the median ─▶ offered ─▶ leased twice ─ first write of a row ─▶ the other
                                                                                     lease holds it no more
 
-A group is leased by two engines at most. The time of a group is that from the lease of whoever completed it. Kept by
-`residents.py`, fed and asked by `ledger.py`; off with factor 0, when nothing is noted either.
+A group is leased by two engines at most. Its time counts from the lease of the engine that completed it. With factor 0
+it is off, and nothing is noted either.
 """
 
 import heapq
@@ -16,30 +16,31 @@ from penstock.store.ledger.leases import HeldLease, LeaseBook
 from penstock.store.ledger.readiness import Stage
 
 RECENT = 101
-"""Groups that the median is of. Lengths of responses change slowly while a policy learns."""
+"""Number of groups that the median is of. Lengths of responses change slowly while a policy learns."""
 ENOUGH = 8
-"""Groups that must have been completed before any is called slow."""
+"""Number of groups that must have been completed before any is called slow."""
 
 
 class Stragglers:
-    """Lifecycle of a group: `began` with each lease of it, `completed` or nothing, `ended` with each lease."""
+    """The groups that engines sample. Lifecycle of a group: `began` with each lease of it, `completed` or nothing,
+    `ended` with each lease."""
 
     def __init__(self, factor: float, stage: Stage | None, leases: LeaseBook) -> None:
-        """`stage`: of the engines, which take whole groups; None: there is none."""
+        """Watch `stage`, that of the engines, which take whole groups; None: there is none."""
         is_on = factor and stage is not None and stage.unit == "group"
         self._factor, self._leases = factor, leases
         self._stage = stage.index if is_on and stage is not None else None
         self.holders: dict[int, dict[int, float]] = {}
-        """Group -> lease -> when it began."""
+        """Begin of each lease of a group, by group and lease."""
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []
-        """The same, ascending."""
+        """Recent times, ascending."""
         self._young: list[tuple[float, int, int]] = []
         """Heap of when, group and lease: those that were not slow when last looked at, and some that have ended."""
         self._slow: dict[int, int] = {}
-        """Group -> its only lease, in the order in which they became slow; some have ended."""
+        """The only lease of each slow group, in the order in which they became slow; some have ended."""
         self._beaten: dict[int, dict[int, int]] = {}
-        """Group -> lease -> mask of its rows that another one has answered; kept while the group is resident."""
+        """Mask of rows that another lease has answered, by group and lease; kept while the group is resident."""
 
     def began(self, lease: HeldLease, now: float) -> None:
         if lease.stage != self._stage:
@@ -49,21 +50,21 @@ class Stragglers:
             heapq.heappush(self._young, (now, group, lease.id))
 
     def completed(self, lease: HeldLease, group: int, now: float) -> None:
-        """The lease has written the last of what it held of the group. Before `ended`."""
+        """Note that the lease has written the last of what it held of the group. Before `ended`."""
         began = self.holders.get(group, {}).get(lease.id)
         if began is None:
             return
         self.took(now - began)
 
     def took(self, seconds: float) -> None:
-        """A group was completed in so many seconds."""
+        """Note that a group was completed in so many seconds."""
         if len(self._recent) == RECENT:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(seconds)
         insort(self._sorted, seconds)
 
     def ended(self, lease: HeldLease, group: int) -> None:
-        """The lease holds nothing of the group any more. One that is left may straggle in its turn."""
+        """Note that the lease holds nothing of the group any more. A lease that is left may straggle in its turn."""
         holders = self.holders.get(group)
         if holders is None or holders.pop(lease.id, None) is None:
             return
@@ -73,23 +74,23 @@ class Stragglers:
             heapq.heappush(self._young, (began, group, other))
 
     def beat(self, lease: HeldLease, group: int, mask: int) -> None:
-        """Another lease has answered rows that this one holds."""
+        """Note that another lease has answered rows that this one holds."""
         beaten = self._beaten.setdefault(group, {})
         beaten[lease.id] = beaten.get(lease.id, 0) | mask
 
     @property
     def any_beaten(self) -> bool:
-        """Some lease has come second, of a group that is resident."""
+        """True if some lease has come second, of a group that is resident."""
         return bool(self._beaten)
 
     def are_beaten(self, lease_id: int, masks: dict[int, int]) -> bool:
-        """All of these rows, by group, were answered by others than this lease, which has held them."""
+        """Return whether all of these rows, by group, were answered by others than this lease, which has held them."""
         return bool(masks) and all(
             not mask & ~self._beaten.get(group, {}).get(lease_id, 0) for group, mask in masks.items()
         )
 
     def forget(self, group: int) -> None:
-        """It is not resident any more."""
+        """Forget a group that is not resident any more."""
         self._beaten.pop(group, None)
 
     def rivals(self, lease: HeldLease, group: int) -> list[HeldLease]:
@@ -100,7 +101,7 @@ class Stragglers:
         return [self._leases.held[other] for other in holders if other != lease.id]
 
     def is_second(self, lease: HeldLease, group: int) -> bool:
-        """Somebody else was leased the group before."""
+        """Return whether the group was leased to another owner before."""
         return next(iter(self.holders.get(group, ())), lease.id) != lease.id
 
     def of_others(self, lease: HeldLease, group: int) -> int:
@@ -112,13 +113,13 @@ class Stragglers:
 
     @property
     def limit_s(self) -> float | None:
-        """A group is slow from then on; None while too few were completed to say."""
+        """Time in seconds from which on a group is slow; None while too few were completed to say."""
         if not self._factor or len(self._sorted) < ENOUGH:
             return None
         return self._factor * self._sorted[len(self._sorted) // 2]
 
     def slow(self, now: float) -> Iterator[tuple[int, HeldLease]]:
-        """Groups that one lease holds, and has for too long; those that became slow first come first."""
+        """Iterate over groups that one lease holds, and has for too long; those that became slow first come first."""
         limit_s = self.limit_s
         while limit_s is not None and self._mend() and self._young[0][0] + limit_s <= now:
             _, group, lease_id = heapq.heappop(self._young)
@@ -130,7 +131,8 @@ class Stragglers:
                 del self._slow[group]
 
     def next_slow(self) -> float | None:
-        """When the next group will be slow, of those that were not when last asked; None if none may be."""
+        """The time at which the next group will be slow, of those that were not when last asked; None if none may
+        be."""
         limit_s = self.limit_s
         return self._young[0][0] + limit_s if limit_s is not None and self._mend() else None
 
@@ -139,7 +141,7 @@ class Stragglers:
         return lease_id in holders and len(holders) == 1
 
     def _mend(self) -> bool:
-        """The first of the young is one whose only lease that is; False if there is none."""
+        """Discard the first of the young that have another lease, or none. Returns False if no group is left."""
         while self._young and not self._alone(*self._young[0][1:]):
             heapq.heappop(self._young)
         return bool(self._young)

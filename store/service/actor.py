@@ -1,4 +1,4 @@
-"""The store as a Ray actor: a light process, named, that everyone in the run finds."""
+"""The store as a Ray actor: a light, named process that every process of the run finds."""
 
 import contextlib
 import gc
@@ -21,17 +21,18 @@ from penstock.store.spec import StoreSpec
 STORE = "Store"
 """The actor's name, as in the dashboard."""
 GC_THRESHOLD = (10_000, 2, 10**9)
-"""Python's collector looks for cycles, of which the store makes few, and holds everybody up meanwhile: 10,000 objects
-take some 5 ms, the state of 10^6 rows would take 300. So it looks at young objects, some at a time, and never at those
-that have been there for two of its looks: what they come to in cycles, such as a connection that has ended, is small.
+"""Thresholds of Python's collector. It looks for cycles, of which the store makes few, and stops all calls meanwhile:
+10,000 objects take some 5 ms, the state of 10^6 rows would take 300. So it looks at young objects, some at a time, and
+never at those that have been there for two of its looks: what they come to in cycles, such as a connection that has
+ended, is small.
 """
 
 
 class Store:
     """The store with its segments, on the machine that Ray puts it on. The dashboard shows the class's name.
 
-    Ray says where it is called, and to whom: an actor call needs Ray's own authentication, and brings the token that
-    the store's port asks for. All other calls go there.
+    Ray says where it is called, and checks the caller: an actor call needs Ray's own authentication, and brings the
+    token that the store's port asks for. All other calls go there.
     """
 
     def __init__(
@@ -60,18 +61,18 @@ class Store:
         )
 
     async def endpoint(self) -> Endpoint:
-        """Where it is called."""
+        """Return the address at which the store is called."""
         return await self._store.endpoint()
 
     async def process(self, _stacks: str) -> tuple[int, tuple[str, ...]]:
-        """Who this process is: its number, and what tells it from another that has the number later."""
+        """Return this process's number, and what tells it from another that has the number later."""
         return os.getpid(), identity(os.getpid())
 
     async def progress(self) -> None:
-        """Answers, as long as it serves."""
+        """Answer, as long as the store serves."""
 
     async def end(self) -> None:
-        """Nobody calls any more: what it keeps in files goes."""
+        """Remove what the store keeps in files: no client calls any more."""
         await self._store.end()
 
 
@@ -90,11 +91,11 @@ def create_store_actor(
     """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it, or
     until `end_store_actor`.
 
-    `restore`: a snapshot to go on from, see `snapshot.py`. `directory`: which it makes for its socket and
-    segments; None: one in shared memory. `ports`: first and last
-    that it may listen on for other machines; None: any. `nodes`: of a run on several, with the token that all of them
-    ask for, the store too. `options`: more for Ray, such as its node. `make`: makes the actor of its class, options and
-    arguments; None: this process does. `origin`: of what it measures; None: that goes nowhere.
+    `restore`: a snapshot to go on from, see `snapshot.py`. `directory`: which it makes for its socket and segments;
+    None: one in shared memory. `ports`: first and last that it may listen on for other machines; None: any. `nodes`: of
+    a run on several, with the token that all of them ask for, the store too. `options`: more for Ray, such as its node.
+    `make`: makes the actor of its class, options and arguments; None: this process does. `origin`: of what it measures;
+    None: that goes nowhere.
     """
     if directory is None:
         directory = os.path.join(SHARED_MEMORY, f"{PREFIX}store-{uuid.uuid4().hex}")
@@ -109,8 +110,8 @@ def _make(cls: type, options: Mapping[str, Any], *arguments: Any) -> Any:
 
 
 def end_store_actor(handle: Any, spill_dir: str | None = None, timeout_s: float = 10.0) -> None:
-    """Have a store remove its files, and kill it. What one leaves that is dead already, or does not answer, is swept,
-    by this call or by the next store beside it: `spill_dir` is its spec's. Never raises for a dead one."""
+    """Have a store remove its files, and kill it. The files of a store that is dead already, or does not answer, are
+    swept, by this call or by the next store beside it: `spill_dir` is its spec's. Never raises for a dead one."""
     import ray
 
     try:
@@ -124,5 +125,5 @@ def end_store_actor(handle: Any, spill_dir: str | None = None, timeout_s: float 
 
 
 def _disk(spill_dir: str | None) -> str:
-    """What batches are moved below, on the machine of who asks."""
+    """The directory that batches are moved below, on the caller's machine."""
     return spill_dir or tempfile.gettempdir()

@@ -1,6 +1,6 @@
-"""What travels between clients and a store: requests, writes, leases, as plain data (`data/codec.py`).
+"""Requests, writes and leases that travel between clients and a store, as plain data (`data/codec.py`).
 
-Made by `client/client.py` and `store.py`; carried by `client/connected.py` and `server.py`.
+`client/client.py` and `store.py` make them; `client/connected.py` and `server.py` carry them.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ WITHDRAWN = -1
 
 
 class Write(Struct, frozen=True, array_like=True):
-    """One write on its way: the columns `names` of a batch, one row for each of `row_ids`."""
+    """A write on its way: the columns `names` of a batch, one row for each of `row_ids`."""
 
     lease_id: int
     stage: str
@@ -30,22 +30,22 @@ class Write(Struct, frozen=True, array_like=True):
 
 
 class LeaseRequest(Struct, frozen=True, array_like=True):
-    """Somebody's request for leases of a stage."""
+    """A client's request for leases of a stage."""
 
     stage: str
     max_units: int
-    """Of one lease: samples or groups, as the stage's unit is."""
+    """The most units of one lease: samples or groups, as the stage's unit is."""
     owner: str
-    """Who it is, for people and for `abandon`."""
+    """The worker's name, for people and for `abandon`."""
     max_leases: int = 1
     max_held: int = 0
     """Units that this client works on at a time, of all its leases; it asks again whenever it has fewer. 0: it asks
     when it has nothing to do."""
     num_peers: int = 1
-    """Clients of that kind that the stage has."""
+    """Number of clients of that kind that the stage has."""
     client: str = ""
     ticket: int = 0
-    """What `withdraw` names the request by: unique in the client, which is unique."""
+    """The number by which `withdraw` names the request: unique in the client, which is unique."""
 
 
 class Granted(Struct, frozen=True, array_like=True):
@@ -61,7 +61,7 @@ class Granted(Struct, frozen=True, array_like=True):
 Call = tuple[str, tuple[Any, ...]]
 """Method and arguments."""
 Result = tuple[Any, StoreError | None]
-"""What a call of `many` returned, or raised."""
+"""The value that a call of `many` returned, or the error that it raised."""
 
 
 def refs_of(value: Any) -> list[Placed]:
@@ -70,7 +70,7 @@ def refs_of(value: Any) -> list[Placed]:
 
 
 def with_values(value: Any, resolve: Callable[[Payload], Payload]) -> Any:
-    """The answer to a call for a client whose end the store would not hear of: it names no segments, but has the
+    """Return the answer to a call for a client whose end the store would not notice: it names no segments, but has the
     values. `resolve`: reads them."""
     if isinstance(value, list):
         return [with_values(one, resolve) for one in value]

@@ -1,5 +1,4 @@
-"""Who speaks to the store: the leases that each client was given, and whose owner is known to be dead. Used by
-`store.py` and `waiting/consumers.py`.
+"""Clients of the store: the leases that each was given, and those whose owner is known to be dead.
 
 The ledger knows leases and their owners' names; an owner that was replaced has the same name and another client.
 """
@@ -15,21 +14,21 @@ SWEEP_AT = 64
 
 
 class Clients:
-    """Kept by what they ask for and are given, until they leave."""
+    """The clients, with what they ask for and are given, until they leave."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._leases: dict[str, dict[int, int]] = {}
-        """Client -> its leases, and the tickets of its requests for them; swept now and then."""
+        """Leases of each client, and the tickets of its requests for them; swept now and then."""
         self._of_owner: dict[str, set[str]] = {}
-        """Owner -> its clients that have asked for leases."""
+        """Clients that have asked for leases, by owner."""
         self._dead: set[str] = set()
         """Clients whose owner is known to be dead: what they asked for on their way is not given."""
         self._held: dict[str, dict[str, int]] = {stage.name: {} for stage in ledger.spec.stages}
-        """By stage and client: units that it works on."""
+        """Units that a client works on, by stage and client."""
 
     def asked(self, ask: LeaseRequest) -> bool:
-        """False if its owner is dead."""
+        """Note a request. Returns False if its owner is dead."""
         if ask.client in self._dead:
             return False
         self._of_owner.setdefault(ask.owner, set()).add(ask.client)
@@ -46,34 +45,34 @@ class Clients:
         return [lease_id for lease_id, ticket in self._leases.get(client, {}).items() if ticket in tickets]
 
     def held_of(self, stage: str) -> Mapping[str, int]:
-        """Units of a stage that clients work on; none of one that is not in it. It changes."""
+        """Units of a stage that clients work on; none of a client that is not in it. It changes."""
         return self._held[stage]
 
     def units_of(self, lease: HeldLease) -> int:
-        """Samples or groups that are open, as the stage's unit is."""
+        """Number of samples or groups that are open, as the stage's unit is."""
         if self._ledger.spec.stages[lease.stage].unit == "sample":
             return sum(mask.bit_count() for mask in lease.open.values())
         return len(lease.open)
 
     def left(self, client: str) -> list[int]:
-        """Its process has ended: it is forgotten; the leases that it was given."""
+        """Forget a client whose process has ended. Returns the leases that it was given."""
         for clients in self._of_owner.values():
             clients.discard(client)
         self._dead.discard(client)
         return list(self._leases.pop(client, ()))
 
     def abandoned(self, owner: str) -> set[str]:
-        """The owner is dead; its clients, which are given nothing more."""
+        """Note that the owner is dead. Returns its clients, which are given nothing more."""
         clients = self._of_owner.pop(owner, set())
         self._dead |= clients
         return clients
 
     def of_lease(self, lease_id: int) -> str | None:
-        """Who was given it, unless it has left."""
+        """The client that was given a lease, unless it has left."""
         return next((client for client, leases in self._leases.items() if lease_id in leases), None)
 
     def owners(self) -> dict[object, str]:
-        """By client, for people."""
+        """Owners by client, for people."""
         return {client: owner for owner, clients in self._of_owner.items() for client in clients}
 
     def _swept(self, client: str) -> dict[int, int]:

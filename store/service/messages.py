@@ -4,8 +4,7 @@
     client ◀─ Answer(number, value or error, …) ──── store
 
 A call can travel once it stands in `CALLS`, and nothing else can: a message that names another method, or has arguments
-of other types than the method says, is refused before anything of it is used. Used by `server.py`,
-`client/connected.py` and `client/pulse.py`.
+of other types than the method says, is refused before anything of it is used.
 """
 
 import inspect
@@ -26,7 +25,7 @@ CALLS = (
     "drop", "release", "renew", "abandon", "settle", "lost", "published", "last_batch", "cut", "snapshot", "stats",
     "describe", "work", "close", "become_source", "catch_up", "retire", "answered",
 )  # fmt: skip
-"""What clients call."""
+"""Methods that clients call."""
 MANY = "many"
 TOGETHER = ("withdraw", "complete_shared", "write", "drop", "release", "renew")
 """Calls that do not wait, and so may go several in one message: see `Store.many`."""
@@ -45,7 +44,7 @@ class Hello(Struct, array_like=True):
 
 
 class Said(Struct, Generic[T], array_like=True):
-    """What a client says. Without a `request` it says no more than what has ended, and is not answered."""
+    """A message of a client. Without a `request` it says no more than what has ended, and is not answered."""
 
     number: int
     request: T | None
@@ -54,7 +53,7 @@ class Said(Struct, Generic[T], array_like=True):
 
 
 class Answer(Struct, Generic[T], array_like=True):
-    """What the store says to the request of that number, or unasked."""
+    """The store's answer to the request of that number, or a message that it sends unasked."""
 
     number: int | None
     value: T
@@ -66,7 +65,7 @@ class Calls:
     """The requests that one class serves."""
 
     def __init__(self, served: type, names: Sequence[str]) -> None:
-        """`names`: of methods whose parameters and results are annotated."""
+        """Prepare the types of requests and results. `names`: of methods whose parameters and results are annotated."""
         methods = {name: getattr(served, name) for name in names}
         self._requests = {name: _request(name, method) for name, method in methods.items()}
         self._results = {name: get_type_hints(method)["return"] for name, method in methods.items()}
@@ -78,7 +77,7 @@ class Calls:
         self.said = Said[_any_of(list(self._requests.values()))]  # type: ignore[misc]
 
     def request(self, method: str, arguments: Sequence[Any]) -> Struct:
-        """As it travels. Raises `StoreError` for a call that does not."""
+        """Make the request that travels. Raises `StoreError` for a call that does not."""
         if method not in self._requests:
             raise StoreError(f"the store has no call {method!r}.")
         if method == MANY:
@@ -86,20 +85,20 @@ class Calls:
         return self._requests[method](*arguments)
 
     def call(self, request: Struct) -> Call:
-        """The method's name and arguments."""
+        """Return the method's name and arguments."""
         method = str(request.__struct_config__.tag)
         if method == MANY:
             return method, ([self.call(one) for one in request.calls],)  # type: ignore[attr-defined]
         return method, astuple(request)
 
     def result(self, method: str) -> Any:
-        """Type of what it returns."""
+        """Return the type of what the method returns."""
         return self._results[method]
 
 
 @cache
 def calls_of(served: type) -> Calls:
-    """Those of a store."""
+    """The calls of a store."""
     return Calls(served, CALLS)
 
 

@@ -1,7 +1,7 @@
-"""The ends of a store's socket: where it lies, and whose they are. Used by `server.py` and `client/connected.py`.
+"""The ends of a store's socket: where it lies, and which user's they are.
 
-The peer's user is asked of the kernel: the standard library has no call for it, and its own connections
-(`multiprocessing.connection`) want a secret that somebody would have to hand over.
+The kernel tells the peer's user: the standard library has no call for it, and its own connections
+(`multiprocessing.connection`) want a secret that the caller would have to hand over.
 """
 
 import contextlib
@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CREDENTIALS = struct.Struct("iII")
-"""Of `SO_PEERCRED`: PID, user, group (unix(7))."""
+"""Layout of `SO_PEERCRED`: PID, user, group (unix(7))."""
 BACKLOG = 4096
 """Connections that wait to be accepted: all clients of a run come at once."""
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end runs as this one's user. The kernel says so, not the peer."""
+    """Return whether the process at the other end runs as this one's user. The kernel says so, not the peer."""
     said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return int(CREDENTIALS.unpack(said)[1]) == os.geteuid()
 
 
 def bind(path: Path) -> socket.socket:
-    """A socket at `path`, to listen on. Raises `OSError`."""
+    """Make a socket at `path`, to listen on. Raises `OSError`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with _short(path) as name:
         listener.bind(name)
@@ -32,8 +32,8 @@ def bind(path: Path) -> socket.socket:
 
 
 def connect(path: Path) -> socket.socket:
-    """The socket at `path`, which a process of this user serves. Raises `OSError`: `PermissionError` if it is
-    another's."""
+    """Connect to the socket at `path`, which a process of this user serves. Raises `OSError`: `PermissionError` if it
+    is another's."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setblocking(False)  # at once, or not at all
     try:

@@ -1,4 +1,4 @@
-"""What the store says of itself: numbers for the metrics of a step, and a table for people. Changes nothing."""
+"""Reports of the store on itself: numbers for the metrics of a step, and a table for people. Changes nothing."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ LEASES_AT_ONCE = 256
 
 
 def of_segments(segments: Segments) -> dict[str, float]:
-    """Of large batches."""
+    """Numbers of large batches."""
     return {
         "store/shared_bytes": segments.book.bytes,
         "store/spilled_bytes": segments.book.spilled_bytes,
@@ -26,13 +26,14 @@ def of_segments(segments: Segments) -> dict[str, float]:
 
 
 def of_server(server: Server) -> dict[str, float]:
-    """Of connections that ended at once."""
+    """Numbers of connections that ended at once."""
     return {"store/refused_connections": server.refused, "store/malformed_messages": server.malformed}
 
 
 def stats(ledger: Ledger) -> dict[str, float]:
-    """Flat numbers: store/*, staleness/*, and of rows, cumulative: dropped/<reason>, completed/<stage>, and of those
-    lost/<stage>, whose result is gone with a node. What is made again is completed, and its tokens generated, again.
+    """Flat numbers: store/*, staleness/*, and of rows, cumulative: dropped/<reason>, completed/<stage>, and
+    lost/<stage> for those whose result is gone with a node. What is made again is completed, and its tokens generated,
+    again.
     """
     residents, counters = ledger.residents, ledger.counters
     numbers: dict[str, float] = {
@@ -68,8 +69,9 @@ def _rows_with_response(ledger: Ledger, admitted: int) -> int:
 
 
 async def describe(ledger: Ledger, now: float, since: Callable[[int], float | None] = lambda lease: None) -> Described:
-    """Rows by stage and state, the oldest group, who holds what since and until when. `since`: when a lease was
-    granted, in seconds since the epoch. Leases are many: others are served in between, and one may end meanwhile."""
+    """Return rows by stage and state, the oldest group, and each lease with its owner, start and deadline. `since`:
+    when a lease was granted, in seconds since the epoch. Leases are many: other calls are served in between, and one
+    may end meanwhile."""
     residents = ledger.residents
     oldest = residents.first_waiting()
     leases = []
@@ -104,7 +106,7 @@ def _of_lease(ledger: Ledger, lease: HeldLease, now: float, since: Callable[[int
 
 
 def rows_by_state(ledger: Ledger) -> dict[str, dict[str, int]]:
-    """For each stage: how many live rows wait for columns, are free, leased, done."""
+    """Number of live rows that wait for columns, are free, leased, done, by stage."""
     table = {}
     for stage in ledger.residents.readiness.stages:
         counts = {"free": stage.free_rows, "leased": stage.leased_rows, "done": stage.done_rows}

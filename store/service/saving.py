@@ -1,8 +1,8 @@
-"""A cut of the store, from the moment that it is taken until it is on disk. Used by `store.py`.
+"""A cut of the store, from the moment that it is taken until it is on disk.
 
     cut ─ slices between other calls, and each group before it changes ─▶ whole ─ a thread ─▶ on disk ─ slices ─▶ let go
 
-Whatever the store does meanwhile, what is written is the state of the moment; nobody waits for more than a slice.
+Whatever the store does meanwhile, what is written is the state of the moment; no call waits for more than a slice.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from penstock.store.service import snapshot
 
 T = TypeVar("T")
 SLICE = 2048
-"""Rows whose groups are copied, or let go, at a time: a few milliseconds."""
+"""Number of rows whose groups are copied, or let go, at a time: a few milliseconds."""
 
 
 class Taken:
-    """One cut. Its values stay until `let_go`: the rows may end while it is written."""
+    """A cut. Its values stay until `let_go`: the rows may end while it is written."""
 
     def __init__(self, ledger: Ledger, blocks: Blocks) -> None:
         self._ledger, self._blocks = ledger, blocks
@@ -33,11 +33,11 @@ class Taken:
         self._copying = asyncio.get_running_loop().create_task(self._copy())
 
     async def whole(self) -> None:
-        """Returns once all is copied."""
+        """Wait until all is copied."""
         await asyncio.shield(self._copying)
 
     def write(self, root: str, number: int, keep: int, resolve: snapshot.Resolve | None) -> str:
-        """For a thread, once it is whole."""
+        """Write the cut, in a thread, once it is whole. Returns its path."""
         cut, spec = self._cut, self._ledger.spec
         state = snapshot.State(spec, self._scalars, cut.groups, cut.with_source, self._copied)
         return str(snapshot.write(root, number, state, resolve, keep=keep))
@@ -58,7 +58,7 @@ class Taken:
 
 
 class Saving:
-    """Lifecycle: `cut` and `write` in turns; a cut that is not written gives way to the next."""
+    """The cuts of a store. Lifecycle: `cut` and `write` in turns; a cut that is not written gives way to the next."""
 
     def __init__(self, ledger: Ledger, blocks: Blocks, segments: Segments | None) -> None:
         self._ledger, self._blocks, self._segments = ledger, blocks, segments
@@ -73,8 +73,8 @@ class Saving:
         self._cut = Taken(self._ledger, self._blocks)
 
     async def write(self, root: str, number: int, keep: int, is_apart: bool) -> str:
-        """Write the last cut, or else the state of this moment, in a thread; its path. `is_apart`: the state of this
-        moment, and the last cut is another's. A caller that is cancelled does not end it. Raises `StoreError`."""
+        """Write the last cut, or else the state of this moment, in a thread. Returns its path. `is_apart`: the state of
+        this moment, and the last cut is another's. A caller that is cancelled does not end it. Raises `StoreError`."""
         taken = None if is_apart else self._cut
         if not is_apart:
             self._cut = None

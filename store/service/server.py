@@ -1,11 +1,11 @@
-"""Where a store is called: by a Unix socket from its own machine, over TCP from others.
+"""The server of a store: clients call it by a Unix socket from its own machine, over TCP from others.
 
 A connection is a client. When it ends, its process has ended, or cannot be reached, however that came: what it waited
-for is withdrawn and what it held goes back, at once and without a deadline. Made by `Store.endpoint`; the other end is
-`client/connected.py`.
+for is withdrawn and what it held goes back, at once and without a deadline. The other end is `client/connected.py`.
 
 The socket lies in a directory that only its user may enter, and a peer whose user the kernel does not name as this one
-is hung up on before anything is read of it. Whoever comes over TCP has to know the token (`network/handshake.py`).
+is hung up on before anything is read of it. A client that comes over TCP has to know the token
+(`network/handshake.py`).
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from penstock.store.service.messages import ANSWER, HELLO, MANY, SAID, Answer, C
 from penstock.store.service.wire import Wire
 
 STORE = 4
-"""What a connection from another machine asks for (`network/listener.py`)."""
+"""The number of the service that a connection from another machine asks for (`network/listener.py`)."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """For clients on other machines. `host`: an address of this one. `ports`: the first that is free is taken; 0: any.
-    `token`: they know it."""
+    """The port for clients on other machines. `host`: an address of this one. `ports`: the first that is free is taken;
+    0: any. `token`: the clients know it."""
 
     host: str
     token: bytes = field(repr=False)
@@ -48,30 +48,30 @@ class Door:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a store is served. `node`: Ray's id of the machine."""
+    """The addresses at which a store is served. `node`: Ray's id of the machine."""
 
     node: str
     path: str
     segments: tuple[str, str]
     """Directories of large batches: shared memory, disk."""
     address: Address | None = None
-    """For other machines, and containers that do not see the path."""
+    """The address for other machines, and for containers that do not see the path."""
     token: bytes = field(default=b"", repr=False)
     nodes: RowsNodes = field(default_factory=RowsNodes)
-    """Where large batches may lie beside these directories."""
+    """Nodes on which large batches may lie, beside these directories."""
 
 
 class Served(Protocol):
     async def left(self, client: str) -> None:
-        """The client's connection has ended."""
+        """Note that the client's connection has ended."""
 
 
 class Server:
-    """Lifecycle: made in an event loop, then `start`; it goes with the loop, or with `close`. `path`: of the socket.
-    `door`: for other machines; None: it is called from its own alone."""
+    """A server of one store. Lifecycle: made in an event loop, then `start`; it goes with the loop, or with `close`.
+    `path`: of the socket. `door`: for other machines; None: it is called from its own alone."""
 
     def __init__(self, store: Served, calls: Calls, segments: Segments, path: Path, door: Door | None = None) -> None:
-        """Raises `StoreError` if no port is free."""
+        """Prepare the server. Raises `StoreError` if no port is free."""
         self._store, self._calls = store, calls
         self._segments = segments
         self.path = path
@@ -100,7 +100,7 @@ class Server:
         return self.other_users + (self._listener.refused if self._listener is not None else 0)
 
     def accept(self) -> Wire:
-        """A visitor's end of its connection."""
+        """Make the server's end of a client's connection."""
         return Connection(self, self._store, self._calls, self._segments).wire
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Server:
             ) from None
 
     def _come_in(self, connected: socket.socket) -> None:
-        """A visitor from another machine is known; in the thread of its handshake."""
+        """Hand an authenticated connection from another machine to the loop; in the thread of its handshake."""
         connected.setblocking(False)
         try:
             self._loop.call_soon_threadsafe(self._let_in, connected)
@@ -136,7 +136,7 @@ class Server:
 
 
 class PeerCheck(asyncio.BaseProtocol):
-    """What a connection meets first: nothing is read before it is known whose it is."""
+    """The first protocol of a connection: nothing is read before its user is known."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -153,7 +153,7 @@ class PeerCheck(asyncio.BaseProtocol):
 
 
 class Connection:
-    """One client's connection. Its first message is its name, the others are calls."""
+    """A client's connection. Its first message is its name, the others are calls."""
 
     def __init__(self, server: Server, store: Served, calls: Calls, segments: Segments) -> None:
         self.wire = Wire(self._hear, self._gone)
@@ -218,7 +218,7 @@ class Connection:
             self._segments.use(client, placed.segment)
 
     def _tell(self) -> None:
-        """No answer has taken it along: a client that calls nothing would hold on to what is gone."""
+        """Send a notice that no answer has taken along: a client that calls nothing would hold on to what is gone."""
         notice = self._segments.notice(str(self._client))
         if notice is not None and self.wire.is_open:
             self.wire.send(ANSWER, Answer(None, None, None, notice))

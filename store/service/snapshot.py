@@ -37,27 +37,27 @@ FORMAT = 2
 PREFIX = "snapshot-"
 MANIFEST = "manifest.json"
 ROWS_PER_BATCH = 256
-"""Rows of one record batch, which is what memory must hold at a time, and what a restored block consists of."""
+"""Number of rows of one record batch, which memory must hold at a time, and of which a restored block consists."""
 
 Resolve = Callable[[Payload], Payload]
-"""Reads the segments that a payload refers to."""
+"""A function that reads the segments that a payload refers to."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Of a store at one moment."""
+    """The state of a store at one moment."""
 
     spec: StoreSpec
     scalars: dict[str, Any]
     groups: list[Group]
-    """The living ones, by number."""
+    """Living groups, by number."""
     with_source: list[int]
-    """Numbers of those that have the source's values."""
+    """Numbers of groups that have the source's values."""
     blocks: Blocks
     """A copy of the index; the values are shared."""
 
     def rows(self) -> dict[tuple[str, ...], list[int]]:
-        """By the columns beside the source's that they have."""
+        """Ids of rows, by the columns beside the source's that they have."""
         names = [column.name for column in self.spec.columns]
         rows: dict[tuple[str, ...], list[int]] = {}
         for group in self.groups:
@@ -78,9 +78,9 @@ class Loaded:
 
     ledger: Ledger
     source: list[pa.RecordBatch]
-    """`group_id`, then the source's columns."""
+    """Batches of `group_id`, then the source's columns."""
     rows: list[pa.RecordBatch]
-    """`row_id`, then some columns."""
+    """Batches of `row_id`, then some columns."""
 
 
 def write(root: str | Path, number: int, state: State, resolve: Resolve | None = None, *, keep: int = 2) -> Path:
@@ -114,12 +114,13 @@ def write(root: str | Path, number: int, state: State, resolve: Resolve | None =
 
 
 def snapshots(root: str | Path) -> list[Path]:
-    """Those that were written to their end, newest first."""
+    """Snapshots that were written to their end, newest first."""
     return sorted((path for path in Path(root).glob(f"{PREFIX}*") if (path / MANIFEST).is_file()), reverse=True)
 
 
 def snapshot_files(path: str | Path) -> dict[str, tuple[int, str]]:
-    """Bytes and checksum of every file of a snapshot, for whoever brings it elsewhere. Raises `CorruptSnapshot`."""
+    """Bytes and checksum of every file of a snapshot, for a caller that copies it elsewhere. Raises
+    `CorruptSnapshot`."""
     path = Path(path)
     text = (path / MANIFEST).read_bytes()
     found = {name: (int(facts["bytes"]), str(facts["xxh3_128"])) for name, facts in _manifest(path)["files"].items()}
@@ -168,7 +169,7 @@ def refill(blocks: Blocks, loaded: Loaded, block_of: Callable[[pa.RecordBatch], 
 
 
 def fingerprint(spec: StoreSpec) -> dict[str, Any]:
-    """What a store must have in common with the one that wrote a snapshot. Bounds may differ."""
+    """Properties that a store must have in common with the one that wrote a snapshot. Bounds may differ."""
     return {
         "columns": [[column.name, column.dtype, column.shape] for column in spec.columns],
         "source_columns": list(spec.source_columns),
@@ -185,7 +186,8 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
 def _batches(
     state: State, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
 ) -> Iterator[pa.RecordBatch]:
-    """The columns of the rows, a few hundred at a time; at least one batch, so that the file has its schema."""
+    """Iterate over the columns of the rows, a few hundred at a time; at least one batch, so that the file has its
+    schema."""
     for start in range(0, max(1, len(rows)), ROWS_PER_BATCH):
         yield from _fitting(state, rows[start : start + ROWS_PER_BATCH], names, id_name, resolve)
 
@@ -193,7 +195,7 @@ def _batches(
 def _fitting(
     state: State, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
 ) -> Iterator[pa.RecordBatch]:
-    """One batch, or several where that would be too large for Arrow; each row has come in one, and fits."""
+    """A batch, or several where that would be too large for Arrow; each row has come in one, and fits."""
     try:
         payload = gather(state.blocks, rows, names)
         if resolve is not None:
@@ -211,7 +213,7 @@ def _fitting(
 
 
 class _Summed:
-    """A file that sums what is to be in it."""
+    """A file that sums what is written to it."""
 
     closed = False
 
@@ -232,7 +234,7 @@ class _Summed:
 
 
 def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
-    """Size and checksum of what was to be written."""
+    """Write batches to a file. Returns the size and checksum of what was to be written."""
     first = next(batches)
     with file.open("wb") as opened:
         summed = _Summed(opened)

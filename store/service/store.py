@@ -4,8 +4,8 @@
                               │ Store │ ◀─ write, drop ── workers
     controller ─ published ─▶ └───────┘ ─ lease_shared ─▶ trainer ranks
 
-Spoken to through `client/client.py` only. Who waits is woken one after the other when its stage may have become ready,
-so nobody polls and first come is first served. All calls must come from one event loop.
+Workers call it through `client/client.py` only. Callers that wait are woken one after the other when their stage may
+have become ready, so none polls and first come is first served. All calls must come from one event loop.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ from penstock.store.spec import StoreSpec
 
 Clock = Callable[[], float]
 LAST_DROPS = 20
-"""What the workers said of so many drops is kept for `describe`."""
+"""Number of drops whose details from the workers are kept for `describe`."""
 
 
 class Store:
-    """Groups come in, are leased, written and trained, and go.
+    """A store: groups come in, are leased, written and trained, and go.
 
     Lifecycle: made with its spec, used until `close`, after which waiting calls return None or raise `StoreClosed`.
 
@@ -56,8 +56,8 @@ class Store:
         client = StoreClient(store)
         groups = await client.put_groups([{"prompt_ids": [1, 2, 3], "task": "{}"}])
 
-    Calls that change something are one event of the ledger each, and wait for nothing in between. One with a batch that
-    must be written or moved to disk waits for that before.
+    Calls that change something are one event of the ledger each, and wait for nothing in between. A call with a batch
+    that must be written or moved to disk waits for that before.
     """
 
     def __init__(
@@ -70,9 +70,10 @@ class Store:
         door: Door | None = None,
         meters: Meters | None = None,
     ) -> None:
-        """`clock`: seconds. `segments`: where batches larger than `spec.inline_bytes` lie; None: here, with all others.
-        `node`, `door`: the machine, and where others reach it, for `endpoint`. `restore`: a snapshot, or a directory of
-        them, to go on from; raises `CorruptSnapshot`, `StoreError`. `meters`: for what it measures, once it is served.
+        """Set the store up. `clock`: seconds. `segments`: where batches larger than `spec.inline_bytes` lie; None:
+        here, with all others. `node`, `door`: the machine, and where others reach it, for `endpoint`. `restore`: a
+        snapshot, or a directory of them, to go on from; raises `CorruptSnapshot`, `StoreError`. `meters`: for what it
+        measures, once it is served.
         """
         self._spec = spec
         self._clock = clock
@@ -102,10 +103,10 @@ class Store:
         self._last_drops: deque[str] = deque(maxlen=LAST_DROPS)
         self._closed: str | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        """That it lives in."""
+        """The event loop that the store lives in."""
         self._saving = Saving(self.ledger, self._blocks, segments)
         self._losing: asyncio.Task[None] | None = None
-        """What lay on nodes that are gone, some groups at a time."""
+        """The task that loses what lay on nodes that are gone, some groups at a time."""
         self._meter = StoreMeter(self.ledger, meters or Meters())
 
     async def spec(self) -> StoreSpec:
@@ -113,7 +114,7 @@ class Store:
         return self._spec
 
     async def endpoint(self) -> Endpoint:
-        """Where other processes can call; listens from the first time on. Raises `StoreError` if it cannot."""
+        """Return where other processes can call; listens from the first time on. Raises `StoreError` if it cannot."""
         assert self.segments is not None
         if self._server is None:
             path = self.segments.directory / "socket"
@@ -123,15 +124,15 @@ class Store:
         return self._server.endpoint(self._node)
 
     async def left(self, client: str) -> None:
-        """A client's process has ended: what it held goes back."""
+        """Give back what a client held; its process has ended."""
         self._release_all(self._clients.left(client))
         self._waiters.left(client)
         if self.segments is not None:
             await self.segments.left(client)
 
     async def many(self, calls: list[Call]) -> list[Result]:
-        """Several calls in one message; each stands for itself. They wait for nobody, and for files of large batches at
-        most."""
+        """Carry out several calls of one message; each stands for itself. They wait for no other client, and for files
+        of large batches at most."""
         results: list[Result] = []
         for method, arguments in calls:
             try:
@@ -145,7 +146,7 @@ class Store:
     async def put(
         self, names: list[str], parcel: Parcel, facts: Facts, client: str = "", tickets: Sequence[int] = ()
     ) -> list[int]:
-        """One group for each row of the batch, admitted as credits allow; their numbers. Raises `StoreClosed`, and
+        """Admit one group for each row of the batch, as credits allow. Returns their numbers. Raises `StoreClosed`, and
         before any is admitted `MissingColumn`, `UnknownColumn`, `TooLarge`.
 
         `tickets`: of each group, for `withdraw_put`; one that was withdrawn in time has the number `WITHDRAWN`.
@@ -154,17 +155,18 @@ class Store:
         return await self._puts.put(names, parcel, facts, client, tickets)
 
     async def withdraw_put(self, client: str, ticket: int) -> None:
-        """The groups of that ticket that are not admitted yet never will be. Those that are stay."""
+        """Withdraw the groups of that ticket that are not admitted yet. Those that are stay."""
         self._puts.withdraw(client, ticket)
 
     async def become_source(self, client: str) -> int:
-        """Groups come from this client alone from now on: what others have put and is not admitted yet never will be.
-        How many groups were put so far, which is final."""
+        """Make this client the only source of groups: what others have put and is not admitted yet never will be.
+        Returns how many groups were put so far, which is final."""
         self._puts.become_source(client)
         return self.ledger.residents.next_group
 
     async def lease(self, ask: LeaseRequest) -> list[Granted] | None:
-        """Waits for at least one free unit. None when the store is closed, or the request was withdrawn."""
+        """Wait for at least one free unit, and lease it. None when the store is closed, or the request was
+        withdrawn."""
         self.ledger.residents.stage(ask.stage)
         consumers = self._consumers[ask.stage]
         if not self._clients.asked(ask):
@@ -183,24 +185,26 @@ class Store:
         return granted
 
     async def answered(self, client: str) -> list[tuple[int, int]] | None:
-        """Waits until others have answered groups that this client holds: leases and groups. None once closed."""
+        """Wait until others have answered groups that this client holds. Returns leases and groups; None once
+        closed."""
         return await self._waiters.answered.wait(client)
 
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:
-        """The request of that ticket is no more: its call returns None, and what it was given goes back."""
+        """Withdraw the request of that ticket: its call returns None, and what it was given goes back."""
         self.ledger.residents.stage(stage)
         self._consumers[stage].withdraw(client, ticket)
         self._release_all(self._clients.given(client, (ticket,)))
 
     async def retire(self, client: str) -> None:
-        """It asks for no more leases: its requests return None, and others share without it. What it holds stays."""
+        """Retire a client, which asks for no more leases: its requests return None, and others share without it. What
+        it holds stays."""
         self._waiters.retire(client)
 
     async def lease_shared(
         self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str
     ) -> Granted | None:
-        """This rank's share of round `number`. Waits until it is formed. None when the store is closed, but for a round
-        that another rank has already begun: that one waits for this rank in a collective.
+        """Lease this rank's share of round `number`. Waits until it is formed. None when the store is closed, but for a
+        round that another rank has already begun: that one waits for this rank in a collective.
         """
         self.ledger.residents.stage(stage)
 
@@ -222,13 +226,13 @@ class Store:
         return granted
 
     async def settle(self, stage: str) -> int:
-        """See `Ledger.settle`."""
+        """Settle a stage: see `Ledger.settle`."""
         number, effects = self.ledger.settle(stage)
         self._pump.carry_out(effects)
         return number
 
     async def batch_ready(self) -> bool:
-        """Wait until as many groups are complete as the next step takes. False when the store is closed."""
+        """Wait until as many groups are complete as the next step takes. Returns False when the store is closed."""
         train = self.ledger.residents.train
         assert train is not None
 
@@ -238,7 +242,7 @@ class Store:
         return bool(await self._ranks[train.name].wait(look))
 
     async def write(self, one: Write) -> None:
-        """See `Ledger.write`."""
+        """Write results: see `Ledger.write`."""
         block = self._intake.block(await self._intake.ready(one.parcel), len(one.row_ids))
         self._blocks.pin(block)
         try:
@@ -258,7 +262,7 @@ class Store:
         self._pump.carry_out(self.ledger.release(lease_id))
 
     async def renew(self, lease_ids: list[int], client: str = "", tickets: Sequence[int] = ()) -> list[int]:
-        """Their time starts anew; those that are over are returned. `tickets`: requests of the client that it has no
+        """Start the leases' time anew. Returns those that are over. `tickets`: requests of the client that it has no
         answer to yet; what they were given is renewed as well."""
         over = []
         for lease_id in self._clients.given(client, tickets):
@@ -272,7 +276,7 @@ class Store:
         return over
 
     async def abandon(self, owner: str) -> int:
-        """Everything that a dead owner holds goes back, and its clients wait for nothing more; how many leases it
+        """Take back everything that a dead owner holds; its clients wait for nothing more. Returns how many leases it
         had. A new owner of that name speaks through a new client."""
         for client in self._clients.abandoned(owner):
             self._waiters.left(client)
@@ -281,8 +285,8 @@ class Store:
         return lost
 
     async def lost(self, node: str) -> None:
-        """A node, by Ray's id, is gone: what lay there is made again, and nothing is taken from there any more. See
-        `ledger/losses.py`."""
+        """Note that a node, by Ray's id, is gone: what lay there is made again, and nothing is taken from there any
+        more. See `ledger/losses.py`."""
         lost = self.segments.node_lost(node) if self.segments is not None else None
         if lost is not None:
             self._intake.lost_nodes.add(lost)
@@ -299,8 +303,8 @@ class Store:
             await asyncio.sleep(0)  # who is given lost rows meanwhile cannot read them, and asks again
 
     async def catch_up(self, steps: list[list[int]], version: int) -> None:
-        """Of a store that was restored in another one's place: rows that were trained since what it knows, by step, and
-        the version published last. See `ledger/catching_up.py`."""
+        """Catch up a store that was restored in another one's place. `steps`: rows that were trained since what it
+        knows, by step. `version`: the one published last. See `ledger/catching_up.py`."""
         self._pump.carry_out(self.ledger.catch_up(steps, version))
 
     async def complete_shared(self, lease_id: int, rank: int) -> None:
@@ -310,7 +314,7 @@ class Store:
         self._pump.carry_out(self.ledger.published(version))
 
     async def last_batch(self, names: list[str] | None) -> Granted:
-        """The batch trained last, less rows that are lost. `names`: None for all that they have. Raises
+        """Return the batch trained last, less rows that are lost. `names`: None for all that they have. Raises
         `UnknownColumn`."""
         rows = self.ledger.last_batch()
         chosen = tuple(self._blocks.columns_of(rows) if names is None else names)
@@ -321,13 +325,14 @@ class Store:
         return self._grant(-1, "", rows, names=chosen)
 
     async def cut(self) -> int:
-        """Take the state of this moment, for the next `snapshot` to write. Groups put so far."""
+        """Take the state of this moment, for the next `snapshot` to write. Returns how many groups were put so far."""
         self._saving.cut()
         return self.ledger.residents.next_group
 
     async def snapshot(self, root: str, number: int, keep: int = 2, is_apart: bool = False) -> str:
-        """Write the state of the last `cut`, or else of this moment, as `ROOT/snapshot-<number>`, and go on meanwhile;
-        its path. `keep`: so many of the newest stay. `is_apart`: of this moment, whatever was cut. See `snapshot.py`.
+        """Write the state of the last `cut`, or else of this moment, as `ROOT/snapshot-<number>`, and go on meanwhile.
+        Returns its path. `keep`: so many of the newest stay. `is_apart`: of this moment, whatever was cut. See
+        `snapshot.py`.
         """
         return await self._saving.write(root, number, keep, is_apart)
 
@@ -343,7 +348,7 @@ class Store:
         return numbers
 
     async def work(self) -> dict[str, Any]:
-        """Who has worked on what since the last call: see `WorkLog.take`."""
+        """Return which worker has worked on what since the last call: see `WorkLog.take`."""
         return self._work.take(self.ledger.residents.leases.held)
 
     async def describe(self) -> dict[str, Any]:
@@ -357,7 +362,7 @@ class Store:
         }
 
     async def close(self, reason: str) -> None:
-        """Waiting calls end; results under leases are still taken. A second time changes nothing."""
+        """End waiting calls; results under leases are still taken. A second time changes nothing."""
         if self._closed is None:
             self._closed = reason
         self._expiry.cancel()
@@ -368,7 +373,7 @@ class Store:
         self._waiters.close(self._closed)
 
     async def end(self) -> None:
-        """Nobody calls any more: what it keeps in files goes. A second time changes nothing."""
+        """Remove what the store keeps in files: no client calls any more. A second time changes nothing."""
         await self.close("the run is over")
         if self.segments is not None:
             self.segments.close()

@@ -1,4 +1,4 @@
-"""What the store notes of itself in `Meters`: waits as they end, all else once a second. Used by `store.py`.
+"""Measurements of the store itself in `Meters`: waits as they end, all else once a second.
 
 What is counted comes from the ledger's own counters, so that nothing is counted twice, and none of its decisions knows
 that it is measured.
@@ -18,16 +18,16 @@ DROPPED, STALENESS = "dropped/", "staleness/"
 
 
 class StoreMeter:
-    """Lifecycle: `start` in the store's event loop, `waited` at any time, `close`."""
+    """A meter of one store. Lifecycle: `start` in the store's event loop, `waited` at any time, `close`."""
 
     def __init__(self, ledger: Ledger, meters: Meters) -> None:
         self._ledger, self._meters = ledger, meters
         self._before = Counter(ledger.counters)
-        """Of a store that goes on from a snapshot: what was counted before it."""
+        """The counts so far. For a store that goes on from a snapshot: what was counted before it."""
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """A second time changes nothing."""
+        """Start to look once a second. A second start changes nothing."""
         if self._looking is None:
             for reason in table.DROP_REASONS:
                 self._meters.add(table.STORE_DROPPED, 0, reason=reason)
@@ -38,7 +38,7 @@ class StoreMeter:
             self._looking.cancel()
 
     def waited(self, stage: str, seconds: float) -> None:
-        """Somebody has got a lease, so long after asking for it."""
+        """Note that a client has got a lease, so long after asking for it."""
         self._meters.observe(table.STORE_LEASE_WAIT, seconds, stage=stage)
 
     def look(self) -> None:

@@ -1,8 +1,7 @@
 """A connection of the store in an event loop: whole messages out of the bytes that come, and into them.
 
 The frames are those of `network/connection.py`, whose other end may be one of these or a thread; asyncio's own streams
-would copy twice what they receive. What a message says is `data/codec.py`'s business. Used by `server.py` and
-`client/connected.py`.
+would copy twice what they receive. `data/codec.py` encodes and decodes the messages.
 """
 
 import asyncio
@@ -17,22 +16,23 @@ from penstock.network.connection import HEADER, MOST_BODY
 from penstock.store.data.codec import NOTHING, Codec, Malformed, joined
 
 SCRATCH = 1 << 16
-"""Bytes of small messages that are read at a time."""
+"""Size of the buffer for small messages, in bytes."""
 MOST_BYTES = 2**36
-"""Of all buffers of a message; one that announces more is none of ours. Memory is taken up as they come."""
+"""The largest size of all buffers of a message, in bytes; one that announces more is none of ours. Memory is taken up
+as they come."""
 _ALIGN = 64
 _LOG = logging.getLogger("penstock")
 
 OnMessage = Callable[[int, memoryview, pa.Buffer], None]
-"""Kind, body, area: what `Codec.decode` wants. The body is there during the call only."""
+"""A function that takes kind, body, area, as `Codec.decode` wants them. The body is there during the call only."""
 
 
 class Wire(asyncio.BufferedProtocol):
     """One end of a connection. Messages are handed to `on_message` in order, the end of the connection to `on_lost`,
     with the error if it did not just close.
 
-    A message that does not fit the scratch buffer is received into memory of its own, where its arrays stay. One that
-    is malformed ends the connection.
+    A message that does not fit the scratch buffer is received into memory of its own, where its arrays stay. A
+    malformed message ends the connection.
     """
 
     def __init__(self, on_message: OnMessage, on_lost: Callable[[Exception | None], None]) -> None:
@@ -41,7 +41,7 @@ class Wire(asyncio.BufferedProtocol):
         self._transport: asyncio.WriteTransport | None = None
         self._scratch = bytearray(SCRATCH)
         self._start = self._end = 0
-        """What lies in the scratch buffer and is not taken yet."""
+        """Start and end of what lies in the scratch buffer and is not taken yet."""
         self._large: _Large | None = None
         """The message that is being received, if it is a large one."""
         self._failure: Exception | None = None
@@ -64,7 +64,7 @@ class Wire(asyncio.BufferedProtocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """At once: what the kernel has not taken yet is not sent."""
+        """Close at once: what the kernel has not taken yet is not sent."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -117,7 +117,7 @@ class Wire(asyncio.BufferedProtocol):
         self._make_room(length)
 
     def _make_room(self, length: int) -> None:
-        """For the rest of a message of `length` bytes, 0 if that is unknown."""
+        """Make room for the rest of a message of `length` bytes, 0 if that is unknown."""
         rest = self._scratch[self._start : self._end]
         if length > SCRATCH:
             self._large = _Large(rest)
@@ -130,7 +130,7 @@ class _Large:
     """A message that is being received."""
 
     def __init__(self, begun: bytearray) -> None:
-        """`begun`: its first bytes, the header among them."""
+        """Begin a message. `begun`: its first bytes, the header among them."""
         self.kind, num_body, num_area = HEADER.unpack_from(begun)
         self._skipped = -(num_body + HEADER.size) % _ALIGN  # so that the area is aligned
         self._memory = np.empty(self._skipped + HEADER.size + num_body + num_area, dtype=np.uint8)
@@ -144,7 +144,7 @@ class _Large:
         return self._view[self._filled :]
 
     def came(self, nbytes: int) -> bool:
-        """Whether it is all there."""
+        """Note bytes that came. Returns whether the message is all there."""
         self._filled += nbytes
         return not len(self.room)
 

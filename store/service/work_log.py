@@ -1,8 +1,9 @@
-"""Who worked on which group from when to when: what the store sees of every stage, since it gives out all leases.
+"""A log of which worker worked on which group from when to when: the store sees every stage, since it gives out all
+leases.
 
     lease granted ─▶ granted        rows written ─▶ wrote        once a step the controller ─▶ take
 
-The run's timeline is made of it (`orchestrator/monitoring/`). Decides nothing: who reads it too late misses the oldest.
+The run's timeline is made of it (`orchestrator/monitoring/`). Decides nothing: a reader that is late misses the oldest.
 """
 
 import time
@@ -11,25 +12,26 @@ from itertools import islice
 from typing import Any
 
 MOST = 20_000
-"""Entries that are kept until somebody takes them. Then the oldest goes, and is counted."""
+"""The most entries that are kept until a reader takes them. Then the oldest goes, and is counted."""
 AT_ONCE = 4_000
-"""Taken by one call, which holds the store's loop meanwhile."""
+"""The most entries taken by one call, which holds the store's loop meanwhile."""
 
 
 class WorkLog:
-    """Lifecycle: told of events, `take` now and then. Times are seconds since the epoch on the store's machine."""
+    """The entries of the log. Lifecycle: told of events, `take` now and then. Times are seconds since the epoch on the
+    store's machine."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._begun: dict[int, tuple[str, str, float]] = {}
         """Stage, owner and time of each lease that was not over when it was last looked at."""
         self._done: dict[tuple[int, int], list[Any]] = {}
-        """By lease and group, in the order of the first write."""
+        """Work done, by lease and group, in the order of the first write."""
         self._admitted: dict[int, float] = {}
         self.num_missed = 0
 
     def granted(self, lease_id: int, stage: str, owner: str) -> None:
-        """Ranks that share a lease are granted it one after the other: the first one counts."""
+        """Note a lease. Ranks that share a lease are granted it one after the other: the first one counts."""
         self._begun.setdefault(lease_id, (stage, owner, self._clock()))
 
     def admitted(self, group: int) -> None:
@@ -37,7 +39,7 @@ class WorkLog:
         self._forget_oldest(self._admitted)
 
     def wrote(self, lease_id: int, groups: Iterable[int], num_rows: int) -> None:
-        """Rows of these groups have results. `num_rows`: of all of them together."""
+        """Note that rows of these groups have results. `num_rows`: of all of them together."""
         if lease_id not in self._begun:
             return  # it was over, or is of the store before
         stage, owner, start = self._begun[lease_id]
@@ -49,13 +51,13 @@ class WorkLog:
         self._forget_oldest(self._done)
 
     def since(self, lease_id: int) -> float | None:
-        """When a lease was granted."""
+        """The time at which a lease was granted."""
         begun = self._begun.get(lease_id)
         return begun[2] if begun is not None else None
 
     def take(self, held: Collection[int]) -> dict[str, Any]:
-        """What has been done since the last time: `leases` of [stage, owner, group, start, end, rows], `admitted` of
-        [group, time], how many entries were `missed`, whether there is `more` to be taken at once, and the store's
+        """Take what has been done since the last time: `leases` of [stage, owner, group, start, end, rows], `admitted`
+        of [group, time], how many entries were `missed`, whether there is `more` to be taken at once, and the store's
         `now`. `held`: leases that go on."""
         done, admitted = (_first(entries, AT_ONCE) for entries in (self._done, self._admitted))
         missed, self.num_missed = self.num_missed, 0
@@ -75,5 +77,5 @@ class WorkLog:
 
 
 def _first(entries: dict[Any, Any], most: int) -> list[tuple[Any, Any]]:
-    """Taken out, the oldest first."""
+    """Take entries out, the oldest first."""
     return [(key, entries.pop(key)) for key in list(islice(entries, most))]

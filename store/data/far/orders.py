@@ -1,7 +1,7 @@
-"""What becomes of files on other nodes, told to each node in order, and done there by its rows server.
+"""Orders about files on other nodes, told to each node in order, and carried out there by its rows server.
 
-Nobody waits for it: a file that is removed late costs memory for that long, and nothing else. Each node has a thread of
-its own, so one that hangs holds up no other. Used by `segments.py`.
+No process waits for it: a file that is removed late costs memory for that long, and nothing else. Each node has its own
+thread, so one that hangs holds up no other.
 """
 
 import queue
@@ -15,14 +15,15 @@ from penstock.store.data.far.server import DONE, ORDERS, Order
 
 CONNECT_S = 10.0
 PATIENCE_S = 60.0
-"""A node that cannot be reached for so long is gone, and its shared memory with it: it is told nothing more."""
+"""Seconds for which a node is tried. One that cannot be reached for so long is gone, and its shared memory with it: it
+is told nothing more."""
 PAUSE_S = 1.0
 MANY = 1000
-"""Orders in one message."""
+"""The most orders in one message."""
 
 
 class Orders:
-    """Lifecycle: `give` any number of times, `close`."""
+    """The orders to all nodes. Lifecycle: `give` any number of times, `close`."""
 
     def __init__(self, nodes: RowsNodes) -> None:
         self._addresses, self._token = nodes.addresses, nodes.token
@@ -34,7 +35,7 @@ class Orders:
         """Orders to nodes that were gone."""
 
     def give(self, node: str, order: Order) -> None:
-        """It is carried out after those that this node was given before."""
+        """Give an order. It is carried out after those that this node was given before."""
         waiting = self._to.get(node)
         if waiting is None:
             waiting = self._to[node] = queue.SimpleQueue()
@@ -43,11 +44,11 @@ class Orders:
         waiting.put(order)
 
     def node_lost(self, node: str) -> None:
-        """It counts as gone from now on, whether it can be reached or not."""
+        """Count a node as gone from now on, whether it can be reached or not."""
         self._gone.add(node)
 
     def close(self) -> None:
-        """Nothing is told any more: the nodes remove what they have at the end of the run."""
+        """Tell nothing any more: the nodes remove what they have at the end of the run."""
         self._closed.set()
         for waiting in self._to.values():
             waiting.put(None)
@@ -69,7 +70,8 @@ class Orders:
             connection.close()
 
     def _told(self, node: str, connection: Connection | None, orders: list[Order]) -> Connection | None:
-        """The connection that they were told over; None if the node is gone. Orders may be told twice."""
+        """Send orders. Returns the connection that they were told over; None if the node is gone. Orders may be told
+        twice."""
         address, body = self._addresses[node], Codec().encode(orders)[0]
         give_up = time.monotonic() + PATIENCE_S
         while not self._closed.is_set() and node not in self._gone:

@@ -1,10 +1,8 @@
-"""What a process reads of other nodes: several batches of a node in one request, several nodes at the same time, over
+"""Reads from other nodes: several batches of a node in one request, several nodes at the same time, over
 connections that are kept.
 
     pulls = Pulls(addresses, token)
     payload = await pulls.fetch(payload, is_far)     or `fetch_blocking`, in a thread
-
-Used by `client/connected.py`, and by `segments.py` for the store's own reading.
 """
 
 import asyncio
@@ -26,14 +24,14 @@ from penstock.store.errors import RowsUnreachable, StoreError
 
 CONNECT_S = 10.0
 AT_ONCE = 16
-"""Requests of one process that are under way."""
+"""The most requests of one process that are under way."""
 KEPT = 4
-"""Connections to a node that wait for the next request."""
+"""The most connections to a node that wait for the next request."""
 
 
 class Pulls:
-    """Lifecycle: `fetch` and `fetch_blocking` any number of times, from any thread; `close`. `addresses`: of the rows
-    servers, by what segments say."""
+    """A reader of other nodes. Lifecycle: `fetch` and `fetch_blocking` any number of times, from any thread; `close`.
+    `addresses`: of the rows servers, by the node's name in segments."""
 
     def __init__(self, addresses: Mapping[str, Address], token: bytes) -> None:
         self._addresses, self._token = addresses, token
@@ -42,7 +40,8 @@ class Pulls:
         self._threads: ThreadPoolExecutor | None = None
 
     async def fetch(self, payload: Payload, is_far: Callable[[Placed], bool]) -> Payload:
-        """The payload with the values of its far sources in their place. Raises `RowsUnreachable`, `StoreError`."""
+        """Return the payload with the values of its far sources in their place. Raises `RowsUnreachable`,
+        `StoreError`."""
         wanted, rest = split(payload, is_far)
         if self._threads is None:  # of its own: others wait in the event loop's
             self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pull")
@@ -55,14 +54,14 @@ class Pulls:
         return with_pulled(rest, _in_order(len(wanted), nodes, answers))
 
     def fetch_blocking(self, payload: Payload, is_far: Callable[[Placed], bool]) -> Payload:
-        """The same, one node after the other."""
+        """Fetch as `fetch` does, one node after the other."""
         wanted, rest = split(payload, is_far)
         nodes = _by_node(wanted)
         answers = [self._pull(node, [wanted[number] for number in numbers]) for node, numbers in nodes.items()]
         return with_pulled(rest, _in_order(len(wanted), nodes, answers))
 
     def close(self) -> None:
-        """Nothing is fetched any more; what is, would connect anew."""
+        """Close kept connections. Nothing is fetched any more; what is, would connect anew."""
         if self._threads is not None:
             self._threads.shutdown(wait=False)
             self._threads = None
@@ -93,7 +92,7 @@ class Pulls:
     def _asked(
         self, node: str, connection: Connection, request: bytes, wanted: Sequence[Wanted]
     ) -> list[pa.RecordBatch]:
-        """The answer; the connection is kept if there was one, and closed otherwise."""
+        """Ask over a connection. Returns the answer; the connection is kept if there was one, and closed otherwise."""
         try:
             connection.send(PULL, request)
             answer = connection.receive()
@@ -132,7 +131,7 @@ class Pulls:
 
 
 def _by_node(wanted: Sequence[Wanted]) -> dict[str, list[int]]:
-    """Node -> numbers of what is wanted of it."""
+    """Numbers of the wanted batches, by node."""
     nodes: dict[str, list[int]] = {}
     for number, one in enumerate(wanted):
         nodes.setdefault(one.placed.node, []).append(number)

@@ -34,26 +34,26 @@ PULL, ORDERS, DONE, FAILED = range(4)
 
 
 class Remove(Struct, frozen=True, array_like=True, tag="remove"):
-    """Nobody needs the file any more."""
+    """Remove a file that no process needs any more."""
 
     name: str
 
 
 class Spill(Struct, frozen=True, array_like=True, tag="spill"):
-    """Shared memory is over its budget: the file is to lie on disk."""
+    """Move a file to disk: shared memory is over its budget."""
 
     name: str
 
 
 class Sweep(Struct, frozen=True, array_like=True, tag="sweep"):
-    """A writer is gone: what it has not handed over goes. `kept`: what it has."""
+    """Remove what a writer that is gone has not handed over. `kept`: what it has."""
 
     writer: str
     kept: list[str]
 
 
 class LayBy(Struct, frozen=True, array_like=True, tag="lay_by"):
-    """Writers of this node have joined: spare files are to lie ready for them. `max_bytes`: their budget."""
+    """Lay by spare files: writers of this node have joined. `max_bytes`: their budget."""
 
     max_bytes: int
 
@@ -62,9 +62,9 @@ Order = Remove | Spill | Sweep | LayBy
 
 
 class RowsServer:
-    """Lifecycle: `serve` each connection, in a thread of its own; `close`. `places`: directories of the node's files,
-    in shared memory and on disk. `takes_orders`: what becomes of files is said by others, and the directory on disk is
-    made when there is something for it."""
+    """A server of one node's files. Lifecycle: `serve` each connection, in a thread of its own; `close`. `places`:
+    directories of the files, in shared memory and on disk. `takes_orders`: the store says what becomes of files, and
+    the directory on disk is made when there is something for it."""
 
     def __init__(self, places: tuple[str, str], *, takes_orders: bool) -> None:
         self._memory, self._disk = map(Path, places)
@@ -76,7 +76,7 @@ class RowsServer:
         """Files that the disk had no room for: they stay in shared memory."""
 
     def serve(self, connected: socket.socket) -> None:
-        """A connection of a reader or of the store, until it ends."""
+        """Serve a connection of a reader or of the store, until it ends."""
         with Connection(connected) as connection:
             connected.settimeout(None)  # it may ask nothing for long; the kernel says when it is gone
             codec = Codec()
@@ -85,13 +85,13 @@ class RowsServer:
                     self._answer(connection, codec, connection.receive())
 
     def forget(self, names: Iterable[str]) -> None:
-        """These files were removed or moved: their pages go with the last answer that is sent from them."""
+        """Forget files that were removed or moved: their pages go with the last answer that is sent from them."""
         with self._lock:
             for name in names:
                 self._files.pop(name, None)
 
     def clear(self) -> None:
-        """All files go, whoever has written them."""
+        """Remove all files, whichever process has written them."""
         self._files.clear()
         for place in (self._memory, self._disk):
             for file in place.glob("*"):

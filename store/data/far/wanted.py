@@ -1,8 +1,8 @@
-"""What is asked of another node: of each batch there, those rows and columns that a payload takes of it. Pure.
+"""Requests to another node: of each batch there, those rows and columns that a payload takes of it. Pure.
 
     Payload ─ split ─▶ Wanted, … and the payload as it will be ─ with_pulled ─▶ Payload whose far batches are here
 
-Used by `pulls.py`; the other end is `server.py`.
+The other end is `server.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Wanted(Struct, frozen=True, array_like=True):
         return int(self.places[:, 2].sum())
 
     def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """These rows, and no more. `batch`: those columns of all."""
+        """Take these rows, and no more, of `batch`: those columns of all rows."""
         zeros = np.zeros((len(self.places), 1), dtype=np.int64)
         return rows_at([batch], self.names, np.hstack([zeros, self.places]), compact=True)
 
@@ -38,11 +38,11 @@ Place = tuple[int, int, int, int]
 
 
 def split(payload: Payload, is_far: Callable[[Placed], bool]) -> tuple[list[Wanted], Payload]:
-    """What is to be pulled, and the payload without its far sources: what is pulled follows those that it has, in this
-    order. A value that several rows share is pulled once."""
+    """Return what is to be pulled, and the payload without its far sources: what is pulled follows those that it has,
+    in this order. A value that several rows share is pulled once."""
     near: list[Parcel] = []
     number_of: dict[int, int] = {}
-    """Of each near source, from now on."""
+    """New number of each near source."""
     for number, source in enumerate(payload.sources):
         if isinstance(source, Inline) or not is_far(source):
             number_of[number] = len(near)
@@ -52,7 +52,7 @@ def split(payload: Payload, is_far: Callable[[Placed], bool]) -> tuple[list[Want
     for names, places in payload.columns:
         here: list[Place] = []
         pulled: dict[int, tuple[int, int]] = {}
-        """By source: its number among what is wanted, and the rows of it so far."""
+        """Number of each source among what is wanted, and its rows so far."""
         for source, start, stride, count in places.tolist():
             if source in number_of:
                 here.append((number_of[source], start, stride, count))
@@ -76,7 +76,7 @@ def with_pulled(payload: Payload, pulled: Sequence[pa.RecordBatch]) -> Payload:
 
 
 def _add(places: list[Place], place: Place) -> None:
-    """What follows the last one in the same batch goes with it: it is read without a copy then."""
+    """Add a place, joined with the last one that it follows in the same batch: it is read without a copy then."""
     if places and place[2]:
         source, start, stride, count = places[-1]
         if stride and source == place[0] and start + count == place[1]:

@@ -1,1 +1,1 @@
-"""Which groups make a batch, and how its rows are split over the ranks."""
+"""The choice of groups for a batch, and the split of its rows over the ranks."""

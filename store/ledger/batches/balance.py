@@ -1,4 +1,4 @@
-"""Rows over data-parallel ranks, so that no rank waits long for another. Pure and deterministic."""
+"""The split of rows over data-parallel ranks, so that no rank waits long for another. Pure and deterministic."""
 
 import heapq
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ each costs some 2% more than their mean; counting tokens only, it was up to 8%.
 
 
 def row_cost(num_tokens: int) -> int:
-    """What a forward and backward pass of a row of this length costs, in tokens of a short one."""
+    """The cost of a forward and backward pass of a row of this length, in tokens of a short one."""
     return num_tokens + num_tokens * num_tokens // QUADRATIC_TOKENS
 
 
@@ -40,8 +40,8 @@ def balance(costs: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def _merge(first: list[tuple[int, Any]], second: list[tuple[int, Any]], num_parts: int) -> list[tuple[int, Any]]:
-    """The heaviest part of one with the lightest of the other, and so on. Trees, since lists would be copied at every
-    merge."""
+    """Merge the heaviest part of one with the lightest of the other, and so on. Trees, since lists would be copied at
+    every merge."""
     alone = num_parts - len(second)
     merged = first[:alone] + second[: num_parts - len(first)]
     merged += [

@@ -1,4 +1,4 @@
-"""Which groups make the next batch: strict FIFO, or within a window past a straggler. Pure; called by the ledger."""
+"""The choice of groups for the next batch: strict FIFO, or within a window past a straggler. Pure."""
 
 from collections.abc import Callable
 

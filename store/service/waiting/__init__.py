@@ -1,1 +1,1 @@
-"""Who waits for what in the store, who is next, and how much it gets: nobody polls."""
+"""Calls that wait in the store: which of them is next, and how much it gets. No caller polls."""

@@ -1,5 +1,5 @@
-"""Engines that sample a group which another has answered meanwhile: they wait to hear of it, and stop. Used by
-`service/store.py`; see `ledger/stragglers.py`."""
+"""Engines that sample a group which another has answered meanwhile: they wait to be told, and stop. See
+`ledger/stragglers.py`."""
 
 from penstock.store.service.clients import Clients
 from penstock.store.service.waiting.wait_queue import WaitQueue
@@ -9,13 +9,14 @@ Answer = tuple[int, int]
 
 
 class Answered:
-    """Lifecycle: `wait` and `tell` in any order, `left` for each client, `close`."""
+    """The answers that clients wait for. Lifecycle: `wait` and `tell` in any order, `left` for each client,
+    `close`."""
 
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
         self._queue = WaitQueue(lambda: None)
         self._due: dict[str, list[Answer]] = {}
-        """By client, what it has not heard yet."""
+        """Answers that a client has not been told yet, by client."""
 
     def tell(self, answers: list[Answer]) -> None:
         for lease_id, group in answers:
@@ -25,7 +26,7 @@ class Answered:
             self._queue.wake_all()
 
     async def wait(self, client: str) -> list[Answer] | None:
-        """What has been answered since the last time. None once closed."""
+        """Wait for what has been answered since the last time. None once closed."""
         return await self._queue.wait(lambda: self._due.pop(client, None), client, at_once=True)
 
     def left(self, client: str) -> None:

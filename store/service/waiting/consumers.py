@@ -1,7 +1,7 @@
-"""Those that wait for leases of one stage: who is next, and how much of what is free it may take. Used by `store.py`.
+"""Consumers that wait for leases of one stage: which is next, and how much of what is free it may take.
 
-`sharing.py` decides; this file keeps the queue, counts what everybody holds, and loses patience with consumers that are
-expected and do not come.
+`sharing.py` decides; this file keeps the queue, counts what each consumer holds, and loses patience with consumers that
+are expected and do not come.
 """
 
 import asyncio
@@ -18,12 +18,13 @@ from penstock.store.service.waiting.wait_queue import WaitQueue
 
 
 class Consumers:
-    """Lifecycle: `wait` for each request, `wake` whenever the stage may have become ready, `close`."""
+    """The consumers of one stage. Lifecycle: `wait` for each request, `wake` whenever the stage may have become ready,
+    `close`."""
 
     def __init__(
         self, stage: str, ledger: Ledger, clients: Clients, schedule: Callable[[], None], nearness: Nearness, slow: Slow
     ) -> None:
-        """`schedule`: has `wake` called soon."""
+        """Prepare the queue. `schedule`: has `wake` called soon."""
         self._stage = ledger.residents.stage(stage)
         self._slow = slow if self._stage is ledger.residents.sampling else None
         self._ledger, self._clients = ledger, clients
@@ -32,10 +33,10 @@ class Consumers:
         self._sharing = Sharing()
         self._held = clients.held_of(stage)
         self._patience: asyncio.TimerHandle | None = None
-        """Until when units are kept for consumers that are not there."""
+        """Timer until which units are kept for consumers that are not there."""
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of requests that wait."""
         return len(self._queue)
 
     @property
@@ -44,12 +45,13 @@ class Consumers:
         return list(self._queue.clients)
 
     async def wait(self, take: Callable[[], list[Granted] | None], ask: LeaseRequest) -> list[Granted] | None:
-        """What `take` gives in this request's turn. None when closed, or when it was withdrawn."""
+        """Return what `take` gives in this request's turn. None when closed, or when it was withdrawn."""
         self._sharing.asked(ask)
         return await self._queue.wait(take, ask.client, ask.ticket, ask)
 
     def take(self, ask: LeaseRequest, now: float) -> list[HeldLease]:
-        """What it gets now: its share of what is free, or else a group that another has had for too long."""
+        """Lease what a request gets now: its share of what is free, or else a group that another has had for too
+        long."""
         leases: list[HeldLease] = []
         share = self.share_of(ask)
         while share > 0 and len(leases) < max(1, ask.max_leases):
@@ -66,7 +68,7 @@ class Consumers:
         return leases
 
     def share_of(self, ask: LeaseRequest) -> int:
-        """Units of what is free now that this one may take. 0 with units free: they are kept for others, which come
+        """Units of what is free now that this request may take. 0 with units free: they are kept for others, which come
         or are given up soon."""
         free = self._stage.num_free
         if not free:
@@ -77,20 +79,20 @@ class Consumers:
         return share
 
     def _may_help(self, ask: LeaseRequest) -> bool:
-        """It has nothing to do, and may take a group that another has had for too long."""
+        """Return whether the client has nothing to do, and may take a group that another has had for too long."""
         has_room = not ask.max_held or self._held.get(ask.client, 0) < ask.max_held
         return self._slow is not None and not self._stage.num_free and has_room
 
     def withdraw(self, client: str, ticket: int | None = None) -> None:
-        """Its request of that ticket, or all, are no more: their calls return None."""
+        """Withdraw a client's request of that ticket, or all: their calls return None."""
         self._queue.withdraw(client, ticket)
 
     def left(self, client: str) -> None:
-        """It is expected no more."""
+        """Expect a client no more."""
         self._sharing.left(client)
 
     def wake(self) -> None:
-        """Whoever is next tries, if something is free."""
+        """Let the next request try, if something is free."""
         if self._stage.num_free:
             self._queue.wake_first(self._priority(self._nearness.of_next(self._stage) if len(self) > 1 else None))
         else:
@@ -99,7 +101,7 @@ class Consumers:
                 self._queue.wake_first(priority)
 
     def _priority(self, node: str | None) -> Callable[[LeaseRequest], tuple[float, bool, int]]:
-        """`node`: of the rows that are next."""
+        """Make the priority of requests. `node`: of the rows that are next."""
 
         def priority(ask: LeaseRequest) -> tuple[float, bool, int]:
             is_far = node is not None and self._nearness.of_client(ask.client) != node

@@ -1,8 +1,8 @@
-"""On which node the next rows of a stage lie, so that of two consumers that are as good the one there gets them.
+"""The node that the next rows of a stage lie on, so that of two consumers that are as good the one there gets them.
 
-    free units, oldest first ─ the first one's largest column ─▶ node ─ Sharing.priority ─▶ who is next
+    free units, oldest first ─ the first one's largest column ─▶ node ─ Sharing.priority ─▶ which consumer is next
 
-Nobody waits for that and no row overtakes another: units go in their order and evenly, as ever. Used by `consumers.py`.
+No consumer waits for that and no row overtakes another: units go in their order and evenly, as ever.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from penstock.store.ledger.ledger import Ledger
 from penstock.store.ledger.readiness import Stage
 
 LOOK = 4
-"""Groups at the head of a stage's queue; the first ones may have gone, until somebody leases."""
+"""Number of groups looked at, at the head of a stage's queue; the first ones may have gone, until a client leases."""
 
 
 class Nearness(Protocol):
@@ -26,7 +26,7 @@ class Nearness(Protocol):
 
 
 class Nowhere:
-    """Of a run on one node."""
+    """The nearness in a run on one node."""
 
     def of_next(self, stage: Stage) -> str | None:
         return None
@@ -36,7 +36,7 @@ class Nowhere:
 
 
 class OnNodes:
-    """Of a run on several."""
+    """The nearness in a run on several nodes."""
 
     def __init__(self, ledger: Ledger, blocks: Blocks, segments: Segments) -> None:
         self._ledger, self._blocks, self._segments = ledger, blocks, segments

@@ -1,9 +1,10 @@
-"""Carries out what events ask for: values are freed at once, callers woken once for all events of a turn of the loop.
+"""The execution of what events ask for: values are freed at once, callers woken once for all events of a turn of the
+loop.
 
     event of the ledger ─ Effects ─▶ carry_out ─▶ blocks
                                          └─ soon ─▶ consumers, ranks, puts: those that there may be something for
 
-Used by `store.py` and whoever waits there.
+Waiting callers use it too, when what they wait for may have changed.
 """
 
 import asyncio
@@ -15,24 +16,24 @@ from penstock.store.ledger.effects import Effects
 
 
 class LeaseWaiters(Protocol):
-    """Those that wait for leases of one stage."""
+    """Consumers that wait for leases of one stage."""
 
     def wake(self) -> None: ...
 
 
 class RoundWaiters(Protocol):
-    """The ranks that wait for rounds of one stage."""
+    """Ranks that wait for rounds of one stage."""
 
     def wake(self, *, moved: bool) -> None: ...
 
 
 class Pump:
-    """Lifecycle: `connect` once, then `carry_out` after each event."""
+    """The execution of effects. Lifecycle: `connect` once, then `carry_out` after each event."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self._due = Effects()
-        """What is to be woken at the end of this turn of the event loop."""
+        """Effects whose callers are to be woken at the end of this turn of the event loop."""
         self._is_scheduled = False
 
     def connect(
@@ -43,8 +44,8 @@ class Pump:
         settled: Callable[[], None],
         answered: Callable[[list[tuple[int, int]]], None],
     ) -> None:
-        """`consumers`, `ranks`: in the order of the stages. `settled`: called after each wake-up. `answered`: who is
-        told of groups that another lease has answered."""
+        """Connect the waiting callers. `consumers`, `ranks`: in the order of the stages. `settled`: called after each
+        wake-up. `answered`: told of groups that another lease has answered."""
         self._consumers, self._ranks = consumers, ranks
         self._wake_puts, self._settled, self._answered = wake_puts, settled, answered
         self.every_stage = (1 << len(consumers)) - 1
@@ -66,11 +67,11 @@ class Pump:
             asyncio.get_running_loop().call_soon(self._wake)
 
     def schedule(self) -> None:
-        """Nothing was asked for; the deadline of a lease may be nearer."""
+        """Schedule a wake-up that no event has asked for; the deadline of a lease may be nearer."""
         self.carry_out(Effects())
 
     def wake_stage(self, index: int) -> None:
-        """For what the ledger does not know: a caller came or left, or is waited for no more."""
+        """Wake a stage for what the ledger does not know: a caller came or left, or is waited for no more."""
         self.carry_out(Effects(stages=1 << index))
 
     def wake_all_stages(self) -> None:

@@ -1,4 +1,4 @@
-"""Groups that come in, as credits allow. Used by `store.py`."""
+"""Groups that come in, as credits allow."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +20,14 @@ class _UnderWay:
     """A client's put that waits."""
 
     withdrawn: set[int] = field(default_factory=set)
-    """Tickets of it."""
+    """Tickets of the groups that were withdrawn."""
     has_left: bool = False
-    """Its client."""
+    """True once the client has left."""
 
 
 class Puts:
-    """Lifecycle: `put` in any number of clients, `wake` whenever a group may be admitted, `close`."""
+    """The puts of all clients. Lifecycle: `put` in any number of clients, `wake` whenever a group may be admitted,
+    `close`."""
 
     def __init__(
         self,
@@ -38,27 +39,27 @@ class Puts:
         carry_out: Callable[[Effects], None],
         admitted: Callable[[int], None],
     ) -> None:
-        """`schedule`: has `wake` called soon. `carry_out`: does what the ledger's events ask for. `admitted`: hears of
-        each group."""
+        """Prepare the queue. `schedule`: has `wake` called soon. `carry_out`: does what the ledger's events ask for.
+        `admitted`: told of each group."""
         self._spec, self._ledger = ledger.spec, ledger
         self._blocks, self._intake = blocks, intake
         self._clock, self._schedule, self._carry_out = clock, schedule, carry_out
         self._admitted = admitted
         self._queue = WaitQueue(schedule)
         self._under_way: dict[str, _UnderWay] = {}
-        """By client."""
+        """Puts that wait, by client."""
         self._source: str | None = None
         """The only client that may put; None: any."""
         self._closed = ""
 
     def __len__(self) -> int:
-        """Puts that wait."""
+        """Number of puts that wait."""
         return len(self._queue)
 
     async def put(
         self, names: list[str], parcel: Parcel, facts: Facts, client: str, tickets: Sequence[int]
     ) -> list[int]:
-        """See `Store.put`."""
+        """Put groups: see `Store.put`."""
         mine = self._under_way[client] = _UnderWay()
         try:
             block = self._intake.block(await self._intake.ready(parcel), len(facts.row_bytes))
@@ -119,19 +120,19 @@ class Puts:
         return done
 
     def withdraw(self, client: str, ticket: int) -> None:
-        """The groups of that ticket that are not admitted yet never will be. Those that are stay."""
+        """Withdraw the groups of that ticket that are not admitted yet. Those that are stay."""
         if client in self._under_way:
             self._under_way[client].withdrawn.add(ticket)
             self._schedule()
 
     def become_source(self, client: str) -> None:
-        """No other client's groups are admitted from now on, nor what waits of theirs."""
+        """Admit no other client's groups from now on, nor what waits of theirs."""
         self._source = client
         for other in self._under_way.keys() - {client}:
             self._queue.withdraw(other)
 
     def left(self, client: str) -> None:
-        """Nobody waits for its put any more."""
+        """Give up a put that no client waits for any more."""
         if client in self._under_way:
             self._under_way[client].has_left = True
             self._queue.withdraw(client)
@@ -142,16 +143,16 @@ class Puts:
         return list(self._under_way)
 
     def wake(self) -> None:
-        """Whoever is next tries."""
+        """Let the next put try."""
         self._queue.wake_first()
 
     def close(self, reason: str) -> None:
-        """Puts that wait, and those that come, raise `StoreClosed`."""
+        """Close the queue: puts that wait, and those that come, raise `StoreClosed`."""
         self._closed = reason
         self._queue.close()
 
     def _refusal(self, client: str, under_way: _UnderWay) -> str:
-        """Why no more of its groups are admitted, if that is so."""
+        """The reason why no more of a client's groups are admitted, if that is so."""
         if self._source not in (None, client):
             return "another client is the source of groups now"
         return "the client has left" if under_way.has_left else ""

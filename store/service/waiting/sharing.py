@@ -1,12 +1,12 @@
-"""Who gets how much of what is free, where several consumers of a stage want more than there is. Pure.
+"""The shares of what is free, where several consumers of a stage want more than there is. Pure.
 
-    free units ─▶ one after the other to whoever holds the fewest, as far as each can take
+    free units ─▶ one after the other to the consumer that holds the fewest, as far as each can take
 
-So that engines of a run have equally much to do, whoever asks first. What is nobody's share is never kept: one that
-asks alone gets everything it can take. Used by `consumers.py`, which counts what they hold.
+So engines of a run have equally much to do, whichever asks first. What is no consumer's share is never kept: one that
+asks alone gets everything it can take. `consumers.py` counts what they hold.
 
 A consumer that always asks again while it can take more (`LeaseRequest.max_held`: rollout workers) is expected to:
-what is free is shared with it too, if it is not there at the moment, for `PATIENCE_S` and no longer. Whoever is still
+what is free is shared with it too, if it is not there at the moment, for `PATIENCE_S` and no longer. One that is still
 not there then is expected no more until it asks again.
 """
 
@@ -18,18 +18,19 @@ from typing import NamedTuple
 from penstock.store.service.calls import LeaseRequest
 
 PATIENCE_S = 5.0
-"""How long units are kept for a consumer that should be there and is not: others work on their own share meanwhile."""
+"""Seconds for which units are kept for a consumer that should be there and is not: others work on their own share
+meanwhile."""
 
 
 class Claim(NamedTuple):
-    """What one consumer holds of a stage, and how many units more it can take."""
+    """The units that one consumer holds of a stage, and how many more it can take."""
 
     held: int
     room: int
 
 
 def fair_share(free: int, claim: Claim, others: Sequence[Claim] | Counter[Claim]) -> int:
-    """Of `free` units, those for `claim`, if each goes to the one that holds the fewest. Ties are for `claim`.
+    """Number of `free` units that are for `claim`, if each goes to the one that holds the fewest. Ties are for `claim`.
     `others`: of a thousand most are alike, so they may come counted.
 
     >>> fair_share(32, Claim(0, 64), [Claim(0, 64)])
@@ -63,11 +64,11 @@ class Sharing:
 
     def __init__(self) -> None:
         self._regulars: dict[str, int] = {}
-        """Client -> most units that it holds at a time."""
+        """The most units that each client holds at a time."""
         self._num_peers = 0
-        """Consumers that there should be, of which some may not have come yet."""
+        """Number of consumers that there should be, of which some may not have come yet."""
         self._taken: Counter[str] = Counter()
-        """Client -> units that it has had."""
+        """Number of units that each client has had."""
 
     def asked(self, ask: LeaseRequest) -> None:
         if ask.max_held and ask.client not in self._regulars:
@@ -84,13 +85,13 @@ class Sharing:
         self._taken.pop(client, None)
 
     def priority(self, ask: LeaseRequest, held: int, is_far: bool = False) -> tuple[float, bool, int]:
-        """The lowest is next: whoever holds the fewest units, of those that can take more; of several, one that is
-        where the rows are; and of these who has had the fewest."""
+        """The priority of a request, the lowest is next: the client that holds the fewest units, of those that can take
+        more; of several, one that is where the rows are; and of these the one that has had the fewest."""
         has_room = not ask.max_held or held < ask.max_held
         return (held if has_room else math.inf, is_far, self._taken[ask.client])
 
     def expect_only(self, present: Iterable[str]) -> None:
-        """Patience is over: whoever is not there is expected no more."""
+        """Expect only the clients that are there: patience with the others is over."""
         there = set(present)
         self._regulars = {client: most for client, most in self._regulars.items() if client in there}
         self._num_peers = -1
@@ -107,7 +108,7 @@ class Sharing:
         return fair_share(free, _claim(ask, held.get(ask.client, 0)), others)
 
     def _expected(self, there: Collection[str], held: Mapping[str, int]) -> Counter[Claim]:
-        """Of those that are not there at the moment."""
+        """Claims of the clients that are expected and not there at the moment."""
         absent = Counter((held.get(client, 0), most) for client, most in self._regulars.items() if client not in there)
         return Counter({Claim(has, max(0, most - has)): count for (has, most), count in absent.items()})
 

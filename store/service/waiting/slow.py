@@ -1,6 +1,5 @@
 """Groups that an engine has had for too long, and the engines that wait and may take them as well: a timer for the next
-one, and who of those that wait tries first. Used by `service/store.py` and `consumers.py`; `ledger/stragglers.py`
-decides.
+one, and which of the waiting engines tries first. `ledger/stragglers.py` decides.
 """
 
 import asyncio
@@ -11,20 +10,20 @@ from penstock.store.service.calls import LeaseRequest
 
 
 class Slow:
-    """Lifecycle: `arm` after any event, `cancel`."""
+    """A timer for the next slow group. Lifecycle: `arm` after any event, `cancel`."""
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float], wake: Callable[[int], None]) -> None:
-        """`wake`: of a stage, by number, soon; called when a group has become slow."""
+        """Prepare the timer. `wake`: of a stage, by number, soon; called when a group has become slow."""
         self._ledger, self._clock, self._wake = ledger, clock, wake
         self._timer: asyncio.TimerHandle | None = None
 
     def owners(self) -> set[str]:
-        """Of the groups that may be taken by another."""
+        """Owners of the groups that may be taken by another."""
         return {lease.owner for _, lease in self._ledger.residents.stragglers.slow(self._clock())}
 
     def priority(self, held: Mapping[str, int]) -> Callable[[LeaseRequest], tuple[bool, int]] | None:
-        """The lowest is next: one that can take a group, and holds the fewest. None if there is nothing to take.
-        `held`: units by client."""
+        """The priority of a request, the lowest is next: one that can take a group, and holds the fewest. None if there
+        is nothing to take. `held`: units by client."""
         owners = self.owners()
         return (lambda ask: (owners == {ask.owner}, held.get(ask.client, 0))) if owners else None
 

@@ -1,7 +1,4 @@
-"""A queue of callers that wait for something: woken one after the other, first come first served, nobody polls.
-
-Used by `consumers.py`, `ranks.py` and `puts.py`.
-"""
+"""A queue of callers that wait for something: woken one after the other, first come first served, without polling."""
 
 import asyncio
 import itertools
@@ -11,49 +8,51 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 LOOK = 64
-"""So many of those that wait are looked at when one is chosen, the first ones."""
+"""Number of waiting callers, the first ones, that are looked at when one is chosen."""
 
 
 @dataclass(eq=False)
 class Waiting:
-    """One caller. `turn` becomes true when it may try, false when it was withdrawn."""
+    """A waiting caller. `turn` becomes true when it may try, false when it was withdrawn."""
 
     turn: "asyncio.Future[bool]"
     client: Hashable
     ticket: int
     request: Any
-    """What it waits for, for whoever chooses among those that wait."""
+    """The thing that it waits for, to choose among those that wait."""
 
 
 class WaitQueue:
-    """Whoever is woken tries; if it succeeds there may be something for the next one too, so `pass_on` is called.
+    """A queue of callers. One that is woken tries; if it succeeds there may be something for the next one too, so
+    `pass_on` is called.
 
     A caller keeps its place until it has succeeded. One that is cancelled, withdrawn or refused has taken nothing,
     since it only tries in its own turn, and its turn is passed on.
     """
 
     def __init__(self, pass_on: Callable[[], None]) -> None:
-        """`pass_on`: called when somebody else may have a turn; it ends in `wake_first` or `wake_all`."""
+        """Make an empty queue. `pass_on`: called when another caller may have a turn; it ends in `wake_first` or
+        `wake_all`."""
         self._pass_on = pass_on
         self._queue: dict[Waiting, None] = {}
         self._closed = False
         self._woken: Waiting | None = None
-        """Who is about to try."""
+        """The caller that is about to try."""
         self._missed = False
-        """Somebody was to be woken while another had the turn."""
+        """True if a caller was to be woken while another had the turn."""
 
     def __len__(self) -> int:
-        """Callers that wait."""
+        """Number of callers that wait."""
         return len(self._queue)
 
     @property
     def clients(self) -> list[Hashable]:
-        """Of those that wait, in order."""
+        """Clients of the callers that wait, in order."""
         return [waiting.client for waiting in self._queue]
 
     @property
     def requests(self) -> list[Any]:
-        """Of the first that wait, in order."""
+        """Requests of the first that wait, in order."""
         return [waiting.request for waiting in itertools.islice(self._queue, LOOK)]
 
     async def wait(
@@ -65,10 +64,10 @@ class WaitQueue:
         *,
         at_once: bool = False,
     ) -> T | None:
-        """The first result of `attempt` that is not None; it is tried now, and when it is this caller's turn.
+        """Return the first result of `attempt` that is not None; it is tried now, and when it is this caller's turn.
 
-        None once closed or withdrawn. `client` and `ticket` say who waits, for `withdraw`. `at_once`: tried now even
-        if others wait, who are after something else.
+        None once closed or withdrawn. `client` and `ticket` name the caller, for `withdraw`. `at_once`: tried now even
+        if others wait, which are after something else.
         """
         if self._closed:
             return None
@@ -97,7 +96,7 @@ class WaitQueue:
                 self._pass_on()
 
     def withdraw(self, client: Hashable, ticket: int | None = None) -> int:
-        """The calls of `client` (that of one ticket, or all) give up their places; how many they were."""
+        """Have the calls of `client` (that of one ticket, or all) give up their places. Returns how many they were."""
         leaving = [waiting for waiting in self._queue if waiting.client == client and ticket in (None, waiting.ticket)]
         for waiting in leaving:
             del self._queue[waiting]
@@ -105,7 +104,7 @@ class WaitQueue:
         return len(leaving)
 
     def wake_first(self, priority: Callable[[Any], Any] | None = None) -> None:
-        """One caller tries, unless another is about to. `priority`: of a request; the lowest is chosen, the first of
+        """Let one caller try, unless another is about to. `priority`: of a request; the lowest is chosen, the first of
         several. None: the first of all."""
         self._missed = self._woken is not None
         if self._queue and not self._missed:
@@ -118,7 +117,7 @@ class WaitQueue:
             _wake(waiting)
 
     def close(self) -> None:
-        """All that wait, now or later, get None."""
+        """Close the queue: all that wait, now or later, get None."""
         self._closed = True
         self.wake_all()
 

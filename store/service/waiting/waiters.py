@@ -1,4 +1,4 @@
-"""All that wait in a store: for leases and rounds by stage, and for credits. Used by `service/store.py`."""
+"""All callers that wait in a store: for leases and rounds by stage, and for credits."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from penstock.store.service.waiting.slow import Slow
 
 
 class Waiters:
-    """Lifecycle: made before the first call, then told who leaves, `close`."""
+    """The waiting callers of a store. Lifecycle: made before the first call, then told which clients leave, `close`."""
 
     def __init__(
         self, ledger: Ledger, clients: Clients, puts: Puts, pump: Pump, nearness: Nearness, slow: Slow
@@ -31,24 +31,24 @@ class Waiters:
         self._queues: list[Consumers | Ranks] = [*self.consumers.values(), *self.ranks.values()]
 
     def __len__(self) -> int:
-        """Calls for leases and rounds."""
+        """Number of calls that wait for leases and rounds."""
         return sum(map(len, self._queues))
 
     def left(self, client: str) -> None:
-        """It waits for nothing, and those that are left share without it."""
+        """Remove a client that has left: it waits for nothing, and the others share without it."""
         self._puts.left(client)
         self.answered.left(client)
         self.retire(client)
 
     def retire(self, client: str) -> None:
-        """The same, of leases alone: it will not ask for any again."""
+        """Remove a client from those that wait for leases: it will not ask for any again."""
         for consumers in self.consumers.values():
             consumers.left(client)
             consumers.withdraw(client)
         self._pump.wake_all_stages()
 
     def describe(self) -> dict[str, Any]:
-        """How many wait for what, and who."""
+        """Return how many calls wait for what, and whose they are."""
         waiting = {name: len(self.consumers[name]) + len(self.ranks[name]) for name in self.consumers}
         owners = self._clients.owners()
         who = {name: [owners.get(one, "?") for one in some.waiting] for name, some in self.consumers.items()}
