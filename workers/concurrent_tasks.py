@@ -1,7 +1,4 @@
-"""A worker's tasks that run side by side: start them, end them, and count the seconds in which any of them ran.
-
-Called by the pull loops of `rollout/` and `reward/`.
-"""
+"""A worker's concurrent tasks: start them, end them, and count the seconds in which any of them ran."""
 
 import asyncio
 import time
@@ -11,7 +8,8 @@ from typing import Any
 
 
 async def run_all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Returns when all have returned. The first failure is raised, once the others are cancelled and have ended."""
+    """Run all calls; returns when all have returned. The first failure is raised, once the others are cancelled and
+    have ended."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         await asyncio.gather(*tasks)
@@ -20,7 +18,7 @@ async def run_all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Returns when they have ended. What they raise meanwhile is dropped."""
+    """Cancel all tasks; returns when they have ended. What they raise meanwhile is dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,11 +1,11 @@
 """Runs code of users so that what leaves its tasks ends nothing but them.
 
-In asyncio a `SystemExit` that leaves a task ends the whole loop, and a `CancelledError` that nobody has asked for looks
-like a wish from outside. Here both become `CodeEnded`, an error like any other. What a user's code starts in tasks of
-its own is contained as well, on loops whose task factory is `containing`. Callbacks that it gives the loop
+In asyncio a `SystemExit` that leaves a task ends the whole loop, and a `CancelledError` that no caller has asked for
+looks like a cancellation from outside. Here both become `CodeEnded`, an error like any other. What a user's code starts
+in tasks of its own is contained as well, on loops whose task factory is `containing`. Callbacks that it gives the loop
 (`call_soon`, `add_done_callback`) are not: a `SystemExit` in one of them ends the loop.
 
-Time that a user's code has stands still while it waits for what it shares with others (`waiting`).
+The time limit of a user's code stands still while the code waits for what it shares with others (`waiting`).
 """
 
 import asyncio
@@ -17,21 +17,21 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _IS_USERS = ContextVar("is_users", default=False)
-"""Whether a task is a user's."""
+"""True in a task that runs a user's code."""
 _OWN_TIMES: ContextVar[tuple["OwnTime", ...]] = ContextVar("own_times", default=())
-"""Those that a task runs in: of an attempt, say, and of a tool that it calls."""
+"""Times that a task runs in: of an attempt, say, and of a tool that it calls."""
 
 
 class CodeEnded(Exception):
-    """A user's code raised what would have ended more than itself. The message says what."""
+    """The error for a user's code that raised what would have ended more than itself. The message says what."""
 
 
 class TookTooLong(Exception):
-    """A user's code did not end in time."""
+    """The error for a user's code that did not end in time."""
 
 
 class OwnTime:
-    """Seconds that a user's code has, without those in which it waits for its turn (`waiting`).
+    """The time limit of a user's code, in seconds; the time in which it waits for its turn (`waiting`) does not count.
 
     Lifecycle: a task that is `started` in it, then `suffices`, once.
     """
@@ -43,7 +43,8 @@ class OwnTime:
         self._go_on()
 
     async def suffices(self, task: "asyncio.Task[Any]") -> bool:
-        """Whether the task ends in it: known as soon as it has ended, or its time is over. It is not cancelled then."""
+        """Return whether the task ends in its time: known as soon as it has ended, or its time is over. It is not
+        cancelled then."""
         ends: list[asyncio.Future[Any]] = [task, self._over]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -52,7 +53,7 @@ class OwnTime:
         return task.done()
 
     def hold(self) -> None:
-        """Until `release` it does not pass. Waits may overlap."""
+        """Stop the time until `release`. Waits may overlap."""
         if not self._num_waits:
             self._timer.cancel()
             self._left_s = max(0.0, self._ends - self.loop.time())
@@ -74,7 +75,7 @@ class OwnTime:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Wait for something that others have: the time of the code that waits stands still, of a tool as of the attempt
+    """Stop the time of the code that waits in the block for something that others have: of a tool as of the attempt
     that calls it. Only on the loop that they run on: a tool in a thread has its whole time there."""
     loop = asyncio.get_running_loop()
     held = [own_time for own_time in _OWN_TIMES.get() if own_time.loop is loop]
@@ -88,8 +89,9 @@ def waiting() -> Iterator[None]:
 
 
 async def contained(call: Awaitable[T], timeout_s: float | None = None) -> T:
-    """What a user's awaitable gives or raises, in a task of its own. One that does not hear that its time is over, or
-    that its caller is cancelled, is left to itself. `timeout_s`: of its own time. Raises `TookTooLong`, `CodeEnded`."""
+    """Run a user's awaitable in a task of its own; return or raise what it does. An awaitable that ignores that its
+    time is over, or that its caller is cancelled, is left running. `timeout_s`: its time. Raises `TookTooLong`,
+    `CodeEnded`."""
     own_time = OwnTime(timeout_s) if timeout_s is not None else None
     task = started(call, own_time)
     try:
@@ -104,25 +106,25 @@ async def contained(call: Awaitable[T], timeout_s: float | None = None) -> T:
 
 
 async def called(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-    """What a user's function gives. As a coroutine, so that a plain function that raises where it is called is
-    contained as well."""
+    """Call a user's function. This is a coroutine, so that a plain function that raises where it is called is contained
+    as well."""
     return await function(*arguments)
 
 
 def started(call: Awaitable[T], own_time: OwnTime | None = None) -> asyncio.Task[T]:
-    """A task in which a user's code runs."""
+    """Start a task in which a user's code runs."""
     return asyncio.create_task(_Contained(_users(call, own_time)))
 
 
 def result_of(task: asyncio.Task[T]) -> T:
-    """The result of such a task that is done, and that nobody has cancelled from outside. Raises `CodeEnded` too."""
+    """The result of such a task that is done, and that was not cancelled from outside. Raises `CodeEnded` too."""
     if task.cancelled():
         raise CodeEnded("CancelledError: it was cancelled by its own doing.")
     return task.result()
 
 
 def heard(task: "asyncio.Future[Any]") -> None:
-    """Its failure is known: asyncio need not report it."""
+    """Retrieve the task's failure, so that asyncio does not report it."""
     if task.done() and not task.cancelled():
         task.exception()
 
@@ -142,7 +144,7 @@ async def _users(call: Awaitable[T], own_time: OwnTime | None) -> T:
 
 
 class _Contained(Coroutine[Any, Any, T]):
-    """A coroutine whose steps raise nothing that ends a loop. A class, so that a task that is cancelled before its
+    """Coroutine whose steps raise nothing that ends a loop. It is a class, so that a task that is cancelled before its
     first step leaves no coroutine that was never awaited."""
 
     def __init__(self, call: Coroutine[Any, Any, T]) -> None:

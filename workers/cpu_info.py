@@ -1,4 +1,4 @@
-"""What Linux says of this machine's CPU. Imports nothing heavy."""
+"""The description that Linux gives of this machine's CPU. Imports nothing heavy."""
 
 from pathlib import Path
 

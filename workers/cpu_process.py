@@ -1,8 +1,8 @@
-"""What a process that computes with torch on CPUs is told before torch is imported, which reads it once.
+"""Settings of a process that computes with torch on CPUs, made before torch is imported, which reads them once.
 
-Waiting threads: those that meet at a barrier spin by default. Engines, ranks and everything else of a run share the
-cores, so the one that all wait for may have none while the others spin on theirs: beside one busy process two threads
-that spin take 1.5 times as long as two that sleep, which alone are as fast.
+Waiting threads: threads that wait at a barrier spin by default. Engines, ranks and everything else of a run share the
+cores, so the thread that all wait for may have no core while the others spin on theirs: beside one busy process two
+threads that spin take 1.5 times as long as two that sleep, which alone are as fast.
 
 Large tensors: what an update frees goes back to the system, and is taken anew by the next, page by page. With pages of
 2 MiB, where the kernel has them, 60,000 faults an update become a tenth, and a seventh of its time goes.
@@ -14,6 +14,6 @@ SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def prepare_for_torch() -> None:
-    """What the user has set stays."""
+    """Set the environment variables of `SETTINGS`; those that the user has set stay."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

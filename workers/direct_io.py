@@ -1,11 +1,12 @@
-"""Large files by direct I/O (`O_DIRECT`), past the kernel's page cache: checkpoints, written once and seldom read.
+"""Reading and writing of large files by direct I/O (`O_DIRECT`), past the kernel's page cache: checkpoints, written
+once and seldom read.
 
     write ─▶ a block, aligned as disks want it, summed while it is in the cache ─▶ disk
     disk  ─▶ a block ─▶ `read_into`, `blocks`
 
 Through the page cache the kernel finds, zeroes and fills a page for every 4 KiB, on a core that training wants. What
 cannot go directly goes through the cache: the last bytes of a file, and all of it where the file system knows no
-`O_DIRECT`. Used by `trainer/checkpointing/shard_files.py` and `files.py`.
+`O_DIRECT`.
 """
 
 import contextlib
@@ -21,11 +22,12 @@ import numpy as np
 import xxhash
 
 BLOCK_BYTES = 2**22
-"""Copied, summed and handed to the disk at a time: enough for the disk's full rate, and little enough for a cache."""
+"""Bytes that are copied, summed and written to the disk at a time: enough for the disk's full rate, and little enough
+for a cache."""
 
 
 class DirectWriter:
-    """A new file. Lifecycle: `write`, again and again; `finish`; `close`. Raises `OSError`."""
+    """Writer of a new file. Lifecycle: `write`, again and again; `finish`; `close`. Raises `OSError`."""
 
     def __init__(self, path: str | Path) -> None:
         self._descriptor = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -36,7 +38,7 @@ class DirectWriter:
 
     @property
     def checksum(self) -> str:
-        """The xxh3-128 of what was to be written, hexadecimal. After `finish`."""
+        """The xxh3-128 of what was to be written, hexadecimal. Valid after `finish`."""
         return self._digest.hexdigest()
 
     def write(self, data: memoryview) -> None:
@@ -51,7 +53,7 @@ class DirectWriter:
                 self._flush()
 
     def finish(self) -> None:
-        """All of it is on the disk when this returns."""
+        """Write what is left; all of the file is on the disk when this returns."""
         self._flush()
         os.fsync(self._descriptor)
 
@@ -67,14 +69,14 @@ class DirectWriter:
 
 
 class DirectReader:
-    """Any ranges of a file; each block is read once where they come in order. Raises `OSError`."""
+    """Reader of any ranges of a file; each block is read once where they come in order. Raises `OSError`."""
 
     def __init__(self, path: str | Path) -> None:
         self._descriptor = _open(path, os.O_RDONLY)
         self._size = os.fstat(self._descriptor).st_size
         self._block = _aligned_block()
         self._start = self._filled = 0
-        """First byte of the file in the block, and how many are."""
+        """First byte of the file in the block, and number of bytes in it."""
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill the target from byte `offset` on. Raises `EOFError`."""
@@ -87,7 +89,7 @@ class DirectReader:
             left, offset = left[len(there) :], offset + len(there)
 
     def blocks(self) -> Iterator[memoryview]:
-        """The whole file; each block until the next is asked for."""
+        """The whole file; each block is valid until the next is asked for."""
         offset = 0
         while len(block := self._from(offset)):
             yield block.data
@@ -97,7 +99,7 @@ class DirectReader:
         os.close(self._descriptor)
 
     def _from(self, offset: int) -> np.ndarray:
-        """What there is of a block from a byte of the file on; nothing at its end."""
+        """The part of a block from a byte of the file on; empty at the file's end."""
         if not self._start <= offset < self._start + self._filled:
             self._start = offset - offset % BLOCK_BYTES
             self._filled = self._fill()
@@ -121,12 +123,13 @@ def _open(path: str | Path, flags: int) -> int:
 
 
 def _aligned_block() -> np.ndarray:
-    """Of whole pages."""
+    """A block of whole pages."""
     return np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
 
 
 def _directly_if_possible(descriptor: int, transfer: Callable[[], int]) -> int:
-    """`EINVAL`: the file system cannot transfer these bytes directly; from here on the page cache is used."""
+    """Transfer directly. After `EINVAL`, where the file system cannot transfer these bytes directly, the page cache is
+    used from here on."""
     try:
         return transfer()
     except OSError as error:

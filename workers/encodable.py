@@ -1,6 +1,6 @@
 """Texts with half of a surrogate pair: a harness that counts in UTF-16 has cut between the two. Pure.
 
-What writes such texts elsewhere, as tokens or as JSON for people, has `?` in the place of the half.
+Other code that writes such texts, as tokens or as JSON for people, has `?` in the place of the half.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def encodable(value: Any) -> Any:
-    """The same, where all texts can be encoded: a text, or what JSON is made of."""
+    """Return the same value with all texts made encodable: a text, or what JSON is made of."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, Mapping):

@@ -1,23 +1,23 @@
-"""How many of the last results failed, and when that is too many for a run to go on. Pure. Used by `reward/` and
-`attempts/`."""
+"""The share of the last results that failed, and the limit above which a run cannot go on. Pure."""
 
 from collections import deque
 
 from penstock.conf.errors import RewardFailure
 
 EARLY_ERRORS = 20
-"""So many results, all of them failed, end a run before the window is full."""
+"""Number of results that, if all of them failed, end a run before the window is full."""
 
 
 class ErrorShare:
     """Counts results and says when too many have failed.
 
-    Too many: more failures among the last `window` results than `max_share` of a full window, or nothing but failures
-    from the start. `max_share=1` never ends a run.
+    Too many are more failures among the last `window` results than `max_share` of a full window, or nothing but
+    failures from the start. `max_share=1` never ends a run.
     """
 
     def __init__(self, max_share: float, window: int, what: str = "rewards", key: str = "reward") -> None:
-        """`what`: is counted, for people. `key`: the section of the configuration that has max_error_share."""
+        """`what`: name of what is counted, for messages. `key`: the section of the configuration that has
+        max_error_share."""
         self.max_share = max_share
         self.window = window
         self._what, self._key = what, key
@@ -27,7 +27,7 @@ class ErrorShare:
         self.last_error = ""
 
     def add(self, error: str | None) -> None:
-        """One result: None, or what it failed with."""
+        """Count one result: None, or what it failed with."""
         self.recent.append(error is not None)
         if error is not None:
             self.failed += 1

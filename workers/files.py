@@ -1,7 +1,7 @@
 """Files that may lie elsewhere: fsspec URLs (s3://bucket/run) or plain paths. For checkpoints and for runs at a URL.
 
-fsspec does both, but for renaming a local file into its place: its own transactions write in another directory first,
-from where a file may have to be copied.
+fsspec does both, except for renaming a local file into its place: fsspec's own transactions write in another directory
+first, from where a file may have to be copied.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from penstock.workers.direct_io import DirectReader
 from penstock.workers.whole_files import replacing
 
 BLOCK_BYTES = 2**20
-"""Read from behind a URL and summed at a time, while it is in the cache."""
+"""Bytes that are read from a URL and summed at a time, while they are in the cache."""
 AHEAD_BYTES = 2**24
-"""Asked for at a time from behind a URL."""
+"""Bytes that are asked for at a time from a URL."""
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """What somebody has written. `checksum`: xxh3-128 of the bytes, hexadecimal."""
+    """The name, size and checksum of a file as it was written. `checksum`: xxh3-128 of the bytes, hexadecimal."""
 
     name: str
     num_bytes: int
@@ -45,12 +45,12 @@ def is_url(place: str) -> bool:
 
 
 def absolute(place: str) -> str:
-    """A path from the root, whatever directory a process works in later; a URL as it is."""
+    """The path from the root, whatever directory a process works in later; a URL as it is."""
     return place if is_url(place) else str(Path(place).expanduser().resolve())
 
 
 def upload(file: Path, url: str) -> None:
-    """One file to `url/<name>`, which is seen whole or not at all. Raises `CheckpointError`."""
+    """Upload one file to `url/<name>`, which is seen whole or not at all. Raises `CheckpointError`."""
     system, root = _open(url)
     with _told(f"{url}/{file.name}", "written"):
         system.makedirs(root, exist_ok=True)
@@ -59,14 +59,14 @@ def upload(file: Path, url: str) -> None:
 
 
 def upload_directory(directory: Path, url: str) -> None:
-    """All files below a directory, by the same names."""
+    """Upload all files below a directory, under the same names."""
     for file in sorted(path for path in directory.rglob("*") if path.is_file()):
         parent = file.parent.relative_to(directory).as_posix()
         upload(file, url if parent == "." else f"{url}/{parent}")
 
 
 class FarFile:
-    """A file behind a URL, read as `DirectReader` reads one of this machine."""
+    """A file at a URL, with the methods of `DirectReader` for a local one."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -81,14 +81,14 @@ class FarFile:
             target = target[count:]
 
     def blocks(self) -> Iterator[memoryview]:
-        """The whole file."""
+        """The whole file, block by block."""
         while block := self._file.read(BLOCK_BYTES):
             yield memoryview(block)
 
 
 @contextlib.contextmanager
 def open_file(place: str) -> Iterator[DirectReader | FarFile]:
-    """A large file, to be read once. Raises `OSError`."""
+    """Open a large file, to be read once. Raises `OSError`."""
     if not is_url(place):
         with contextlib.closing(DirectReader(place)) as here:
             yield here
@@ -99,13 +99,13 @@ def open_file(place: str) -> Iterator[DirectReader | FarFile]:
 
 
 def read_text(place: str) -> str:
-    """A whole file. Raises `FileNotFoundError`."""
+    """Read a whole file. Raises `FileNotFoundError`."""
     system, path = _open(place)
     return bytes(system.cat_file(path)).decode()
 
 
 def read_if_there(place: str) -> bytes | None:
-    """A whole file; None if it is not there. Raises `CheckpointError` if that cannot be told."""
+    """Read a whole file; None if it is not there. Raises `CheckpointError` if that cannot be told."""
     system, path = _open(place)
     with _told(place, "read"):
         try:
@@ -115,12 +115,12 @@ def read_if_there(place: str) -> bytes | None:
 
 
 def write_text(place: str, text: str) -> None:
-    """A whole file in one step: readers see the old one or the new one. Raises `CheckpointError`."""
+    """Write a whole file in one step: readers see the old one or the new one. Raises `CheckpointError`."""
     write_bytes(place, text.encode())
 
 
 def write_bytes(place: str, data: bytes) -> None:
-    """The same."""
+    """Write a whole file in one step, like `write_text`."""
     system, path = _open(place)
     with _told(place, "written"):
         if is_url(place):
@@ -130,15 +130,15 @@ def write_bytes(place: str, data: bytes) -> None:
 
 
 def find(url: str) -> list[str]:
-    """Names of all files below, as they are from there. Raises `CheckpointError` if that cannot be told."""
+    """Names of all files below a URL, relative to it. Raises `CheckpointError` if that cannot be told."""
     system, root = _open(url)
     with _told(url, "read"):
         return sorted(name[len(root) :].lstrip("/") for name in system.find(root))
 
 
 def seen_below(url: str) -> dict[str, tuple[int, str]]:
-    """All files below by name, but for links: size, and what the file system says of the version or the time. A file
-    for which both are as before has not changed. Raises `CheckpointError`."""
+    """All files below by name, except links: size, and what the file system says of the version or the time. A file for
+    which both are unchanged has not changed. Raises `CheckpointError`."""
     system, root = _open(url)
     with _told(url, "read"):
         return {
@@ -152,8 +152,8 @@ def seen_below(url: str) -> dict[str, tuple[int, str]]:
 
 
 def download(url: str, directory: Path, names: Iterable[str] | None = None) -> None:
-    """All files below `url`, or these, in this order. Raises `CheckpointError` if there is nothing, if it cannot be
-    read, or if a name leads out of the directory: then nothing is written."""
+    """Download all files below `url`, or these, in this order. Raises `CheckpointError` if there is nothing, if it
+    cannot be read, or if a name leads out of the directory: then nothing is written."""
     names = find(url) if names is None else list(names)
     try:
         targets = [(name, below(directory, name)) for name in names]
@@ -180,8 +180,8 @@ def list_names(place: str) -> list[str]:
 
 
 def exists(place: str) -> bool:
-    """Raises `CheckpointError` if that cannot be told. (fsspec's own `exists` says no then, and what does not exist is
-    swept.)"""
+    """Return whether something is there. Raises `CheckpointError` if that cannot be told. (fsspec's own `exists` says
+    no then, and what does not exist is swept.)"""
     system, path = _open(place)
     with _told(place, "read"):
         try:
@@ -192,9 +192,9 @@ def exists(place: str) -> bool:
 
 
 def fault_of(directory: str, file: SavedFile, check_wanted: Callable[[], None] = lambda: None) -> str | None:
-    """What is wrong with a file that ought to lie in a directory or URL, read to its end, as half a sentence; None:
-    nothing. `check_wanted`: called now and then; what it raises ends the reading. Raises `CheckpointError` if that
-    cannot be told."""
+    """The fault of a file that ought to lie in a directory or URL, read to its end, as half a sentence; None: nothing.
+    `check_wanted`: called now and then; what it raises ends the reading. Raises `CheckpointError` if that cannot be
+    told."""
     place = f"{directory}/{file.name}"
     try:
         below(Path(), file.name)
@@ -221,8 +221,8 @@ def _checksum(place: str, check_wanted: Callable[[], None]) -> str:
 
 
 def fault_of_size(place: str, num_bytes: int) -> str | None:
-    """What is wrong with a file that ought to have so many bytes, as half a sentence; None: nothing. Raises
-    `CheckpointError` if that cannot be told."""
+    """The fault of a file that ought to have so many bytes, as half a sentence; None: nothing. Raises `CheckpointError`
+    if that cannot be told."""
     system, path = _open(place)
     with _told(place, "read"):
         try:
@@ -233,7 +233,7 @@ def fault_of_size(place: str, num_bytes: int) -> str | None:
 
 
 def remove(place: str) -> None:
-    """A file, or a directory as far as what is in it can be removed; nothing happens if it is not there. Raises
+    """Remove a file, or a directory as far as what is in it can be removed; nothing happens if it is not there. Raises
     `CheckpointError`."""
     system, path = _open(place)
     with _told(place, "removed"):
@@ -246,14 +246,14 @@ def remove(place: str) -> None:
 
 
 def move(place: str, to: str) -> None:
-    """A directory to another name on the same file system. Raises `CheckpointError`."""
+    """Move a directory to another name on the same file system. Raises `CheckpointError`."""
     system, path = _open(place)
     with _told(place, "moved"):
         system.mv(path, _open(to)[1], recursive=True)
 
 
 def _open(place: str) -> tuple[Any, str]:
-    """A file system, and the place in its own words."""
+    """The file system of a place, and the place as that file system names it."""
     if not is_url(place):  # whatever its name has: `~` and `::` mean something in URLs
         return LocalFileSystem(), os.path.abspath(place)
     try:
@@ -268,7 +268,7 @@ def _open(place: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _told(place: str, what: str) -> Iterator[None]:
-    """`what`: written or read, of which the block fails by `CheckpointError`."""
+    """Raise `CheckpointError` for what fails in the block. `what`: written or read, for the message."""
     try:
         yield
     except OSError as error:
@@ -282,7 +282,7 @@ def _told(place: str, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole(system: Any, path: str) -> Iterator[str]:
-    """What to write within the block so that `path` is seen whole: object stores see to it themselves."""
+    """The place to write to within the block so that `path` is seen whole: object stores ensure it themselves."""
     if type(system) is not LocalFileSystem:
         yield path
         return

@@ -1,5 +1,5 @@
-"""Processes of a run by more than their number, which may be another's by the time that it is used: an actor says who
-it is, and its node's agent ends nobody else.
+"""The identity of a run's processes by more than their number, which another process may have by the time that it is
+used: an actor says who it is, and its node's agent ends no other process.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ import psutil
 from penstock.store.data.roots import identity
 
 END_S = 10.0
-"""For a killed process to be gone: its memory, on a GPU too, is given back only then."""
+"""Seconds for a killed process to be gone: its memory, on a GPU too, is given back only then."""
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """Plain data, so that it crosses Ray."""
+    """The identity of a process. Plain data, so that it can be sent through Ray."""
 
     pid: int
     proof: tuple[str, ...]
-    """When it started, and in which PID namespace of which machine."""
+    """Time when it started, and its PID namespace and machine."""
 
     @classmethod
     def of(cls, pid: int) -> "ProcessId":
@@ -31,8 +31,8 @@ class ProcessId:
 
     @classmethod
     def told(cls, said: Any) -> "ProcessId | None":
-        """What an actor's `process` has answered; the store's, which knows no such class, says it in a tuple. None: it
-        has not."""
+        """Convert what an actor's `process` has answered; the store, which does not know this class, answers with a
+        tuple. None: there is no answer."""
         return said if isinstance(said, cls) else cls(*said) if isinstance(said, tuple) else None
 
     @classmethod
@@ -41,13 +41,14 @@ class ProcessId:
 
     @property
     def is_alive(self) -> bool:
-        """False also where it cannot be seen from: on another machine, in another container."""
+        """True if the process is alive. False also where it cannot be seen from: on another machine, in another
+        container."""
         return identity(self.pid) == self.proof
 
 
 def kill(process: ProcessId, timeout_s: float = END_S) -> bool:
-    """End it and all that it has started, at once. False if any of them is still there afterwards: the kernel does not
-    let go of one that waits for a device."""
+    """End a process and all that it has started, at once. False if any of them is still there afterwards: the kernel
+    does not end one that waits for a device."""
     doomed = _with_children(process.pid)
     if not process.is_alive:  # asked last: the children are its own
         return True
@@ -67,8 +68,8 @@ def children() -> frozenset[psutil.Process]:
 
 
 def end_children(but: Set[psutil.Process] = frozenset()) -> int:
-    """End what users' code has left: this process's children, with theirs. `but`: those of before that code, which are
-    somebody else's. The number of ended ones."""
+    """End what users' code has left: this process's children, with theirs. `but`: children that were there before that
+    code, which belong to others. Returns the number of ended ones."""
     left = children() - but
     for member in left:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
-"""How far a worker is, for whoever watches that it goes on. Every actor answers `progress()`, beside its work;
-`orchestrator/faults/liveness.py` judges the answers.
+"""The progress of a worker, by which the controller sees that it goes on. Every actor answers `progress()`, beside its
+work; `orchestrator/faults/liveness.py` judges the answers.
 
-    who works:    with phases.within(UPDATING): ...        who answers:    phases.progress(num_done, num_in_flight)
+    worker:    with phases.within(UPDATING): ...        answers:    phases.progress(num_done, num_in_flight)
 """
 
 import time
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 STARTING = "starting"
 IDLE = "idle"
-"""A trainer between two calls."""
+"""Phase of a trainer between two calls."""
 SERVING = "serving"
-"""Whatever the store has for it."""
+"""Phase of a worker that does whatever the store has for it."""
 WAITING = "waiting for its batch"
 COMPUTING = "computing"
 UPDATING = "updating"
@@ -27,23 +27,23 @@ EXPORTING = "writing the model"
 
 @dataclass(frozen=True)
 class Progress:
-    """Of one worker at one moment."""
+    """The progress of one worker at one moment."""
 
     phase: str
     phase_s: float
-    """Seconds in it so far, by the worker's own clock."""
+    """Seconds in the phase so far, by the worker's own clock."""
     num_done: int = 0
-    """Tokens of an engine, those of samples under way included; rows of anybody else, groups of the prompts. Since the
-    start; falls only when work under way is given up."""
+    """Number of an engine's tokens, those of samples under way included; of other workers' rows; of groups, for the
+    prompts. Counted since the start; falls only when work under way is given up."""
     num_in_flight: int = 0
-    """Samples that an engine decodes; rows that anybody else holds."""
+    """Number of samples that an engine decodes, or of rows that another worker holds."""
     tokens_in_flight: int = 0
-    """Response tokens of these: what is done again if the worker dies. Of engines so far; 0 of roles whose work on a
-    token is no model's."""
+    """Response tokens of those in flight, which are done again if the worker dies. For engines, those so far; 0 for
+    roles whose work on a token is no model's."""
 
 
 class Phases:
-    """What a worker does at the moment. Noted by the thread that works, read by another one that answers."""
+    """The present phase of a worker. Noted by the thread that works, read by another one that answers."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -54,7 +54,7 @@ class Phases:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Afterwards it is in the phase of before, which begins anew."""
+        """Be in a phase within the block. Afterwards the previous phase begins anew."""
         before, _ = self._present
         self.enter(phase)
         try:

@@ -1,5 +1,4 @@
-"""What a role promises, whoever plays it. Each has a real implementation and a deterministic fake, held to the same
-tests.
+"""The interfaces of the roles. Each has a real implementation and a deterministic fake, held to the same tests.
 
 The loop that calls an engine is `workers/rollout/worker.py`; the one that calls a trainer is
 `workers/trainer/worker.py`.
@@ -33,12 +32,13 @@ class Sampling:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
-    """Of the request; sample i uses seed + i. None: not reproducible."""
+    """Seed of the request; sample i uses seed + i. None: not reproducible."""
     structure: Mapping[str, Any] | None = None
-    """What a response must be: {json: a schema}, {json_object: true}, {regex: …}, {choice: […]} or {grammar: …}. Tokens
-    that would break it are left out of the distribution, and so out of their log-probabilities. vLLM alone does it."""
+    """Required form of a response: {json: a schema}, {json_object: true}, {regex: …}, {choice: […]} or {grammar: …}.
+    Tokens that would break it are left out of the distribution, and so out of their log-probabilities. vLLM alone does
+    it."""
     priority: int = 0
-    """Of requests that wait for an engine, lower ones are served first."""
+    """Priority among requests that wait for an engine: lower ones are served first."""
 
     def __post_init__(self) -> None:
         self._number("temperature", float, 0, HIGHEST_TEMPERATURE)
@@ -58,7 +58,7 @@ class Sampling:
             self._need(is_utf8(self.structure), "structure", "must be JSON whose texts can be encoded.")
 
     def _number(self, name: str, kind: type[int] | type[float], low: float, high: float | None = None) -> None:
-        """It is one, within its bounds, and becomes Python's own."""
+        """Check that a value is a number within its bounds, and make it Python's own."""
         value = getattr(self, name)
         called = "a whole number" if kind is int else "a number"
         within = f"of at least {low}" if high is None else f"from {low} to {high}"
@@ -92,23 +92,24 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response. The three lists have one entry a token; the end-of-sequence token, if sampled, is the last
+    """A sampled response. The three lists have one entry a token; the end-of-sequence token, if sampled, is the last
     one."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of the sampled tokens, natural log, under the sampling distribution (after temperature and truncation)."""
+    """Log-probabilities of the sampled tokens, natural log, under the sampling distribution (after temperature and
+    truncation)."""
     versions: list[int]
     """Weight version that each token was sampled under."""
     text: str
-    """Without special tokens; without the stop string."""
+    """Text without special tokens and without the stop string."""
     finish_reason: str
-    """stop (end of sequence or a stop string) or length."""
+    """Reason: stop (end of sequence or a stop string) or length."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """One version of the weights in node-local shared memory: a directory with `model.safetensors` and
+    """A version of the weights in node-local shared memory: a directory with `model.safetensors` and
     `manifest.json`."""
 
     directory: str
@@ -118,14 +119,14 @@ class Publication:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What an engine has done so far, to see that it goes on."""
+    """The work of an engine so far, to see that it goes on."""
 
     num_tokens: int
-    """Since the start, those of samples in flight included."""
+    """Tokens since the start, those of samples in flight included."""
     num_in_flight: int
-    """Samples that it decodes. What waits for new weights, or for the device, is not among them."""
+    """Samples that it decodes. Those that wait for new weights, or for the device, are not among them."""
     tokens_in_flight: int = 0
-    """That those have so far."""
+    """Tokens that the samples in flight have so far."""
     num_waiting: int = 0
     """Samples among those in flight that wait for room in the engine's own queue."""
 
@@ -139,33 +140,35 @@ class RolloutEngine(Protocol):
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]: ...
 
     async def load(self, publication: Publication) -> None:
-        """Pause, load, verify checksums and version, resume: it is served from here on. Raises `WeightError`,
+        """Pause, load, verify checksums and version, resume: the version is served from here on. Raises `WeightError`,
         `DeadlineExceeded`."""
 
     async def version(self) -> int: ...
 
     def sampled(self) -> Sampled:
-        """At any time, at once."""
+        """The engine's work so far. May be called at any time; returns at once."""
 
     async def sleep(self) -> None:
         """Leave the device to others; nothing is in flight. `generate` waits until `wake`; `load` does not."""
 
     async def wake(self) -> None:
-        """The opposite. The weights are those of before, or of a version loaded since."""
+        """Take the device again. The weights are the previous ones, or of a version loaded since."""
 
     async def close(self) -> None: ...
 
 
 Loss = Callable[..., Any]
-"""`(logprobs, mask, totals, <columns>) -> (loss, metrics)`: see `algorithms/losses/`."""
+"""The type of losses, `(logprobs, mask, totals, <columns>) -> (loss, metrics)`: see `algorithms/losses/`."""
 
 
 @dataclass
 class UpdateReport:
-    """What one rank says of its share of one update. Counts add up over ranks; `metrics` are the batch's on each."""
+    """The report of one rank on its share of one update. Counts add up over ranks; `metrics` are the batch's on
+    each."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    """Already reduced over ranks: the same on each, e.g. actor/pg_loss, actor/grad_norm, mismatch/logprob_abs_mean."""
+    """Metrics, already reduced over ranks: the same on each, e.g. actor/pg_loss, actor/grad_norm,
+    mismatch/logprob_abs_mean."""
     num_samples: int = 0
     num_tokens: int = 0
     """Response tokens of this rank's rows."""
@@ -173,15 +176,15 @@ class UpdateReport:
 
 
 class Trainer(Protocol):
-    """One rank of several that run one program: all get the same calls in the same order, each with its own rows
-    (maybe none)."""
+    """A rank of several that run one program: all get the same calls in the same order, each with its own rows (maybe
+    none)."""
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
-        """`[T_i]` float32 for each row: log-probabilities of the response tokens under the current weights."""
+        """Log-probabilities, `[T_i]` float32 for each row, of the response tokens under the current weights."""
 
     def update(self, rows: Rows, loss: Loss, recorder: Any = None) -> UpdateReport:
-        """One policy update (`num_minibatches` optimizer steps) over the union of all ranks' rows. `recorder`: is told
-        of each token (`trainer/update/token_recorder.py`)."""
+        """Run one policy update (`num_minibatches` optimizer steps) over the union of all ranks' rows. `recorder`:
+        notes each token (`trainer/update/token_recorder.py`)."""
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write the weights into shared memory, each rank its own shard."""

@@ -1,6 +1,5 @@
 """Room for files in shared memory, taken before anything is written: a write through a mapping that finds the file
-system full kills its process. Called by publications (`weights/publication/reused_files.py`) and kept states
-(`trainer/kept/`)."""
+system full kills its process."""
 
 import errno
 import os
@@ -11,12 +10,12 @@ from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 Spans = Sequence[tuple[int, int]]
-"""First and last-plus-one bytes, in order, that do not overlap."""
+"""Ranges of bytes, first and last-plus-one, in order, that do not overlap."""
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """Why a file has no room. `needed_bytes`: of the file, its pages that are there among them."""
+    """The reason why a file has no room. `needed_bytes`: of the file, including the pages that it has."""
 
     needed_bytes: int
     free_bytes: int

@@ -1,4 +1,4 @@
-"""How much room there was, for the message of whoever could not write. Used by checkpoints and exports."""
+"""The free space before a write, for the error message if the write fails."""
 
 import contextlib
 import shutil
@@ -13,14 +13,14 @@ class Room:
         self._free_bytes: int | None = None
 
     def look(self, directory: str | Path) -> None:
-        """Where a directory is or is to be made."""
+        """Note the free space where a directory is or is to be made."""
         path = Path(directory)
         with contextlib.suppress(OSError):
             existing = next(place for place in (path, *path.absolute().parents) if place.is_dir())
             self._free_bytes = shutil.disk_usage(existing).free
 
     def too_little(self, advice: str) -> str:
-        """What to add to the error where that may be the trouble: others want some of it as well."""
+        """Text to add to the error where little space may be the cause: others want some of it as well."""
         if self._free_bytes is None or self._free_bytes > 2 * self._needed_bytes:
             return ""
         return f". Its part alone needs {self._needed_bytes:,} bytes, and {self._free_bytes:,} were free. {advice}"

@@ -1,7 +1,5 @@
-"""What an actor does for a store, until it closes. A `run` with another store takes the place of the one before; with
-the same store, it is a second call for the same work, by another process that drives the run.
-
-Used by the actors of prompts, rollout, reward and compute.
+"""The service of an actor for a store, until it closes. A `run` with another store replaces the previous one; with the
+same store, it is a second call for the same work, by another process that drives the run.
 """
 
 import asyncio
@@ -12,7 +10,7 @@ from penstock.store.client.client import StoreClient
 
 
 class Serving:
-    """Lifecycle: `run` any number of times. One serves at a time, by a client of its own.
+    """Lifecycle: `run` any number of times. One task serves at a time, with a client of its own.
 
     serving = Serving(worker.run)
     await serving.run(store)        # until the store closes
@@ -26,11 +24,11 @@ class Serving:
         self._running: asyncio.Task[None] | None = None
         self._store: Any = None
         self._client: StoreClient | None = None
-        """Both of the task that serves."""
+        """Store and client of the task that serves."""
         self._turn = asyncio.Lock()
 
     async def run(self, store: Any) -> None:
-        """Raises what serving raises."""
+        """Serve the store. Raises what serving raises."""
         mine = self._running
         if mine is None or mine.done() or store != self._store:
             if mine is not None:
@@ -44,8 +42,8 @@ class Serving:
                 raise
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more leases, and finish those that are held; after so many seconds give the rest back. Then `run` has
-        returned. Nothing happens where nobody serves."""
+        """Take no more leases, and finish those that are held; after `timeout_s` give the rest back. Then `run` has
+        returned. Does nothing where no task serves."""
         running, self._running = self._running, None
         if running is None:
             return

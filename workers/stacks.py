@@ -1,9 +1,7 @@
-"""What all threads of a worker's process are at, in words: for the log of one that does not answer any more.
+"""The stacks of all threads of a worker's process, as text: for the log of one that does not answer any more.
 
-    worker        register(directory)             a signal has `faulthandler` write them, which needs no Python lock
-    node's agent  dump(process, directory, name)  by py-spy, which needs no help of the process; else by that signal
-
-Called by every `actor.py`, and by `workers/node/actor.py`.
+worker        register(directory)             a signal has `faulthandler` write them, which needs no Python lock
+node's agent  dump(process, directory, name)  by py-spy, which needs no help of the process; else by that signal
 """
 
 import contextlib
@@ -23,20 +21,20 @@ from penstock.workers.processes import ProcessId
 
 SIGNAL = signal.SIGUSR2
 MAX_BYTES = 200_000
-"""Of one dump: what is beyond is mostly the same frames again."""
+"""Largest size of one dump: what is beyond is mostly the same frames again."""
 SPY_S = 10.0
 WRITE_S = 5.0
-"""For the process to write its stacks. The kernel lets it do so whatever it computes, unless it is stopped."""
+"""Seconds for the process to write its stacks. The kernel lets it do so whatever it computes, unless it is stopped."""
 QUIET_S = 0.3
-"""The file is whole when it has not grown for so long."""
+"""Seconds without growth after which the file is taken to be whole."""
 
 _files: dict[Path, TextIO] = {}
-"""Of this process: `faulthandler` wants its file open."""
+"""Files of this process: `faulthandler` wants its file open."""
 
 
 def register(directory: str | Path) -> ProcessId:
-    """From now on the signal has this process write its stacks below `directory`, if it sees that; who this process is.
-    A second time changes nothing."""
+    """Have a signal make this process write its stacks below `directory`, if the process sees that; return the identity
+    of the process. A second call changes nothing."""
     process = ProcessId.own()
     path = _path(directory, process)
     if path not in _files and path.parent.is_dir():
@@ -46,8 +44,8 @@ def register(directory: str | Path) -> ProcessId:
 
 
 def dump(process: ProcessId, directory: str | Path, name: str, py_spy: str | None = None) -> str:
-    """The stacks of a process of this machine, within half a minute; or, in words, why there are none. Never raises for
-    a process that is gone. `py_spy`: the program; None: the one that is installed, if any."""
+    """The stacks of a process of this machine, within half a minute; or a text that says why there are none. Never
+    raises for a process that is gone. `py_spy`: the program; None: the one that is installed, if any."""
     if not process.is_alive:
         return f"{name}, process {process.pid}: it is gone, or of another machine."
     spied = _spied(process.pid, py_spy or _installed())
@@ -63,14 +61,14 @@ def _path(directory: str | Path, process: ProcessId) -> Path:
 
 
 def _installed() -> str | None:
-    """Beside this Python, or on the PATH."""
+    """The py-spy beside this Python, or on the PATH."""
     scripts = sysconfig.get_path("scripts")
     return shutil.which("py-spy", path=os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]))
 
 
 def _spied(pid: int, py_spy: str | None) -> str | None:
-    """Of the process and of those that it has started. None where py-spy is not, or may not look. It cannot pause one
-    that is stopped, and need not."""
+    """The stacks of the process and of those that it has started. None where py-spy is missing, or may not look. It
+    cannot pause a stopped process, and need not."""
     for options in ([], ["--nonblocking"]) if py_spy is not None else ():
         command = [str(py_spy), "dump", "--pid", str(pid), "--subprocesses", *options]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -80,7 +78,7 @@ def _spied(pid: int, py_spy: str | None) -> str | None:
 
 
 def _written(process: ProcessId, path: Path) -> str:
-    """By the process itself."""
+    """The stacks as the process itself writes them."""
     if not path.exists() or not _catches(process.pid):
         return "py-spy cannot look at it, and it has not registered to write its stacks itself."
     before = size = path.stat().st_size
@@ -96,14 +94,14 @@ def _written(process: ProcessId, path: Path) -> str:
 
 
 def _catches(pid: int) -> bool:
-    """A process that has no handler would be ended by the signal."""
+    """Return whether the process handles the signal, which would end one without a handler."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
     return bool(int(mask, 16) >> (SIGNAL - 1) & 1)
 
 
 def _status(pid: int) -> str:
-    """Stopped, waiting for a disk, running, …"""
+    """State of a process: stopped, waiting for a disk, running, …"""
     try:
         return str(psutil.Process(pid).status())
     except psutil.Error:

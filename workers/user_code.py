@@ -1,7 +1,8 @@
-"""Code that a user brings: a Python file or an importable module, and the function in it that a configuration names.
+"""The code that a user brings: a Python file or an importable module, and the function in it that a configuration
+names.
 
-Used wherever a key takes `file.py:function` or `package.module:function` (`reward.function`, `data.teacher`,
-`algorithm`, `imports`), on the driver and again in every process that has to resolve the name anew.
+It is named by keys that take `file.py:function` or `package.module:function` (`reward.function`, `data.teacher`,
+`algorithm`, `imports`), and resolved on the driver and again in every process that needs it.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from penstock.conf.errors import ConfigError, suggest
 
 
 def find_function(spec: str, key: str) -> Callable[..., Any]:
-    """What `file.py:name` or `package.module:name` stands for. Raises `ConfigError`; `key` is the one it names."""
+    """Find what `file.py:name` or `package.module:name` stands for. Raises `ConfigError`, which names `key`."""
     place, colon, attribute = spec.rpartition(":")
     if not colon:
         raise ConfigError(f"{key}={spec}: write it as `file.py:function` or `package.module:function`.")

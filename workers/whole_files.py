@@ -1,7 +1,7 @@
-"""Files that are there whole or not at all: written beside their place, then renamed into it.
+"""Files that exist whole or not at all: written beside their place, then renamed into it.
 
-Readers see the old file or the new one, and so does the next process if this one is killed. Called by whatever writes a
-file that another process may read meanwhile: run directories, checkpoints, publications.
+Readers see the old file or the new one, and so does the next process if this one is killed. For files that another
+process may read meanwhile: run directories, checkpoints, publications.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
-    """The file to write within the block; it becomes `target` at its end. `synced`: once its bytes are on the disk, so
-    that it is whole after a power cut too."""
+    """Yield the file to write within the block; it becomes `target` at its end. `synced`: only once its bytes are on
+    the disk, so that it is whole after a power cut too."""
     part = part_of(target)
     try:
         yield part
@@ -27,7 +27,7 @@ def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
 
 
 def part_of(target: Path) -> Path:
-    """Where a file is written until it is whole."""
+    """The path where a file is written until it is whole."""
     return target.with_name(f".{target.name}.part")
 
 

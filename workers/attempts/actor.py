@@ -1,7 +1,7 @@
 """`Environment-i`: the Ray shell around one environment, its attempts, and the gateway to the engines.
 
-Started by `orchestrator/fleet/`. The controller says by `engines` which there are, whenever that changes; `run` leases
-tasks from a store until it closes; `play` serves evaluation.
+The controller names the engines by `engines`, whenever they change; `run` leases tasks from a store until it closes;
+`play` serves evaluation.
 """
 
 import asyncio
@@ -33,37 +33,37 @@ from penstock.workers.serving import Serving
 from penstock.workers.stacks import register
 
 ERROR_WINDOW = 100
-"""Attempts over which the share of failures is taken."""
+"""Number of attempts over which the share of failures is taken."""
 
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """What an environment actor is made from. Plain data, so that it crosses Ray."""
+    """The specification that an environment actor is made from. Plain data, so that it can be sent through Ray."""
 
     name: str
     index: int
-    """Among the environment actors."""
+    """Index among the environment actors."""
     config: EnvironmentConfig
     rollout: RolloutConfig
     model_path: str
-    """Where the tokenizer is."""
+    """Directory of the tokenizer."""
     seed: int
     group_size: int
     writes: tuple[str, ...]
-    """Columns of the stage."""
+    """Columns that the stage writes."""
     reward_column: str = "reward"
-    """What the environment's reward is called."""
+    """Column of the environment's reward."""
     imports: tuple[str, ...] = ()
     num_peers: int = 1
-    """Environment actors, itself included."""
+    """Number of environment actors, itself included."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """`model.chat_template_kwargs`."""
+    """Arguments of the chat template: `model.chat_template_kwargs`."""
     origin: Origin | None = None
-    """Of what it measures; None: that goes nowhere."""
+    """Origin of its measurements; None: they are not exported."""
 
 
 class Environments:
-    """Lifecycle: `start` once, `engines` whenever others are there, `run` and `play` side by side, `close`."""
+    """Lifecycle: `start` once, `engines` whenever they change, `run` and `play` concurrently, `close`."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self._spec = spec
@@ -81,7 +81,8 @@ class Environments:
         return self._spec.name
 
     async def start(self) -> None:
-        """Raises `ConfigError` for an environment that cannot be made, `ModelError` for a model that cannot chat."""
+        """Make the environment and start the gateway. Raises `ConfigError` for an environment that cannot be made,
+        `ModelError` for a model that cannot chat."""
         spec, config = self._spec, self._spec.config
         asyncio.get_running_loop().set_task_factory(containing)
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.model_path)
@@ -110,7 +111,7 @@ class Environments:
         self._phases.enter(SERVING)
 
     async def engines(self, members: Sequence[tuple[str, Any]]) -> None:
-        """Names and handles of the rollout actors that serve now."""
+        """Set the rollout actors that serve now, by names and handles."""
         self._pool.update(dict(members))
 
     async def run(self, store: Any) -> None:
@@ -118,14 +119,14 @@ class Environments:
         await self._serving.run(store)
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more tasks and finish those that are here; what is not done after so many seconds goes back. Then
-        `run` has returned."""
+        """Take no more tasks and finish those that are here; what is not done after `timeout_s` goes back. Then `run`
+        has returned."""
         await self._serving.drain(timeout_s)
 
     async def play(
         self, engines: Sequence[tuple[str, Any]], tasks: Sequence[str], samplings: Sequence[Sequence[Sampling]]
     ) -> list[list[Played]]:
-        """A group of attempts at each task (the `task` column), one for each of its samplings. For evaluation."""
+        """Play a group of attempts at each task (the `task` column), one for each of its samplings. For evaluation."""
         assert self._runner is not None
         runner = self._runner
         await self.engines(engines)
@@ -133,16 +134,17 @@ class Environments:
         return [[Played.of(attempt) for attempt in group] for group in await asyncio.gather(*groups)]
 
     async def process(self, stacks: str) -> ProcessId:
-        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
         return register(stacks)
 
     async def progress(self) -> Progress:
-        """Attempts played, and those under way. At any time."""
+        """Attempts played, and those under way. May be called at any time."""
         runner = self._runner
         return self._phases.progress(runner.num_done, runner.num_in_flight) if runner is not None else Progress("", 0.0)
 
     async def stats(self) -> dict[str, float]:
-        """Of the groups, as of an engine; and counts of the gateway, of tools and of outcomes since the start."""
+        """Counters of the groups, like those of an engine; and counts of the gateway, of tools and of outcomes since
+        the start."""
         own = self._worker.stats() if self._worker is not None else {}
         return {**own, **{f"environment/{name}": float(count) for name, count in self._counts.items()},
                 "environment/turns_again": float(self._pool.num_again)}  # fmt: skip

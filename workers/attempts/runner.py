@@ -5,8 +5,8 @@
     rejected    the environment did not want it to count
     failed      it raised, had the policy sample nothing, or its time was over while its answer was scored
 
-What is truncated is trained as far as it went. Rejected and failed attempts are not, and never count as a reward of
-zero. Used by `worker.py`, and by evaluation.
+Truncated attempts are trained as far as they went. Rejected and failed attempts are not trained, and never count as a
+reward of zero.
 """
 
 import asyncio
@@ -35,19 +35,20 @@ from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.trajectory.trajectory import FAILED, REJECTED, TRUNCATED, Outcome, Trajectory
 
 GRACE_S = 5.0
-"""For an attempt that is cancelled to end; then it is left to itself."""
+"""Seconds for an attempt that is cancelled to end; after that it is left running."""
 MakeSession = Callable[[Sampling], Session]
 
 
 @dataclass(frozen=True)
 class Played:
-    """What evaluation is told of an attempt."""
+    """The result of an attempt for evaluation."""
 
     outcome: Outcome
     reward: float = 0.0
-    """By the environment."""
+    """Reward by the environment."""
     text: str = ""
-    """Of the last answer, without thinking and calls, for reward functions. Empty for one that is not trained."""
+    """Text of the last answer, without thinking and calls, for reward functions. Empty for an attempt that is not
+    trained."""
 
     @classmethod
     def of(cls, attempt: Trajectory) -> "Played":
@@ -56,7 +57,7 @@ class Played:
 
 
 class Runner:
-    """Of one environment. Lifecycle: any number of attempts, side by side; then `close`."""
+    """Plays the attempts of one environment. Lifecycle: any number of attempts, concurrently; then `close`."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Runner:
         counts: Counter[str] | None = None,
         meters: Meters | None = None,
     ) -> None:
-        """`door`: by which agents come in over HTTP. `counts`, `meters`: for metrics."""
+        """`door`: admits agents over HTTP. `counts`, `meters`: for metrics."""
         self._meters = meters or Meters()
         self._meters.add(table.ENVIRONMENT_TURNS, 0)
         for kind in table.OUTCOMES:
@@ -80,11 +81,11 @@ class Runner:
         self._counts = counts if counts is not None else Counter()
         self._sandboxes: dict[Limits, Sandbox] = {}
         self.num_in_flight = self.num_done = 0
-        """Attempts."""
+        """Numbers of attempts."""
 
     async def attempt(self, task: Task, sampling: Sampling) -> Trajectory:
-        """`sampling`: with the attempt's seed. It waits while as many are under way as there may be. Raises what ends a
-        run: engines that are gone for good."""
+        """Play an attempt. `sampling`: with the attempt's seed. It waits while the largest number is under way. Raises
+        what ends a run: engines that are gone for good."""
         async with self._places:
             return await self._attempt(task, sampling)
 
@@ -115,7 +116,7 @@ class Runner:
         )
 
     async def group(self, task: Task, samplings: Sequence[Sampling]) -> list[Trajectory]:
-        """An attempt for each of these, side by side, with the rewards of `score_group` where there is one."""
+        """Play an attempt for each sampling, concurrently, with the rewards of `score_group` where there is one."""
         playing = [asyncio.ensure_future(self.attempt(task, sampling)) for sampling in samplings]
         try:
             found = list(await asyncio.gather(*playing))
@@ -165,7 +166,7 @@ class Runner:
         return _failure(error)
 
     def _completed(self, session: Session) -> Outcome:
-        """`run` returned. Where a limit cut the last turn, what it returned with is no whole answer."""
+        """The outcome after `run` has returned. Where a limit cut the last turn, its answer is not complete."""
         if not session.turns or not session.turns[-1].is_cut:
             return Outcome()
         if session.num_sampled >= self._config.max_tokens:
@@ -177,7 +178,7 @@ class Runner:
         )
 
     async def _ended(self, playing: "asyncio.Task[None]") -> None:
-        """It is asked to end. One that does not hear it is left to itself, and gets nothing sampled any more."""
+        """Ask an attempt to end. One that ignores this is left running, and gets nothing sampled any more."""
         playing.cancel()
         await asyncio.wait([playing], timeout=GRACE_S)
         if not playing.done():
@@ -185,7 +186,7 @@ class Runner:
         heard(playing)
 
     async def close(self) -> None:
-        """Of the environment, and of the sandboxes that it has used."""
+        """Close the environment, and the sandboxes that it has used."""
         for sandbox in self._sandboxes.values():
             sandbox.close()
         if hasattr(self.environment, "aclose"):
@@ -202,12 +203,12 @@ class Runner:
 
 
 async def _compared(score: Callable[..., Any], task: Task, attempts: list[Trajectory]) -> list[float]:
-    """What `score_group` gives. Raises `ValueError` for what is no finite number."""
+    """The rewards of `score_group`. Raises `ValueError` for what is no finite number."""
     return [finite(reward) for reward in await score(task, attempts)]
 
 
 def _raised(playing: "asyncio.Task[None]") -> Exception | None:
-    """What an attempt ended with."""
+    """The error that an attempt ended with; None for none."""
     try:
         result_of(playing)
     except Exception as error:  # noqa: BLE001 - it is the environment's, whatever it raises
@@ -222,11 +223,11 @@ def _failure(error: Exception) -> Outcome:
 
 
 def _word(reason: str) -> str:
-    """As a metric's name takes it."""
+    """The reason in a form that a metric's name can have."""
     return re.sub(r"\W+", "_", reason).strip("_")[:40] or "rejected"
 
 
 def _said(session: Session, outcome: Outcome, reward: float) -> list[dict[str, Any]]:
-    """For people: the last conversation, and how it ended."""
+    """Messages for people: the last conversation, and how it ended."""
     end = outcome.kind if not outcome.reason else f"{outcome.kind}: {outcome.reason}"
     return [*map(dict, session.last_messages), {"role": "outcome", "content": end, "reward": reward}]

@@ -1,8 +1,8 @@
 """The pull loop of an environment worker: tasks out of the store, trajectories back in.
 
-    lease groups ─▶ an attempt for each row, side by side ─▶ write what is trained, drop the rest with its reason
+    lease groups ─▶ an attempt for each row, concurrently ─▶ write what is trained, drop the rest with its reason
 
-The loop is `rollout/groups.py`'s. Run by `actor.py` and, in-process, by tests.
+The loop is `rollout/groups.py`'s.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ class EnvironmentWorker:
         writes: Sequence[str] | None = None,
         reward_column: str = "reward",
     ) -> None:
-        """`seed`: of the run, None for unseeded sampling. `num_attempts`: in a group. `max_attempts`: side by side.
+        """`seed`: of the run, None for unseeded sampling. `num_attempts`: in a group. `max_attempts`: run concurrently.
         `writes`: columns of the stage; None: all that a trajectory has."""
         self._runner, self._sampling, self._seed = runner, sampling, seed
         self._errors, self._writes, self._reward_column = errors, writes, reward_column
@@ -52,16 +52,17 @@ class EnvironmentWorker:
         self._counts: Counter[str] = Counter(samples=0, tokens=0, groups=0, late_groups=0, twice_groups=0)
 
     async def run(self, store: StoreClient) -> None:
-        """Raises `RewardFailure` when too many attempts fail, and what the engines fail with for good."""
+        """Serve the store until it closes. Raises `RewardFailure` when too many attempts fail, and what the engines
+        fail with for good."""
         await self._loop.run(store)
 
     def stats(self) -> dict[str, float]:
-        """Cumulative, as of `RolloutWorker`."""
+        """Cumulative counters, like those of `RolloutWorker`."""
         twice = self._counts["twice_groups"] + self._loop.num_aborted
         return {"busy_s": self._loop.busy_s, **self._counts, "twice_groups": twice}
 
     async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> None:
-        """One group: all its attempts, then write."""
+        """Play all attempts of a group, then write."""
         task = Task.from_json(rows.strings("task")[0])
         attempts = await self._runner.group(task, self._samplings(group_id, len(rows)))
         kept = [position for position, attempt in enumerate(attempts) if attempt.outcome.is_trained]
@@ -95,8 +96,8 @@ class EnvironmentWorker:
                 await store.drop(lease, row_ids, reason, detail)
 
     def _samplings(self, group_id: int, count: int) -> list[Sampling]:
-        """Of each attempt: the seeds that the group's responses would have without an environment. Groups that were
-        admitted earlier, whose tokens would be too old first, are served first."""
+        """Samplings of the attempts: the seeds that the group's responses would have without an environment. Groups
+        that were admitted earlier, whose tokens would be too old first, are served first."""
         sampling = replace(self._sampling, priority=group_id)
         if self._seed is None:
             return [sampling] * count

@@ -1,4 +1,4 @@
-"""`Compute-<stage>`: the Ray shell around a pure function of columns. Started by `orchestrator/fleet/`."""
+"""`Compute-<stage>`: the Ray shell around a pure function of columns."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from penstock.workers.stacks import register
 
 
 class Compute:
-    """Lifecycle: `run` until the store closes; with another store it ends the one before. `columns`: every column of
+    """Lifecycle: `run` until the store closes; with another store it ends the previous one. `columns`: every column of
     the dataflow, by name."""
 
     def __init__(self, name: str, stage: Stage, columns: dict[str, Column]) -> None:
@@ -24,22 +24,22 @@ class Compute:
         return self._name
 
     async def start(self) -> None:
-        """Nothing to load; the same call as for every other actor."""
+        """Load nothing: there is the same call for every actor."""
         self._phases.enter(SERVING)
 
     async def run(self, store: Any) -> None:
         await self._serving.run(store)
 
     async def process(self, stacks: str) -> ProcessId:
-        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
         return register(stacks)
 
     async def progress(self) -> Progress:
-        """Rows computed, and those that it holds. At any time."""
+        """Rows computed, and those that it holds. May be called at any time."""
         return self._phases.progress(self._worker.num_rows, self._worker.num_in_flight)
 
     async def stats(self) -> dict[str, float]:
         return self._worker.stats()
 
     async def close(self) -> None:
-        """Nothing to end; the same call as for every other actor."""
+        """End nothing: there is the same call for every actor."""

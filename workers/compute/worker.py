@@ -1,7 +1,7 @@
 """The compute role: calls pure functions of columns (advantages and the like) on whole units, and writes their results.
 
-Run by `actor.py`; `run` ends when the store closes. `apply` is the same without a store, for what the trainers compute
-per batch (`workers/trainer/preparation.py`), for the imperative API and for reference loops.
+`run` ends when the store closes. `apply` is the same without a store, for what the trainers compute per batch
+(`workers/trainer/preparation.py`), for the imperative API and for reference loops.
 """
 
 import asyncio
@@ -42,24 +42,24 @@ class ComputeWorker:
         max_units: int = 64,
         phases: Phases | None = None,
     ) -> None:
-        """`columns`: those of the dataflow, by name. `phases`: where it notes what it does."""
+        """`columns`: those of the dataflow, by name. `phases`: where it notes its phase."""
         self._phases = phases or Phases()
         self.stage = stage
         self.columns = columns
         self.name = name
         self.max_units = max_units
         self.state = stage.state
-        """Of a function that carries one from batch to batch."""
+        """The state of a function that carries one from batch to batch."""
         self.num_units = 0
         self.num_rows = self.num_in_flight = 0
-        """Of leases that were computed, and of the one that is."""
+        """Numbers of rows: in leases that were computed, and in the present one."""
         self.busy_s = 0.0
         self._takes_group_ids = "group_ids" in inspect.signature(stage.function).parameters if stage.function else False
 
     async def run(self, store: StoreClient) -> None:
         """Lease, compute, write, until the store closes. The function runs in a thread of its own, always the same one:
-        the event loop answers for this worker meanwhile. Raises `DataflowError` if the function returns what the stage
-        does not declare, and whatever the function itself raises."""
+        the event loop answers calls meanwhile. Raises `DataflowError` if the function returns what the stage does not
+        declare, and what the function itself raises."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         try:
             await self._serve(store, thread)
@@ -81,7 +81,7 @@ class ComputeWorker:
                 self.num_in_flight = 0
 
     async def _finish(self, store: StoreClient, lease: Lease, results: dict[str, list[Any]]) -> None:
-        """Write, and drop what a filter does not keep."""
+        """Write the results, and drop what a filter does not keep."""
         row_ids = [int(row) for row in lease.rows.row_ids]
         if self.stage.kind == "filter":
             verdicts = results[self.stage.writes[0].name]
@@ -97,7 +97,8 @@ class ComputeWorker:
         return {"units": self.num_units, "busy_s": self.busy_s}
 
     def apply(self, rows: Rows) -> dict[str, list[Any]]:
-        """The columns that the stage writes, one value a row: a number, or an array `[T_i]` for token columns."""
+        """Compute the columns that the stage writes, a value for each row: a number, or an array `[T_i]` for token
+        columns."""
         results: dict[str, list[Any]] = {column.name: [None] * len(rows) for column in self.stage.writes}
         inputs = {name: self._input(rows, name) for name in self.stage.reads}
         if self._takes_group_ids:
@@ -118,7 +119,8 @@ class ComputeWorker:
         return [[position] for position in range(len(rows))]
 
     def _input(self, rows: Rows, name: str) -> Any:
-        """Sample columns as one `[N]` tensor, token and prompt columns as a list of `[T_i]`, strings as a list."""
+        """The input of a function: sample columns as one `[N]` tensor, token and prompt columns as a list of `[T_i]`,
+        strings as a list."""
         column = self.columns[name]
         if column.dtype == "string":
             return rows.strings(name)
@@ -183,7 +185,7 @@ class ComputeWorker:
         return arrays
 
     def _array(self, column: Column, value: Any, due: str, length: int | None) -> np.ndarray:
-        """As a 1-dimensional array of the column's dtype, finite unless the column allows otherwise."""
+        """Convert to a 1-dimensional array of the column's dtype, finite unless the column allows otherwise."""
         try:
             tensor = torch.as_tensor(value).detach().cpu()
         except (TypeError, ValueError, RuntimeError):

@@ -1,7 +1,8 @@
-"""A process that an environment starts and talks to over its stdin and stdout: one line is one message, or all that it
-says is its answer.
+"""A process that an environment starts and talks to over its stdin and stdout: a line is a message, or its whole output
+is its answer.
 
-Its process group ends with it: all that it has started, but what has left the group by a session of its own.
+Its process group ends with it: all processes that it has started, except those that left the group by a session of
+their own.
 """
 
 import asyncio
@@ -14,32 +15,32 @@ from dataclasses import dataclass
 from typing import IO, Self
 
 SOON_S = 0.1
-"""For a process to end whose streams may have ended."""
+"""Seconds for a process to end whose streams may have ended."""
 LEAVE_S = 1.0
-"""For a process to end by itself when its stdin is closed; then it is killed."""
+"""Seconds for a process to end by itself when its stdin is closed; then it is killed."""
 MAX_LINE_BYTES = 2**24
-"""Of one message."""
+"""Largest size of one message, in bytes."""
 MAX_TAIL = 300
-"""Bytes of stderr that are told where a process fails."""
+"""Bytes of stderr that are reported when a process fails."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """A process, and its pipes in this event loop. Not asyncio's own, which waits for the process by itself."""
+    """A process, and its pipes in this event loop. It is not asyncio's own, which waits for the process by itself."""
 
     process: "subprocess.Popen[bytes]"
     stdin: asyncio.StreamWriter
     stdout: asyncio.StreamReader
     stderr: asyncio.StreamReader
     reading: Sequence[asyncio.BaseTransport]
-    """What stdout and stderr come from."""
+    """Transports that stdout and stderr come from."""
 
 
 class Child:
     """Lifecycle: `start`, `say` and `line`, `end`, after which its whole process group is gone.
 
-    The process is waited for by `end` alone: until then its number, which is its group's too, is no other process's,
-    and what it has left behind when it ended can be killed by it.
+    The process is waited for by `end` alone: until then its number, which is its group's too, is no other process's, so
+    what it has left behind when it ended can be killed by that number.
     """
 
     def __init__(self, started: Started) -> None:
@@ -50,7 +51,7 @@ class Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], env: Mapping[str, str] | None = None) -> Self:
-        """`env`: this process's without one. Raises `OSError`."""
+        """Start a process. `env`: None for this process's. Raises `OSError`."""
         process = subprocess.Popen(
             command, env=env, start_new_session=True, bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -67,7 +68,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while the process runs."""
         if self._process.returncode is not None:
             return self._process.returncode
         try:
@@ -83,7 +84,7 @@ class Child:
         return self.exit_code is not None
 
     async def line(self) -> bytes:
-        """Nothing at the end, and for a line that is too long, which ends it."""
+        """The next line. Empty at the end, and for a line that is too long, which ends the process."""
         try:
             return await self._stdout.readline()
         except ValueError:
@@ -91,13 +92,13 @@ class Child:
             return b""
 
     async def say(self, line: bytes) -> None:
-        """Raises `ConnectionError` where it no longer reads."""
+        """Send a line. Raises `ConnectionError` where the process no longer reads."""
         self._stdin.write(line + b"\n")
         await self._stdin.drain()
 
     async def answer(self, said: bytes, most: int) -> bytes:
-        """What it says to this until it has ended, up to so many bytes; the rest is read and let go. Whatever else
-        holds its stdout by then is not waited for."""
+        """Send a message; return the process's output until it has ended, up to `most` bytes; the rest is read and
+        dropped. Other processes that hold its stdout by then are not waited for."""
         heard = bytearray()
         telling = asyncio.create_task(self._tell(said))
         hearing = asyncio.create_task(_read(self._stdout, heard, most))
@@ -111,7 +112,7 @@ class Child:
         return bytes(heard)
 
     async def end(self) -> None:
-        """It may end by itself first, if it does so soon."""
+        """End the process. It may end by itself first, if it does so soon."""
         try:
             self._stdin.close()
             await self.ended(LEAVE_S)
@@ -128,7 +129,7 @@ class Child:
             self._kill()
 
     async def epitaph(self, timeout_s: float = SOON_S) -> str:
-        """How it has ended, and what it said last, in words. `timeout_s`: its streams end before itself."""
+        """A text on how the process has ended, and its last output. `timeout_s`: its streams end before itself."""
         await self.ended(timeout_s)
         said = self._stderr.decode(errors="replace").strip()
         code = self.exit_code
@@ -137,20 +138,21 @@ class Child:
         )
 
     async def ended(self, timeout_s: float | None = None) -> None:
-        """Or so many seconds later. The ends of pipes are not waited for, which its children may hold."""
+        """Wait until the process has ended, or for `timeout_s`. The ends of pipes, which its children may hold, are not
+        waited for."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.exit_code is None:
                     await asyncio.sleep(0.01)
 
     def _kill(self) -> None:
-        """With its group, unless it was waited for: then the number may be another's."""
+        """Kill the process with its group, unless it was waited for: then the number may be another's."""
         if self.exit_code is None or self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _tell(self, said: bytes) -> None:
-        """It need not read it."""
+        """Send a message, which the process need not read."""
         with suppress(ConnectionError):
             await self.say(said)
         self._stdin.close()

@@ -1,4 +1,4 @@
-"""What an environment has of the run while it plays one attempt."""
+"""The interface of the run to an environment while it plays one attempt."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def finite(reward: Any) -> float:
-    """A reward that an environment gives. Raises `ValueError` for what is no finite number."""
+    """The reward that an environment gives, as a float. Raises `ValueError` for what is no finite number."""
     number = float(reward)
     if not math.isfinite(number):
         raise ValueError(f"a reward is a finite number, not {reward!r}")
@@ -25,7 +25,7 @@ def finite(reward: Any) -> float:
 
 
 class Context:
-    """Of one attempt.
+    """The context of one attempt.
 
     turn = await ctx.sample([{"role": "user", "content": "2 + 2?"}])
     ctx.reward(float(turn.answer.strip() == "4"))
@@ -40,16 +40,16 @@ class Context:
         make_sandbox: Callable[[Limits | None], Sandbox],
         counts: Counter[str] | None = None,
     ) -> None:
-        """`counts`: of the whole actor, for metrics."""
+        """`counts`: counters of the whole actor, for metrics."""
         self._session = session
         self._make_toolbox, self._make_sandbox = make_toolbox, make_sandbox
         self._counts = counts if counts is not None else Counter()
         self._toolboxes: dict[tuple[int, ...], tuple[Any, Toolbox]] = {}
         self.base_url = base_url
-        """Where any client of OpenAI's or Anthropic's protocol reaches the policy: what it samples there is trained as
-        turns of this attempt."""
+        """Address where any client of OpenAI's or Anthropic's protocol reaches the policy: what it samples there is
+        trained as turns of this attempt."""
         self.api_key = api_key
-        """For it, and for this attempt alone."""
+        """Key for that address, and for this attempt alone."""
         self.total_reward = 0.0
         self._num_scoring = 0
         self.turn_rewards: dict[int, float] = {}
@@ -57,14 +57,14 @@ class Context:
     async def sample(
         self, messages: Sequence[Message], tools: Any = (), *, train: bool = True, **sampling: Any
     ) -> Turn:
-        """The policy's answer to a conversation. `tools`: Python functions, OpenAI's descriptions, or a `Toolbox`.
-        `sampling`: temperature, max_tokens, stop, structure, … other than the run's. `train=False`: an answer that is
-        not trained, of an opponent, say. Raises `LimitReached` when the attempt has used up what it may; let it
-        pass."""
+        """Sample the policy's answer to a conversation. `tools`: Python functions, OpenAI's descriptions, or a
+        `Toolbox`. `sampling`: temperature, max_tokens, stop, structure, … other than the run's. `train=False`: the
+        answer is not trained, of an opponent, say. Raises `LimitReached` when the attempt has reached a limit; do not
+        catch it."""
         return await self._session.sample(messages, self.toolbox(tools).descriptions, train=train, **sampling)
 
     def toolbox(self, tools: Any) -> Toolbox:
-        """Functions as tools that can be described and called."""
+        """Make tools of functions, which can be described and called."""
         if isinstance(tools, Toolbox):
             return tools
         key = tuple(map(id, tools))
@@ -73,13 +73,13 @@ class Context:
         return self._toolboxes[key][1]
 
     async def use_tools(self, turn: Turn, tools: Any) -> list[Message]:
-        """Make the calls of a turn, side by side; the messages that answer them. A call that raises, hangs or cannot be
-        read is answered too, with what was wrong."""
+        """Make the calls of a turn concurrently; return the messages that answer them. A call that raises, hangs or
+        cannot be read is answered too, with what was wrong."""
         return await self.toolbox(tools).answers(turn)
 
     def sandbox(self, limits: Limits | None = None) -> Sandbox:
-        """For code that the model wrote: `await ctx.sandbox().run_python(code)`. `limits`: other than those of
-        environment.sandbox. All attempts of an actor share its workers, and nothing else."""
+        """Return a sandbox for code that the model wrote: `await ctx.sandbox().run_python(code)`. `limits`: other than
+        those of environment.sandbox. All attempts of an actor share its workers, and nothing else."""
         return self._make_sandbox(limits)
 
     def reward(self, value: float, turn: Turn | None = None) -> None:
@@ -91,8 +91,8 @@ class Context:
             self.turn_rewards[turn.id] = self.turn_rewards.get(turn.id, 0.0) + number
 
     async def scored(self, score: Awaitable[T]) -> T:
-        """What somebody else says of an answer: where time runs out while the attempt waits for that, it has failed
-        and is not trained as one that was wrong."""
+        """Wait for another party's score of an answer. Where time runs out meanwhile, the attempt has failed and is not
+        trained as a wrong one."""
         self._num_scoring += 1
         try:
             return await score
@@ -104,7 +104,7 @@ class Context:
         return self._num_scoring > 0
 
     def reject(self, reason: str, detail: str = "") -> None:
-        """End the attempt, which is not trained and counted as dropped/rejected_<reason>."""
+        """End the attempt, which is then not trained, and counted as dropped/rejected_<reason>."""
         raise Rejected(reason, detail)
 
     def count(self, what: str, number: int = 1) -> None:
@@ -113,11 +113,11 @@ class Context:
 
     @property
     def turns(self) -> list[Turn]:
-        """So far, also those that came by HTTP."""
+        """Turns so far, also those that came over HTTP."""
         return self._session.turns
 
     def describe(self) -> Mapping[str, Any]:
-        """For an agent in another process: environment variables that its clients read."""
+        """Environment variables that the clients of an agent in another process read."""
         return {
             "OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": self.api_key,

@@ -1,4 +1,4 @@
-"""What an environment is, and where one is found by name.
+"""The interface of environments, and how one is found by name.
 
     class Guess:
         def tasks(self, seed):
@@ -12,8 +12,8 @@
                 ...
                 ctx.reward(1.0)
 
-An environment has the policy speak when it wants to, in as many conversations as it wants to; it need not know of
-tokens, weights or batches. `environment.name` names a registered one, `file.py:Class` or `package.module:Class`, and
+An environment samples from the policy whenever it wants to, in as many conversations as it wants to. It need not know
+of tokens, weights or batches. `environment.name` names a registered one, `file.py:Class` or `package.module:Class`, and
 `environment.options` are its keyword arguments.
 """
 
@@ -33,13 +33,13 @@ BUILTIN = {
     name: f"penstock.workers.environments.adapters.{name}"
     for name in ("agent", "gymnasium", "textarena", "reasoning_gym", "verifiers", "tools", "mcp")
 }
-"""Modules that register environments, by the name of the first."""
+"""Modules that register environments, by the environment's name."""
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {}
 
 
 class Environment(Protocol):
-    """Made once in each environment actor, and on the driver for its tasks. Optional: `score_group`, below; and
-    `aclose()`, an async method called at the end."""
+    """An environment; made once in each environment actor, and on the driver for its tasks. Optional: `score_group`,
+    below; and `aclose()`, an async method called at the end."""
 
     def tasks(self, seed: int) -> Iterable[Task]:
         """The tasks in an order that depends on `seed` alone: a list, which is used whole, or a generator, endless or
@@ -47,12 +47,12 @@ class Environment(Protocol):
         dataset: its rows are the tasks then."""
 
     async def run(self, task: Task, ctx: Context) -> None:
-        """One attempt. It has ended when this returns; what it raises fails the attempt, which is not trained."""
+        """Play one attempt. It has ended when this returns; what it raises fails the attempt, which is not trained."""
 
 
 class ScoresGroups(Protocol):
     async def score_group(self, task: Task, attempts: Sequence[Trajectory]) -> Sequence[float]:
-        """A reward for each attempt of a group, in the place of its own: for comparisons."""
+        """Return a reward for each attempt of a group, in the place of its own: for comparisons."""
 
 
 def environment(name: str) -> Callable[[F], F]:
@@ -66,7 +66,7 @@ def environment(name: str) -> Callable[[F], F]:
 
 
 def make_environment(config: EnvironmentConfig, imports: Sequence[str] = ()) -> Any:
-    """The environment that `environment.name` names, with its options. `imports`: files that register some. Raises
+    """Make the environment that `environment.name` names, with its options. `imports`: files that register some. Raises
     `ConfigError`."""
     name = str(config.name)
     for path in imports:

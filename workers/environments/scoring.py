@@ -1,5 +1,5 @@
-"""What a final answer is worth, by a reward function: named as `reward.function` names it, run in a process that can be
-killed, so that a grader that hangs or crashes costs one attempt. Used by adapters whose tasks have a reference answer.
+"""The score of a final answer, by a reward function: named as `reward.function` names it, run in a process that can be
+killed, so that a grader that hangs or crashes costs one attempt. For tasks that have a reference answer.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.signatures import name_of
 
 NUM_PROCESSES = 2
-"""An answer takes milliseconds; a second process serves while the first is hung."""
+"""Number of processes. An answer takes milliseconds; a second process serves while the first hangs."""
 
 
 class Scoring:
@@ -35,8 +35,8 @@ class Scoring:
         *,
         files: Sequence[str] = (),
     ) -> None:
-        """`files`: Python files that answers' classes are of. Raises `ConfigError` for a function that is not found or
-        takes what nobody provides."""
+        """`files`: Python files that answers' classes are from. Raises `ConfigError` for a function that is not found
+        or has a parameter that nothing provides."""
         spec = RewardSpec.of(function, dict(options or {}))
         spec = replace(spec, imports=tuple(str(Path(file).expanduser().resolve()) for file in files))
         spec.check()
@@ -45,9 +45,9 @@ class Scoring:
         self._starting: asyncio.Future[None] | None = None
 
     async def score(self, answer: Any, task: Mapping[str, Any]) -> float:
-        """`answer`: text, or what else the function takes. `task`: the row's columns. Raises `DataError` where the
-        function raises, hangs or gives no number: the attempt has failed then, and is not trained as one that was
-        wrong. Until a process is free, no time of the attempt's own passes."""
+        """Score an answer. `answer`: text, or another type that the function takes. `task`: the row's columns. Raises
+        `DataError` where the function raises, hangs or gives no number: the attempt has failed then, and is not trained
+        as a wrong one. Waiting for a free process does not use the attempt's own time."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._pool.start())
         with waiting():

@@ -1,1 +1,1 @@
-"""The one way to the policy's tokens, for environments in this process and for agents over HTTP."""
+"""The only access to the policy's tokens, for environments in this process and for agents over HTTP."""

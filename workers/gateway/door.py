@@ -1,4 +1,4 @@
-"""Keys of attempts: who may come in over HTTP, and to which session a request belongs."""
+"""The keys of attempts: which requests are admitted over HTTP, and to which session each belongs."""
 
 import secrets
 
@@ -11,17 +11,17 @@ class Door:
 
     def __init__(self) -> None:
         self.base_url = ""
-        """Such as http://127.0.0.1:8000/v1; empty while nobody listens."""
+        """The server's URL, such as http://127.0.0.1:8000/v1; empty while no server listens."""
         self._sessions: dict[str, Session] = {}
 
     def admit(self, session: Session) -> tuple[str, str]:
-        """The address, and a key that is this attempt's alone."""
+        """Admit an attempt; return the address, and a key for this attempt alone."""
         key = f"ps-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return self.base_url, key
 
     def session_of(self, key: str) -> Session | None:
-        """None: nobody has this key, or not any more."""
+        """The session of a key; None: no attempt has this key, or not any more."""
         return self._sessions.get(key)
 
     def dismiss(self, key: str) -> None:

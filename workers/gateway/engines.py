@@ -1,7 +1,8 @@
-"""Which engine answers: the one that has the conversation's prefix, unless others have much less to do.
+"""The choice of the engine that answers: the one that has the conversation's prefix, unless others have much less to
+do.
 
-An engine that dies in a turn costs that turn: it is sampled again, by another one or by the one that takes its place.
-Its tokens were in no history yet. Used by `session.py`; `members` come from the controller.
+An engine that dies in a turn costs that turn: it is sampled again, by another engine or by the one that takes its
+place. Its tokens were in no history yet. `members` come from the controller.
 """
 
 import asyncio
@@ -14,38 +15,39 @@ from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.workers.protocols import Completion, Sampling
 
 SLACK = 8
-"""Requests that a conversation's own engine may have more than another one, before it moves there and its prefix is
-read again."""
+"""Number of requests that a conversation's own engine may have more than another one, before the conversation moves
+there and its prefix is read again."""
 FAILED_S = 1.0
-"""For so long an engine that failed is asked only if there is no other."""
+"""Seconds during which an engine that failed is asked only if there is no other."""
 
 
 class Engines(Protocol):
     async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, conversation: object) -> Completion:
-        """One response. `conversation`: whose prefix an engine may have. Raises `DataError`, `DeadlineExceeded`."""
+        """Sample a response. `conversation`: whose prefix an engine may have. Raises `DataError`,
+        `DeadlineExceeded`."""
 
 
 Call = Callable[[Any, Sequence[int], Sampling], Awaitable[Completion]]
-"""Asks an engine, known by its handle. Raises `WorkerDied` for one that is gone."""
+"""Function that asks an engine, known by its handle. Raises `WorkerDied` for one that is gone."""
 
 
 class EnginePool:
-    """Lifecycle: `update` whenever others are there, `sample` at any time: it waits until there is one."""
+    """Lifecycle: `update` whenever the engines change, `sample` at any time: it waits until there is one."""
 
     def __init__(self, call: Call, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`timeout_s`: of a turn, waiting for an engine included."""
+        """`timeout_s`: limit of a turn, waiting for an engine included."""
         self._call, self._timeout_s, self._clock = call, timeout_s, clock
         self._members: dict[str, Any] = {}
         self._in_flight: dict[str, int] = {}
         self._failed: dict[str, float] = {}
         self._of: WeakKeyDictionary[object, str] = WeakKeyDictionary()
-        """The engine that each conversation was on, as long as there is one."""
+        """The engine that each conversation was on, as long as the conversation exists."""
         self._changed = asyncio.Event()
         self.num_again = 0
-        """Turns that were sampled again, as their engine was lost."""
+        """Number of turns that were sampled again, as their engine was lost."""
 
     def update(self, members: Mapping[str, Any]) -> None:
-        """Those that serve now, by name."""
+        """Set the engines that serve now, by name."""
         for name in self._members.keys() - members.keys():
             self._failed.pop(name, None)
         for name, handle in members.items():
@@ -90,7 +92,7 @@ class EnginePool:
         return own if own in able and self._load(own) <= self._load(least) + SLACK else least
 
     def _able(self) -> list[str]:
-        """Those that did not just fail."""
+        """Engines that did not fail just now."""
         now = self._clock()
         return [name for name in self._members if now - self._failed.get(name, -FAILED_S) >= FAILED_S]
 

@@ -1,4 +1,4 @@
-"""Why an attempt gets no more turns."""
+"""The reasons why an attempt gets no more turns."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from penstock.conf.errors import PenstockError
 
 
 class LimitReached(PenstockError):
-    """The attempt is truncated, unless it goes on with a shorter conversation. `limit`: turns, tokens, context or
-    time."""
+    """The error for a limit that was reached: the attempt is truncated, unless it goes on with a shorter conversation.
+    `limit`: turns, tokens, context or time."""
 
     def __init__(self, limit: str, text: str = "") -> None:
         super().__init__(text or limit)
@@ -18,7 +18,8 @@ class LimitReached(PenstockError):
 
 
 class Rejected(PenstockError):
-    """An environment does not want this attempt to be trained, and says why in a word: `raise Rejected("refused")`."""
+    """The error by which an environment keeps an attempt from being trained, with a word for the reason: `raise
+    Rejected("refused")`."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
@@ -29,4 +30,4 @@ class Rejected(PenstockError):
 
 
 class AttemptOver(PenstockError):
-    """The attempt has ended: nothing more is sampled for it."""
+    """The error for an attempt that has ended: nothing more is sampled for it."""

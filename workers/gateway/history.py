@@ -1,8 +1,8 @@
-"""When a conversation that is sent goes on with one that was answered. Pure.
+"""The test whether a conversation that is sent goes on with one that was answered. Pure.
 
 Clients send all messages each time, as they have kept them. Two messages are the same if the model would read the same:
-who speaks, what is said, which tools are called. What harnesses add for themselves (ids, empty fields, annotations,
-cache marks, how arguments are spaced) makes no difference.
+role, text, and calls of tools. Fields that harnesses add for themselves (ids, empty fields, annotations, cache marks,
+how arguments are spaced) make no difference.
 """
 
 import hashlib
@@ -13,17 +13,17 @@ from typing import Any
 from penstock.workers.gateway.formats.format import Message, Tools
 
 Key = bytes
-"""A digest: a session keeps two for each of its turns, and conversations are long."""
+"""The digest of a conversation: a session keeps two for each of its turns, and conversations are long."""
 
 
 def history_key(messages: Sequence[Message], tools: Tools) -> Key:
-    """Equal for conversations that are the same."""
+    """The key of a conversation, equal for conversations that are the same."""
     said = [[_canonical(message) for message in messages], [_tool(tool) for tool in tools]]
     return hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
 
 def text_of(content: Any) -> str:
-    """Of a message's content: text, or parts of text."""
+    """The text of a message's content: text, or parts of text."""
     if content is None:
         return ""
     if isinstance(content, str):

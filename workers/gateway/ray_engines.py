@@ -1,4 +1,4 @@
-"""Asks a rollout actor for a turn. The one place of the gateway that knows Ray."""
+"""Asks a rollout actor for a turn. No other module of the gateway uses Ray."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,8 +12,9 @@ from penstock.workers.protocols import Completion, Sampling
 
 
 async def ask(handle: Any, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-    """One response of the engine behind a handle. A call that is cancelled ends there, too. Raises `WorkerDied` for an
-    engine that is gone, `DataError` for a request that it fails at, and what it raises of Penstock's errors."""
+    """Sample a response of the engine behind a handle. A call that is cancelled ends there, too. Raises `WorkerDied`
+    for an engine that is gone, `DataError` for a request that makes it fail, and what it raises of Penstock's
+    errors."""
     asked = handle.generate.remote([list(prompt_ids)], 1, [sampling])
     try:
         ((completion,),) = await asked

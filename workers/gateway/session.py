@@ -1,10 +1,10 @@
-"""One attempt's turns: the only place where its tokens are made, whoever asks for them.
+"""The turns of one attempt: the only place where its tokens are made, for every caller.
 
     messages ─▶ history: which turn do they go on with? ─▶ its tokens and what is new, or all of them written anew
              ─▶ limits ─▶ engine ─▶ Turn, kept for the row
 
 An update of the weights in the middle of a turn changes the versions of its tokens from there on, and nothing else.
-Used by `environments/context.py` and by `http/`, which are two doors to the same room.
+Environments call a session through their context, agents over HTTP.
 """
 
 import asyncio
@@ -24,20 +24,21 @@ from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory.turn import Turn
 
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "structure")
-"""In which a request may differ from the run."""
+"""Options in which a request may differ from the run."""
 DISTRIBUTION = OPTIONS[:4]
-"""What a client chooses only with `environment.gateway.sampling=client`, and never in a greedy attempt."""
+"""Options that a client chooses only with `environment.gateway.sampling=client`, and never in a greedy attempt."""
 
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Of one attempt."""
+    """Limits of one attempt."""
 
     max_turns: int = 32
     max_tokens: int = 8192
-    """Sampled ones. Turns that are sampled side by side do not see each other's, and may go beyond it together."""
+    """Largest number of sampled tokens. Turns that are sampled concurrently do not see each other's, and may exceed it
+    together."""
     max_model_len: int = 1024
-    """Prompt and response of a turn."""
+    """Largest length of prompt and response of a turn."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ class _Answered:
 
 
 def turn_seed(seed: int | None, number: int) -> int | None:
-    """Of a turn's sampling: a pure function of the attempt's seed, so that a turn that is sampled again is the same.
-    The first turn has the attempt's own, as a response without an environment has."""
+    """Seed of a turn's sampling: a pure function of the attempt's seed, so that a turn that is sampled again is the
+    same. The first turn has the attempt's own, as a response without an environment has."""
     if seed is None or number == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest(), "little")
 
 
 class Session:
-    """Lifecycle: `sample` any number of times, side by side if need be; then `end`, after which nothing is sampled."""
+    """Lifecycle: `sample` any number of times, also concurrently; then `end`, after which nothing is sampled."""
 
     def __init__(
         self,
@@ -69,9 +70,9 @@ class Session:
         counts: Counter[str] | None = None,
         clients_sample: bool = False,
     ) -> None:
-        """`sampling`: of the run, with the attempt's seed. `counts`: of the whole actor, for metrics.
-        `clients_sample`: what a client asks for goes before the run's `DISTRIBUTION`, unless that is greedy: it is
-        evaluation's then."""
+        """`sampling`: of the run, with the attempt's seed. `counts`: counters of the whole actor, for metrics.
+        `clients_sample`: a client's options take precedence over the run's `DISTRIBUTION`, unless that is greedy, as in
+        evaluation."""
         self._engines, self._form, self._sampling, self._limits = engines, form, sampling, limits
         self._counts = counts if counts is not None else Counter()
         self._clients_sample = clients_sample
@@ -85,16 +86,16 @@ class Session:
         self.last_messages: Sequence[Message] = ()
         """The conversation with its newest answer."""
         self.active_since = time.monotonic()
-        """When it last asked for something."""
+        """Time when the attempt last asked for something."""
 
     @property
     def turns(self) -> list[Turn]:
-        """Those that are to be trained, in the order in which they were asked for."""
+        """Turns that are to be trained, in the order in which they were asked for."""
         return [self._turns[number] for number in sorted(self._turns)]
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of them."""
+        """Number of tokens of these turns."""
         return sum(len(turn.output_ids) for turn in self._turns.values())
 
     async def sample(
@@ -107,11 +108,11 @@ class Session:
         is_retry: bool = False,
         **options: Any,
     ) -> Turn:
-        """The policy's answer to a conversation.
+        """Sample the policy's answer to a conversation.
 
         `options`: temperature, top_p, top_k, min_p, max_tokens, stop, structure: other than the run's. `train=False`:
-        it is no turn of the attempt (an opponent that the policy plays). `is_client`: somebody who may not know of the
-        run asks, over HTTP. `is_retry`: the client asks for the second time, and gets the answer that it missed, if
+        it is no turn of the attempt (an opponent that the policy plays). `is_client`: the request came over HTTP, from
+        a client that may not know of the run. `is_retry`: the client asks again, and gets the answer that it missed, if
         there is one. Raises `LimitReached`, `AttemptOver`, `DataError` (`SamplingError`, which is a `ValueError`, for
         options that no engine can take), `DeadlineExceeded`.
         """
@@ -146,25 +147,26 @@ class Session:
         return turn
 
     def count(self, messages: Sequence[Message], tools: Tools = ()) -> int:
-        """Tokens of a conversation, up to where the assistant is to speak, as if none of it had been sampled."""
+        """Number of tokens of a conversation, up to where the assistant is to speak, as if none of it had been
+        sampled."""
         return len(self._form.prompt_ids(messages, tools))
 
     def forget(self, turn: Turn) -> None:
-        """Its answer never reached who asked for it: as if it had not been sampled."""
+        """Forget a turn whose answer never reached its client, as if it had not been sampled."""
         if self._turns.pop(turn.id, None) is not None:
             self._counts["turns_abandoned"] += 1
             self._answered = {key: value for key, value in self._answered.items() if value.turn is not turn}
             self._by_request = {key: value for key, value in self._by_request.items() if value is not turn}
 
     def end(self, why: Exception) -> None:
-        """Nothing more is sampled; what is under way is given up."""
+        """End the session: nothing more is sampled; turns under way are given up."""
         self._over = self._over or why
         for task in self._in_flight:
             task.cancel()
 
     @property
     def limit(self) -> str:
-        """That was reached; empty if none was, or if the attempt went on with a shorter conversation."""
+        """The limit that was reached; empty if none was, or if the attempt went on with a shorter conversation."""
         over = self._over or self._too_long
         return over.limit if isinstance(over, LimitReached) else ""
 
@@ -215,7 +217,7 @@ class Session:
         return await self._until_over(self._turn(-self._num_aside, None, prompt_ids, sampling, tools, options))
 
     def _prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Message], list[int]]:
-        """The turn that a conversation goes on with, the conversation in our own words, and its tokens."""
+        """The turn that a conversation goes on with, the conversation as the session has it, and its tokens."""
         for end in range(len(messages), 0, -1):
             if messages[end - 1].get("role") != "assistant":
                 continue
@@ -234,7 +236,7 @@ class Session:
         return None, list(messages), self._form.prompt_ids(messages, tools)
 
     def _asked(self, options: Mapping[str, Any], seed: int | None) -> Sampling:
-        """The run's sampling, as far as a request does not ask for another."""
+        """The run's sampling, with the changes that a request asks for."""
         for name in options:
             if name not in OPTIONS:
                 raise SamplingError(f"{name}: a request has no such option{suggest(name, OPTIONS)}", name)
@@ -246,7 +248,7 @@ class Session:
         return replace(sampling, max_tokens=min(sampling.max_tokens, self._sampling.max_tokens))
 
     def _taken(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What counts of a client's options; the rest is counted as ignored. Raises `SamplingError` for either."""
+        """The client's options that take effect; the rest is counted as ignored. Raises `SamplingError` for either."""
         self._asked(options, None)
         if self._clients_sample and self._sampling.temperature > 0:
             return dict(options)
@@ -255,7 +257,7 @@ class Session:
         return {name: value for name, value in options.items() if name not in DISTRIBUTION}
 
     def _count_distribution(self, options: Mapping[str, Any]) -> None:
-        """Turns whose log-probabilities are those of the trainer at no temperature."""
+        """Count turns whose log-probabilities the trainer cannot reproduce at any temperature."""
         others = [name for name in DISTRIBUTION if options.get(name) not in (None, getattr(self._sampling, name))]
         is_greedy = "temperature" in others and options["temperature"] == 0
         self._counts["turns_greedy"] += is_greedy
@@ -274,7 +276,7 @@ class Session:
         return replace(sampling, max_tokens=min(sampling.max_tokens, room, left))
 
     def _full(self, num_prompt: int) -> LimitReached:
-        """The attempt need not end: who keeps its history may make it shorter."""
+        """The error for a full context. The attempt need not end: its client may shorten the history."""
         self._too_long = LimitReached(
             "context",
             f"the conversation has {num_prompt} tokens, which leave no room for an answer in "
@@ -294,13 +296,13 @@ class Session:
 
 
 def _is_cancelled() -> bool:
-    """Whoever asked for the turn is, and not only its sampling."""
+    """Return whether the caller of the turn is cancelled, and not only the sampling."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _without_stop(message: Message, stops: Sequence[str]) -> tuple[Message, str]:
-    """What was said before a stop string, and which one it was."""
+    """The message before a stop string, and which one it was."""
     for name in ("reasoning_content", "content"):
         text = message.get(name) or ""
         found = [(text.index(stop), stop) for stop in stops if stop in text]

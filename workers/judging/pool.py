@@ -2,8 +2,8 @@
 
     responses ─▶ rubric ─▶ messages ─▶ the judge's chat template ─▶ engine ─▶ its answer ─▶ a score
 
-The reward actor hands it to `reward/worker.py` as it would a `RewardPool`. `orchestrator/fleet/` makes it for a reward
-`judge` that names no url.
+The reward actor gives it to the reward worker in place of a `RewardPool`. It is made for a reward `judge` that names no
+url.
 """
 
 import asyncio
@@ -27,25 +27,25 @@ from penstock.workers.rollout.factory import make_engine
 
 @dataclass(frozen=True)
 class JudgeSpec:
-    """What a judge is made from. Plain data, so that it crosses Ray."""
+    """The specification that a judge is made from. Plain data, so that it can be sent through Ray."""
 
     model_path: str
     config: JudgeConfig = field(default_factory=JudgeConfig)
     options: Mapping[str, Any] = field(default_factory=dict)
-    """As of the reward function `judge`: rubric, low, high, temperature, max_tokens, structured."""
+    """Options of the reward function `judge`: rubric, low, high, temperature, max_tokens, structured."""
     num_threads: int = 1
     timeout_s: float = 10.0
-    """Of one sample, waiting included."""
+    """Limit of one sample, in seconds, waiting included."""
 
     def make(self) -> "JudgePool":
         return JudgePool(self, **{name: value for name, value in self.options.items() if name not in ("url", "key")})
 
 
 class JudgePool:
-    """Lifecycle: `start`, then `score` and `stream` side by side, then `close`."""
+    """Lifecycle: `start`, then `score` and `stream` concurrently, then `close`."""
 
     num_lanes = 2
-    """One is written while the next is judged."""
+    """Number of leases at a time: one is written while the next is judged."""
     replaced = 0
 
     def __init__(
@@ -67,7 +67,7 @@ class JudgePool:
         self._form: Format | None = None
 
     async def start(self) -> None:
-        """Raises `ModelError` for a model that cannot chat, and what its engine raises."""
+        """Start the engine. Raises `ModelError` for a model that cannot chat, and what its engine raises."""
         spec = self._spec
         self._form = make_format(await asyncio.to_thread(load_tokenizer, spec.model_path), GatewayConfig())
         self._engine = make_engine(spec.config.rollout, spec.model_path, num_threads=spec.num_threads)
@@ -82,12 +82,12 @@ class JudgePool:
         return self._clock.seconds()
 
     async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[Result]:
-        """One result for each response, in order."""
+        """Score responses: a result for each, in order."""
         return await in_order(self.stream(responses, tasks), len(responses))
 
     async def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, Result]]:
-        """`(index, result)` for each response, as they come. Those that are alike are judged once. Raises what the
-        engine fails with for good."""
+        """Yield `(index, result)` for each response, as they come. Equal responses to the same task are judged once.
+        Raises what the engine fails with for good."""
         alike: dict[tuple[str, str], list[int]] = {}
         for index, item in enumerate(zip(responses, tasks, strict=True)):
             alike.setdefault(item, []).append(index)
@@ -114,8 +114,8 @@ class JudgePool:
             return RewardError.of(error)
 
     async def _judged(self, messages: Messages) -> float:
-        """Raises `ValueError` for an answer without a number in the range, `DataError` for a response that the judge
-        has no room for."""
+        """Ask the judge; return the score. Raises `ValueError` for an answer without a number in the range, `DataError`
+        for a response that the judge has no room for."""
         assert self._engine is not None
         assert self._form is not None
         known = self._verdicts[messages]

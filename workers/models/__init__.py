@@ -1,1 +1,1 @@
-"""What is known of a model without its weights, and models made from nothing."""
+"""Facts on a model without its weights, and models made from nothing."""

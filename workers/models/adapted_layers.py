@@ -1,5 +1,5 @@
-"""Which layers of a model get an adapter, by its configuration: the same answer for the trainer, which makes adapters
-(`trainer/engines/lora.py`), and for engines, which expect them (`rollout/engine_vllm_adapter.py`)."""
+"""The layers of a model that get an adapter, by its configuration: the same answer for the trainer, which makes
+adapters (`trainer/engines/lora.py`), and for engines, which expect them (`rollout/engine_vllm_adapter.py`)."""
 
 from typing import Any
 
@@ -28,8 +28,8 @@ def target_layers(lm: Any, targets: list[str]) -> list[str]:
 
 
 def adapted_layers(model_path: str, config: LoraConfig) -> dict[str, tuple[int, int]]:
-    """`(out, in)` of each layer of a model on disk that gets an adapter, in the model's order. Loads no weights. Raises
-    as `target_layers` does."""
+    """Shapes `(out, in)` of each layer of a model on disk that gets an adapter, in the model's order. Loads no weights.
+    Raises as `target_layers` does."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,7 +1,7 @@
 """Makes a small Qwen2 with random weights and a character tokenizer, as a HF model directory.
 
-For runs that bring no model (`model=tiny`), tests and benchmarks. Called once at the start of a run, by whoever
-prepares the run directory; everybody else reads the directory as any other HF model.
+For runs that bring no model (`model=tiny`), tests and benchmarks. It is made once, at the start of a run, in the run
+directory; all other processes read it like any other HF model.
 """
 
 from pathlib import Path
@@ -13,13 +13,13 @@ from penstock.conf.model import FreshModelConfig
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 CHARACTERS = "Ċ" + "Ġ" + "".join(chr(code) for code in range(33, 127))
-"""Newline, space and the other printable ASCII, spelled as byte-level BPE spells them."""
+"""Characters of the vocabulary: newline, space and the other printable ASCII, spelled as byte-level BPE spells them."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
     "{{ '\\n' if message['role'] != 'assistant' or not loop.last }}{% endfor %}"
 )
-"""Each turn's text and a newline; an assistant's turn ends with the end-of-sequence token."""
+"""Chat template: each turn's text and a newline; an assistant's turn ends with the end-of-sequence token."""
 
 
 def character_vocabulary() -> dict[str, int]:
@@ -28,7 +28,7 @@ def character_vocabulary() -> dict[str, int]:
 
 
 def vocabulary_size(config: FreshModelConfig) -> int:
-    """Characters and the configured words."""
+    """Number of characters and configured words."""
     return len(character_vocabulary()) + len(config.words)
 
 
@@ -87,8 +87,8 @@ def qwen2_config(config: FreshModelConfig, vocab_size: int) -> Any:
 
 
 def character_tokenizer(config: FreshModelConfig) -> Any:
-    """One token a character, and one for each of `config.words`; text in equals text out, spaces included. Other bytes
-    become the padding token.
+    """Make a tokenizer with a token for each character and each of `config.words`; text in equals text out, spaces
+    included. Other bytes become the padding token.
 
     Qwen2's own class, since transformers loads that one for `model_type: qwen2` whatever the tokenizer's files say.
     Without merges its byte-level BPE leaves single bytes.

@@ -1,2 +1,2 @@
-"""What a run has on every Ray node that takes part: an agent, which owns the run's shared memory there. Begin with
+"""The agent of a run on every Ray node that takes part, which owns the run's shared memory there. Begin with
 `agent.py`."""

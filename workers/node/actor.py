@@ -1,5 +1,5 @@
-"""`Agent-<address>`: the Ray shell around a node's agent. Started on every node of a run by
-`orchestrator/nodes/agents.py`, before anything that writes into shared memory, and ended after it.
+"""`Agent-<address>`: the Ray shell around a node's agent. It is started on every node of a run, before anything that
+writes into shared memory, and ended after it.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from penstock.workers.weights.chain.routes import Broadcast
 
 
 class NodeAgent:
-    """Lifecycle: `facts` once it is there, `run` for whoever wants to hear of its end, `close`."""
+    """Lifecycle: `facts` once it is there, `run` for callers that want to know of its end, `close`."""
 
     def __init__(
         self, root: str, token: bytes, ports: list[int] | None, files_dir: str | None, spill_dir: str | None
     ) -> None:
-        """`ports`, `files_dir`: of `conf/cluster.py`; `spill_dir`: of `conf/store.py`."""
+        """`ports`, `files_dir`: from `conf/cluster.py`; `spill_dir`: from `conf/store.py`."""
         raise_limit()
         node = ray.get_runtime_context().get_node_id()
         span = range(ports[0], ports[1] + 1) if ports is not None else range(1)
@@ -50,42 +50,43 @@ class NodeAgent:
         return self._agent.facts
 
     async def run(self) -> None:
-        """Returns when it is closed: a call that fails before says that the node, or the agent, is gone."""
+        """Wait until it is closed: a call that fails before says that the node, or the agent, is gone."""
         await self._closed.wait()
 
     async def process(self, stacks: str) -> ProcessId:
-        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
         return register(stacks)
 
     async def progress(self) -> None:
-        """Answers, as long as it can be asked for anything."""
+        """Answer, as long as the actor answers any call."""
 
     async def ask(self, question: Any) -> Any:
-        """Of the run's controller, on the driver's node. Plain data. None: the run has ended."""
+        """Ask the run's controller, on the driver's node. Plain data. None: the run has ended."""
         return await self._mailbox.ask(question)
 
     async def take_question(self) -> tuple[int, Any]:
-        """The controller: the next question and its number."""
+        """Take the next question and its number; the controller calls it."""
         return await self._mailbox.take()
 
     async def answer(self, number: int, answer: Any) -> None:
-        """The controller, to a question."""
+        """Answer a question; the controller calls it."""
         self._mailbox.answer(number, answer)
 
     async def plan_chunks(self, plan: ChunkPlan) -> None:
-        """Of every version of the weights from now on."""
+        """Take the plan of every version of the weights from now on."""
         self._relay.plan(plan)
 
     async def begin_version(self, broadcast: Broadcast) -> None:
-        """A version is about to be written. Raises `WeightError`."""
+        """Begin a version that is about to be written. Raises `WeightError`."""
         await asyncio.to_thread(self._relay.begin, broadcast)
 
     async def wait_for_version(self, version: int, timeout_s: float) -> Publication:
-        """All of it, as engines of this node load it. Raises `WeightError`, `DeadlineExceeded`."""
+        """Wait for all of a version, in the form that engines of this node load. Raises `WeightError`,
+        `DeadlineExceeded`."""
         return await asyncio.to_thread(self._relay.wait, version, timeout_s)
 
     async def reclaim_versions(self) -> None:
-        """Remove publications that nobody will ask for any more."""
+        """Remove publications that no engine will ask for any more."""
         await asyncio.to_thread(self._relay.reclaim)
 
     async def offer(self, files: FileSet, directory: str) -> None:
@@ -93,15 +94,15 @@ class NodeAgent:
         self._agent.files.offer(files, Path(directory))
 
     async def obtain(self, files: FileSet, path: str, source: Address) -> str:
-        """Where this node has these files, once it has them. Raises `ResourceError`."""
+        """Return where this node has these files, once it has them. Raises `ResourceError`."""
         return await asyncio.to_thread(self._agent.files.obtain, files, Path(path), source)
 
     async def sees(self, path: str) -> bool:
-        """Whether this node has that path."""
+        """Return whether this node has that path."""
         return await asyncio.to_thread(os.path.exists, path)
 
     async def offer_all(self, directory: str) -> FileSet:
-        """What lies in a directory of this node, for another to collect. Raises `ResourceError`."""
+        """Offer all files in a directory of this node, for another to collect. Raises `ResourceError`."""
         files = await asyncio.to_thread(FileSet.of_directory, Path(directory))
         self._agent.files.offer(files, Path(directory))
         return files
@@ -111,20 +112,20 @@ class NodeAgent:
         await asyncio.to_thread(self._agent.files.collect, files, Path(directory), source)
 
     async def scratch(self) -> str:
-        """A directory of this node for what another is to collect. Raises `ResourceError`."""
+        """Make a directory of this node for files that another is to collect. Raises `ResourceError`."""
         return str(self._agent.files.scratch())
 
     async def discard(self, scratch: str) -> None:
-        """It has been collected, or will not be."""
+        """Remove a directory that has been collected, or will not be."""
         await asyncio.to_thread(self._agent.files.discard, Path(scratch))
 
     async def dump_stacks(self, process: ProcessId, name: str) -> str:
-        """What all threads of an actor's process on this node are at, within half a minute; or why that is not known.
-        200 kB at most."""
+        """The stacks of all threads of an actor's process on this node, within half a minute; or why they are not
+        known. 200 kB at most."""
         return await asyncio.to_thread(stacks.dump, process, self._agent.root / agent.STACKS, name)
 
     async def take_output(self, processes: dict[str, ProcessId]) -> dict[str, Lines]:
-        """What members of this node have printed since the last call, by name. `processes`: of those that are there."""
+        """Take the output of this node's members since the last call, by name. `processes`: of those that are there."""
 
         def take() -> dict[str, Lines]:
             with self._reading:
@@ -135,14 +136,14 @@ class NodeAgent:
     async def ask_members(
         self, method: str, names: list[str], timeout_s: float, members: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """What these actors of this node say to a call without arguments, by name: of those that do in time and without
+        """Call actors of this node without arguments; return the answers by name: those that come in time and without
         an error. `members`: handles of all that are here, where that has changed."""
         if members is not None:
             self._neighbours.meet(members)
         return await self._neighbours.ask(method, names, timeout_s)
 
     async def try_fences(self, all_limits: Sequence[Limits]) -> str:
-        """What holds on this node for code of models, in words. Raises `SandboxUnavailable`."""
+        """A text that says what holds on this node for code of models. Raises `SandboxUnavailable`."""
         return await asyncio.to_thread(self._agent.try_fences, all_limits)
 
     async def kill(self, process: ProcessId) -> bool:
@@ -169,7 +170,7 @@ class NodeAgent:
         return self._agent.relay
 
     async def clear_rows(self) -> None:
-        """The store is gone that knew what lies here of its rows: all of it goes."""
+        """Remove all rows of the store here, because the store that knew of them is gone."""
         await asyncio.to_thread(self._agent.rows.clear)
 
     async def stats(self) -> dict[str, float]:

@@ -2,14 +2,14 @@
 
     <root>/weights/   publications: written by ranks, read by engines
     <root>/rows/      large batches of the store
-    <root>/stacks/    what processes of the run are at, written when they do not answer any more
+    <root>/stacks/    stacks of the run's processes, written when they do not answer any more
     <root>/states/    kept states of trainers: written by ranks, and by a partner's agent
 
     other nodes' agents ─ TCP, the run's token ─▶ listener ─▶ the service that they ask for
 
-The root has the same path on every node, so whoever is told of a file needs not be told of a node's directories.
-However the agent ends, the root goes: `close` removes it, and so does a process of its own if the agent is killed.
-Plain Python; `actor.py` is the shell.
+The root has the same path on every node, so a process that is told of a file need not know a node's directories.
+However the agent ends, the root is removed: by `close`, or by a separate process if the agent is killed. Plain Python;
+`actor.py` is the shell.
 """
 
 import os
@@ -33,38 +33,39 @@ from penstock.workers.sandbox.limits import Limits
 from penstock.workers.weights.chain.relay import Relay
 
 WEIGHTS, ROWS, STATES, STACKS = "weights", "rows", "states", "stacks"
-"""Folders of the root. That of states has one for each trainer."""
+"""Folders of the root. That of states has a folder for each trainer."""
 NODE = "node"
-"""File of the root: what the run calls the node whose agent has made it."""
+"""File of the root with the run's name for the node whose agent has made it."""
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What is to be known of a node that takes part."""
+    """The facts on a node that takes part."""
 
     host: str
-    """Its name, for people."""
+    """Name of the node, for people."""
     address: Address
-    """Where the agent listens."""
+    """Address where the agent listens."""
     cores: int
-    """That this run's processes may use."""
+    """Number of cores that this run's processes may use."""
     memory: str
-    """Its shared memory: nodes that have the same see each other's files."""
+    """Id of its shared memory: nodes with the same id see each other's files."""
     rows: tuple[str, str]
     """Directories of the store's large batches: shared memory, disk."""
     owns_root: bool = True
-    """False: another agent of the run is there for the same shared memory, relays its weights and serves its rows."""
+    """True if this agent owns the root. False: another agent of the run is there for the same shared memory, relays its
+    weights and serves its rows."""
 
 
 def memory_of(root: Path) -> str:
-    """What tells the shared memory that `root` lies in from that of other machines and containers."""
+    """Id of the shared memory that `root` lies in, different from that of other machines and containers."""
     return f"{boot_id()}:{root.stat().st_dev}"
 
 
 class NodeAgent:
     """Lifecycle: made at the start of a run, `close` at its end.
 
-    `root`: the run's directory in shared memory, which must not exist. `node`: what the run calls this one. `host`: its
+    `root`: the run's directory in shared memory, which must not exist. `node`: the run's name for this one. `host`: its
     address, as other nodes reach it. `ports`: of which the first free one is taken; 0: any.
     """
 
@@ -78,8 +79,8 @@ class NodeAgent:
         files_dir: str | None = None,
         spill_dir: str | None = None,
     ) -> None:
-        """`files_dir`: where copies of other nodes' files are kept. `spill_dir`: where rows are moved that shared
-        memory has no room for. None: the temporary directory.
+        """`files_dir`: where copies of other nodes' files are kept. `spill_dir`: where rows go that shared memory has
+        no room for. None: the temporary directory.
 
         Raises `ResourceError` if the root cannot be made or no port is free.
         """
@@ -114,14 +115,15 @@ class NodeAgent:
         )
 
     def try_fences(self, all_limits: Sequence[Limits]) -> str:
-        """What holds on this node for code of models, in words. Raises `SandboxUnavailable`, which names it."""
+        """A text that says what holds on this node for code of models. Raises `SandboxUnavailable`, which names the
+        node."""
         try:
             return tried_here(all_limits)
         except SandboxUnavailable as error:
             raise SandboxUnavailable(f"{platform.node()}: {error}") from None
 
     def stats(self) -> dict[str, float]:
-        """Counters, since the start."""
+        """Counters since the start."""
         counters = self.relay.stats() if self.relay is not None else {}
         found = {f"node/weights/{name}": value for name, value in counters.items()}
         found |= {"node/rows/sent_bytes": self.rows.sent_bytes, "node/rows/failed_spills": self.rows.failed_spills}
@@ -129,14 +131,14 @@ class NodeAgent:
         return found | {"node/refused_connections": self.listener.refused}
 
     def close(self) -> None:
-        """Nobody reads or writes any more. A second time changes nothing."""
+        """Close everything, once no process reads or writes any more. A second call changes nothing."""
         self.listener.close()
         self.files.close()
         self.states.close()
         self._close_root()
 
     def _make_root(self) -> bool:
-        """False if the agent of another node has made it: two Ray nodes may share a machine."""
+        """Make the root. False if the agent of another node has made it: two Ray nodes may share a machine."""
         self._end_the_one_before()
         try:
             claim_root(self.root)
@@ -153,7 +155,7 @@ class NodeAgent:
         return owns
 
     def _end_the_one_before(self) -> None:
-        """The run has given up an agent of this node that did not answer. If it is there still, nobody needs it."""
+        """End the previous agent of this node, if it is still there: the run has given it up, as it did not answer."""
         try:
             owner, node = (self.root / OWNER_NAME).read_text().split(), (self.root / NODE).read_text()
         except OSError:

@@ -1,12 +1,10 @@
 """Files of one node for the others: the agent that has them sends them, another keeps a copy and checks every byte.
 
-    driver's node: offer(set, directory)          another node: obtain(set, path, source)
-                        │                                           │ the same path has the same content: use it
-                        └──────────── TCP, sendfile ◀───────────────┘ else fetch, verify, keep until the run's end
+driver's node: offer(set, directory)          another node: obtain(set, path, source)
+                    │                                           │ the same path has the same content: use it
+                    └──────────── TCP, sendfile ◀───────────────┘ else fetch, verify, keep until the run's end
 
-    another node: scratch, offer ─────────────────▶ driver's node: collect(set, directory, source)
-
-Used by `agent.py`.
+another node: scratch, offer ─────────────────▶ driver's node: collect(set, directory, source)
 """
 
 import platform
@@ -31,7 +29,7 @@ from penstock.workers.whole_files import replacing
 FOUND, MISSING = 1, 2
 """Kinds of answers."""
 BLOCK_BYTES = 2**20
-"""Received, summed and written at a time."""
+"""Bytes that are received, summed and written at a time."""
 CONNECT_S = 30.0
 
 
@@ -47,12 +45,12 @@ class FileService:
         self._lock = threading.Lock()
 
     def offer(self, files: FileSet, directory: Path) -> None:
-        """Serve these files from there."""
+        """Serve these files from a directory."""
         self._offered[files.address] = files, directory
 
     def obtain(self, files: FileSet, path: Path, source: Address) -> str:
-        """Where this node has the files, and offers them from now on: at `path`, where another has them, if they lie
-        there as well; else a copy. Raises `ResourceError`."""
+        """Return where this node has the files, and offer them from now on: at `path`, where another has them, if they
+        lie there as well; else a copy. Raises `ResourceError`."""
         with self._lock:
             if files.address not in self._offered:
                 self.offer(files, path if files.lies_in(path) else self._copied(files, source))
@@ -81,7 +79,7 @@ class FileService:
             ) from None
 
     def scratch(self) -> Path:
-        """A new directory for what is to be collected by another node. Raises `ResourceError`."""
+        """Make a directory for files that another node is to collect. Raises `ResourceError`."""
         with self._lock:
             self._make_directory()
             try:
@@ -93,13 +91,13 @@ class FileService:
                 ) from None
 
     def discard(self, scratch: Path) -> None:
-        """It has been collected, or will not be."""
+        """Remove a directory that has been collected, or will not be."""
         with self._lock:
             self._offered = {key: entry for key, entry in self._offered.items() if entry[1] != scratch}
         shutil.rmtree(scratch, ignore_errors=True)
 
     def serve(self, connected: socket.socket) -> None:
-        """A connection of another agent, until it ends."""
+        """Serve a connection of another agent, until it ends."""
         with Connection(connected) as connection:
             try:
                 while True:
@@ -131,7 +129,7 @@ class FileService:
         return target
 
     def _make_directory(self) -> None:
-        """Raises `ResourceError`."""
+        """Make the directory, where it does not exist. Raises `ResourceError`."""
         if self._directory.exists():
             return
         try:
@@ -146,7 +144,7 @@ class FileService:
 
 
 def _receive(connection: Connection, address: str, number: int, file: SavedFile, target: Path) -> None:
-    """One file, checked while it comes."""
+    """Receive a file, and check it while it comes."""
     connection.send(0, msgspec.msgpack.encode((address, number)))
     answer = connection.receive()
     if answer.kind != FOUND or answer.num_bytes != file.num_bytes:

@@ -1,6 +1,7 @@
-"""What lies in a directory, by content: so that a node can tell whether it has the same, wherever that lies.
+"""The files of a directory, by content, so that a node can tell whether it has the same ones, at any path.
 
-Made on the driver's machine of what actors on other nodes are to read: a model, a checkpoint, a user's code.
+It is made on the driver's machine for files that actors on other nodes are to read: a model, a checkpoint, a user's
+code.
 """
 
 import os
@@ -25,12 +26,13 @@ class FileSet:
 
     @classmethod
     def of_directory(cls, directory: Path) -> "FileSet":
-        """All files of a model or checkpoint. Raises `OSError`."""
+        """Make a set of all files of a model or checkpoint. Raises `OSError`."""
         return cls._of(directory, (path for path in directory.rglob("*") if path.is_file()))
 
     @classmethod
     def of_code(cls, file: Path) -> "FileSet":
-        """A Python file and what it may import from beside it: the other files of its folder, and packages there."""
+        """Make a set of a Python file and what it may import from beside it: the other files of its folder, and
+        packages there."""
         folder = file.parent
         packages = [path.parent for path in folder.glob("*/__init__.py")]
         return cls._of(folder, {*folder.glob("*.py"), *(path for one in packages for path in one.rglob("*.py"))})
@@ -42,7 +44,7 @@ class FileSet:
 
     @cached_property
     def address(self) -> str:
-        """Equal for equal content: xxh3-128 of names, sizes and checksums, hexadecimal."""
+        """The id of the content, equal for equal content: xxh3-128 of names, sizes and checksums, hexadecimal."""
         digest = xxhash.xxh3_128()
         for file in self.files:
             digest.update(f"{file.name}\0{file.num_bytes}\0{file.checksum}\n".encode())
@@ -53,7 +55,7 @@ class FileSet:
         return sum(file.num_bytes for file in self.files)
 
     def lies_in(self, directory: Path) -> bool:
-        """Whether every file is there with the same content; others may lie beside them."""
+        """Return whether every file is there with the same content; others may lie beside them."""
         try:
             if any(os.stat(directory / file.name).st_size != file.num_bytes for file in self.files):
                 return False

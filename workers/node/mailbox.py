@@ -1,5 +1,6 @@
-"""Questions to the controller of a run, which is no actor and cannot be called: they wait here until it takes them, and
-who asked waits for its answer. In the agent of the driver's node; `orchestrator/elastic/` has both ends.
+"""Questions to the controller of a run, which is no actor and cannot be called: they wait here until the controller
+takes them, and the caller waits for its answer. The mailbox is in the agent of the driver's node;
+`orchestrator/elastic/` has both ends.
 """
 
 import asyncio
@@ -7,7 +8,7 @@ from typing import Any
 
 
 class Mailbox:
-    """Lifecycle: `ask` by whoever wants something, `take` and `answer` by the one who can do it, `close`."""
+    """Lifecycle: `ask` by a caller, `take` and `answer` by the controller, `close`."""
 
     def __init__(self) -> None:
         self._waiting: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
@@ -16,7 +17,7 @@ class Mailbox:
         self._taking: asyncio.Task[tuple[int, Any]] | None = None
 
     async def ask(self, question: Any) -> Any:
-        """The answer. None: it was closed before there was one."""
+        """Ask; return the answer. None: the mailbox was closed before there was one."""
         self._asked += 1
         number, answer = self._asked, asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -27,15 +28,15 @@ class Mailbox:
             del self._answers[number]
 
     async def take(self) -> tuple[int, Any]:
-        """The next question and its number. Whoever waits for one already does so no more: another process drives the
-        run."""
+        """Take the next question and its number. An earlier call that still waits is cancelled: another process drives
+        the run now."""
         if self._taking is not None:
             self._taking.cancel()
         self._taking = taking = asyncio.create_task(self._waiting.get())
         return await taking
 
     def answer(self, number: int, answer: Any) -> None:
-        """Whoever asked may have gone."""
+        """Answer a question. Its caller may be gone."""
         if (asking := self._answers.get(number)) is not None and not asking.done():
             asking.set_result(answer)
 

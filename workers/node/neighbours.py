@@ -1,5 +1,5 @@
-"""The actors of a node, asked by its agent in the controller's place: one answer for all of them. Used by `actor.py`;
-`orchestrator/fleet/roll_call.py` asks, and whoever is not in the answer is asked by the controller itself.
+"""The actors of a node, asked by its agent for the controller: one answer for all of them. The controller itself asks
+actors that are not in the answer (`orchestrator/fleet/roll_call.py`).
 """
 
 import asyncio
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class Neighbours:
-    """Lifecycle: `meet` them, again whenever others are there; `ask` any of them."""
+    """Lifecycle: `meet` the actors, again whenever they change; `ask` any of them."""
 
     def __init__(self) -> None:
         self._handles: dict[str, Any] = {}
 
     def meet(self, handles: Mapping[str, Any]) -> None:
-        """All that are there now, by name."""
+        """Set all actors that are there now, by name."""
         self._handles = dict(handles)
 
     async def ask(self, method: str, names: Iterable[str], timeout_s: float) -> dict[str, Any]:
-        """What each of these says to a call without arguments. Who says nothing in time, fails, or is not known is left
-        out: why, the controller hears when it asks itself."""
+        """Call actors without arguments; return their answers. An actor that does not answer in time, fails, or is not
+        known is left out; the controller learns the reason when it asks itself."""
         known = {name: handle for name in names if (handle := self._handles.get(name)) is not None}
         calls = {name: asyncio.create_task(_said(handle, method)) for name, handle in known.items()}
         if calls:

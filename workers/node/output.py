@@ -1,7 +1,7 @@
-"""What the processes of a node have printed since it was last asked: for the run's directory, so that it can be read
-where the node is not. Used by `actor.py`.
+"""The output of a node's processes since the last call: for the run's directory, so that it can be read on another
+machine.
 
-A process says where it prints itself: its standard output and error are files of Ray's, which `/proc` names.
+The standard output and error of a process are files of Ray's, which `/proc` names.
 """
 
 import os
@@ -13,13 +13,13 @@ from pathlib import Path
 from penstock.workers.processes import ProcessId
 
 MOST_BYTES = 1 << 18
-"""Of one file in one look. What is more is left out of the middle, and counted."""
+"""Largest output of one file in one look. The excess is left out of the middle, and counted."""
 STREAMS = {1: "out", 2: "err"}
 MARKERS = re.compile(r":(actor_name|job_id|task_name):")
-"""Lines that Ray writes into these files for itself."""
+"""Pattern of lines that Ray writes into these files for itself."""
 
 Lines = list[tuple[str, str]]
-"""Stream and text."""
+"""Lines, as stream and text."""
 
 
 @dataclass
@@ -27,10 +27,10 @@ class _File:
     path: Path
     offset: int = 0
     rest: bytes = b""
-    """Of a line that is not whole yet."""
+    """Beginning of a line that is not whole yet."""
 
     def take(self) -> list[str]:
-        """Whole lines since the last time."""
+        """Whole lines since the last call."""
         try:
             with self.path.open("rb") as opened:
                 size = opened.seek(0, os.SEEK_END)
@@ -50,7 +50,7 @@ class _File:
         return [f"… {skipped:,} bytes left out …", *lines] if skipped else lines
 
     def end(self) -> list[str]:
-        """The same, and what was never ended."""
+        """Whole lines since the last call, and one that was never ended."""
         lines, rest = self.take(), self.rest
         self.rest = b""
         return [*lines, rest.decode(errors="replace")] if rest else lines
@@ -60,9 +60,9 @@ class _File:
 class _Printing:
     process: ProcessId
     files: dict[str, _File] = field(default_factory=dict)
-    """By stream."""
+    """Files by stream."""
     is_alive: bool = True
-    """When it was looked at last."""
+    """True if the process was alive at the last look."""
 
 
 class Output:
@@ -70,11 +70,11 @@ class Output:
 
     def __init__(self) -> None:
         self._printing: dict[str, list[_Printing]] = {}
-        """By name: several processes have had it, one after the other."""
+        """Processes by name: several have had a name, one after the other."""
 
     def take(self, processes: Mapping[str, ProcessId]) -> dict[str, Lines]:
-        """What members of this node have printed since the last time. `processes`: those that whoever asks knows of, by
-        name. What a process printed last is told after its death, and then it is forgotten."""
+        """Take the output of this node's members since the last call. `processes`: those that the caller knows of, by
+        name. A process's last output is taken after its death, and then the process is forgotten."""
         for name, process in processes.items():
             known = self._printing.setdefault(name, [])
             if all(one.process != process for one in known):
@@ -97,7 +97,7 @@ class Output:
 
 
 def _files_of(process: ProcessId) -> dict[str, _File]:
-    """None where it prints to no file, or where this process may not look."""
+    """Output files of a process. None where it prints to no file, or where this process may not look."""
     found: dict[str, _File] = {}
     if not process.is_alive:
         return found

@@ -1,10 +1,10 @@
-"""Which node has a second copy of each rank's kept state. Pure. Called by who has the copies fetched."""
+"""The node that has a second copy of each rank's kept state. Pure."""
 
 from collections.abc import Mapping, Sequence
 
 
 def partners(nodes: Sequence[str], node_of_rank: Mapping[int, str]) -> dict[int, str]:
-    """The next node after a rank's own, in the order of `nodes` and round; none where there is no other.
+    """The next node after each rank's own, in the order of `nodes`, which wraps around; none where there is no other.
 
     `nodes`: those that live, each with shared memory of its own. So each node has the copies of one other's ranks, and
     losing any one node loses no rank's state.

@@ -1,12 +1,12 @@
-"""The services that an agent's port has, one byte each: what a connection from another node asks for."""
+"""The services of an agent's port, a byte each: a connection from another node asks for one."""
 
 from penstock.store.data.far.nodes import ROWS
 
 CHUNKS = 1
-"""Of publications: `workers/weights/chain/`."""
+"""Service for chunks of publications: `workers/weights/chain/`."""
 FILES = 3
-"""Models and code: `file_service.py`."""
+"""Service for models and code: `file_service.py`."""
 STATES = 4
-"""Kept states of trainers: `states.py`."""
+"""Service for kept states of trainers: `states.py`."""
 
 __all__ = ["CHUNKS", "FILES", "ROWS", "STATES"]

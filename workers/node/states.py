@@ -1,13 +1,13 @@
-"""Kept states of trainers (`workers/trainer/kept/`), from node to node: a rank's copies on a second node, for the day
-when its own is lost.
+"""Kept states of trainers (`workers/trainer/kept/`), sent from node to node: a rank's copies on a second node, in case
+its own is lost.
 
     partner's node: fetch(trainer, {rank: step}, source)        the rank's node: serve
           begin a slot ◀── TCP: header, then the bytes by sendfile ── the slot that has the step
           each block against its checksum ─▶ seal
 
 The same paths on both nodes, and the same two slots in turn: what was brought before stays whole until the next is. A
-rank goes on while its copy is sent. One that it writes over meanwhile fails its checksums, and is fetched anew with the
-next step's. Used by `agent.py`.
+rank goes on while its copy is sent. A copy that it writes over meanwhile fails its checksums, and the next step's is
+fetched instead.
 """
 
 import socket
@@ -39,7 +39,7 @@ class StateService:
     """Lifecycle: any calls in any order, `serve` for each connection, `close`. Any thread; one `fetch` at a time."""
 
     def __init__(self, root: Path, token: bytes) -> None:
-        """`root`: has a folder for each trainer."""
+        """`root`: the directory that has a folder for each trainer."""
         self._root, self._token = root, token
         self._mappings = KeptMappings()
         self._fetching = threading.Lock()
@@ -65,7 +65,7 @@ class StateService:
         self._mappings.let_go(self._root)
 
     def serve(self, connected: socket.socket) -> None:
-        """A connection of another agent, until it ends."""
+        """Serve a connection of another agent, until it ends."""
         with Connection(connected) as connection:
             try:
                 while True:

@@ -48,7 +48,8 @@ class Problems:
         return frozenset(str(self._dataset[index]["question"]) for index in range(self.size))
 
     def entry(self, index: int) -> dict[str, Any]:
-        """`question`, `answer` and `metadata` of problem `index`. `DataError`: all its replacements are held out."""
+        """The `question`, `answer` and `metadata` of problem `index`. `DataError`: all its replacements are held
+        out."""
         for attempt in range(MAX_REPLACEMENTS + 1):
             entry: dict[str, Any] = self._spare(attempt)[index]
             if str(entry["question"]) not in self.exclude:
@@ -60,19 +61,19 @@ class Problems:
         )
 
     def _spare(self, attempt: int) -> Any:
-        """The attempt-th replacements. Tasks draw problem i from `seed + i`, so these lie beyond `size`."""
+        """Make the attempt-th replacements. Tasks draw problem i from `seed + i`, so these lie beyond `size`."""
         if attempt not in self._spares:
             seeded = {**self.options, "seed": self.seed + attempt * self.size, "size": self.size}
             self._spares[attempt] = make_dataset(self.task, seeded)
         return self._spares[attempt]
 
     def extra(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """What `verify` needs to score a response, as JSON values."""
+        """Data that `verify` needs to score a response, as JSON values."""
         return {"environment": self.task, "options": self.options, "entry": to_json(entry)}
 
 
 def verify(response: str, task: dict[str, Any]) -> float:
-    """The problem's own verifier: a score from 0 to 1. `task` is a row made by `Problems.extra`.
+    """Score by the problem's own verifier, from 0 to 1. `task` is a row made by `Problems.extra`.
 
     Raises `DataError` for a task that comes from elsewhere.
     """
@@ -96,7 +97,7 @@ def _verifier(task: str, options: str) -> Any:
 
 def make_dataset(task: str, options: dict[str, Any], keys: tuple[str, str] = ("data.path", "data.options")) -> Any:
     """The dataset object of reasoning_gym. Raises `ConfigError` for an unknown task or option, or a refused value;
-    `keys` are those that it names."""
+    `keys` are the keys that the error names."""
     factory = importlib.import_module("reasoning_gym.factory")
     importlib.import_module("reasoning_gym")
     if task not in factory.DATASETS:
@@ -114,7 +115,7 @@ def make_dataset(task: str, options: dict[str, Any], keys: tuple[str, str] = ("d
 
 
 def to_json(value: Any) -> Any:
-    """A JSON value from which `from_json` makes an equal one: verifiers tell tuples from lists."""
+    """Convert to a JSON value from which `from_json` makes an equal one: verifiers tell tuples from lists."""
     if isinstance(value, tuple):
         return {TUPLE: [to_json(item) for item in value]}
     if isinstance(value, list):

@@ -13,10 +13,10 @@ from penstock.workers.stacks import register
 
 
 class Prompts:
-    """Lifecycle: `start`, then `run` until the store closes; with another store it ends the one before.
+    """Lifecycle: `start`, then `run` until the store closes; with another store it ends the previous one.
 
-    `rows_are`: "prompts", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where the
-    tokenizer is. `start`: of a resumed run.
+    `rows_are`: "prompts", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where the tokenizer
+    is. `start`: the place where a resumed run goes on.
     """
 
     def __init__(self, config: RunConfig, model_path: str, rows_are: str, start: PromptStart | None = None) -> None:
@@ -38,16 +38,16 @@ class Prompts:
         await self._source.run(store, self._config.trainer.groups_per_step)
 
     async def start_after(self, num_groups: int) -> PromptStart:
-        """Where a run goes on whose store has had so many groups (`StoreClient.cut`)."""
+        """The place where a run goes on whose store has had so many groups (`StoreClient.cut`)."""
         assert self._source is not None
         return self._source.start_after(num_groups)
 
     async def process(self, stacks: str) -> ProcessId:
-        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
         return register(stacks)
 
     async def progress(self) -> Progress:
-        """Groups drawn. At any time."""
+        """Number of groups drawn. May be called at any time."""
         return self._phases.progress(self._source.num_drawn if self._source is not None else 0)
 
     async def stats(self) -> dict[str, float]:
@@ -55,4 +55,4 @@ class Prompts:
         return self._source.stats() if self._source is not None else {}
 
     async def close(self) -> None:
-        """Nothing to end; the same call as for every other actor."""
+        """End nothing: there is the same call for every actor."""

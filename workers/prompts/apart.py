@@ -1,12 +1,12 @@
-"""Keeps held-out problems out of the training, whatever data source or environment both come from.
+"""Keeps held-out problems out of the training, for every data source and environment.
 
     held-out rows ─▶ Apart: a digest of each problem ─▶ the source of prompts passes over rows that are among them
                                                      ─▶ a look before the start: how many are, and an error for most
 
-A problem is what the model is asked: two rows with the same conversation are the same one, whatever else they hold, be
-it text or messages and whatever the system message before it. `data.prompt_template` is part of it: where the parts of
-a mixture have others than the held-out rows, the same question is another problem. A task of an environment is told
-from others by its data, or by what it says itself (`Task.problem`).
+A problem is what the model is asked: two rows with the same conversation are the same one, whatever else they hold, as
+text or as messages, and with any system message before it. `data.prompt_template` is part of it: where the parts of a
+mixture have others than the held-out rows, the same question is another problem. A task of an environment is identified
+by its data, or by its own `Task.problem`.
 """
 
 import hashlib
@@ -18,11 +18,12 @@ from penstock.conf.errors import DataError
 from penstock.workers.prompts.task import PromptDataset, Task
 
 MOST_LEFT_OUT = 0.5
-"""Of the rows to train on. Where more are held out, what is left is no longer the data that was asked for."""
+"""Largest share of the rows to train on that may be held out. With more, what is left is no longer the data that was
+asked for."""
 
 
 class Apart:
-    """Problems that are measured, and on which no step may train.
+    """Problems that evaluation measures, and on which no step may train.
 
     apart = Apart.of([held_out])
     apart.holds(train.row(3))
@@ -33,7 +34,7 @@ class Apart:
 
     @classmethod
     def of(cls, datasets: Iterable[PromptDataset]) -> "Apart":
-        """All rows of these."""
+        """Collect all rows of these datasets."""
         return cls([problem_of(dataset.row(index)) for dataset in datasets for index in range(len(dataset))])
 
     def __len__(self) -> int:
@@ -43,7 +44,7 @@ class Apart:
         return bool(self._problems) and problem_of(task) in self._problems
 
     def check(self, dataset: PromptDataset, num_read: int) -> int:
-        """How many of the first rows to train on are held out. Raises `DataError` where it is most of them."""
+        """Count how many of the first rows to train on are held out. Raises `DataError` where it is most of them."""
         if not self._problems:
             return 0
         found = sum(self.holds(dataset.row(index)) for index in range(num_read))
@@ -64,6 +65,6 @@ def _asked(task: Task) -> list[dict[str, str]]:
 
 
 def problem_of(task: Task) -> bytes:
-    """What tells a row's problem from others."""
+    """Digest that identifies a row's problem."""
     what = _asked(task) if task.problem is None else task.problem
     return hashlib.blake2b(json.dumps(what, sort_keys=True, default=str).encode(), digest_size=16).digest()

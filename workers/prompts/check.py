@@ -1,4 +1,4 @@
-"""A look at the prompts before anything starts: `penstock validate`, and the first second of a run."""
+"""A check of the prompts before anything starts: `penstock validate`, and the first second of a run."""
 
 import heapq
 from dataclasses import dataclass
@@ -10,25 +10,26 @@ from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
 
 MAX_READ_ROWS = 50_000
-"""Rows read of a file. Problems of an environment are made, which takes longer: only `sample` of them are."""
+"""Rows that are read of a file. Problems of reasoning_gym are generated, which takes longer: only `sample` of them are
+read."""
 
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What `check_prompts` found."""
+    """The findings of `check_prompts`."""
 
     rows: int
-    """Of the dataset."""
+    """Number of rows of the dataset."""
     read: int
-    """Rows looked at: columns and types."""
+    """Number of rows looked at: columns and types."""
     tokenized: int
-    """The longest of these, tokenised."""
+    """Number of rows tokenised, the longest of those looked at."""
     longest_prompt: int
-    """Tokens."""
+    """Length of the longest prompt, in tokens."""
     longest_response: int
-    """Tokens of a demonstration with its end; 0 without."""
+    """Length of the longest demonstration with its end, in tokens; 0 without demonstrations."""
     skipped: int
-    """Of those tokenised, left out by data.too_long=skip."""
+    """Number of tokenised rows that data.too_long=skip leaves out."""
 
 
 def check_prompts(
@@ -39,7 +40,7 @@ def check_prompts(
     rows_are: str = "prompts",
     sample: int = 1000,
 ) -> PromptReport:
-    """Look at a dataset before anything starts: the first rows as they are, and the `sample` longest of them tokenised.
+    """Check a dataset before anything starts: the first rows as they are, and the `sample` longest of them tokenised.
 
     Raises `DataError` (a missing column, a line that is no JSON, a prompt too long) or `ModelError`.
     """
@@ -73,7 +74,7 @@ def check_prompts(
 
 
 def rows_to_read(dataset: PromptDataset, config: RunConfig, sample: int = 1000) -> int:
-    """How many of the first rows are looked at."""
+    """Number of the first rows that are looked at."""
     return min(len(dataset), sample if config.data.source == "reasoning_gym" else MAX_READ_ROWS)
 
 

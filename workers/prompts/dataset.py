@@ -1,7 +1,6 @@
-"""Datasets of prompts: rows by number, whatever they come from.
+"""Datasets of prompts: rows by number, from any source.
 
-`open_dataset` is called by `source.py`'s owner at the start of a run, by evaluation for the held-out problems, and by
-`penstock validate`.
+They are opened at the start of a run, by evaluation for the held-out problems, and by `penstock validate`.
 """
 
 from typing import Any, Protocol
@@ -65,7 +64,8 @@ class TableDataset:
         return Task(text, answer, index, where, response, rejected, messages, extra)
 
     def _conversation(self, row: dict[str, Any], where: str) -> tuple[list[Message], str | None]:
-        """Of a prompt column with messages, and their demonstration if they end with one; nothing of one with text."""
+        """The conversation of a prompt column with messages, and their demonstration if they end with one; empty for a
+        column with text."""
         column = self.config.columns.prompt
         value = self._value(row, column, "prompt", where)
         if not is_conversation(value):
@@ -76,7 +76,7 @@ class TableDataset:
         return with_template(messages, self.config.prompt_template), response
 
     def _value(self, row: dict[str, Any], column: str, role: str, where: str) -> Any:
-        """`column`: its name, or that of a field in one: `reward_model.ground_truth`."""
+        """The value of a column. `column`: its name, or that of a field in one: `reward_model.ground_truth`."""
         head, _, field = column.partition(".")
         if column not in row and field and isinstance(row.get(head), dict):
             return self._value(row[head], field, role, where)
@@ -119,7 +119,7 @@ class ProblemDataset:
 
 
 def open_dataset(data: DataConfig, evaluation: EvaluationConfig, *, held_out: bool = False) -> PromptDataset | None:
-    """The rows to train on, or the held-out ones (at most `evaluation.num_problems`).
+    """Open the rows to train on, or the held-out ones (at most `evaluation.num_problems`).
 
     None: there is no held-out set and none is asked for. Raises `DataError` or `ConfigError` naming the key.
     """
@@ -166,8 +166,8 @@ def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Pro
 
 
 def _problems(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Problems:
-    """Held-out problems are made from their own seed, and left out of those to train on, even in a run that does not
-    evaluate: the next one, which starts from its model, may."""
+    """Make problems. Held-out ones are made from their own seed, and left out of those to train on, even in a run that
+    does not evaluate: the next run, which starts from its model, may."""
     assert data.path is not None
     apart = Problems(data.path, data.options, seed=evaluation.seed, size=evaluation.num_problems)
     if held_out:

@@ -9,10 +9,10 @@ from penstock.workers.prompts.task import Task
 
 
 class EnvironmentTasks:
-    """The first `size` tasks, or all of a list, or as many as are made of what has no end."""
+    """The first `size` tasks, or all of a list, or the first ones of an endless generator."""
 
     def __init__(self, tasks: Iterable[environments.Task], size: int | None, name: str) -> None:
-        """`name`: of the environment, for messages. Raises `DataError` if there are none."""
+        """`name`: of the environment, for messages. Raises `DataError` if there are no tasks."""
         self._tasks, self.is_cut = first_of(tasks, size)
         self._name = name
         if not self._tasks:

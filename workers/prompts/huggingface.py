@@ -1,7 +1,7 @@
 """Rows of a dataset on the Hugging Face hub, or of parquet files in a local folder.
 
 The hub keeps every public dataset converted to parquet under the revision `refs/convert/parquet`; those files are
-fetched and read with Arrow, so no loader code runs and the `datasets` package is not needed. Used by `dataset.py`.
+fetched and read with Arrow, so no loader code runs and the `datasets` package is not needed.
 """
 
 import importlib
@@ -41,7 +41,7 @@ class ParquetRows:
 
 
 def open_huggingface(path: str, subset: str | None, split: str) -> ParquetRows:
-    """A split of a dataset: `path` is a hub id (`openai/gsm8k`) or a local folder with parquet files.
+    """Open a split of a dataset: `path` is a hub id (`openai/gsm8k`) or a local folder with parquet files.
 
     Raises `DataError` naming data.path, data.subset or data.split if it is not there or cannot be fetched.
     """

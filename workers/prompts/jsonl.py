@@ -1,6 +1,6 @@
 """Rows of a JSON-lines file, found by byte offset and parsed when they are asked for.
 
-Used by `dataset.py`. Every error names the file and the line.
+Every error names the file and the line.
 """
 
 import json
@@ -41,7 +41,7 @@ class JsonLines:
         return f"{self.path} line {self._lines[index]}"
 
     def row(self, index: int) -> dict[str, Any]:
-        """Raises `DataError` if the line is not valid JSON, or no object."""
+        """Parse a row. Raises `DataError` if the line is not valid JSON, or no object."""
         self._file.seek(self._offsets[index])
         line = self._file.readline()
         try:

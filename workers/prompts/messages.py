@@ -1,4 +1,4 @@
-"""Columns that hold chat messages instead of text, as TRL's and verl's datasets have them. Pure; used by `dataset.py`.
+"""Columns that hold chat messages instead of text, as TRL's and verl's datasets have them. Pure.
 
 prompt   [{"role": "system", …}, {"role": "user", …}]          the conversation that is to be continued
 prompt   [… , {"role": "assistant", …}]                        the same with its demonstration, the last message
@@ -12,18 +12,19 @@ from penstock.conf.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
 NOT_READ = {"assistant": ("tool_calls", "function_call"), "tool": ("tool_call_id", "name")}
-"""What a model should see of a message beside its text, and would not."""
+"""Keys of a message, beside its text, that a model should see and would not."""
 Message = dict[str, str]
 
 
 def is_conversation(value: Any) -> bool:
-    """It is meant as one, whether or not it is in order. Parquet's lists come as arrays."""
+    """Return whether a value is meant as a conversation, whether or not it is in order. Parquet's lists come as
+    arrays."""
     return not isinstance(value, str | Mapping) and isinstance(value, Sequence) and all(map(_is_message, value))
 
 
 def messages_of(value: Sequence[Any], where: str) -> list[Message]:
-    """In their order, roles and texts alone. Raises `DataError`, also for what says which tools were called: without it
-    a conversation is another one."""
+    """The messages in their order, roles and texts alone. Raises `DataError`, also for fields that name called tools:
+    without them a conversation is another one."""
     if not value:
         raise DataError(f"{where} holds no message.")
     found = []
@@ -43,14 +44,14 @@ def messages_of(value: Sequence[Any], where: str) -> list[Message]:
 
 
 def split_response(messages: Sequence[Message]) -> tuple[list[Message], str | None]:
-    """What comes before the response, and the response where the last message is one."""
+    """The messages before the response, and the response where the last message is one."""
     if messages[-1]["role"] == "assistant":
         return list(messages[:-1]), messages[-1]["content"]
     return list(messages), None
 
 
 def response_text(messages: Sequence[Message], where: str) -> str:
-    """Of a column that has a response alone, or at its end. Raises `DataError`."""
+    """The response of a column that has a response alone, or at its end. Raises `DataError`."""
     _, response = split_response(messages)
     if response is None:
         raise DataError(f"{where}: its last message is of role {messages[-1]['role']!r}, where an assistant's is due.")
@@ -58,7 +59,7 @@ def response_text(messages: Sequence[Message], where: str) -> str:
 
 
 def with_template(messages: Sequence[Message], template: str) -> list[Message]:
-    """`data.prompt_template` around the last text of the user.
+    """Put `data.prompt_template` around the last text of the user.
 
     >>> with_template([{"role": "user", "content": "2 + 2"}], "{prompt} =")
     [{'role': 'user', 'content': '2 + 2 ='}]
@@ -72,7 +73,7 @@ def with_template(messages: Sequence[Message], template: str) -> list[Message]:
 
 
 def last_text(messages: Sequence[Message]) -> str:
-    """What rewards and teachers are told that the prompt is: the user's last text, or the last one of anybody."""
+    """The prompt's text for rewards and teachers: the user's last text, or the last one of any role."""
     texts = [message["content"] for message in messages if message["role"] == "user"]
     return texts[-1] if texts else messages[-1]["content"]
 

@@ -7,15 +7,16 @@ from penstock.conf.errors import DataError
 from penstock.workers.prompts.task import PromptDataset, Task, is_cut
 
 MOST_ROWS = 10_000_000
-"""Of a mixture: weights that are far apart would have small parts go round very often."""
+"""Largest number of rows of a mixture: with very different weights, small parts would be repeated very often."""
 
 
 class Mixture:
-    """Any stretch of its rows has of each part about its share; every part is gone through whole, in its own order, and
-    small ones again and again. Parts are told by name in the row's `data_source`, as verl's rows have it."""
+    """Datasets in a mixture. Any stretch of its rows has about its share of each part; every part is gone through
+    whole, in its own order, and small ones again and again. The row's `data_source` has the part's name, as verl's rows
+    have it."""
 
     def __init__(self, parts: Mapping[str, PromptDataset], weights: Mapping[str, float]) -> None:
-        """Raises `DataError` for a mixture that would be too long."""
+        """Mix the parts. Raises `DataError` for a mixture that would be too long."""
         self._names = list(parts)
         self._parts = [parts[name] for name in self._names]
         self.is_cut = any(is_cut(part) for part in self._parts)
@@ -40,7 +41,7 @@ class Mixture:
 
 
 def dealt(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """For each of so many rows, whose turn it is, and which of its turns: always of the part that lags most behind its
+    """Choose a part for each of so many rows, and which of its turns it is: always the part that lags most behind its
     share.
 
     >>> dealt([0.75, 0.25], 4)

@@ -1,6 +1,6 @@
-"""From a run's configuration to its source of prompts: dataset, tokenizer and limits put together.
+"""The construction of a run's source of prompts from its configuration: dataset, tokenizer and limits put together.
 
-Called by the `Prompts` actor for what is trained on, and by evaluation for the held-out problems.
+It is used both for training and for the held-out problems of evaluation.
 """
 
 from penstock.conf.data import ENVIRONMENT
@@ -23,10 +23,10 @@ def open_source(
     held_out: bool = False,
     start: PromptStart | None = None,
 ) -> PromptSource:
-    """The groups of a run in order, epoch after epoch; or the held-out ones in the dataset's own order.
+    """Open the groups of a run in order, epoch after epoch; or the held-out ones in the dataset's own order.
 
-    `rows_are`: "prompts", "tasks", "demonstrations" or "preferences". `start`: where a resumed run goes on. Raises
-    `DataError`, `ConfigError` or `ModelError`.
+    `rows_are`: "prompts", "tasks", "demonstrations" or "preferences". `start`: the place where a resumed run goes on.
+    Raises `DataError`, `ConfigError` or `ModelError`.
     """
     dataset = open_rows(config, held_out=held_out)
     if dataset is None:
@@ -47,7 +47,7 @@ def open_source(
 
 
 def open_apart(config: RunConfig) -> Apart:
-    """What evaluation measures, and no step may train on. Nothing where it measures nothing, or with
+    """Problems that evaluation measures, and no step may train on. None where it measures nothing, or with
     `evaluation.overlap=allow`. Raises `DataError`, `ConfigError`."""
     evaluation = config.evaluation
     if not evaluation.every_steps or evaluation.overlap == "allow":
@@ -58,7 +58,7 @@ def open_apart(config: RunConfig) -> Apart:
 
 
 def open_rows(config: RunConfig, *, held_out: bool = False) -> PromptDataset | None:
-    """What there is to train on, or the held-out part: tasks of the run's environment with `data.source=environment`,
+    """Open the rows to train on, or the held-out part: tasks of the run's environment with `data.source=environment`,
     rows of a dataset otherwise. None: nothing is held out. Raises `DataError`, `ConfigError`."""
     if config.data.source != ENVIRONMENT:
         return open_dataset(config.data, config.evaluation, held_out=held_out)

@@ -1,6 +1,6 @@
 """The order in which prompts are drawn: endless, shuffled anew each epoch, and resumable from two numbers. Pure.
 
-Used by `source.py`; the cursor goes into checkpoints.
+The cursor goes into checkpoints.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from penstock.conf.errors import DataError
 
 @dataclass(frozen=True)
 class PromptCursor:
-    """`position` rows of epoch `epoch` have been drawn."""
+    """The position in the order: `position` rows of epoch `epoch` have been drawn."""
 
     epoch: int = 0
     position: int = 0
@@ -26,14 +26,15 @@ class PromptCursor:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele et al. 2014): 64 random bits from each integer, the same everywhere."""
+    """Mix bits by splitmix64's finaliser (Steele et al. 2014): 64 random bits from each integer, the same
+    everywhere."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """`[num_rows]` int64: a permutation of the rows that depends on nothing but the arguments."""
+    """A permutation of the rows, `[num_rows]` int64, that depends on nothing but the arguments."""
     rows = np.arange(num_rows, dtype=np.uint64)
     if not shuffle:
         return rows.astype(np.int64)
@@ -61,13 +62,13 @@ class PromptOrder:
         self._rows = epoch_order(num_rows, seed, self.cursor.epoch, shuffle)
 
     def go_to(self, cursor: PromptCursor) -> None:
-        """The next row is the one after this cursor."""
+        """Continue with the row after this cursor."""
         if cursor.epoch != self.cursor.epoch:
             self._rows = epoch_order(self.num_rows, self.seed, cursor.epoch, self.shuffle)
         self.cursor = cursor
 
     def skip(self, count: int) -> None:
-        """As if so many rows had been drawn."""
+        """Skip rows, as if so many had been drawn."""
         if count:
             epochs, last = divmod(self.cursor.position + count - 1, self.num_rows)
             self.go_to(PromptCursor(self.cursor.epoch + epochs, last + 1))

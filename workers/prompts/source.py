@@ -2,8 +2,8 @@
 
     dataset ─ row ─▶ PromptEncoder ─ prompt_ids, task ─▶ store (whose credits say when)
 
-`run` is started by the controller and ends when the store closes. It goes on exactly after the groups that the store
-has, whoever put them. `cursor_after` is for checkpoints.
+The controller starts `run`, which ends when the store closes. It goes on exactly after the groups that the store has,
+even if another source put them. `cursor_after` is for checkpoints.
 """
 
 import asyncio
@@ -23,38 +23,38 @@ from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
 
 REMEMBERED_CURSORS = 65_536
 PASSED_AT_ONCE = 256
-"""Groups that another source has put, drawn and dropped without a look at anything else."""
+"""Number of groups drawn and dropped at a time, because another source has put them; between times other calls are
+served."""
 
 
 @dataclass(frozen=True)
 class PromptStart:
-    """Where a resumed run goes on."""
+    """The place where a resumed run goes on."""
 
     cursor: PromptCursor = field(default_factory=PromptCursor)
-    """Before group `first_group`."""
+    """Cursor before group `first_group`."""
     first_group: int = 0
-    """The first that the store has not had."""
+    """Number of the first group that the store has not had."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was drawn up to some moment."""
+    """The state of drawing at some moment."""
 
     num_groups: int
-    """Of the run."""
+    """Number of groups of the run."""
     cursor: PromptCursor
     skipped: int = 0
-    """Rows that were too long."""
+    """Number of rows that were too long."""
     held_out: int = 0
-    """Rows that evaluation measures."""
+    """Number of rows that evaluation measures."""
 
 
 class PromptSource:
     """Groups in a fixed order, from a cursor on, epoch after epoch.
 
     `first_group`: groups that the run had drawn before (0 for a new one); `cursor_after(n)` counts from the run's
-    start. The store admits groups in the order drawn, so after n admissions `cursor_after(n)` is where a resumed run
-    goes on.
+    start. The store admits groups in the order drawn, so after n admissions a resumed run goes on at `cursor_after(n)`.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class PromptSource:
         once: bool = False,
         apart: Apart | None = None,
     ) -> None:
-        """`rows_are`: "prompts", "tasks", or what has responses: "demonstrations", "preferences". `once`: one epoch,
-        in the dataset's own order (held-out problems). `apart`: what is passed over."""
+        """`rows_are`: "prompts", "tasks", or rows with responses: "demonstrations", "preferences". `once`: one epoch,
+        in the dataset's own order (held-out problems). `apart`: problems that are skipped."""
         self.dataset = dataset
         self.encoder = encoder
         self.skips = data.too_long == "skip"
         self.rows_are = rows_are
         self.skipped = 0
-        """Rows left out by data.too_long=skip so far, for `dropped/prompt_too_long`."""
+        """Number of rows left out by data.too_long=skip so far, for `dropped/prompt_too_long`."""
         self.held_out = 0
-        """Rows passed over so far since evaluation measures them, for `dropped/held_out`."""
+        """Number of rows skipped so far because evaluation measures them, for `dropped/held_out`."""
         self._apart = apart or Apart()
         self._order = PromptOrder(len(dataset), data.seed, cursor, shuffle=data.shuffle and not once)
         self._once = once
@@ -87,12 +87,12 @@ class PromptSource:
 
     @property
     def cursor(self) -> PromptCursor:
-        """After the last group drawn, which may not have been admitted yet."""
+        """Cursor after the last group drawn, which may not have been admitted yet."""
         return self._order.cursor
 
     @property
     def num_drawn(self) -> int:
-        """Groups of the run so far."""
+        """Number of groups of the run so far."""
         return self._drawn[-1].num_groups
 
     def cursor_after(self, num_groups: int) -> PromptCursor:
@@ -105,8 +105,8 @@ class PromptSource:
         return self._drawn[num_groups - first].cursor
 
     def start_after(self, num_groups: int) -> PromptStart:
-        """Where a run goes on whose store has had the first `num_groups` groups. Those that are not drawn yet were put
-        by another source; and a store in the place of another has had fewer."""
+        """The place where a run goes on whose store has had the first `num_groups` groups. Groups that are not drawn
+        yet were put by another source; and a store that replaces another has had fewer."""
         if not self._drawn[0].num_groups <= num_groups <= self._drawn[-1].num_groups:
             self.go_to(num_groups)
         return PromptStart(self.cursor_after(num_groups), num_groups)
@@ -127,7 +127,7 @@ class PromptSource:
         self._pass(num_groups - self._drawn[-1].num_groups)
 
     def next_groups(self, count: int) -> list[dict[str, Any]]:
-        """The source columns of the next `count` groups: `prompt_ids` (list of int; tasks have none), `task` (JSON
+        """Draw the source columns of the next `count` groups: `prompt_ids` (list of int; tasks have none), `task` (JSON
         string), and `response_ids` and `response_text` with demonstrations, `chosen_ids` and `rejected_ids` with
         preferences. Fewer than `count` only from a source that goes through its dataset once. Raises `DataError` for a
         row that cannot be used."""
@@ -135,8 +135,8 @@ class PromptSource:
         return [group for group in groups if group is not None]
 
     async def run(self, store: StoreClient, batch: int = 8) -> None:
-        """Keep the store supplied until it closes. It takes groups as credits allow: mostly this waits. From now on
-        the groups come from here alone, beginning with the first that the store has not had."""
+        """Keep the store supplied until it closes. The store takes groups as credits allow, so this mostly waits. From
+        now on the groups come from this source alone, beginning with the first that the store has not had."""
         had = await store.become_source()
         while had - self._drawn[-1].num_groups > PASSED_AT_ONCE:  # others may ask meanwhile
             self._pass(PASSED_AT_ONCE)
@@ -149,7 +149,7 @@ class PromptSource:
             return
 
     def __len__(self) -> int:
-        """Rows of the dataset."""
+        """Number of rows of the dataset."""
         return len(self.dataset)
 
     def stats(self) -> dict[str, float]:
@@ -176,7 +176,7 @@ class PromptSource:
         raise self._nothing_left()
 
     def _next_row(self) -> Task | None:
-        """None: one that evaluation measures."""
+        """The next row; None: it is one that evaluation measures."""
         task = self.dataset.row(self._order.next())
         if not self._apart.holds(task):
             return task

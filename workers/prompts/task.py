@@ -1,4 +1,4 @@
-"""One row of a dataset, as the prompts' source, the rewards and the teachers see it, and what has such rows."""
+"""A row of a dataset, as source, rewards and teachers see it, and the interface of datasets with such rows."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Task:
-    """One row: what the model is asked, and what the reward is told."""
+    """A row: the question to the model, and the reward's data."""
 
     prompt: str
-    """The user's text, after `data.prompt_template`."""
+    """Text of the user, after `data.prompt_template`."""
     answer: Any
     """The reference answer as the dataset has it; None if `data.columns.answer=null`."""
     index: int
@@ -19,16 +19,16 @@ class Task:
     where: str
     """File and line, for messages."""
     response: str | None = None
-    """The demonstration, or of a pair the chosen response, where there is one."""
+    """The demonstration, or the chosen response of a pair, where there is one."""
     rejected: str | None = None
-    """Of a pair the other response."""
+    """The rejected response of a pair."""
     messages: Sequence[Mapping[str, str]] = ()
     """The conversation that the response continues, where the dataset has one; `prompt` is its last text of the
     user."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The row's own columns, or what the environment's verifier needs."""
     problem: Any = None
-    """What tells it from other problems, as JSON; None: its prompt, or its conversation after the system message."""
+    """Identity among problems, as JSON; None: the row's prompt, or its conversation after the system message."""
 
     def to_json(self, **more: Any) -> str:
         """The `task` column: the row's own columns with `prompt`, `answer`, `index` and `more`."""
@@ -40,9 +40,9 @@ class PromptDataset(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Task:
-        """Raises `DataError` naming the row if it cannot be used."""
+        """The row of a number. Raises `DataError` naming the row if it cannot be used."""
 
 
 def is_cut(dataset: PromptDataset) -> bool:
-    """Whether its source makes more rows than are used, and nobody has said how many to use."""
+    """Return whether a dataset's source makes more rows than are used, without a setting that says how many to use."""
     return bool(getattr(dataset, "is_cut", False))

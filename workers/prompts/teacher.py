@@ -1,5 +1,4 @@
-"""Demonstrations from a function instead of from a column of the dataset: `data.teacher`. Wrapped around a dataset by
-`dataset.py`."""
+"""Demonstrations from a function instead of from a column of the dataset: `data.teacher`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,11 +8,11 @@ from penstock.conf.errors import DataError
 from penstock.workers.prompts.task import PromptDataset, Task, is_cut
 
 Teacher = Callable[[dict[str, Any]], str]
-"""From a task (its JSON as a dict: prompt, answer, index, the row's own columns) to the demonstration."""
+"""Function from a task (its JSON as a dict: prompt, answer, index, the row's own columns) to the demonstration."""
 
 
 class TaughtDataset:
-    """The same rows with other demonstrations, or other rejected responses."""
+    """Rows of a dataset with other demonstrations, or other rejected responses."""
 
     def __init__(self, dataset: PromptDataset, teacher: Teacher, writes: str = "response") -> None:
         """`writes`: the task's field, "response" or "rejected"."""

@@ -1,7 +1,6 @@
-"""From a task to token ids: chat template or bare text, with every length checked.
+"""Tokenization of tasks: by the chat template or as bare text, with every length checked.
 
-Used by `source.py` for what is trained on, by evaluation for held-out prompts, and by `check_prompts` before a run
-starts.
+It is the same for training, for held-out prompts, and for the check before a run starts.
 """
 
 import importlib
@@ -16,17 +15,17 @@ from penstock.workers.prompts.task import Task
 
 
 class PromptTooLong(DataError):
-    """A row that does not fit; skipped instead with `data.too_long=skip`."""
+    """The error for a row that does not fit; the row is skipped instead with `data.too_long=skip`."""
 
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """How many tokens fit."""
+    """The numbers of tokens that fit."""
 
     max_prompt_tokens: int
-    """`data.max_prompt_tokens`."""
+    """Most tokens of a prompt: `data.max_prompt_tokens`."""
     room: int
-    """For the prompt, or for prompt and demonstration together."""
+    """Room for the prompt, or for prompt and demonstration together, in tokens."""
     room_means: str
 
     @classmethod
@@ -55,7 +54,7 @@ class TokenLimits:
 
 
 class PromptEncoder:
-    """Token ids of prompts and demonstrations under one tokenizer of transformers, or anything called like it."""
+    """Encoder of prompts and demonstrations for one tokenizer of transformers, or an object with the same methods."""
 
     def __init__(
         self,
@@ -95,13 +94,13 @@ class PromptEncoder:
         return messages
 
     def prompt_ids(self, task: Task) -> list[int]:
-        """Raises `PromptTooLong`, or `DataError` for a prompt without tokens."""
+        """Encode a prompt. Raises `PromptTooLong`, or `DataError` for a prompt without tokens."""
         ids = self._prompt_ids(task)
         self.limits.check(task.where, len(ids))
         return ids
 
     def demonstration_ids(self, task: Task) -> tuple[list[int], list[int]]:
-        """Prompt and response ids, the response ended by the end-of-sequence token.
+        """Encode prompt and response, the response ended by the end-of-sequence token.
 
         Raises `PromptTooLong`; `DataError` for a row without a demonstration; `ModelError` for a tokenizer without
         that token.
@@ -116,7 +115,7 @@ class PromptEncoder:
         return ids, response
 
     def preference_ids(self, task: Task) -> tuple[list[int], list[int], list[int]]:
-        """Prompt, chosen and rejected ids; as `demonstration_ids`."""
+        """Encode prompt, chosen and rejected response; errors as for `demonstration_ids`."""
         if not task.response or not task.rejected:
             lacks = "rejected" if task.response else "chosen"
             raise DataError(
@@ -144,7 +143,7 @@ class PromptEncoder:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a HF model directory or hub id. Raises `ModelError`."""
+    """Load the tokenizer of a HF model directory or hub id. Raises `ModelError`."""
     transformers = importlib.import_module("transformers")  # takes a second
     try:
         return transformers.AutoTokenizer.from_pretrained(path)

@@ -1,4 +1,4 @@
-"""`Reward-i`: the Ray shell around one pool of reward processes. Started by `orchestrator/fleet/`."""
+"""`Reward-i`: the Ray shell around one pool of reward processes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from penstock.workers.stacks import register
 
 @dataclass(frozen=True)
 class RewardPlan:
-    """What a reward actor is made from."""
+    """The specification that a reward actor is made from."""
 
     name: str
     config: RewardConfig
@@ -30,14 +30,14 @@ class RewardPlan:
     text: str = "response_text"
     """The column to score."""
     make_pool: Callable[[], Pool] | None = None
-    """Of what scores; None: processes with the function."""
+    """Function that makes the pool that scores; None: processes with the function."""
     origin: Origin | None = None
-    """Of what it measures; None: that goes nowhere."""
+    """Origin of its measurements; None: they are not exported."""
 
 
 class Reward:
-    """Lifecycle: `start`, then `run` (for a store) and `score` (for evaluation) side by side, then `close`. `run` with
-    another store ends the one before."""
+    """Lifecycle: `start`, then `run` (for a store) and `score` (for evaluation) concurrently, then `close`. `run` with
+    another store ends the previous one."""
 
     def __init__(self, plan: RewardPlan) -> None:
         config, self._phases = plan.config, Phases()
@@ -64,20 +64,20 @@ class Reward:
         await self._serving.run(store)
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more samples and finish those that are here; what is not done after so many seconds goes back. Then
-        `run` has returned."""
+        """Take no more samples and finish those that are here; what is not done after `timeout_s` goes back. Then `run`
+        has returned."""
         await self._serving.drain(timeout_s)
 
     async def score(self, tasks: Sequence[str], responses: Sequence[str]) -> list[Result]:
-        """One reward a response; `tasks` are the rows' `task` column (JSON)."""
+        """Score responses, a reward each; `tasks` are the rows' `task` column (JSON)."""
         return await self._worker.score(tasks, responses)
 
     async def process(self, stacks: str) -> ProcessId:
-        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
         return register(stacks)
 
     async def progress(self) -> Progress:
-        """Samples scored, and those that are being scored. At any time."""
+        """Samples scored, and those that are being scored. May be called at any time."""
         return self._phases.progress(self._worker.num_scored, self._worker.num_in_flight)
 
     async def stats(self) -> dict[str, float]:

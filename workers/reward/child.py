@@ -1,14 +1,14 @@
-"""A process of the reward pool: `python -m penstock.workers.reward.child FD`, started and fed by `pool.py`.
+"""A process of the reward pool: `python -m penstock.workers.reward.child FD`.
 
-Talks over one socket, so that whatever the reward prints goes to the log and never into the protocol:
+It talks over one socket, so that the reward's own output goes to the log and never into the protocol:
 
     pool ─▶ ("load", RewardSpec, sys.path, timeout_s)      child ─▶ ready or refused
     pool ─▶ ("score", responses, task JSON strings)        child ─▶ score or error of each sample, done
 
 The pool's messages are pickles, which tell their own end, the child's are what `messages.py` says.
 
-`order` tells the pool whom to blame when the process ends or hangs. "sequential": results come in the order of the
-samples, so it is the first one without a result. "together": the samples share one call, so it may be any.
+`order` tells the pool which sample to blame when the process ends or hangs. "sequential": results come in the order of
+the samples, so it is the first one without a result. "together": the samples share one call, so it may be any.
 """
 
 import asyncio
@@ -69,14 +69,16 @@ class Runner:
         return self.loop.run_until_complete(_awaited(value, self.timeout_s)) if isinstance(value, Awaitable) else value
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
-        """What the call returns, or the `RewardError` of what it raised. A user's function may raise anything."""
+        """Return what the call returns, or the `RewardError` of what it raised. A user's function may raise
+        anything."""
         try:
             return call()
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the reward is the user's
             return RewardError.of(error)
 
     def _batch(self, responses: list[str], tasks: list[Task], report: Report) -> None:
-        """All in one call; if that fails as a whole, each sample in a call of its own, to find the bad one."""
+        """Score all samples in one call; if that fails as a whole, each sample in a call of its own, to find the bad
+        one."""
         values = self._guarded(partial(self._many, responses, tasks))
         if not isinstance(values, RewardError):
             for index, value in enumerate(values):
@@ -115,7 +117,7 @@ def _at(report: Report, index: int, _: int, result: Result) -> None:
 
 
 async def _awaited(value: Awaitable[Any], timeout_s: float) -> Any:
-    """What a user's awaitable gives, or the `RewardError` of what it raised."""
+    """Return what a user's awaitable gives, or the `RewardError` of what it raised."""
 
     async def guarded() -> Any:
         # Inside the task: asyncio ends the whole loop when a SystemExit leaves one.
@@ -131,13 +133,13 @@ async def _awaited(value: Awaitable[Any], timeout_s: float) -> Any:
 
 
 def die_with_parent() -> None:
-    """Linux: the kernel ends this process with the thread that started it, even while a reward hangs."""
+    """Have the kernel end this process with the thread that started it, even while a reward hangs (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve(pool: BinaryIO, send: Send) -> None:
-    """Until the pool is gone (`EOFError`)."""
+    """Serve the pool until it is gone (`EOFError`)."""
     _, spec, path, timeout_s = pickle.load(pool)
     sys.path[:] = path
     runner = _loaded(spec, timeout_s, send)

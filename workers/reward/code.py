@@ -36,7 +36,7 @@ def python_tests(
     without blanks at their ends.
 
     `budget_s`: seconds for all tests together, less than `reward.timeout_s`; what is not done then has failed.
-    `tolerance`: relative, between floats. `limits`: of the sandbox, keys of `SandboxConfig`. Raises `ValueError` for a
+    `tolerance`: relative, between floats. `limits`: the sandbox's, keys of `SandboxConfig`. Raises `ValueError` for a
     row that has no such tests, and `SandboxUnavailable`.
     """
     tests = tests_of(task)
@@ -49,7 +49,7 @@ def python_tests(
 
 
 def tests_of(task: dict[str, Any]) -> list[Test]:
-    """Of one kind, and at least one. Raises `ValueError`."""
+    """The tests of a row: of one kind, and at least one. Raises `ValueError`."""
     tests = task.get("tests")
     if isinstance(tests, str):
         tests = json.loads(tests)
@@ -81,7 +81,7 @@ def _passed_calls(
 
 
 def _passed_runs(fence: BlockingSandbox, source: str, tests: list[Test], budget_s: float, stop: bool) -> int:
-    """`stop`: at the first failure, as the rest cannot mend it."""
+    """Number of tests passed by a program. `stop`: at the first failure, as the rest cannot mend it."""
     deadline = time.monotonic() + budget_s
     passed = 0
     for test in tests:

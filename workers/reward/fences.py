@@ -1,6 +1,6 @@
-"""The sandbox of a reward process: one for each set of limits, kept ready between samples.
+"""The sandboxes of a reward process: one for each set of limits, kept ready between samples.
 
-Used by `code.py` and `sql.py`. It ends with its process, also when the pool kills that.
+A sandbox ends with its process, also when the pool kills that.
 """
 
 import functools
@@ -14,12 +14,12 @@ from penstock.workers.sandbox.blocking import BlockingSandbox
 from penstock.workers.sandbox.limits import Limits
 
 BUDGET_S = 8.0
-"""For all that a response has executed. Less than `reward.timeout_s` (10 s), at which the pool would drop the sample
-instead of scoring it 0."""
+"""Seconds for all executions of a response. Less than `reward.timeout_s` (10 s), at which the pool would drop the
+sample instead of scoring it 0."""
 
 
 def sandbox(limits: Mapping[str, Any] | None = None) -> BlockingSandbox:
-    """`limits`: keys of `SandboxConfig`. Raises `ConfigError`."""
+    """The sandbox with these limits. `limits`: keys of `SandboxConfig`. Raises `ConfigError`."""
     return _sandbox(limits_of(limits))
 
 
@@ -27,7 +27,7 @@ _sandbox = functools.cache(BlockingSandbox)
 
 
 def limits_of(limits: Mapping[str, Any] | None) -> Limits:
-    """Meaning of a reward's option. Raises `ConfigError`."""
+    """The limits that a reward's option means. Raises `ConfigError`."""
     known = SandboxConfig.__dataclass_fields__
     for key in limits or {}:
         if key not in known:
@@ -39,7 +39,7 @@ def limits_of(limits: Mapping[str, Any] | None) -> Limits:
 
 
 def warm(options: Mapping[str, Any]) -> None:
-    """Have the fence stand before the first sample's deadline begins. Raises `SandboxUnavailable`, `ConfigError`."""
+    """Start the sandbox before the first sample's deadline begins. Raises `SandboxUnavailable`, `ConfigError`."""
     sandbox(options.get("limits")).start()
 
 

@@ -1,5 +1,5 @@
 """The rewards that Penstock brings and that execute nothing: `reward.function=math_verify`, `reasoning_gym`, `label` or
-`digits`. Those that do are in `code.py` and `sql.py`.
+`digits`. Those that execute something are in `code.py` and `sql.py`.
 
 Each runs in the pool's child processes. Heavy imports are made by `warm`, before the first sample's deadline starts.
 """
@@ -37,11 +37,11 @@ def _parsed(text: str) -> Any:
 
 @reward("math_verify", warm=_warm_math_verify)
 def math_verify(response: str, answer: str) -> float:
-    """1.0 if the response's final answer equals the reference mathematically, else 0.0.
+    """Return 1.0 if the response's final answer equals the reference mathematically, else 0.0.
 
-    Takes an answer after `####`, in `\\boxed{}`, or the last number, list or formula of the response. Commas separate
-    thousands where groups of three digits follow, and entries elsewhere (`math_answers.py`). Raises `ValueError` if the
-    reference answer itself cannot be read.
+    The final answer stands after `####`, in `\\boxed{}`, or is the last number, list or formula of the response. Commas
+    separate thousands where groups of three digits follow, and entries elsewhere (`math_answers.py`). Raises
+    `ValueError` if the reference answer itself cannot be read.
     """
     gold, said = ungrouped(final_answer(str(answer))), ungrouped(final_answer(response))
     if not said:
@@ -60,15 +60,15 @@ def _warm_reasoning_gym(_options: Mapping[str, Any]) -> None:
 
 @reward("reasoning_gym", warm=_warm_reasoning_gym)
 def reasoning_gym(response: str, task: dict[str, Any], strict: bool = False) -> float:
-    """What the problem's own verifier says, from 0 to 1. `strict`: 1.0 for full marks, else 0.0."""
+    """The score of the problem's own verifier, from 0 to 1. `strict`: 1.0 for full marks, else 0.0."""
     score = verify(response.strip(), task)
     return float(score >= 1.0) if strict else score
 
 
 @reward("label")
 def label(response: str, task: dict[str, Any], column: str = "label") -> float:
-    """What the dataset says of its own response: a column of numbers, or of true and false. Raises `ValueError` for a
-    row without one."""
+    """The score that the dataset gives to its own response: a column of numbers, or of true and false. Raises
+    `ValueError` for a row without one."""
     value = task.get(column)
     if not isinstance(value, int | float):
         raise ValueError(f"column {column!r} holds {type(value).__name__} {value!r:.40}, where a number or bool is due")

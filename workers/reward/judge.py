@@ -6,9 +6,9 @@
       timeout_s: 60
 
 Any server that speaks OpenAI's protocol will do. Without a url a frozen model of the run is asked (`judging/pool.py`).
-Responses that a reward process has at once are asked about side by side; what was answered is not asked again. What the
-judge is shown of a response is marked as such, and what it answers is one number; a response can still try to talk it
-round.
+Responses that a reward process has at once are asked about concurrently; an answered question is not asked again. The
+response is marked as such in the judge's prompt, and the judge answers with one number; a response can still try to
+persuade it.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from penstock.workers.reward.registry import reward
 from penstock.workers.reward.rubric import Rubric, Verdicts
 
 SIDE_BY_SIDE = 16
-"""Requests of a reward process at once."""
+"""Number of requests of a reward process at once."""
 
 
 @dataclass
 class _Judge:
-    """Of one event loop and one server."""
+    """The client of one event loop and one server."""
 
     client: Any
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SIDE_BY_SIDE))
@@ -55,12 +55,12 @@ async def judge(
     max_tokens: int = 256,
     structured: bool = True,
 ) -> float:
-    """What a judge says, from 0 (`low`) to 1 (`high`).
+    """The score of a judge, from 0 (`low`) to 1 (`high`).
 
-    `url`: of the server, such as http://host:8000/v1. `rubric`: what it goes by; {prompt} and {answer} stand for the
+    `url`: of the server, such as http://host:8000/v1. `rubric`: the judge's criteria; {prompt} and {answer} become the
     row's. `key`: the environment variable that holds the server's key. `structured`: ask for JSON by a schema, which
     most servers can. Raises `ValueError` for an answer that is not one number in the range, and what the client raises;
-    the sample is then dropped, and no verdict is made up.
+    the sample is then dropped, without a guessed verdict.
     """
     if not url or not model:
         raise ValueError("reward.options: judge needs url and model")

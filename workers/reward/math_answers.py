@@ -18,17 +18,17 @@ _LATEX_COMMA = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3}(?!\d))")
 _MIXED = re.compile(r"(-?\d+)\s+(\d+)/(\d+)")
 _OPEN, _CLOSED = "([{", ")]}"
 _DELIMITER = re.compile(r"(?<!\\)\\[\[\]()]")
-"""`\\[`, `\\(` and their ends: as a dollar they begin and end a formula."""
+"""Delimiters `\\[`, `\\(` and their ends: as a dollar they begin and end a formula."""
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _OF_A_COMMAND = re.compile(r"[\w}^]")
-"""The character before a brace that holds a command's argument, and no set."""
+"""Pattern of the character before a brace that holds a command's argument, and no set."""
 MOST_CHARACTERS = 200
-"""Of an answer that is nothing but a formula, and on each side of a number in it."""
+"""Largest length of an answer that is nothing but a formula, and of the text looked at on each side of a number."""
 _AND = re.compile(r"\s*,?\s+(?:and|or)\s+")
 
 
 def final_answer(text: str) -> str:
-    """What follows the last `####` (the format of GSM8K), or the whole text."""
+    """The text after the last `####` (the format of GSM8K), or the whole text."""
     return text.rpartition(ANSWER_MARK)[2].strip()
 
 
@@ -78,7 +78,7 @@ def _last_list(text: str) -> str:
 
 
 def _is_in_list(text: str, number: re.Match[str]) -> bool:
-    """Whether the innermost brackets around it have entries of which none is set apart by a blank."""
+    """Return whether the innermost brackets around the number have entries of which none is set apart by a blank."""
     start, end = _around(text, number.start(), number.end())
     if start < 0 or (text[start] == "{" and start > 0 and _OF_A_COMMAND.match(text[start - 1])):
         return False

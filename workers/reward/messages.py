@@ -1,8 +1,8 @@
-"""What a reward process may say to its pool: short lines of JSON, checked before they are believed.
+"""The messages of a reward process to its pool: short lines of JSON, checked before they are used.
 
-The process runs a user's code on a model's text, so nothing that it says is unpickled, and no line is read that is
-longer than `MAX_BYTES`. Written by `child.py`, read by `process.py`. (The pool's own messages are pickled: what comes
-from there is trusted, and a function must travel.)
+The process runs a user's code on a model's text, so nothing that it sends is unpickled, and no line is read that is
+longer than `MAX_BYTES`. (The pool's own messages are pickled: what comes from there is trusted, and a function must be
+sent.)
 
     ["ready", order] or ["refused", text]                                     once
     ["score", index, number] or ["error", index, kind, text] …, ["done"]      for each batch
@@ -16,14 +16,14 @@ from typing import Any
 from penstock.workers.reward.outcome import KINDS, Result, RewardError, bounded
 
 MAX_BYTES = 64 * 1024
-"""Of a line: several times what the longest text takes."""
+"""Largest line, in bytes: several times what the longest text takes."""
 MAX_REFUSAL = 4_000
-"""Characters that say why a function cannot be loaded."""
+"""Largest number of characters that say why a function cannot be loaded."""
 ORDERS = ("sequential", "together")
 
 
 class BadMessageError(ValueError):
-    """A message that no reward process of Penstock sends."""
+    """The error for a message that no reward process of Penstock sends."""
 
 
 def packed(*message: Any) -> bytes:
@@ -41,7 +41,7 @@ def packed_refusal(text: str) -> bytes:
 
 
 def answer_of(line: bytes) -> tuple[str, str]:
-    """("ready", order) or ("refused", text). Raises `BadMessageError`."""
+    """The answer ("ready", order) or ("refused", text). Raises `BadMessageError`."""
     match _parsed(line):
         case ["ready", str(order)] if order in ORDERS:
             return "ready", order
@@ -51,7 +51,7 @@ def answer_of(line: bytes) -> tuple[str, str]:
 
 
 def result_of(line: bytes, due: Container[int]) -> tuple[int, Result] | None:
-    """Position and result of a sample that is still due; None: the batch has ended. Raises `BadMessageError`."""
+    """The position and result of a sample that is still due; None: the batch has ended. Raises `BadMessageError`."""
     match _parsed(line):
         case ["score", int(index), float(score)] if index in due and math.isfinite(score):
             return index, score

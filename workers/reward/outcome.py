@@ -1,6 +1,6 @@
-"""What scoring one sample ends in: a finite float, or a `RewardError` that says why not.
+"""The outcome of scoring one sample: a finite float, or a `RewardError` that says why there is none.
 
-Made in the pool's child processes (`child.py`), carried by `pool.py`, counted and reported by `worker.py`.
+It is made in the pool's child processes (`child.py`), carried by `pool.py`, counted and reported by `worker.py`.
 """
 
 import math
@@ -11,17 +11,18 @@ from typing import Any
 
 KINDS = ("raised", "bad_value", "timeout", "crash")
 MAX_TEXT = 2_000
-"""Characters of a `RewardError`'s text: enough for a message and a place in a file. It is logged and shown."""
+"""Largest number of characters of a `RewardError`'s text: enough for a message and a place in a file. It is logged and
+shown."""
 
 
 @dataclass(frozen=True)
 class RewardError:
-    """Why a sample has no reward. A value, not an exception: a batch of results holds some of these."""
+    """The reason why a sample has no reward. A value, not an exception: a batch of results holds some of these."""
 
     kind: str
-    """One of `KINDS`: the function raised, returned no finite number, missed its deadline, or ended its process."""
+    """A kind of `KINDS`: the function raised, returned no finite number, missed its deadline, or ended its process."""
     text: str
-    """At most `MAX_TEXT` characters that UTF-8 can write: it may quote a model's text."""
+    """Text of at most `MAX_TEXT` characters that UTF-8 can write: it may quote a model's text."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", bounded(self.text))
@@ -31,7 +32,7 @@ class RewardError:
 
     @classmethod
     def of(cls, error: BaseException) -> "RewardError":
-        """Exception type, message, and the innermost line of the traceback."""
+        """Make an error of an exception: its type, message, and the innermost line of the traceback."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
         try:
@@ -45,7 +46,7 @@ Result = float | RewardError
 
 
 async def in_order(stream: AsyncIterator[tuple[int, Result]], count: int) -> list[Result]:
-    """Results that come as they are known, each with its place."""
+    """Put results in order that come as they are known, each with its place."""
     results: list[Result] = [RewardError("crash", "not scored")] * count
     async for place, result in stream:
         results[place] = result
@@ -60,7 +61,7 @@ def bounded(text: str, max_characters: int = MAX_TEXT) -> str:
 
 
 def as_score(value: Any) -> Result:
-    """A function's value for one sample as a float, or why it cannot be one.
+    """Convert a function's value for one sample to a float, or to the error that says why it cannot be one.
 
     Takes int, float, bool, 0-dimensional arrays and tensors, and mappings with a "score" (verl).
     """

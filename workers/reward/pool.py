@@ -1,7 +1,7 @@
 """A pool of processes that score samples, each sample with a deadline that kills.
 
-Called by `worker.py` (one pool a reward worker) and by tests. A reward that hangs, crashes, raises or returns no
-number costs its own sample only: everything else in its batch is scored all the same.
+A reward worker has one pool. A reward that hangs, crashes, raises or returns no number costs its own sample only:
+everything else in its batch is scored all the same.
 """
 
 import asyncio
@@ -36,17 +36,17 @@ class RewardPool:
     def __init__(
         self, spec: RewardSpec, *, num_processes: int = 1, timeout_s: float = 10.0, start_timeout_s: float = 120.0
     ) -> None:
-        """`timeout_s`: deadline of each sample. `start_timeout_s`: of loading the function in a process."""
+        """`timeout_s`: deadline of each sample. `start_timeout_s`: deadline of loading the function in a process."""
         self.spec = spec
         self.num_processes = num_processes
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
         self.replaced = 0
-        """Processes that were killed or died, and were replaced."""
+        """Number of processes that were killed or died, and were replaced."""
         self.timeouts = 0
-        """Samples that missed their deadline here (an async reward's own loop times its samples itself)."""
+        """Number of samples that missed their deadline here (an async reward's own loop times its samples itself)."""
         self.last_loss = ""
-        """Why a process was lost last: "timeout" or "crash"."""
+        """The reason why a process was lost last: "timeout" or "crash"."""
         self._idle: asyncio.Queue[RewardProcess | PenstockError] = asyncio.Queue()
         self._alive: set[RewardProcess] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -55,7 +55,8 @@ class RewardPool:
 
     @classmethod
     def of(cls, config: RewardConfig, spec: RewardSpec | None = None) -> "RewardPool":
-        """The pool that the configuration asks for. `spec`: instead of the function that it names."""
+        """Make the pool that the configuration asks for. `spec`: instead of the function that the configuration
+        names."""
         spec = spec or RewardSpec.of(config.function, config.options)
         return cls(spec, num_processes=config.num_processes, timeout_s=config.timeout_s)
 
@@ -83,7 +84,7 @@ class RewardPool:
 
     @property
     def num_lanes(self) -> int:
-        """Leases that it has work for at a time."""
+        """Number of leases that the pool has work for at a time."""
         return self.num_processes
 
     @property
@@ -92,11 +93,11 @@ class RewardPool:
         return self._busy_of_dead_s + sum(process.busy_s for process in self._alive)
 
     async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[Result]:
-        """One result for each response, in order."""
+        """Score responses: a result for each, in order."""
         return await in_order(self.stream(responses, tasks), len(responses))
 
     async def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, Result]]:
-        """`(index, result)` for each response, as they come. `tasks` are JSON strings, one a response.
+        """Yield `(index, result)` for each response, as they come. `tasks` are JSON strings, one a response.
 
         Raises `PenstockError` if a process cannot be replaced.
         """
@@ -167,7 +168,7 @@ class RewardPool:
         return [[item] for item in left]
 
     async def _take(self) -> RewardProcess:
-        """An idle process; one that ended while it was idle is replaced, and no sample blamed."""
+        """Take an idle process; one that ended while it was idle is replaced, and no sample blamed."""
         while True:
             with waiting():
                 process = await self._idle.get()
@@ -201,7 +202,7 @@ class RewardPool:
 
 
 def _tell_failure(ready: Outcomes, call: "asyncio.Task[Any]") -> None:
-    """Whoever waits for results hears of a call that ended without them, whatever ended it."""
+    """Pass on the failure of a call that ended without results to the caller that waits for them, whatever ended it."""
     failure = WorkerDied("the reward pool is closed") if call.cancelled() else call.exception()
     if failure is not None:
         ready.put_nowait(failure)

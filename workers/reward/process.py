@@ -1,8 +1,8 @@
-"""One child process of the reward pool, seen from the pool: start it, give it a batch, hear each result, kill it.
+"""A child process of the reward pool, seen from the pool: start it, give it a batch, receive each result, kill it.
 
-Used by `pool.py` only; the other end is `child.py`. asyncio's streams find the ends of lines and bound their length.
-Libraries do not fit: `pebble` unpickles what a child says, and a `multiprocessing.connection` that has begun to read a
-message waits for its end, with the whole event loop or a thread for each process.
+The other end is `child.py`. asyncio's streams find the ends of lines and bound their length. Libraries do not fit:
+`pebble` unpickles what a child sends, and a `multiprocessing.connection` that has begun to read a message waits for its
+end, which blocks the whole event loop or a thread for each process.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ from penstock.workers.reward.registry import RewardSpec
 
 T = TypeVar("T")
 GRACE_S = 0.25
-"""Async rewards are timed in the child; the process is killed if even that does not answer."""
+"""Seconds after the deadline for async rewards, which are timed in the child; the process is killed if even that does
+not answer."""
 
 
 class RewardProcess:
@@ -55,7 +56,8 @@ class RewardProcess:
 
     @classmethod
     async def start(cls, spec: RewardSpec, timeout_s: float, start_timeout_s: float) -> "RewardProcess":
-        """Raises `ConfigError` if the function cannot be loaded, `DeadlineExceeded` if that takes too long."""
+        """Start a process with the function. Raises `ConfigError` if the function cannot be loaded, `DeadlineExceeded`
+        if that takes too long."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "penstock.workers.reward.child", str(theirs.fileno())]
@@ -109,7 +111,7 @@ class RewardProcess:
             self.busy_s += time.perf_counter() - started
 
     def kill(self) -> None:
-        """End the process and whatever it started, now. May be called twice."""
+        """End the process and all processes that it started, now. May be called twice."""
         if self.child.poll() is None:
             # The child leads a session of its own, so its process group holds its own subprocesses and nothing else.
             os.killpg(self.child.pid, signal.SIGKILL)
@@ -120,14 +122,14 @@ class RewardProcess:
         self.writer.write(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     async def _sent(self) -> None:
-        """Returns when the process has taken nearly all that was sent."""
+        """Wait until the process has taken nearly all that was sent."""
         try:
             await self.writer.drain()
         except ConnectionError:
             raise WorkerDied(f"the reward process ended while it took its batch: {await self._ending()}") from None
 
     async def _received(self, meaning: Callable[[bytes], T]) -> T:
-        """What the next line says."""
+        """Read the next line, by its meaning."""
         try:
             return meaning(await self.reader.readuntil())
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -142,7 +144,7 @@ class RewardProcess:
         )
 
     async def _ending(self) -> str:
-        """How the process ended. Its socket closes a moment before the process can be waited for."""
+        """The way the process ended, as text. Its socket closes a moment before the process can be waited for."""
         for _ in range(100):
             if (code := self.child.poll()) is not None:
                 return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

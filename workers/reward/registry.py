@@ -1,7 +1,7 @@
-"""Where a reward function is found: by a registered name, in a file, or in a module; or it is given as a callable.
+"""The lookup of reward functions: by a registered name, in a file, or in a module; or a callable is given.
 
-`RewardSpec` is what crosses process boundaries. It is made where the run is composed (`RewardSpec.of(...).check()`);
-each child process of the pool resolves it anew. Functions of files are imported there, callables travel by cloudpickle.
+`RewardSpec` is sent between processes. It is made where the run is composed (`RewardSpec.of(...).check()`); each child
+process of the pool resolves it anew. Functions of files are imported there, callables are sent by cloudpickle.
 """
 
 import importlib
@@ -83,10 +83,10 @@ class RewardSpec:
         options: dict[str, Any] | None = None,
         imports: tuple[str, ...] = (),
     ) -> "RewardSpec":
-        """What `reward.function` names, or a callable.
+        """Make a specification of what `reward.function` names, or of a callable.
 
-        Made where the user's files are loaded and relative paths mean something: a path is made absolute here, and a
-        function that a user's file has registered travels as code.
+        Call it where the user's files are loaded and relative paths mean something: a path is made absolute here, and a
+        function that a user's file has registered is sent as code.
         """
         bound = dict(options or {})
         files = tuple(str(Path(path).expanduser().resolve()) for path in imports)
@@ -119,7 +119,8 @@ class RewardSpec:
 
 
 def _pickled(function: Callable[..., Any]) -> bytes:
-    """By value where the function's module is the user's own, which another process may not find; else by reference."""
+    """The function pickled: by value where its module is the user's own, which another process may not find; else by
+    reference."""
     if not callable(function):
         raise ConfigError(f"reward: {function!r} is no function. {HELP}")
     cloudpickle = importlib.import_module("cloudpickle")

@@ -1,11 +1,10 @@
-"""One way to call three kinds of reward functions: Penstock's own, TRL's and verl's, sync or async.
+"""A common way to call three kinds of reward functions: Penstock's own, TRL's and verl's, sync or async.
 
     def reward(response, task): ...                                             # also (response, answer)
     def reward(prompts, completions, **columns) -> list[float]: ...             # TRL: one call scores a batch
     def reward(data_source, solution_str, ground_truth, extra_info=None): ...   # verl: a float, or a dict with "score"
 
-Which one it is follows from the names of the parameters. `adapt` is called once per process, by `child.py`, and by
-`registry.RewardSpec.check` before a run starts.
+The names of the parameters decide which kind it is. `adapt` is called once per process, and before a run starts.
 """
 
 import inspect
@@ -23,7 +22,7 @@ HELP = (
     "or, as verl, (data_source, solution_str, ground_truth, extra_info=None)."
 )
 Provided = dict[str, Callable[[str, Task], Any]]
-"""What the parameters of a function that scores one sample are given: from the response and the task."""
+"""Arguments of a function that scores one sample, by parameter: from the response and the task."""
 OWN: Provided = {
     "response": lambda response, task: response,
     "task": lambda response, task: task,

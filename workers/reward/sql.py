@@ -15,9 +15,9 @@ from penstock.workers.sandbox.outcome import Failed, Result
 
 LANGUAGES = ("sql", "sqlite")
 MAX_ROWS = 10_000
-"""Of a result. More are cut, and so equal to no other result of another length."""
+"""Largest number of rows of a result. More are cut, and so equal to no other result of another length."""
 DIGITS = 9
-"""Of floats that are compared."""
+"""Number of digits of floats that are compared."""
 INSIDE = f"""
 import sqlite3
 
@@ -44,7 +44,7 @@ Rows = list[list[Any]]
 def sql_result(
     response: str, task: dict[str, Any], budget_s: float = BUDGET_S, limits: dict[str, Any] | None = None
 ) -> float:
-    """1.0 if the response's query returns the rows of the row's `query`, else 0.0.
+    """Return 1.0 if the response's query returns the rows of the row's `query`, else 0.0.
 
     The query is the last block of the response labelled sql, or the whole response. The row's `setup` makes the
     database: statements with a schema and data. Rows are compared in order if the row's own query has an ORDER BY of
@@ -66,7 +66,7 @@ def sql_result(
 
 @functools.lru_cache(maxsize=256)
 def _gold(fence: BlockingSandbox, setup: str, query: str, wall_s: float) -> Rows:
-    """The same for all responses to a task."""
+    """The rows of the reference query, cached for all responses to a task."""
     result = _run(fence, setup, query, wall_s)
     if isinstance(result, Failed):
         raise ValueError(f"the row's own query fails: {result.reason}: {result.text[-200:]}")
@@ -88,7 +88,7 @@ def same_rows(gold: Rows, got: Rows, in_order: bool) -> bool:
 
 
 def _cell(value: Any) -> str:
-    """Equal texts for equal values. 1 and 1.0 are equal, as in SQLite."""
+    """A text that is equal for equal values. 1 and 1.0 are equal, as in SQLite."""
     if isinstance(value, float):
         return str(int(value)) if value == int(value) and abs(value) < 10**DIGITS else f"{value:.{DIGITS}g}"
     return repr(value)
@@ -98,7 +98,7 @@ QUOTED = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|`[^`]*`|\[[^\]]*\]|--[^
 
 
 def is_ordered(query: str) -> bool:
-    """Whether the query as a whole has an ORDER BY: one outside of all parentheses."""
+    """Return whether the query as a whole has an ORDER BY: one outside of all parentheses."""
     depth = 0
     outside = []
     for character in QUOTED.sub(" ", query):

@@ -4,7 +4,7 @@
     after a word like "score" ─▶ out of the highest ─▶ alone on its line ─▶ the only number ─▶ else no verdict
 
 The last after such a word counts; those out of the highest, and those alone on their lines, have to agree. An answer
-that may be read in two ways is an error, so that no verdict is made up.
+that may be read in two ways is an error, so that no verdict is guessed.
 """
 
 import json
@@ -59,7 +59,7 @@ def _in_json(text: str) -> float | str:
 
 
 def _bare(text: str) -> Any:
-    """What a text is that is JSON as a whole."""
+    """The value of a text that is JSON as a whole; None for another text."""
     try:
         return _JSON.decode(text)
     except (ValueError, RecursionError):
@@ -67,7 +67,7 @@ def _bare(text: str) -> Any:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """Those in a text, without those inside of others."""
+    """JSON objects in a text, without those inside of others."""
     start = text.find("{")
     while start >= 0:
         end = start + 1
@@ -79,10 +79,10 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Token:
-    """A number that was said."""
+    """A number in the text."""
 
     value: float | None
-    """None: it may mean several."""
+    """The value; None: it may mean several."""
     is_fraction: bool
     is_labelled: bool
     is_alone: bool
@@ -136,12 +136,12 @@ def _value(match: re.Match[str], low: float, high: float) -> float | None:
 
 
 def _word(match: re.Match[str]) -> str:
-    """Between two numbers."""
+    """The word between two numbers."""
     return (match["between"] or "").lower().split(" ")[-1].split("\t")[-1]
 
 
 def _number(text: str) -> float | None:
-    """None where a comma is none between thousands."""
+    """The number; None where a comma does not separate thousands."""
     if "," in text and not _GROUPED.fullmatch(text):
         return None
     number = float(text.replace(",", ""))
@@ -149,7 +149,8 @@ def _number(text: str) -> float | None:
 
 
 def _without_scale(text: str, low: float, high: float) -> str:
-    """What is said of the scale is no score: "0-10", "from 0 (worst) to 10 (best)", "[0, 10]", "out of 10"."""
+    """The text without mentions of the scale, which are no score: "0-10", "from 0 (worst) to 10 (best)", "[0, 10]",
+    "out of 10"."""
     lowest, highest = _written(low), _written(high)
     worst, best = (rf"(?:\s*[(=:]\s*{word}\)?)?" for word in ("worst", "best"))
     scale = (

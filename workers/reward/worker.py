@@ -3,7 +3,7 @@
     store ─ task, response_text ─▶ RewardWorker ─▶ RewardPool ─▶ child processes
       ▲────────── reward, or dropped/reward_error ──┘
 
-Run by `workers/reward/actor.py`; the controller watches `run` end, and asks for `stats`. Evaluation calls `score`.
+The controller watches `run` end, and asks for `stats`. Evaluation calls `score`.
 """
 
 import json
@@ -24,25 +24,26 @@ from penstock.workers.reward.outcome import Result, RewardError
 
 DROP_REASON = "reward_error"
 WRITE_AFTER_S = 0.25
-"""Results wait for others of their lease no longer than this, so that a hanging reward holds up nobody else's."""
+"""Longest time, in seconds, that results wait for others of their lease, so that a hanging reward delays no other
+sample."""
 
 
 class Pool(Protocol):
-    """What scores: processes with a function (`pool.py`), or an engine (`judging/pool.py`)."""
+    """The interface of what scores: processes with a function (`pool.py`), or an engine (`judging/pool.py`)."""
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
     async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[Result]:
-        """One for each response, in order. `tasks` are JSON strings."""
+        """Score responses: a result for each, in order. `tasks` are JSON strings."""
 
     def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, Result]]:
-        """`(index, result)` for each response, as they come."""
+        """Yield `(index, result)` for each response, as they come."""
 
     @property
     def num_lanes(self) -> int:
-        """Leases that it has work for at a time."""
+        """Number of leases that the pool has work for at a time."""
 
     @property
     def busy_s(self) -> float:
@@ -50,7 +51,7 @@ class Pool(Protocol):
 
     @property
     def replaced(self) -> int:
-        """Processes that were lost, and replaced."""
+        """Number of processes that were lost, and replaced."""
 
 
 class RewardWorker:
@@ -73,7 +74,7 @@ class RewardWorker:
         max_samples: int = 64,
         meters: Meters | None = None,
     ) -> None:
-        """`text`: the column to score. `meters`: for what it measures."""
+        """`text`: the column to score. `meters`: for its measurements."""
         self._meters = meters or Meters()
         self.text = text
         self.pool = pool
@@ -83,7 +84,7 @@ class RewardWorker:
         self.max_samples = max_samples
         self.errors = ErrorShare(config.max_error_share, config.error_window)
         self.num_in_flight = 0
-        """Samples leased and not scored yet."""
+        """Number of samples leased and not scored yet."""
         self._clock = BusyClock()
 
     async def start(self) -> None:
@@ -100,19 +101,19 @@ class RewardWorker:
         await run_all(self._lane(store) for _ in range(self.pool.num_lanes))
 
     async def score(self, tasks: Sequence[str | Mapping[str, Any]], responses: Sequence[str]) -> list[Result]:
-        """One reward, or the `RewardError` in its place, for each response. For evaluation: counts nowhere."""
+        """Score responses: a reward, or the `RewardError` in its place, for each. For evaluation: not counted."""
         texts = [task if isinstance(task, str) else json.dumps(dict(task)) for task in tasks]
         with self._clock.interval():
             return await self.pool.score(responses, texts)
 
     @property
     def last_error(self) -> str:
-        """Of the sample that failed last; empty if none has."""
+        """Error of the sample that failed last; empty if none has."""
         return self.errors.last_error
 
     @property
     def num_scored(self) -> int:
-        """Samples so far, also those whose reward failed."""
+        """Number of samples so far, also those whose reward failed."""
         return self.errors.succeeded + self.errors.failed
 
     def stats(self) -> dict[str, float]:

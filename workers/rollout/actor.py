@@ -1,6 +1,6 @@
 """`Rollout-i`: the Ray shell around one engine and its pull loop.
 
-Started by `orchestrator/fleet/`. `run` leases prompts from a store until it closes; `load` is the controller's
+`run` leases prompts from a store until it closes; `load` is the controller's
 call after each training step; `generate` serves evaluation and the imperative API.
 """
 
@@ -29,12 +29,12 @@ from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
 from penstock.workers.weights.transport import Delivery, Info, Part
 
 LOOK_S = 0.05
-"""Between two looks at an engine that is to finish."""
+"""Seconds between two looks at an engine that is to finish."""
 
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """What a rollout actor is made from. Plain data, so that it crosses Ray."""
+    """The specification that a rollout actor is made from. Plain data, so that it can be sent through Ray."""
 
     name: str
     config: RolloutConfig
@@ -43,24 +43,24 @@ class RolloutSpec:
     seed: int
     group_size: int
     greedy: bool = False
-    """Serve the greedy stage as well."""
+    """True if the greedy stage is served as well."""
     transport: str = "shm"
-    """By which new weights come: `conf/weights.py`."""
+    """Transport of new weights: `conf/weights.py`."""
     adapter: LoraConfig | None = None
-    """Those are adapters of this kind; None: whole models."""
+    """Kind of the adapters that are published; None: whole models are."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s
-    """Of each phase of a weight sync."""
+    """Seconds that each phase of a weight sync may take."""
     num_peers: int = 1
-    """Engines that start with this one, itself included: they share the groups from the first on."""
+    """Engines that start with this one, itself included: they share the groups from the start."""
     pulls: bool = True
-    """Prompts out of the store; otherwise it samples what environments ask for, by `generate`."""
+    """True if it takes prompts out of the store; otherwise it samples what environments ask for, by `generate`."""
     origin: Origin | None = None
-    """Of what it measures; None: that goes nowhere."""
+    """Origin of its measurements; None: they are not exported."""
 
 
 class Rollout:
-    """Lifecycle: `start` once, then `run` and `load` side by side, then `close`. `run` with another store ends the one
-    before; the engine stays as it is."""
+    """Lifecycle: `start` once, then `run` and `load` concurrently, then `close`. `run` with another store ends the
+    previous one; the engine stays as it is."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         self._spec = spec
@@ -112,8 +112,8 @@ class Rollout:
             await store.until_closed()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more groups, finish those that are here, and the calls of `generate`; what is not done after so many
-        seconds goes back. Then `run` has returned."""
+        """Take no more groups, and finish those that are here and the calls of `generate`; what is not done after
+        `timeout_s` goes back. Then `run` has returned."""
         give_up = time.monotonic() + timeout_s
         await self._serving.drain(timeout_s)
         while self._engine.sampled().num_in_flight and time.monotonic() < give_up:
@@ -122,7 +122,7 @@ class Rollout:
     async def generate(
         self, prompts: Sequence[Sequence[int]], num_samples: int, samplings: Sequence[Sampling]
     ) -> list[list[Completion]]:
-        """`num_samples` responses to each prompt, at the weights that the engine has now."""
+        """Sample `num_samples` responses to each prompt, at the weights that the engine has now."""
         requests = zip(prompts, samplings, strict=True)
         return list(
             await asyncio.gather(
@@ -136,16 +136,17 @@ class Rollout:
             await self._engine.load(cast(Publication, delivery))  # engines that are not vLLM's are sent nothing else
 
     async def connect(self, init_info: Info) -> None:
-        """The trainer's first rank calls it, once, where weights are streamed."""
+        """Connect the engine to the trainer. The trainer's first rank calls it, once, where weights are streamed."""
         await self._receiving.connect(init_info)
 
     async def deliver(self, part: Part) -> None:
-        """The trainer's first rank calls it while `load` runs. Returns when the part is loaded."""
+        """Load a part of a version. The trainer's first rank calls it while `load` runs. Returns when the part is
+        loaded."""
         await self._receiving.deliver(part)
 
     @property
     def _receiving(self) -> ReceivingEngine:
-        """Streams are for vLLM engines alone, as `choose_transport` sees to."""
+        """The engine as receiver of a stream. Streams are for vLLM engines alone, which `choose_transport` ensures."""
         return cast(ReceivingEngine, self._receiver)
 
     async def sleep(self) -> None:
@@ -158,33 +159,34 @@ class Rollout:
         self._phases.enter(SERVING)
 
     async def try_threads(self, counts: Sequence[int], num_groups: int) -> dict[int, float]:
-        """Seconds that a token takes, by threads, where so many groups are decoded together."""
+        """Measure how many seconds a token takes, by threads, where so many groups are decoded together."""
         seed = 0 if self._spec.config.sampling.seeded else None
         return await seconds_per_token(self._threaded, counts, num_groups, self._spec.group_size, seed)
 
     async def use_threads(self, num_threads: int) -> None:
-        """Compute by so many from now on."""
+        """Compute with this number of threads from now on."""
         await self._threaded.use_threads(num_threads)
 
     @property
     def _threaded(self) -> ThreadedEngine:
-        """vLLM's on a CPU alone, as `placement/threads.py` sees to."""
+        """The engine with threads that can be changed: vLLM's on a CPU alone, which `placement/threads.py` ensures."""
         return cast(ThreadedEngine, self._receiver)
 
     async def version(self) -> int:
         return await self._engine.version()
 
     async def process(self, stacks: str) -> ProcessId:
-        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
         return register(stacks)
 
     async def progress(self) -> Progress:
-        """Tokens sampled, and samples in flight. At any time."""
+        """Tokens sampled, and samples in flight. May be called at any time."""
         sampled = self._engine.sampled()
         return self._phases.progress(sampled.num_tokens, sampled.num_in_flight, sampled.tokens_in_flight)
 
     async def stats(self) -> dict[str, float]:
-        """Of the sampled rollouts; of an engine that pulls none, what it samples is told by the environments."""
+        """Counters of the sampled rollouts; empty for an engine that pulls none, whose samples the environments
+        report."""
         return self._workers[0].stats() if self._spec.pulls else {}
 
     async def close(self) -> None:

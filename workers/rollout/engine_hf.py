@@ -1,12 +1,11 @@
-"""A rollout engine on plain transformers: for machines without a vLLM build, and as the reference that is easy to
-reason about.
+"""A rollout engine on plain transformers: for machines without a vLLM build, and as a reference that is easy to
+understand.
 
 `generate` computes one group by itself (one prefill, then n rows without padding), so its result depends on the prompt,
 the seed and the weights alone: not on what else runs, nor on when. All compute happens in one thread, group after
-group; the event loop stays free. Where adapters are published it adds them to the weights that it started with.
-`load` slips in between two decode steps: tokens sampled afterwards carry the new version, and the KV cache of the
-tokens before stays as it was. Called by `worker.py`; `generate_group` is the synchronous core, for straight-line
-programs.
+group; the event loop stays free. Where adapters are published it adds them to the weights that it started with. `load`
+runs between two decode steps: tokens sampled afterwards carry the new version, and the KV cache of the tokens before
+stays as it was. `generate_group` is the synchronous core, for straight-line programs.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ from penstock.workers.weights.publication.reading import MappedWeights, open_pub
 
 @dataclass
 class _Response:
-    """One row of a group while it grows."""
+    """A row of a group while it grows."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -55,11 +54,11 @@ class HfEngine:
         phase_timeout_s: float = WeightsConfig.phase_timeout_s,
     ) -> None:
         """`version`: of the weights in `model_path`. `adapter`: publications are adapters of this kind.
-        `phase_timeout_s`: of each phase of a weight sync."""
+        `phase_timeout_s`: limit of each phase of a weight sync."""
         self._adapter = adapter
         self._phase_timeout_s = phase_timeout_s
         self._base: dict[str, torch.Tensor] = {}
-        """Weights of the start that adapters change."""
+        """Starting weights that adapters change."""
         self._config = config
         self._model_path = model_path
         self._num_threads = num_threads
@@ -80,8 +79,8 @@ class HfEngine:
         await asyncio.get_running_loop().run_in_executor(self._compute, self.open_model)
 
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
-        """Raises `PromptRefused` for a prompt that leaves no room for a response, `DataError` for a structure,
-        `WorkerDied` once closed."""
+        """Sample the responses to a prompt. Raises `PromptRefused` for a prompt that leaves no room for a response,
+        `DataError` for a structure, `WorkerDied` once closed."""
         if sampling.structure:
             raise DataError("the hf engine samples without structure: set rollout.engine=vllm.")
         executor = self._executor()
@@ -96,8 +95,8 @@ class HfEngine:
             self._num_in_flight -= num_samples
 
     async def load(self, publication: Publication) -> None:
-        """Raises `WeightError` (the old weights stay), or `DeadlineExceeded` when a decode step takes longer than the
-        deadline."""
+        """Load a publication. Raises `WeightError` (the old weights stay), or `DeadlineExceeded` when a decode step
+        takes longer than the deadline."""
         executor = self._executor()
         mapped = await asyncio.to_thread(self._checked, publication)
         done: Future[None] = Future()
@@ -112,7 +111,7 @@ class HfEngine:
             ) from None
 
     async def sleep(self) -> None:
-        """On a GPU the model goes to the host's memory."""
+        """Leave the device: on a GPU the model goes to the host's memory."""
         executor = self._executor()
         self._awake.clear()
         if self._config.num_gpus_per_worker:
@@ -131,14 +130,14 @@ class HfEngine:
         return Sampled(self._num_tokens, self._num_in_flight, self._tokens_in_flight)
 
     async def close(self) -> None:
-        """Groups in flight end with `WorkerDied`."""
+        """Stop. Groups in flight end with `WorkerDied`."""
         self._closing.set()
         if self._compute is not None:
             self._compute.shutdown(wait=False, cancel_futures=True)
             self._compute = None
 
     def open_model(self) -> None:
-        """Bring model and tokenizer into this process; `start` does it in the engine's own thread."""
+        """Load model and tokenizer into this process; `start` does it in the engine's own thread."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(self._num_threads)  # holds for the calling thread, so it is set in the one that computes
@@ -158,8 +157,8 @@ class HfEngine:
     def generate_group(
         self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, is_over: threading.Event | None = None
     ) -> list[Completion]:
-        """n responses to one prompt, in this thread. Needs `open_model` (or `start`) before. `is_over`: set from
-        another thread when nobody waits for the responses any more; they end then."""
+        """Sample n responses to one prompt, in this thread. Needs `open_model` (or `start`) before. `is_over`: set from
+        another thread when the responses are no longer wanted; they end then."""
         from transformers import DynamicCache
 
         num_tokens = self._room(prompt_ids, sampling)
@@ -228,7 +227,7 @@ class HfEngine:
         return self._compute
 
     def _run_interrupts(self) -> None:
-        """What waits for the gap between two decode steps. Runs in the compute thread only."""
+        """Run the actions that wait for the gap between two decode steps. Called in the compute thread only."""
         if self._closing.is_set():
             raise WorkerDied("the hf engine was closed with this group in flight.")
         while self._interrupts:
@@ -243,7 +242,8 @@ class HfEngine:
                 done.set_result(None)
 
     def _checked(self, publication: Publication) -> MappedWeights:
-        """The publication, checksums verified and tensors those of the model. Raises `WeightError`."""
+        """Open the publication, with its checksums verified and tensors compared to the model's. Raises
+        `WeightError`."""
         mapped = MappedWeights(open_publication(publication))
         mapped.verify()
         state = self._model.state_dict()
@@ -271,7 +271,7 @@ class HfEngine:
         self._version = version
 
     def _merged(self, mapped: MappedWeights, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The changed weights, float32: those of the start, which are kept for it, and the adapter's share."""
+        """The changed weights, float32: the starting ones, which are kept for it, plus the adapter's share."""
         assert self._adapter is not None
         for layer, delta in deltas(mapped, self._adapter):
             name = f"{layer}.weight"

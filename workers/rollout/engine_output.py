@@ -1,9 +1,9 @@
-"""What an engine's processes print: passed on to where it would have gone, its end kept for the error that tells of
-their death. Used by `engine_vllm.py`.
+"""The output of an engine's processes: passed on to where it would have gone, its end kept for the error message when
+they die.
 
-vLLM's processes inherit standard output and error of the process that starts them, and say why they fail only there.
-So both lead into a pipe while the engine is started; a thread passes on what comes, and goes on as long as a process
-has the other end.
+vLLM's processes inherit standard output and error of the process that starts them, and say why they fail only there. So
+both lead into a pipe while the engine is started; a thread passes on what comes, and goes on as long as a process has
+the other end open.
 """
 
 import os
@@ -19,7 +19,7 @@ SHOWN_LINES = 12
 MAX_LINE_CHARS = 300
 
 _REDIRECTED = threading.Lock()
-"""Standard output belongs to the whole process: one engine is started after the other."""
+"""Lock around redirection. Standard output belongs to the whole process, so one engine is started after the other."""
 _ORIGIN = re.compile(r"^\([\w ]*\bpid=\d+\)\s?")
 _LOG = re.compile(r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ \[[^\]]*\] ?")
 _RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Failure): \S")
@@ -36,7 +36,7 @@ class EngineOutput:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """What is printed within it, and by processes started within it for as long as they live."""
+        """Capture what is printed within the block, and by processes started within it for as long as they live."""
         with _REDIRECTED:
             self._pipe, entrance = os.pipe()
             os.set_blocking(self._pipe, False)
@@ -55,7 +55,7 @@ class EngineOutput:
                 os.close(output)
 
     def tail(self) -> str:
-        """The end of what was printed so far, all that a dead process has printed included."""
+        """The end of what was printed so far, including everything from a dead process."""
         self._drain()
         return bytes(self._kept).decode(errors="replace")
 
@@ -88,7 +88,7 @@ class EngineOutput:
 
 
 def explained(reason: str, output: str) -> str:
-    """What to tell of an engine that failed with `reason`: the cause in its output, if it has one, and the output's
+    """The message for an engine that failed with `reason`: the cause in its output, if it has one, and the output's
     last lines."""
     lines = [line for line in map(_bare, output.splitlines()) if line]
     cause = cause_in(lines)
@@ -107,7 +107,7 @@ def cause_in(lines: list[str]) -> str | None:
 
 
 def _bare(line: str) -> str:
-    """Without the process, the logger, and what underlines a traceback."""
+    """The line without the process, the logger, and what underlines a traceback."""
     text = _LOG.sub("", _ORIGIN.sub("", line)).rstrip(" ^\r")
     return text if len(text) <= MAX_LINE_CHARS else text[: MAX_LINE_CHARS - 1] + "…"
 

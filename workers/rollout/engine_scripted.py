@@ -1,4 +1,4 @@
-"""A rollout engine without a model: deterministic tokens, and time from a model of it.
+"""A rollout engine without a model: deterministic tokens, and simulated time.
 
 Takes the place of a real engine in tests of the loops around it and in simulations with many workers: it costs one
 timer a group, imports neither torch nor vLLM, and keeps the contract of `RolloutEngine`, versions of tokens in flight
@@ -16,24 +16,24 @@ from penstock.conf.errors import WorkerDied
 from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 
 Length = Callable[[Sequence[int], int], int]
-"""`(prompt_ids, sample_index) -> response tokens`."""
+"""Function from `(prompt_ids, sample_index)` to the number of response tokens."""
 
 
 @dataclass(frozen=True)
 class TimeModel:
-    """How long things take. The default takes no time at all."""
+    """Durations of the engine's work. By default it takes no time at all."""
 
     latency_s: float = 0.0
-    """From the request to its first token."""
+    """Seconds from the request to its first token."""
     tokens_per_s: float = math.inf
-    """Of one sequence."""
+    """Decoding rate of one sequence."""
     load_s: float = 0.0
-    """Of new weights; sequences in flight go on meanwhile, under the old weights."""
+    """Seconds to load new weights; sequences in flight go on meanwhile, under the old weights."""
 
 
 class ScriptedEngine:
-    """Token j of sample i is a hash of prompt, seed + i and j (greedy: of prompt and j). Never greedy enough to be
-    right.
+    """An engine whose token j of sample i is a hash of prompt, seed + i and j (greedy: of prompt and j). Responses are
+    never right answers.
 
         engine = ScriptedEngine(TimeModel(tokens_per_s=100), length=lambda prompt, sample: 10 * (sample + 1))
     """
@@ -55,7 +55,7 @@ class ScriptedEngine:
         self._since = [-math.inf]
         self._num_tokens = 0
         self._in_flight: dict[object, tuple[float, list[int]]] = {}
-        """When a group began, and the lengths of its samples."""
+        """Time when a group began, and the lengths of its samples."""
         self._closed = False
         self._awake = asyncio.Event()
         self._awake.set()
@@ -63,7 +63,7 @@ class ScriptedEngine:
     async def start(self) -> None: ...
 
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
-        """Raises `WorkerDied` once closed."""
+        """Sample the responses to a prompt. Raises `WorkerDied` once closed."""
         self._check_open()
         await self._awake.wait()
         started = asyncio.get_running_loop().time() + self._time.latency_s
@@ -112,7 +112,7 @@ class ScriptedEngine:
             raise WorkerDied("the scripted engine is closed; start another one.")
 
     def _so_far(self, length: int, seconds: float) -> int:
-        """Of a sample that has run for so long."""
+        """Tokens so far of a sample that has run for so many seconds."""
         return int(min(length, seconds * self._time.tokens_per_s)) if seconds > 0 else 0
 
     def _length_of(self, prompt_ids: Sequence[int], index: int, sampling: Sampling) -> int:

@@ -2,14 +2,14 @@
 
     generate ─▶ one request for the n samples of a group, log-probabilities under the sampling distribution
     load     ─▶ open ▸ prepare ▸ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline;
-                up to `verify` it generates on, and sequences are kept
+                up to `verify` it continues to generate, and sequences are kept
     deliver  ─▶ where weights are streamed: the parts that `load` loads, from the trainer
 
-Sequences in flight during a load are preempted and recomputed: their next tokens are sampled as if the new weights
-had read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
-under which version. The engine process and its workers are children of this process, and what they print is kept for
-the error that tells of their death (`engine_output.py`). Called by `worker.py`; vLLM is imported in `start`. Where
-adapters are published: `engine_vllm_adapter.py`.
+Sequences in flight during a load are preempted and recomputed: their next tokens are sampled as if the new weights had
+read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
+under which version. The engine process and its workers are children of this process, and their output is kept for the
+error message when they die (`engine_output.py`). vLLM is imported in `start`. Where adapters are published:
+`engine_vllm_adapter.py`.
 """
 
 import asyncio
@@ -77,9 +77,9 @@ class VllmEngine:
         meters: Meters | None = None,
     ) -> None:
         """`version`: of the weights in `model_path`. `num_threads`: CPU threads of the forward pass (CPU build).
-        `transport`: by which weights will come (`conf/weights.py`). `phase_timeout_s`: of a phase of a weight sync.
-        `by_priority`: of requests that wait, those of the lowest `Sampling.priority` are served first. `meters`: for
-        what vLLM says of itself after each step; None: it is not asked to."""
+        `transport`: of weights (`conf/weights.py`). `phase_timeout_s`: limit of a phase of a weight sync.
+        `by_priority`: waiting requests of the lowest `Sampling.priority` are served first. `meters`: for vLLM's
+        statistics after each step; None: it gathers none."""
         self._config = config
         self._model_path = model_path
         self._num_threads = num_threads
@@ -93,21 +93,21 @@ class VllmEngine:
         self._request_ids = itertools.count()
         self._in_flight = 0
         self._num_tokens = 0
-        """Of requests that have ended."""
+        """Tokens of requests that have ended."""
         self._admission = asyncio.Event()
         self._admission.set()
         self._loading = asyncio.Lock()
         self._awake = asyncio.Event()
         self._awake.set()
         self._has_weights = True
-        """On the device: asleep they are not, but for those that were loaded meanwhile."""
+        """True if the weights are on the device: asleep they are not, unless they were loaded meanwhile."""
         self.phase_seconds: dict[str, float] = {}
-        """Of the last load."""
+        """Seconds of each phase of the last load."""
         self._broken: str | None = None
         self._output = EngineOutput()
         self._meters = meters
         self._stats: Any = None
-        """`VllmStats`, once it is started with meters."""
+        """The `VllmStats`, once the engine is started with meters."""
 
     async def start(self) -> None:
         """Start the engine process and warm it up. Raises `ResourceError` when it does not come up,
@@ -116,8 +116,8 @@ class VllmEngine:
         await self._in_time("warm-up", self._warm_up(), self._config.start_timeout_s, "rollout.start_timeout_s")
 
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
-        """Raises `PromptRefused` for a prompt that leaves no room for a response, `DataError` for another request that
-        vLLM does not take, `WorkerDied` when the engine is gone."""
+        """Sample the responses to a prompt. Raises `PromptRefused` for a prompt that leaves no room for a response,
+        `DataError` for another request that vLLM does not take, `WorkerDied` when the engine is gone."""
         self._check_alive()
         if not 0 < len(prompt_ids) < self._config.max_model_len:
             raise PromptRefused(
@@ -137,7 +137,7 @@ class VllmEngine:
         return [completion_of(sample, self._tokenizer, detokenized=bool(sampling.stop)) for sample in output.outputs]
 
     async def load(self, delivery: Delivery) -> None:
-        """Load a publication; or, of a streamed version, what `deliver` brings meanwhile.
+        """Load a publication; or the parts of a streamed version, which `deliver` brings meanwhile.
 
         A publication's file stays mapped here, and so locked, until its bytes are loaded: what was verified is what is
         loaded, and no writer takes the file meanwhile. Raises `WeightError`, `DeadlineExceeded` (naming the phase),
@@ -159,19 +159,20 @@ class VllmEngine:
                 self._admission.set()
 
     async def connect(self, init_info: Info) -> None:
-        """Meet the trainer, where weights are streamed. Returns when both are there; raises as `load` does."""
+        """Connect to the trainer, where weights are streamed. Returns when both are connected; raises as `load`
+        does."""
         self._check_alive()
         call = self._llm.init_weight_transfer_engine(init_request(init_info))
         await self._in_time("connecting to the trainer", call, self._phase_timeout_s, PHASE_KEY)
 
     async def deliver(self, part: Part) -> None:
-        """A part of a streamed version; returns when it is loaded, or raises why not."""
+        """Take a part of a streamed version; returns when it is loaded, or raises why not."""
         self._check_alive()
         await self._inbox.put(part)
 
     async def sleep(self) -> None:
-        """On a GPU that it shares, the weights go to the host's memory and the KV cache is let go of (vLLM's level 1).
-        A CPU has nothing to give back."""
+        """Leave the device. On a shared GPU, the weights go to the host's memory and the KV cache is released (vLLM's
+        level 1). A CPU has nothing to give back."""
         self._check_alive()
         self._awake.clear()
         if shares_gpu(self._config):
@@ -187,18 +188,19 @@ class VllmEngine:
         self._awake.set()
 
     async def _wake_weights(self) -> None:
-        """Into memory that a version can be written to, while the trainer still has the rest of the device."""
+        """Bring the weights into memory that a version can be written to, while the trainer still has the rest of the
+        device."""
         await self._llm.wake_up(["weights"])
         self._has_weights = True
 
     async def use_threads(self, num_threads: int) -> None:
-        """Compute by so many from the next decode step on. Of the CPU build."""
+        """Compute with this number of threads from the next decode step on. For the CPU build."""
         self._check_alive()
         call = self._llm.collective_rpc("use_threads", args=(num_threads,))
         await self._in_time(f"use of {num_threads} threads", call, self._phase_timeout_s, PHASE_KEY)
 
     async def version(self) -> int:
-        """As the engine process says."""
+        """The version that the engine process reports."""
         self._check_alive()
         return int(await self._llm.get_weight_version())
 
@@ -243,7 +245,7 @@ class VllmEngine:
         return {"scheduling_policy": "priority"} | arguments if self._by_priority else arguments
 
     def _stat_loggers(self) -> list[Any]:
-        """vLLM gathers its statistics only where there is one."""
+        """The factories of stat loggers; vLLM gathers its statistics only where there is one."""
         if self._meters is None:
             return []
         from penstock.workers.rollout.vllm_stats import VllmStats
@@ -252,7 +254,8 @@ class VllmEngine:
         return [self._stats.logger]
 
     async def _warm_up(self) -> None:
-        """The first request with log-probabilities compiles a kernel for seconds, and so does the first seeded one."""
+        """Run the first request with log-probabilities and the first seeded one, each of which compiles a kernel for
+        seconds."""
         room = self._config.max_model_len - 1
         for seed in (None, 0):
             sampling = Sampling(max_tokens=min(WARMUP_TOKENS, room), ignore_eos=True, seed=seed)
@@ -293,13 +296,14 @@ class VllmEngine:
         return self._llm is None or self._llm.errored
 
     def _lora_request(self) -> Any:
-        """vLLM's, of the adapter that a request is to have; None for none."""
+        """vLLM's request for the adapter that a request is to have; None for no adapter."""
         return None
 
     # Loading
 
     async def _open(self, publication: Publication) -> Opened:
-        """All that can be done before the engine pauses: map the file here and in the engine's processes, verify it."""
+        """Do all that can be done before the engine pauses: map the file here and in the engine's processes, verify
+        it."""
         info = {"directory": publication.directory, "version": publication.version}
         mapped = await self._phase(publication, "open", asyncio.to_thread(mapped_publication, publication))
         await self._phase(publication, "prepare", self._llm.init_weight_transfer_engine(init_request(info)))
@@ -335,7 +339,8 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _loaded(self, delivery: Delivery, opened: Opened | None) -> AsyncIterator[None]:
-        """Within it all weights are in. A sender is told of the end only once the version has been asserted as well."""
+        """Load all weights before the block. A sender is told of the end only once the version has been asserted as
+        well."""
         if opened is not None:
             await self._load_part(delivery, opened.info)
             yield
@@ -381,8 +386,8 @@ class VllmEngine:
     # Failures
 
     async def _in_time(self, what: str, call: Awaitable[T], timeout_s: float, key: str) -> T:
-        """The call's result. Raises `DeadlineExceeded` naming `what`; the engine's own failures as `WeightError`,
-        `WorkerDied`."""
+        """Return the call's result. Raises `DeadlineExceeded` naming `what`; the engine's own failures as
+        `WeightError`, `WorkerDied`."""
         try:
             return await asyncio.wait_for(call, timeout_s)
         except TimeoutError:

@@ -5,8 +5,8 @@
 vLLM knows one adapter, whose number never changes; a load replaces what it holds (vLLM's `load_inplace`). So the
 sequences in flight, which name the adapter by that number, go on under the new one with their prefix recomputed, just
 as they do when the whole model is exchanged, and the versions that vLLM reports for each token hold. Cached prefixes
-are dropped by the pause. Before the first load A and B are zeros: the engine is the base model, and has shown that
-it can serve such an adapter. Made by `factory.py`.
+are dropped by the pause. Before the first load A and B are zeros: the engine is the base model, and has shown that it
+can serve such an adapter.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from penstock.workers.weights.publication.reading import MappedWeights, mapped_p
 from penstock.workers.weights.transport import Delivery, Info
 
 NAME, NUMBER = "policy", 1
-"""Of the one adapter, for vLLM."""
+"""Name and number of the one adapter, for vLLM."""
 
 
 class VllmAdapterEngine(VllmEngine):
@@ -49,13 +49,13 @@ class VllmAdapterEngine(VllmEngine):
         by_priority: bool = False,
         meters: Meters | None = None,
     ) -> None:
-        """`adapter`: the trainer's. The others are `VllmEngine`'s."""
+        """`adapter`: the trainer's. The other arguments are `VllmEngine`'s."""
         options: dict[str, Any] = {"version": version, "phase_timeout_s": phase_timeout_s, "by_priority": by_priority}
         super().__init__(config, model_path, num_threads=num_threads, meters=meters, **options)
         self._adapter = adapter
         self._folder = AdapterFolder(adapter)
         self._layers: dict[str, tuple[int, int]] = {}
-        """`(out, in)` of those that the adapter changes."""
+        """Shapes `(out, in)` of the layers that the adapter changes."""
 
     async def close(self) -> None:
         await super().close()
@@ -84,14 +84,14 @@ class VllmAdapterEngine(VllmEngine):
         return self._request_of(self._version)
 
     def _request_of(self, version: int, *, in_place: bool = False) -> Any:
-        """The path is part of vLLM's keys of cached prefixes, and so the version is, too."""
+        """A request for a version. Its path is part of vLLM's keys of cached prefixes, so the version is, too."""
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(NAME, NUMBER, str(self._folder.of(version)), load_inplace=in_place)
 
     async def _open(self, publication: Publication) -> Opened:
-        """Map, verify, check that it is an adapter of these layers (vLLM would take one of others, and leave out what
-        it does not know), and put it where vLLM can read it."""
+        """Map, verify, check that the publication is an adapter of these layers (vLLM would take one of others, and
+        leave out what it does not know), and put it where vLLM can read it."""
         mapped = await self._phase(publication, "open", asyncio.to_thread(mapped_publication, publication))
         await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
         if layer_shapes(mapped.manifest, self._adapter) != self._layers:
@@ -104,7 +104,7 @@ class VllmAdapterEngine(VllmEngine):
         return Opened(mapped, {})
 
     async def _begin(self, delivery: Delivery) -> None:
-        """vLLM checks the new adapter before it drops the old one: there is nothing to begin with."""
+        """Do nothing: vLLM checks the new adapter before it drops the old one."""
 
     async def _load_part(self, delivery: Delivery, info: Info) -> None:
         await self._phase(delivery, "load", self._llm.add_lora(self._request_of(delivery.version, in_place=True)))
@@ -115,7 +115,7 @@ class VllmAdapterEngine(VllmEngine):
 
 
 class AdapterFolder:
-    """Versions of the adapter as directories of PEFT's form, which is how vLLM takes them.
+    """Versions of the adapter as directories of PEFT's form, which vLLM reads.
 
     Copies, since files of publications are written again (`weights/publication/reused_files.py`), while vLLM may read
     an adapter whenever a request names it.
@@ -129,11 +129,11 @@ class AdapterFolder:
         return Path(self._root.name) / f"v{version:08d}"
 
     def stage(self, mapped: MappedWeights) -> None:
-        """A publication's version; its bytes must have been verified."""
+        """Write a publication's version; its bytes must have been verified."""
         mapped.copy_to(self._made(mapped.manifest.version) / FILE_NAME)
 
     def stage_zeros(self, version: int, layout: Layout) -> None:
-        """A version that changes nothing."""
+        """Write a version that changes nothing."""
         with (self._made(version) / FILE_NAME).open("wb") as file:
             file.write(layout.header)
             file.truncate(layout.num_bytes)

@@ -24,11 +24,11 @@ def make_engine(
     by_priority: bool = False,
     meters: Meters | None = None,
 ) -> RolloutEngine:
-    """An engine that is not started yet. `version`: of the weights in `model_path`. `transport`: by which others will
-    come; those that stream are vLLM's alone (`conf/weights.py`). `adapter`: they will be adapters of this kind, to be
-    served on top of those in `model_path`. `phase_timeout_s`: of each phase of a weight sync. `by_priority`: requests
-    wait by their priority (vLLM). `meters`: for what the engine knows of itself (vLLM). Raises `ConfigError` for an
-    unknown name."""
+    """Make an engine that is not started yet. `version`: of the weights in `model_path`. `transport`: of other weights;
+    those that stream are vLLM's alone (`conf/weights.py`). `adapter`: these will be adapters of this kind, to be served
+    on top of the weights in `model_path`. `phase_timeout_s`: limit of each phase of a weight sync. `by_priority`:
+    requests wait by their priority (vLLM). `meters`: for the engine's own statistics (vLLM). Raises `ConfigError` for
+    an unknown name."""
     options: dict[str, Any] = {"num_threads": num_threads, "version": version, "phase_timeout_s": phase_timeout_s}
     if config.engine == "vllm" and adapter is not None:
         from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine

@@ -1,10 +1,10 @@
-"""The loop of whoever answers prompts: groups out of the store, as many at a time as there is room for.
+"""The loop of workers that answer prompts: groups out of the store, as many at a time as there is room for.
 
     lease groups ─▶ one task a group ─▶ write
 
-It never waits for a group while another could start; the store's credits say how many there may be. A group that the
-store has given to a second worker as well is aborted once the other one has answered it. Run by `worker.py` for prompts
-with one response each, and by `attempts/worker.py` for tasks.
+The loop never waits for a group while another could start; the store's credits say how many there may be. A group that
+the store has given to a second worker as well is aborted once the other one has answered it. It serves both prompts
+with one response each and tasks of environments.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from penstock.workers.concurrent_tasks import BusyClock, cancel_all
 Place = tuple[int, int]
 """A lease and a group of it."""
 Roll = Callable[[StoreClient, Lease, int, Rows], Awaitable[None]]
-"""Answers one group, by its id, and writes."""
+"""Function that answers one group, by its id, and writes."""
 
 
 class GroupLoop:
@@ -34,7 +34,7 @@ class GroupLoop:
         self._clock = BusyClock()
         self._aborted: set[asyncio.Task[None]] = set()
         self.num_aborted = 0
-        """Groups that another worker had as well, and was first."""
+        """Number of groups that another worker had as well and answered first."""
 
     @property
     def busy_s(self) -> float:
@@ -42,8 +42,8 @@ class GroupLoop:
         return self._clock.seconds()
 
     async def run(self, store: StoreClient) -> None:
-        """Raises what a group fails with. However it ends, groups in flight are cancelled; a client that has retired
-        finishes them first."""
+        """Answer groups until the store is closed. Raises what a group fails with. However it ends, groups in flight
+        are cancelled; a client that has retired finishes them first."""
         groups: dict[asyncio.Task[None], Place] = {}
         asking: asyncio.Task[Lease | None] | None = None
         hearing = await self._hearing(store)
@@ -71,18 +71,18 @@ class GroupLoop:
             await cancel_all({*groups, *(task for task in (asking, hearing) if task is not None)})
 
     async def _ask(self, store: StoreClient) -> Lease | None:
-        """As many groups as there is room for when they come, and no more than the share of one worker."""
+        """Lease as many groups as there is room for when they come, and no more than the share of one worker."""
         most = self._max_groups
         return await store.lease(self._stage, most, self._name, max_held=most, num_peers=self._num_workers)
 
     async def _hearing(self, store: StoreClient) -> "asyncio.Task[list[Place] | None] | None":
-        """Waits for the answers of other workers; None where groups are never answered twice."""
+        """A task that waits for the answers of other workers; None where groups are never answered twice."""
         if not self._hears or not (await store.spec()).straggler_factor:
             return None
         return asyncio.create_task(store.answered())
 
     def _settle(self, task: "asyncio.Task[None]", place: Place) -> None:
-        """Raises what a group failed with. A cancellation that is not ours would lose the group without a word."""
+        """Raise what a group failed with. A cancellation from elsewhere would lose the group silently."""
         is_ours = task in self._aborted
         self._aborted.discard(task)
         if not task.cancelled():
@@ -91,14 +91,14 @@ class GroupLoop:
             raise WorkerFailed(f"{self._name}: the task of group {place[1]} was cancelled by what it called.")
 
     def _abort(self, groups: "dict[asyncio.Task[None], Place]", answered: Sequence[Place]) -> None:
-        """Another worker was first."""
+        """Cancel groups that another worker has answered first."""
         for task, place in groups.items():
             if place in answered and task.cancel():
                 self.num_aborted += 1
                 self._aborted.add(task)
 
     def _started(self, store: StoreClient, lease: Lease) -> "dict[asyncio.Task[None], Place]":
-        """A task for each group of the lease."""
+        """Start a task for each group of the lease."""
         tasks = {}
         for group_id, positions in lease.rows.groups():
             self._clock.enter()

@@ -1,11 +1,11 @@
-"""An engine that is measured: any `RolloutEngine`, with what it does noted in `Meters`.
+"""An engine that is measured: any `RolloutEngine`, whose work is noted in `Meters`.
 
     actor, worker ─▶ MeteredEngine ─▶ engine
                           │ each second, from `engine.sampled()`: tokens, running, waiting; and how long a load took
                           ▼
                         Meters
 
-Made by `actor.py`. What only vLLM knows (KV cache, prefixes, phases of a load) its engine notes itself.
+What only vLLM knows (KV cache, prefixes, phases of a load) is noted by its engine.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from penstock.workers.concurrent_tasks import BusyClock
 from penstock.workers.protocols import Completion, Publication, RolloutEngine, Sampled, Sampling
 
 LOOK_S = 1.0
-"""Between two looks at what the engine has sampled: as often as numbers are exported."""
+"""Seconds between two looks at what the engine has sampled: as often as numbers are exported."""
 
 
 class MeteredEngine:
-    """Lifecycle: that of the engine. Looks at it from `start` until `close`."""
+    """Lifecycle: that of the engine, which it looks at from `start` until `close`."""
 
     def __init__(self, engine: RolloutEngine, meters: Meters) -> None:
         self.engine = engine
@@ -31,7 +31,7 @@ class MeteredEngine:
         self._clock = BusyClock()
         self._num_tokens = 0
         self._busy_s = 0.0
-        """Both as far as they are noted."""
+        """Tokens and busy seconds noted so far."""
         self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -70,7 +70,7 @@ class MeteredEngine:
         await self.engine.close()
 
     def look(self) -> None:
-        """Note what was sampled since the last time. Work that was given up counts as far as it had come."""
+        """Note what was sampled since the last time. Aborted work counts as far as it had come."""
         sampled, busy_s = self.engine.sampled(), self._clock.seconds()
         self._meters.add(table.ROLLOUT_TOKENS, max(0, sampled.num_tokens - self._num_tokens))
         self._meters.add(table.ROLLOUT_BUSY, busy_s - self._busy_s)

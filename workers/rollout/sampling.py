@@ -1,6 +1,5 @@
 """The sampling distribution as pure functions of logits: temperature, min-p, top-k, top-p, in vLLM's order.
 
-Called by `engine_hf.py` at every step, and by tests that hold both engines to the same distribution.
 Shapes: B sequences, V vocabulary.
 """
 
@@ -12,7 +11,7 @@ from penstock.workers.protocols import Sampling
 
 
 def sampling_logprobs(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """`[B, V]` float32 log-probabilities of the distribution that is sampled from; -inf where truncated away.
+    """The log-probabilities, `[B, V]` float32, of the distribution that is sampled from; -inf where truncated away.
 
     At `temperature=0` (greedy) these are the model's own, as if the temperature were 1: the distribution itself would
     be a point.
@@ -31,8 +30,8 @@ def sampling_logprobs(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tens
 
 
 def choose_tokens(logprobs_BV: torch.Tensor, uniforms_B: torch.Tensor | None) -> torch.Tensor:
-    """`[B]` int64 token ids: by inverse distribution function from float64 uniforms in [0, 1), or the likeliest for
-    None."""
+    """Choose token ids, `[B]` int64: by inverse distribution function from float64 uniforms in [0, 1), or the likeliest
+    for None."""
     if uniforms_B is None:
         return logprobs_BV.argmax(-1)
     cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
@@ -43,8 +42,8 @@ def choose_tokens(logprobs_BV: torch.Tensor, uniforms_B: torch.Tensor | None) ->
 
 
 def draw_uniforms(num_samples: int, num_draws: int, seed: int | None) -> torch.Tensor:
-    """`[num_samples, num_draws]` float64 in [0, 1). Row i comes from a generator of its own, seeded `seed + i` (None:
-    entropy)."""
+    """Draw `[num_samples, num_draws]` float64 in [0, 1). Row i comes from a generator of its own, seeded `seed + i`
+    (None: entropy)."""
     rows = []
     for index in range(num_samples):
         generator = torch.Generator()

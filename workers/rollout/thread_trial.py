@@ -1,6 +1,5 @@
-"""How long vLLM's CPU engine takes for a token, by the threads that it computes with. Asked of `actor.py` before the
-first step, where engines and ranks run at the same time; who gets how many is decided by
-`orchestrator/placement/threads.py`.
+"""The time that vLLM's CPU engine takes for a token, by the threads that it computes with. Measured before the first
+step, where engines and ranks run at the same time; `orchestrator/placement/threads.py` divides the threads.
 """
 
 import asyncio
@@ -12,9 +11,10 @@ from penstock.workers.protocols import Completion, Sampling
 NUM_TOKENS = 16
 """Decode steps of a try."""
 NUM_TRIES = 3
-"""The shortest counts: first ones are slower, and so is one that something else has disturbed."""
+"""Number of tries, of which the shortest counts: first ones are slower, and so is one that something else has
+disturbed."""
 MOST_SAMPLES = 256
-"""That are decoded together."""
+"""Most samples that are decoded together."""
 
 
 class ThreadedEngine(Protocol):
@@ -28,7 +28,8 @@ class ThreadedEngine(Protocol):
 async def seconds_per_token(
     engine: ThreadedEngine, counts: Sequence[int], num_groups: int, group_size: int, seed: int | None
 ) -> dict[int, float]:
-    """By threads, where so many groups of samples are decoded together. `seed`: None where samples have none."""
+    """Seconds for a token, by threads, where so many groups of samples are decoded together. `seed`: None where samples
+    have none."""
     num_groups = max(1, min(num_groups, MOST_SAMPLES // group_size))
     sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed)
     found = {}
@@ -39,7 +40,7 @@ async def seconds_per_token(
 
 
 async def _per_token(engine: ThreadedEngine, num_groups: int, group_size: int, sampling: Sampling) -> float:
-    """Every model has a token 0."""
+    """Seconds for a token in one try. The prompts are token 0, which every model has."""
     clock = asyncio.get_running_loop().time
     started = clock()
     groups = await asyncio.gather(*(engine.generate([0], group_size, sampling) for _ in range(num_groups)))

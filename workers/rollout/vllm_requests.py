@@ -1,4 +1,4 @@
-"""Penstock's requests in vLLM's words, and vLLM's answers in Penstock's. Used by `engine_vllm.py`."""
+"""Conversion of Penstock's requests to vLLM's, and of vLLM's answers to Penstock's."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,8 @@ from penstock.workers.weights.transport import Info
 
 
 def sampling_params(num_samples: int, sampling: Sampling) -> Any:
-    """Without stop strings the text is decoded once at the end (`completion_of`), not token by token. Raises
-    `DataError` for a structure that vLLM does not know."""
+    """vLLM's parameters for a request. Without stop strings the text is decoded once at the end (`completion_of`), not
+    token by token. Raises `DataError` for a structure that vLLM does not know."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -39,7 +39,7 @@ def sampling_params(num_samples: int, sampling: Sampling) -> Any:
 
 
 def completion_of(sample: Any, tokenizer: Any, *, detokenized: bool) -> Completion:
-    """One sample of a request. `detokenized`: vLLM has decoded its text already."""
+    """The completion of one sample of a request. `detokenized`: vLLM has decoded its text already."""
     token_ids = list(sample.token_ids)
     flat = sample.logprobs
     logprobs = [flat.logprobs[start] for start in flat.start_indices]
@@ -49,8 +49,8 @@ def completion_of(sample: Any, tokenizer: Any, *, detokenized: bool) -> Completi
 
 
 def under_way(processor: Any) -> Sampled:
-    """Of the requests that vLLM's `OutputProcessor` has, without asking for their outputs before the end. Samples of a
-    group that are done wait for the others with the group."""
+    """Counts of the requests that vLLM's `OutputProcessor` has, without asking for their outputs before the end.
+    Samples of a group that are done wait for the others with the group."""
     samples = processor.request_states.values()
     done = [sample for group in processor.parent_requests.values() for sample in group.output_aggregator if sample]
     num_tokens = sum(sample.detokenizer.num_output_tokens() for sample in samples)
@@ -59,21 +59,21 @@ def under_way(processor: Any) -> Sampled:
 
 @dataclass(frozen=True)
 class Opened:
-    """A publication that is mapped and verified. `mapped`: keeps its file locked; `info`: what vLLM is told of it."""
+    """A publication that is mapped and verified. `mapped`: keeps its file locked; `info`: vLLM's arguments for it."""
 
     mapped: MappedWeights
     info: Info
 
 
 def init_request(info: Info) -> Any:
-    """What a weight-transfer engine is told before weights come."""
+    """vLLM's request that announces weights to a weight-transfer engine."""
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
     return WeightTransferInitRequest(init_info=info)
 
 
 def update_request(info: Info) -> Any:
-    """What a weight-transfer engine is to load."""
+    """vLLM's request to a weight-transfer engine to load."""
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     return WeightTransferUpdateRequest(update_info=info)

@@ -1,7 +1,7 @@
-"""What vLLM is started with: engine arguments from the configuration, and the environment variables that have no
-argument.
+"""The settings that vLLM is started with: engine arguments from the configuration, and the environment variables that
+have no argument.
 
-Called by `engine_vllm.py`. Importing this module does not import vLLM.
+Importing this module does not import vLLM.
 """
 
 import os
@@ -20,7 +20,7 @@ from penstock.workers.cpu_process import SETTINGS
 from penstock.workers.weights.transport import vllm_backend
 
 CPU_BATCHED_TOKENS = 4096
-"""Prompt tokens of one step of the CPU engine; prompts beyond them wait for the next, whole."""
+"""Most prompt tokens of one step of the CPU engine; prompts beyond them wait for the next, whole."""
 CPU_BLOCK_TOKENS = 32
 """Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
 
@@ -29,7 +29,7 @@ WORKER_THREADS = "penstock.workers.rollout.vllm_threads.WorkerThreads"
 
 def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "shm") -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`. `transport`: of weights. Imports vLLM. Raises `ConfigError` for an option
-    that it does not know."""
+    that vLLM does not know."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
 
@@ -68,19 +68,19 @@ def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "s
 
 
 def adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
-    """Further ones, of an engine that serves one adapter at a time."""
+    """Further arguments, for an engine that serves one adapter at a time."""
     room = min(rank for rank in VLLM_LORA_RANKS if rank >= adapter.rank)
     return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
 
 
 def shares_gpu(config: RolloutConfig) -> bool:
-    """The engine has a part of a GPU, and must be able to sleep while another uses it."""
+    """Return whether the engine has a part of a GPU, and must be able to sleep while another uses it."""
     return 0 < config.num_gpus_per_worker < 1
 
 
 @contextmanager
 def vllm_environment(config: RolloutConfig, model_path: str, num_threads: int) -> Iterator[None]:
-    """Environment variables for the import of vLLM and for the processes that it starts; put back afterwards.
+    """Set environment variables for the import of vLLM and for the processes that it starts; put them back afterwards.
 
     What the user has set stays as it is, but for the number of threads.
     """
@@ -103,12 +103,12 @@ def vllm_environment(config: RolloutConfig, model_path: str, num_threads: int) -
 
 
 def _cpu_environment(config: RolloutConfig, num_threads: int) -> dict[str, str]:
-    """Threads as asked for and bound nowhere, since trainer and engine share the cores; waiting threads sleep at once:
-    ones that spin make two processes on the same cores several times slower.
+    """The environment of the CPU build: threads as asked for and bound nowhere, since trainer and engine share the
+    cores; waiting threads sleep at once: ones that spin make two processes on the same cores several times slower.
 
     With one rank the model runs in the engine's own process, as on a GPU. vLLM's CPU build otherwise puts it into
     another one to pin its threads, and the two then wait for each other by spinning. `VLLM_ENABLE_V1_MULTIPROCESSING=0`
-    is what vLLM's check asks for; `AsyncLLM` starts its engine process all the same.
+    satisfies vLLM's check; `AsyncLLM` starts its engine process all the same.
     """
     values = {
         "OMP_NUM_THREADS": str(max(1, num_threads)),

@@ -1,4 +1,4 @@
-"""What vLLM says of itself after each of its steps, noted in `Meters`: its queue, its KV cache, its prefix cache.
+"""The statistics of vLLM after each of its steps, noted in `Meters`: its queue, its KV cache, its prefix cache.
 
 `engine_vllm.py` hands `VllmStats.logger` to `AsyncLLM` as one of its `stat_loggers`. Imports vLLM, and so is imported
 late.
@@ -17,17 +17,17 @@ class VllmStats:
 
     def __init__(self, meters: Meters) -> None:
         self.num_waiting = 0
-        """Sequences in the queue after the last step."""
+        """Number of sequences in the queue after the last step."""
         self._meters = meters
         for counter in (table.ROLLOUT_PREFIX_LOOKUPS, table.ROLLOUT_PREFIX_HITS):
             meters.add(counter, 0)
 
     def logger(self, _config: Any, _engine_index: int) -> StatLoggerBase:
-        """A factory of vLLM's kind."""
+        """Make a stat logger; the signature is that of vLLM's factories."""
         return _Logger(self)
 
     def note(self, stats: Any) -> None:
-        """`stats`: vLLM's `SchedulerStats` of one step."""
+        """Note the statistics of one step. `stats`: vLLM's `SchedulerStats`."""
         self.num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         prefixes = stats.prefix_cache_stats
         self._meters.put(table.ROLLOUT_KV_CACHE, stats.kv_cache_usage)
@@ -50,4 +50,4 @@ class _Logger(StatLoggerBase):
             self._stats.note(scheduler_stats)
 
     def log_engine_initialized(self) -> None:
-        """There is nothing to say of its settings."""
+        """Do nothing: there is nothing to note of the engine's settings."""

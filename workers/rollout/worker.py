@@ -3,8 +3,7 @@ decodes.
 
     lease groups ─▶ engine.generate (one task a group) ─▶ write response_ids, behavior_logprobs, token_versions, …
 
-Run by the Ray shell `actor.py` and, in-process, by tests and simulations; the loop itself is `groups.py`'s. An engine
-that dies ends it with `WorkerDied`; its leases go back.
+The loop itself is `groups.py`'s. An engine that dies ends it with `WorkerDied`; its leases go back.
 """
 
 import asyncio
@@ -64,17 +63,17 @@ class RolloutWorker:
         self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0, "twice_groups": 0}
 
     async def run(self, store: StoreClient) -> None:
-        """Raises `WorkerDied` and `DeadlineExceeded` of the engine."""
+        """Serve the store until it closes. Raises `WorkerDied` and `DeadlineExceeded` of the engine."""
         await self._loop.run(store)
 
     def stats(self) -> dict[str, float]:
-        """Cumulative. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their lease
-        was over. `twice_groups`: another engine had them as well, and was first."""
+        """Cumulative counters. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their
+        lease was over. `twice_groups`: another engine had them as well, and was first."""
         twice = self._counts["twice_groups"] + self._loop.num_aborted
         return {"busy_s": self._loop.busy_s, **self._counts, "twice_groups": twice}
 
     async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> None:
-        """One group: generate, then write."""
+        """Generate the responses to one group, then write them."""
         num_samples = 1 if self._greedy else len(rows)
         try:
             completions = await self._generate(group_id, rows.arrays("prompt_ids")[0].tolist(), num_samples)
@@ -120,7 +119,7 @@ class RolloutWorker:
 
 
 def response_columns(completions: Sequence[Completion]) -> dict[str, list[object]]:
-    """The columns that the rollout stage writes, one entry a completion; token columns as `[T_i]` arrays."""
+    """The columns that the rollout stage writes, an entry for each completion; token columns as `[T_i]` arrays."""
     return {
         "response_ids": [np.asarray(completion.token_ids, dtype=np.int32) for completion in completions],
         "response_text": [completion.text for completion in completions],

@@ -11,7 +11,8 @@ from penstock.workers.sandbox.sandbox import Sandbox
 
 
 class BlockingSandbox:
-    """One fence, used from one thread, with `Sandbox`'s calls. It ends with this process, however that ends."""
+    """A sandbox with one fence, used from one thread, with `Sandbox`'s calls. It ends with this process, however that
+    ends."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._loop = asyncio.new_event_loop()  # not the thread's: the reward may be called by code that has one
@@ -19,12 +20,12 @@ class BlockingSandbox:
         self._end = weakref.finalize(self, self._sandbox.close)  # at this process's exit, if not before
 
     def start(self) -> None:
-        """Raises `SandboxUnavailable` if code cannot be fenced in here."""
+        """Start the fence. Raises `SandboxUnavailable` if code cannot be fenced in here."""
         self._loop.run_until_complete(self._sandbox.start())
 
     @property
     def held(self) -> str:
-        """Which limits hold here, in words, once it has started."""
+        """A text that says which limits hold here, once the fence has started."""
         return self._sandbox.held
 
     def close(self) -> None:
@@ -41,8 +42,8 @@ class BlockingSandbox:
 
 
 def tried_here(all_limits: Iterable[Limits]) -> str:
-    """What holds on this machine, in words, once fences with each of these limits have stood, been tried from inside
-    and been taken down. Raises `SandboxUnavailable`."""
+    """A text that says what holds on this machine, once fences with each of these limits have been started, tried from
+    inside and closed. Raises `SandboxUnavailable`."""
     held: list[str] = []
     for limits in all_limits:
         fence = BlockingSandbox(limits)

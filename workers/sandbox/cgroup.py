@@ -1,9 +1,9 @@
-"""A control group for each fence, where this process may make one: all its memory, processes and processor time.
+"""A control group for each fence, where this process may make one: for all its memory, processes and processor time.
 
-Version 1 and 2. Below the group that this process is in, so that limits that others have set hold too. Version 2 gives
-no memory to groups below one that has processes of its own; then beside it, if somebody has divided the memory of the
-group above, and else by systemd, which makes a scope. Where nothing of this works (a container whose /sys/fs/cgroup is
-read-only), `usage.py` stands in for it.
+Versions 1 and 2 are supported. The group is made below this process's own, so that limits that others have set hold
+too. Version 2 gives no memory to groups below one that has processes of its own; then the group is made beside it, if
+the memory of the group above is divided already, and else by systemd, which makes a scope. Where none of this works (a
+container whose /sys/fs/cgroup is read-only), `usage.py` replaces it.
 """
 
 import os
@@ -20,16 +20,17 @@ NAME = "penstock-sandbox"
 KEEPER_BYTES = 32 * MIB
 KEEPER_PROCESSES = 4
 REMOVE_S = 10.0
-"""For killed processes to be gone; a group that still has some cannot be removed. They need a turn on a processor for
-that, which comes at once unless the machine is very busy."""
+"""Seconds for killed processes to be gone; a group that still has some cannot be removed. They need a turn on a
+processor for that, which comes at once unless the machine is very busy."""
 CONTROLLERS = {"memory", "pids"}
 
 
 class Cgroup:
-    """One group: its directories, one for each hierarchy, memory first. Lifecycle: `around` a process, `remove`."""
+    """A group: its directories, one for each hierarchy, memory first. Lifecycle: `around` a process, `remove`."""
 
     def __init__(self, directories: list[Path], version: int, *, is_own: bool = True) -> None:
-        """`is_own`: to be removed, as nobody else does. Raises `OSError` if it does not tell what it has counted."""
+        """`is_own`: to be removed here, as nothing else removes it. Raises `OSError` if the group does not report its
+        counts."""
         self.directories = directories
         self.version = version
         self._is_own = is_own
@@ -40,7 +41,7 @@ class Cgroup:
 
     @classmethod
     def around(cls, pid: int, limits: Limits) -> "Cgroup":
-        """A group with this process in it. Raises `OSError` that says why there is none."""
+        """Make a group with this process in it. Raises `OSError` that says why there is none."""
         group = cls.make(pid, limits)
         try:
             group.add(pid)
@@ -51,7 +52,7 @@ class Cgroup:
 
     @classmethod
     def make(cls, pid: int, limits: Limits) -> "Cgroup":
-        """`pid`: for systemd, which makes no group without a process. Raises `OSError`."""
+        """Make a group. `pid`: for systemd, which makes no group without a process. Raises `OSError`."""
         memory, own = _own_group("memory"), _own_group("")
         bounds = (limits.memory_bytes + KEEPER_BYTES, limits.num_processes + KEEPER_PROCESSES)
         if memory is not None:
@@ -71,16 +72,17 @@ class Cgroup:
             raise OSError("; ".join([*refused, str(error)])) from None
 
     def add(self, pid: int) -> None:
-        """The process, and all that it starts from now on. Raises `OSError`."""
+        """Add the process, and all that it starts from now on. Raises `OSError`."""
         for directory in self.directories if self._is_own else []:
             _write(directory / "cgroup.procs", pid)
 
     def num_killed(self) -> int:
-        """Processes that the kernel ended because the group's memory was used up."""
+        """Number of processes that the kernel ended because the group's memory was used up."""
         return _number(self._events, b"oom_kill ")
 
     def cpu_s(self) -> float | None:
-        """Processor time of all that were ever in it, waited for or not. None: it does not count that."""
+        """Processor time of all processes that were ever in it, waited for or not. None: the group does not count
+        that."""
         if self._usage < 0:
             return None
         return _number(self._usage, b"usage_usec ") / 1e6 if self.version == 2 else _number(self._usage, b"") / 1e9
@@ -93,7 +95,7 @@ class Cgroup:
 
 
 def parents(own: Path, top: Path, is_systemds: bool) -> Iterator[Path]:
-    """Where a group of version 2 may be made: below the own group; beside it, unless the group above is one that
+    """Places where a group of version 2 may be made: below the own group; beside it, unless the group above is one that
     systemd alone divides."""
     yield own
     above = own.parent
@@ -102,7 +104,8 @@ def parents(own: Path, top: Path, is_systemds: bool) -> Iterator[Path]:
 
 
 def _of_version_1(memory: tuple[Path, Path], memory_bytes: int, processes: int) -> Cgroup:
-    """Memory must be held. Processes are bounded by the kernel's own limit as well, and processor time is told."""
+    """Make a group of version 1, which must bound memory. Processes are bounded by the kernel's own limit as well, and
+    processor time is reported."""
     directories = [
         _made(memory[0], {"memory.limit_in_bytes": memory_bytes}, {"memory.memsw.limit_in_bytes": memory_bytes})
     ]
@@ -118,7 +121,7 @@ def _of_version_1(memory: tuple[Path, Path], memory_bytes: int, processes: int) 
 
 
 def _of_version_2(parent: Path, memory_bytes: int, processes: int) -> Cgroup:
-    """Raises `OSError` that says why the parent has no memory to give."""
+    """Make a group of version 2. Raises `OSError` that says why the parent has no memory to give."""
     if CONTROLLERS - _words(parent / "cgroup.subtree_control"):
         if CONTROLLERS - _words(parent / "cgroup.controllers"):
             raise OSError(f"{parent} is not given the controllers memory and pids")
@@ -135,7 +138,8 @@ def _of_version_2(parent: Path, memory_bytes: int, processes: int) -> Cgroup:
 
 
 def _made(parent: Path, settings: Mapping[str, int], if_there: Mapping[str, int] | None = None) -> Path:
-    """A new group with these settings. `if_there`: what only kernels that count swap have. Raises `OSError`."""
+    """Make a new group with these settings. `if_there`: settings that only kernels that count swap have. Raises
+    `OSError`."""
     _sweep(parent)
     directory = parent / f"{NAME}-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}"
     _mkdir(directory)
@@ -153,7 +157,7 @@ def _made(parent: Path, settings: Mapping[str, int], if_there: Mapping[str, int]
 
 def _own_group(controller: str) -> tuple[Path, Path] | None:
     """Directory of this process's group in the hierarchy of a controller, and where that is mounted; of version 2 if
-    it has no name."""
+    the name is empty."""
     path = next((path for names, path in _memberships() if controller in names.split(",")), None)
     mount = next(
         (place for root, place, kind, options in _mounts() if _is_of(controller, kind, options) and root == "/"), None
@@ -201,12 +205,12 @@ def _number(file: int, name: bytes) -> int:
 
 
 def _pid_namespace() -> int:
-    """Its number on this machine. Containers that share a hierarchy have processes of the same ids."""
+    """Number of the PID namespace on this machine. Containers that share a hierarchy have processes of the same ids."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _sweep(parent: Path) -> None:
-    """Remove groups of processes that are gone: of this PID namespace, as those of others are not seen from here."""
+    """Remove groups of processes that are gone, of this PID namespace: those of others are not seen from here."""
     for directory in parent.glob(f"{NAME}-{_pid_namespace()}-*"):
         owner = directory.name.split("-")[3]
         if not Path(f"/proc/{owner}").exists():

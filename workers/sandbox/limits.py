@@ -1,4 +1,4 @@
-"""What one execution may use. The defaults, with the reasons for them, are those of `conf/sandbox.py`."""
+"""The limits of one execution. The defaults, with the reasons for them, are those of `conf/sandbox.py`."""
 
 from dataclasses import dataclass
 

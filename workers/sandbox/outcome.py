@@ -1,6 +1,6 @@
-"""What an execution ends in, decided from what the fence's keeper measured. Pure; used by `sandbox.py`.
+"""The outcome of an execution, decided from what the fence's keeper measured. Pure.
 
-Nothing here comes to a verdict on the code: that is its caller's, who compares data with data (`data.py`).
+Nothing here judges the code: the caller does that, by comparing data with data (`data.py`).
 """
 
 import json
@@ -14,27 +14,28 @@ from penstock.workers.sandbox.data import parse
 from penstock.workers.sandbox.limits import Limits
 
 MAX_TEXT = 2_000
-"""Characters of a failure's text: it quotes the code's own words."""
+"""Largest number of characters of a failure's text, which quotes the code's own output."""
 CPU_SLACK_S = 0.25
-"""The kernel ends a process within a tick of its limit, and counts a little less than that."""
+"""Seconds by which the counted time may be below the limit: the kernel ends a process within a tick of its limit, and
+counts a little less than that."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended."""
+    """The way a program ended."""
 
     stdout: str
     stderr: str
-    """Both at most `Limits.output_bytes` of UTF-8; what is none is replaced."""
+    """Output and errors, each at most `Limits.output_bytes` of UTF-8; other bytes are replaced."""
     exit_code: int
-    """-N: ended by signal N."""
+    """Exit code; -N: ended by signal N."""
     seconds: float
-    """By the clock, from the fork to the end of its last process."""
+    """Wall-clock seconds, from the fork to the end of its last process."""
     cpu_s: float
-    """Of all its processes, and of the keeper on their behalf (about 2 ms)."""
+    """Processor time of all its processes, and of the keeper on their behalf (about 2 ms)."""
     reason: str
-    """"exited"; "timeout_cpu", "timeout_wall", "memory", "output": over this limit; "signal": a crash; "lost": the
-    fence went down with it."""
+    """Reason: "exited"; "timeout_cpu", "timeout_wall", "memory", "output": over this limit; "signal": a crash; "lost":
+    the fence went down with it."""
 
     @property
     def is_success(self) -> bool:
@@ -43,18 +44,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Value:
-    """What a call returned: None, bool, int, finite float, str, list, or dict with str keys."""
+    """The value that a call returned: None, bool, int, finite float, str, list, or dict with str keys."""
 
     data: Any
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a call returned nothing."""
+    """The reason why a call returned nothing."""
 
     reason: str
-    """"raised", "not_data", "unready" (the code itself raised before any call), or a reason of `Outcome`; "exited": the
-    code ended its process."""
+    """Reason: "raised", "not_data", "unready" (the code itself raised before any call), or a reason of `Outcome`;
+    "exited": the code ended its process."""
     text: str = ""
 
 
@@ -63,20 +64,20 @@ Result = Value | Failed
 
 @dataclass(frozen=True)
 class Ending:
-    """What is known of an execution that is over: the keeper's figures and the files that it has filled."""
+    """The facts on an execution that is over: the keeper's figures and the files that it has filled."""
 
     status: int
-    """As `os.wait4` has it."""
+    """Status in the form of `os.wait4`."""
     in_time: bool
     cpu_s: float
     seconds: float
     out_of_memory: bool = False
     lost: bool = False
-    """The fence went down, and nobody saw the process end."""
+    """True if the fence went down, and no process saw the execution end."""
     stdout: bytes = b""
     stderr: bytes = b""
     answer: bytes = b""
-    """Each at most one byte more than `Limits.output_bytes`."""
+    """Output, errors and answer, each at most one byte more than `Limits.output_bytes`."""
 
 
 def reason_of(ending: Ending, limits: Limits) -> str:
@@ -112,7 +113,7 @@ def outcome_of(ending: Ending, limits: Limits) -> Outcome:
 
 
 def results_of(ending: Ending, num_calls: int, limits: Limits) -> list[Result]:
-    """One result for each call. Calls that were not reached fail for the reason that the process ended."""
+    """Results of calls, one for each. Calls that were not reached fail for the reason that the process ended."""
     reason = reason_of(ending, limits)
     if reason == "output":
         return [Failed("output", f"more than {limits.output_bytes:,} bytes")] * num_calls

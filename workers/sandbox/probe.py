@@ -1,6 +1,6 @@
 """Tries the fence from inside: `check.py` sends the text of this file in, and reads what `probe` returns.
 
-It imports what every interpreter has, and reports facts; whether they are good is decided outside.
+It imports what every interpreter has, and reports facts; `check.py` judges them outside.
 """
 
 import ctypes
@@ -15,7 +15,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def probe(hidden: list[str], devices: list[str], abstract: str, port: int) -> dict[str, Any]:
-    """`hidden`: paths of the host that must not be here. `abstract`, `port`: where the host listens meanwhile."""
+    """Try what must not work; return the facts. `hidden`: paths of the host that must not be here. `abstract`, `port`:
+    where the host listens meanwhile."""
     return {
         "uid": os.getuid(),
         "pid": os.getpid(),
@@ -63,7 +64,7 @@ def probe(hidden: list[str], devices: list[str], abstract: str, port: int) -> di
 
 
 def capabilities() -> int:
-    """Effective, permitted and inheritable ones, together as bits."""
+    """Capabilities: effective, permitted and inheritable ones, together as bits."""
     header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     return -1 if libc.capget(header, sets) else sum(sets)
 

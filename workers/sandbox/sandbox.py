@@ -3,8 +3,7 @@
     caller ─▶ Sandbox ─▶ Worker (a fence that stands ready) ═▶ keeper ─▶ one process an execution
                             outside ◀═══════════════════════▶ inside
 
-Called by rewards (through `blocking.py`), by tools of agents, and by tests. What the code may do to itself is its own
-business: whoever compares what it returned does so here outside, with data (`data.py`).
+Code may do anything to itself: what it returned is compared outside of the fence, as data (`data.py`).
 """
 
 import asyncio
@@ -52,13 +51,13 @@ class Sandbox:
         self.reuse = reuse
         self._machine = machine
         self._checked: set[bool] = set()
-        """Of fences with a control group (True) and without: which a program has tried."""
+        """Kinds of fences that a program has tried: with a control group (True), and without."""
         self.held = ""
-        """Which limits hold here, in words, once a first fence stands: those of the weakest so far."""
+        """A text that says which limits hold here, once a first fence stands: those of the weakest so far."""
         self._is_closed = False
         self._starting = asyncio.Lock()
         self._workers: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
-        """Those that are idle; None: one that is to be started."""
+        """Idle workers; None: one that is to be started."""
         self._num_workers = num_workers
         self._all: set[Worker] = set()
         for _ in range(num_workers):
@@ -76,7 +75,7 @@ class Sandbox:
         self.close()
 
     async def start(self) -> None:
-        """Have a first fence stand, tried and found tight. Raises `SandboxUnavailable`."""
+        """Start a first fence, tried and found tight. Raises `SandboxUnavailable`."""
         async with self._worker():
             pass
 
@@ -104,8 +103,9 @@ class Sandbox:
         return results_of(await self._execute(request, b"", wall_s), len(calls), self.limits)
 
     async def _execute(self, request: dict[str, Any], stdin: bytes, wall_s: float | None) -> Ending:
-        """Made once more, behind a new fence, for an end that may be another's doing: somebody may have killed the
-        fence, or the memory that was missing may be what an earlier execution behind it had and the kernel frees late.
+        """Execute a request. It is made once more, behind a new fence, for an end that others may have caused: a
+        process may have killed the fence, or the missing memory may be what an earlier execution behind it had and the
+        kernel frees late.
         """
         left_s = self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s)
         async with self._worker() as worker:
@@ -121,7 +121,7 @@ class Sandbox:
 
     @asynccontextmanager
     async def _worker(self, new: bool = False) -> AsyncIterator[Worker]:
-        """An idle worker, for one execution. `new`: one that has run nothing."""
+        """Take an idle worker, for one execution. `new`: one that has run nothing."""
         if self._is_closed:
             raise NotStarted("Sandbox: it is closed. Make another.")
         with waiting():

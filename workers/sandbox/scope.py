@@ -1,8 +1,8 @@
-"""A scope of systemd around a process: a control group of version 2 for who may not make one itself.
+"""A scope of systemd around a process: a control group of version 2 for a process that may not make one itself.
 
-systemd divides the groups of a machine, and gives a part to whoever asks: root asks the system's manager, others their
-own. `busctl` asks, with what `systemd-run --scope` would say, for a process that is there already. The scope is gone
-when its last process is.
+systemd divides the groups of a machine, and gives a part on request: root asks the system's manager, other users their
+own. `busctl` sends the request of `systemd-run --scope`, for a process that is there already. The scope is gone when
+its last process is.
 """
 
 import os
@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 ANSWER_S = 5.0
-"""For systemd to answer, and for the process to be in its scope then."""
+"""Seconds for systemd to answer, and for the process to be in its scope then."""
 RUNNING = Path("/run/systemd/system")
-"""Is there where systemd runs (sd_booted(3))."""
+"""Directory that exists where systemd runs (sd_booted(3))."""
 MANAGER = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager")
 
 
@@ -24,7 +24,8 @@ def is_offered() -> bool:
 
 
 def around(pid: int, memory_bytes: int, num_processes: int, top: Path) -> Path:
-    """Directory of a new scope with this process in it. `top`: where version 2 is mounted. Raises `OSError`."""
+    """Make a scope with this process in it; return its directory. `top`: where version 2 is mounted. Raises
+    `OSError`."""
     busctl = shutil.which("busctl")
     if not is_offered() or busctl is None:
         raise OSError("there is no systemd to ask for a scope")
@@ -45,7 +46,7 @@ def around(pid: int, memory_bytes: int, num_processes: int, top: Path) -> Path:
 
 
 def request(name: str, pid: int, memory_bytes: int, num_processes: int) -> list[str]:
-    """Arguments of busctl. A call says the types of its arguments first, and each property its own."""
+    """Arguments of busctl. A call names the types of its arguments first, and each property its own."""
     properties = [
         ("PIDs", "au", "1", str(pid)),
         ("MemoryMax", "t", str(memory_bytes)),
@@ -61,7 +62,8 @@ def request(name: str, pid: int, memory_bytes: int, num_processes: int) -> list[
 
 
 def _entered(pid: int, name: str, top: Path) -> Path:
-    """The answer is a job; the process is in its scope when that is done."""
+    """Wait until the process is in its scope; return the directory. The answer of systemd is a job, and the process is
+    there when that is done."""
     deadline = time.monotonic() + ANSWER_S
     while time.monotonic() < deadline:
         with suppress(FileNotFoundError):

@@ -22,11 +22,13 @@ from penstock.workers.sandbox.syscalls import (
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 LOAD_WORD, JUMP_IF_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
-"""Offsets in `struct seccomp_data`. Of an argument the lower half: both machines are little-endian."""
+"""Offsets in `struct seccomp_data`. `ARGUMENTS` is that of the lower half of an argument: both machines are
+little-endian."""
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
-"""What to do with the call, from linux/seccomp.h. `FAIL` takes the error number in its lower half."""
+"""Actions for a call, from linux/seccomp.h. `FAIL` takes the error number in its lower half."""
 NAMESPACES = 0x7E020000
-"""`CLONE_NEWNS`, `NEWCGROUP`, `NEWUTS`, `NEWIPC`, `NEWUSER`, `NEWPID` and `NEWNET` together."""
+"""Flags of all namespaces: `CLONE_NEWNS`, `NEWCGROUP`, `NEWUTS`, `NEWIPC`, `NEWUSER`, `NEWPID` and `NEWNET`
+together."""
 
 
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
@@ -34,7 +36,7 @@ LINE_BYTES = 8
 
 
 def program(machine: str, *, keeper: bool, is_counted: bool = True) -> bytes:
-    """The filter for code of a model, or for the `keeper` of its fence, who may also make and leave namespaces.
+    """The filter for code of a model, or for the `keeper` of its fence, which may also make and leave namespaces.
     `is_counted`: a cgroup counts the memory of all, shared memory without a file too.
 
     Raises `SandboxUnavailable` for a machine whose system calls are not listed.
@@ -74,8 +76,8 @@ def program(machine: str, *, keeper: bool, is_counted: bool = True) -> bytes:
 
 
 def _block(call: str, machine: str, index: int, *lines: bytes) -> list[bytes]:
-    """What to do with one call, with its argument of this index loaded; in the end it is refused. Nothing goes on from
-    here: what comes after a block expects the call's number."""
+    """Instructions for one call, with its argument of this index loaded; in the end it is refused. No path leads on
+    from here: what comes after a block expects the call's number."""
     (number,) = numbers(call, machine)
     block = [_line(LOAD_WORD, operand=ARGUMENTS + 8 * index), *lines, _line(RETURN, operand=FAIL | errno.EPERM)]
     return [_line(JUMP_IF_EQUAL, 0, sum(map(len, block)) // LINE_BYTES, number), *block]

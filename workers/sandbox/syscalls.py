@@ -1,8 +1,8 @@
 """The system calls that code inside the fence may make: an interpreter, its threads, its files and its children.
 
-Whatever is not here is refused, so also what future kernels bring. Left out on purpose: sockets (pairs are there, as
-asyncio needs them), mounts, namespaces, ptrace and its kin, bpf, io_uring, keyrings, System V and POSIX queues, memory
-files, setuid and its kin, execveat, splice. Read by `seccomp.py`.
+All others are refused, also those of future kernels. Left out on purpose: sockets (pairs are there, as asyncio needs
+them), mounts, namespaces, ptrace and its kin, bpf, io_uring, keyrings, System V and POSIX queues, memory files, setuid
+and its kin, execveat, splice.
 
 `sendmsg` and `recvmsg` are left out because they pass descriptors. A descriptor under way in a socket outlives the
 processes that sent it: its memory is then charged to the next execution, and a file of /tmp that it names keeps /tmp
@@ -71,15 +71,16 @@ BY_ARGUMENT: dict[str, tuple[int, tuple[int, ...]]] = {
 }
 """Calls that are allowed with some values of one argument only: its index, and the values."""
 CLONE = "clone=56/220"
-"""Allowed without the flags that make namespaces."""
+"""The call `clone`, which is allowed without the flags that make namespaces."""
 CLONE3 = "clone3=435/435"
-"""Its flags are behind a pointer, where no filter sees them. It is said to be missing: then libc takes `clone`."""
+"""The call `clone3`, whose flags are behind a pointer, where no filter sees them. It is reported as missing: then libc
+takes `clone`."""
 MMAP = "mmap=9/222"
-"""Huge pages are refused: they are a pool of the machine's that neither cgroups nor the watch count. Shared memory
-without a file (`MAP_SHARED | MAP_ANONYMOUS`) is refused where no cgroup counts it: a process that has written to it can
-leave it, and then nobody else sees how much there is."""
+"""The call `mmap`. Huge pages are refused: they are a pool of the machine's that neither cgroups nor the watch count.
+Shared memory without a file (`MAP_SHARED | MAP_ANONYMOUS`) is refused where no cgroup counts it: a process that has
+written to it can leave it, and then its size is not seen any more."""
 OF_THE_KEEPER = "mount=165/40 umount2=166/39 unshare=272/97 setns=308/268 capset=126/91 prctl=157/167 recvmsg=47/212"
-"""What only the program that keeps the fence needs, between executions."""
+"""Calls that only the program that keeps the fence needs, between executions."""
 
 
 def numbers(names: str, machine: str) -> list[int]:

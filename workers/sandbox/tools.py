@@ -1,4 +1,4 @@
-"""What an agent may call: plain async functions with types and a docstring, for whoever registers tools."""
+"""Tools that an agent may call: plain async functions with types and a docstring."""
 
 import asyncio
 import atexit
@@ -13,7 +13,7 @@ from penstock.workers.sandbox.outcome import Outcome
 from penstock.workers.sandbox.sandbox import Sandbox
 
 MAX_CHARACTERS = 8_000
-"""Of what a tool returns: a model pays for each of them."""
+"""Largest number of characters that a tool returns: a model pays for each of them."""
 _sandboxes: dict[tuple[asyncio.AbstractEventLoop, Limits], Sandbox] = {}
 
 
@@ -37,12 +37,12 @@ async def _python_within(timeout_s: float, limits: Limits, code: str) -> str:
 
 
 TIMED: Mapping[Any, Callable[..., Awaitable[Any]]] = {python: _python_within}
-"""Tools that wait for their turn, as they are called with the seconds that they may take from then on and the limits of
-code before their own arguments. Raise `TookTooLong`."""
+"""Variants of tools that wait for their turn. Before a tool's own arguments, they take the seconds that it may run from
+then on and the limits of code. They raise `TookTooLong`."""
 
 
 def _sandbox(limits: Limits) -> Sandbox:
-    """Of this event loop, with a worker a core. Those of loops that are closed are taken down."""
+    """The sandbox of this event loop, with a worker a core. Sandboxes of loops that are closed are closed, too."""
     for key in [key for key in _sandboxes if key[0].is_closed()]:
         _sandboxes.pop(key).close()
     key = asyncio.get_running_loop(), limits
@@ -58,8 +58,8 @@ def _close() -> None:
 
 
 def said(outcome: Outcome) -> str:
-    """Standard output, then standard error, then how it ended if not well; at most `MAX_CHARACTERS`, cut in the
-    middle."""
+    """The text of an outcome: standard output, then standard error, then how it ended if not well; at most
+    `MAX_CHARACTERS`, cut in the middle."""
     parts = [outcome.stdout.rstrip("\n"), outcome.stderr.rstrip("\n")]
     if outcome.reason != "exited":
         parts.append(f"[ended: {outcome.reason}]")

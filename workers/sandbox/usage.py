@@ -1,6 +1,6 @@
-"""Memory and processor time of everything below a process, read from /proc: what stands in for a cgroup.
+"""Memory and processor time of everything below a process, read from /proc, where there is no cgroup.
 
-What can hide from it is refused by the filter of such fences (`seccomp.py`): memory that is shared and has no file.
+The filter of such fences (`seccomp.py`) refuses what could hide from it: memory that is shared and has no file.
 """
 
 import os
@@ -10,34 +10,35 @@ from contextlib import suppress
 from pathlib import Path
 
 COUNTED = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
-"""A page that several processes have counts for each in part. Pages of files are the system's."""
+"""Entries of `smaps_rollup` that are counted. A page that several processes have counts for each in part. Pages of
+files are the system's."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 STATE, UTIME, STARTED = 0, 11, 19
-"""Indices in what /proc/PID/stat says after the program's name. After UTIME come system time, and both of children that
+"""Indices of fields in /proc/PID/stat after the program's name. After UTIME come system time, and both of children that
 were waited for."""
 DEAD = "X"
 """State of a process that is being waited for: from here on its time may be its parent's already."""
 DEFAULT_BUFFER_BYTES = 212_992
 BUFFERS_HELD = 3
-"""Most that a socket holds, in sizes of its buffer: it takes a message as long as its buffer is not full, however large
-that is, and the kernel may take twice the pages of one as large as the buffer (2.6 in all have been seen)."""
+"""Most data that a socket holds, in sizes of its buffer: it takes a message as long as its buffer is not full, however
+large that is, and the kernel may take twice the pages of one as large as the buffer (2.6 in all have been seen)."""
 
 Process = tuple[int, int]
-"""Process id, and when it started: another may get the id later."""
+"""A process id, and when it started: another process may get the id later."""
 Times = tuple[float, float]
 """Seconds of a process itself, and of children that it has waited for, with those that these have waited for."""
 
 
 class Watch:
-    """What one execution uses, looked at from outside every now and then."""
+    """The usage of one execution, looked at from outside now and then."""
 
     def __init__(self, keeper: int) -> None:
         self.keeper = keeper
         self._time = ProcessorTime()
 
     def look(self) -> int:
-        """Bytes now; notes processor time as well."""
+        """Return the bytes used now; note processor time as well."""
         below = descendants(self.keeper)
         self._time.add(dict(found for found in map(times_of, below) if found is not None))
         return sum(map(memory_of, below)) + num_sockets(self.keeper) * BUFFERS_HELD * buffer_bytes()
@@ -49,11 +50,12 @@ class Watch:
 
 
 class ProcessorTime:
-    """Processor time of some processes, of which those that end take theirs with them: pure, from look to look.
+    """Processor time of some processes, some of which end between two looks. Pure.
 
     Once a process was waited for, its time is in its parent's, whether a look has seen it or not; what was counted of
-    it is not counted again. So it is never more than was used. It may be less: a process that nobody waits for takes
-    what it used after the last look with it, and what was counted of it is taken for the next that is in a parent's.
+    it is not counted again. So it is never more than was used. It may be less: the time after the last look is lost for
+    a process that is never waited for, and what was counted of it is mistaken for the next time that comes in a
+    parent's.
     """
 
     def __init__(self) -> None:
@@ -61,10 +63,10 @@ class ProcessorTime:
         self._seen: dict[Process, Times] = {}
         self._there: set[Process] = set()
         self._gone_s = 0.0
-        """What was counted of processes that are gone, and has not come back in a parent's time."""
+        """Seconds that were counted of processes that are gone, and have not come back in a parent's time."""
 
     def add(self, now: Mapping[Process, Times]) -> None:
-        """`now`: of those that are there, each read after those that may wait for it."""
+        """Add the times of a look. `now`: of those that are there, each read after those that may wait for it."""
         own_s = waited_s = 0.0
         for process, (own, waited) in now.items():
             own_before, waited_before = self._seen.get(process, (0.0, 0.0))
@@ -79,12 +81,13 @@ class ProcessorTime:
 
 
 def memory_below(pid: int) -> int:
-    """Bytes of the process's descendants. Without what lies in /tmp, pipes and sockets."""
+    """Bytes of the process's descendants, without what lies in /tmp, pipes and sockets."""
     return sum(map(memory_of, descendants(pid)))
 
 
 def descendants(pid: int) -> list[int]:
-    """Those that are seen on the way, each after its parent; some may end, and others begin, meanwhile."""
+    """Descendants of a process that are seen on the way, each after its parent; some may end, and others begin,
+    meanwhile."""
     found: list[int] = []
     ahead = [pid]
     while ahead:
@@ -95,8 +98,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes; 0 for a process that is gone. One that may not be looked into counts with its whole address space: it may
-    have seen to that itself, and a container without `CAP_SYS_PTRACE` refuses it for all."""
+    """Bytes of a process; 0 for one that is gone. A process that may not be looked into counts with its whole address
+    space: it may have caused that itself, and a container without `CAP_SYS_PTRACE` refuses it for all."""
     process = Path(f"/proc/{pid}")
     with suppress(FileNotFoundError, ProcessLookupError):
         for place in (
@@ -121,7 +124,7 @@ def _memory_in(place: Path) -> int:
 
 
 def times_of(pid: int) -> tuple[Process, Times] | None:
-    """None: the process is gone, or about to be."""
+    """Times of a process. None: it is gone, or about to be."""
     with suppress(FileNotFoundError, ProcessLookupError):
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if words[STATE] != DEAD:
@@ -131,7 +134,7 @@ def times_of(pid: int) -> tuple[Process, Times] | None:
 
 
 def num_sockets(pid: int) -> int:
-    """Sockets of the process's network namespace: pairs, as there are no others behind a fence."""
+    """Number of sockets of the process's network namespace: pairs, as there are no others behind a fence."""
     with suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{pid}/net/sockstat").read_text().splitlines():
             if line.startswith("sockets: used "):
@@ -140,8 +143,8 @@ def num_sockets(pid: int) -> int:
 
 
 def buffer_bytes() -> int:
-    """Size of a socket's buffer as it is made (net.core.wmem_default, which not every container can read). The filter
-    lets nobody set another."""
+    """Size of a new socket's buffer (net.core.wmem_default, which not every container can read). The filter refuses to
+    set another."""
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
         return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     return DEFAULT_BUFFER_BYTES

@@ -1,8 +1,7 @@
-"""One fence with its keeper, seen from outside: start it, give it executions one after the other, end it.
+"""A fence with its keeper, seen from outside: start it, give it executions one after the other, end it.
 
-The other end is `inside.py`. What goes in and comes out are memory files: the keeper passes their descriptors on to its
-fork and never reads them, what goes in is sealed, and nobody waits for a pipe that somebody else holds open. Used by
-`sandbox.py`.
+The other end is `inside.py`. Input and output are memory files: the keeper passes their descriptors on to its fork and
+never reads them. Input is sealed, and no process waits for a pipe that another one holds open.
 """
 
 import asyncio
@@ -30,17 +29,17 @@ from penstock.workers.sandbox.outcome import CPU_SLACK_S, Ending
 from penstock.workers.sandbox.usage import Watch
 
 START_S = 30.0
-"""For a fence to stand and its interpreter to be ready; takes 50 ms on an idle machine."""
+"""Seconds for a fence to stand and its interpreter to be ready; takes 50 ms on an idle machine."""
 GRACE_S = 2.0
-"""The keeper itself ends what is late. If it does not say so for so long, its fence is taken down."""
+"""Seconds after the deadline before the fence is taken down. The keeper itself ends what is late, and reports it."""
 END_S = 5.0
-"""For the processes of a fence that is taken down to be gone."""
+"""Seconds for the processes of a fence that is taken down to be gone."""
 WATCH_S = 0.05
-"""How often it is looked at what no other limit holds: processor time, and without a cgroup memory."""
+"""Seconds between looks at what no other limit bounds: processor time, and without a cgroup memory."""
 CREDENTIALS = struct.Struct("3i")
 KEEPER = Path(__file__).with_name("inside.py")
 LOST: dict[str, Any] = {"status": signal.SIGKILL, "cpu_s": 0.0, "seconds": 0.0, "lost": True}
-"""What is known of an execution whose end the keeper does not tell."""
+"""Facts on an execution whose end the keeper does not report."""
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
@@ -52,7 +51,7 @@ class Worker:
         worker.close()
 
     One execution at a time. If `execute` is cancelled, or its ending is `lost`, the worker is of no use any more. The
-    fence ends with the thread that started it, whatever becomes of that.
+    fence ends with the thread that started it, however that ends.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket, limits: Limits) -> None:
@@ -60,21 +59,22 @@ class Worker:
         self.control = control
         self.limits = limits
         self.keeper = 0
-        """Process id of the program inside, as it is called here."""
+        """Process id of the program inside, as seen from here."""
         self.keeper_uid = -1
         self._handle = -1
-        """The keeper as a file, which no other process can become."""
+        """Descriptor of the keeper, which cannot come to mean another process."""
         self.cgroup: Cgroup | None = None
         self.without_cgroup = ""
-        """Why there is none."""
+        """The reason why there is no control group."""
         self.num_executions = 0
         self._told: asyncio.Future[None] | None = None
-        """Resolved when the keeper says something; what `execute` waits for."""
+        """Future that is resolved when the keeper sends something; `execute` waits for it."""
         self.is_open = True
 
     @classmethod
     async def start(cls, machine: Machine, limits: Limits, rehearse: bool = True) -> "Worker":
-        """Raises `SandboxUnavailable` if the fence does not stand. `rehearse`: pays from the third execution or so."""
+        """Start a fence. Raises `SandboxUnavailable` if it does not stand. `rehearse`: pays from the third execution or
+        so."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -104,7 +104,7 @@ class Worker:
 
     @property
     def held(self) -> str:
-        """Which limits hold here beside those of each process, in words."""
+        """A text that says which limits hold here beside those of each process."""
         if self.cgroup is None:
             return (
                 f"no control group ({self.without_cgroup}): memory and processor time of an execution are looked at "
@@ -114,7 +114,7 @@ class Worker:
         return f"a control group of version {self.cgroup.version} holds memory and processes {cpu} of an execution"
 
     async def execute(self, request: dict[str, Any], stdin: bytes, wall_s: float | None = None) -> Ending:
-        """Run what `inside.run_child` understands, for `wall_s` at most (default: of the limits)."""
+        """Run what `inside.run_child` understands, for `wall_s` at most (default: the limits')."""
         wall_s = self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s)
         self.num_executions += 1
         meter = Meter(self.keeper, self.cgroup)
@@ -162,7 +162,7 @@ class Worker:
             self.cgroup.remove()
 
     async def _meet(self) -> None:
-        """Hear that the keeper is ready, learn its process id, and put it in a cgroup before it runs anything."""
+        """Wait until the keeper is ready, learn its process id, and put it in a cgroup before it runs anything."""
         async with asyncio.timeout(START_S):
             await self._readable()
         message, ancillary, _, _ = self.control.recvmsg(64, socket.CMSG_SPACE(CREDENTIALS.size))
@@ -183,7 +183,8 @@ class Worker:
         self.control.send(b"counted" if self.cgroup is not None else b"uncounted")
 
     def _lack(self) -> str:
-        """What keeps a control group from holding memory and counting processor time; empty for nothing."""
+        """A text that says what keeps a control group from bounding memory and counting processor time; empty for
+        nothing."""
         if self.cgroup is None:
             return f"there is no control group for code of a model here ({self.without_cgroup})"
         if self.cgroup.cpu_s() is None:
@@ -194,7 +195,8 @@ class Worker:
         return ""
 
     async def _ended(self, deadline_s: float, meter: "Meter") -> tuple[dict[str, Any], bool]:
-        """What the keeper says, and whether memory ran out meanwhile. Raises `TimeoutError` or `ConnectionError`."""
+        """Return the keeper's report, and whether memory ran out meanwhile. Raises `TimeoutError` or
+        `ConnectionError`."""
         deadline = time.monotonic() + deadline_s
         most_s = -int(-self.limits.cpu_s // 1) + CPU_SLACK_S
         while time.monotonic() < deadline:
@@ -231,7 +233,7 @@ class Worker:
 
 
 class Meter:
-    """What one execution has used so far: counted by its cgroup, and else seen by a watch."""
+    """The usage of one execution so far: counted by its cgroup, or else seen by a watch."""
 
     def __init__(self, keeper: int, cgroup: Cgroup | None) -> None:
         self._cgroup = cgroup
@@ -240,8 +242,8 @@ class Meter:
         self._before_s = cgroup.cpu_s() if cgroup else None
 
     def memory_bytes(self) -> int:
-        """Of its processes now. With a cgroup nobody has to look, and 0 is said; if that does not count processor time,
-        somebody has to."""
+        """Bytes of its processes now. With a cgroup no look is needed, and this is 0; if the group does not count
+        processor time, a look is taken for that."""
         if self._before_s is not None:
             return 0
         seen = self._watch.look()
@@ -252,12 +254,13 @@ class Meter:
         return self._watch.cpu_s if now is None or self._before_s is None else now - self._before_s
 
     def was_killed(self) -> bool:
-        """Whether the kernel ended a process for its memory."""
+        """Return whether the kernel ended a process for its memory."""
         return self._cgroup is not None and self._cgroup.num_killed() > self._killed
 
 
 async def _away(call: Callable[..., Cgroup], *arguments: Any) -> Cgroup:
-    """In a thread, as systemd may take its time. What comes after this is cancelled is removed."""
+    """Make a control group in a thread, as systemd may take its time. A group that is made after this is cancelled is
+    removed."""
     making = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
     try:
         return await asyncio.shield(making)
@@ -272,7 +275,7 @@ def _unwanted(making: "asyncio.Future[Cgroup]") -> None:
 
 
 def _spawned(words: list[str], inherited: list[int], complaints: int) -> "subprocess.Popen[bytes]":
-    """In this process's own group: who kills the group ends the fence."""
+    """Start the process in this process's own group: a signal that kills the group ends the fence."""
     return subprocess.Popen(
         words,
         pass_fds=inherited,
@@ -303,7 +306,7 @@ def _inner(control: int, limits: Limits, rehearse: bool) -> list[str]:
 
 
 def _file(files: ExitStack, content: bytes = b"", sealed: bool = False) -> int:
-    """A file in memory, closed with `files`."""
+    """Make a file in memory, closed with `files`."""
     descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     files.callback(os.close, descriptor)
     view = memoryview(content)

@@ -1,5 +1,5 @@
 """`Trainer-<model>-<rank>` and `Scorer-<stage>-<rank>`: the Ray shells around the parts of one rank, made by
-`assembly.py`. Started by `orchestrator/fleet/`.
+`assembly.py`.
 
     Trainer   is driven:  step ─▶ worker   begin_saving ─▶ state   publish ─▶ trainer   prepare, send ─▶ transport
     Scorer    serves:     run ─▶ worker, until the store closes
@@ -7,7 +7,8 @@
 All ranks of a model get the same calls in the same order; torch.distributed does the rest between them. What is called
 collective returns only when every rank has been called. `progress` is answered by another thread meanwhile.
 
-Light to import: whoever starts a run has these classes, and torch and transformers wait until an actor is made.
+Light to import: the process that starts a run imports these classes; torch and transformers are imported when an actor
+is made.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 
 class _Rank:
-    """What both shells know of the other ranks, where all of them meet, and say of themselves."""
+    """State and calls that both shells share: the rank's specification, its meeting place, its process."""
 
     _meeting: "Meeting | None" = None
     _spec: RankSpec
@@ -53,16 +54,16 @@ class _Rank:
         return self._spec.name
 
     def process(self, stacks: str) -> ProcessId:
-        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
         return register(stacks)
 
     def _prepare_process(self, spec: RankSpec) -> None:
-        """Before torch is there."""
+        """Set up the process before torch is imported."""
         if not spec.config.num_gpus_per_rank:
             prepare_for_torch()
 
     def address(self) -> str:
-        """`host:port` where this rank, the first, lets the others meet from now on."""
+        """Open the meeting place of all ranks on this rank, the first, and return it as `host:port`."""
         from penstock.workers.trainer.meeting import Meeting
 
         self._meeting = Meeting(ray.util.get_node_ip_address())
@@ -74,7 +75,8 @@ class _Rank:
         use_interface_of(ray.util.get_node_ip_address())
 
     def _collective(self, name: str, ranks: "Ranks") -> AbstractContextManager[None]:
-        """Within it another rank's death is `PartnerGone`, wherever this one waits for it."""
+        """Name failures in the block: another rank's death is raised as `PartnerGone`, wherever this rank waits for
+        it."""
         from penstock.workers.trainer.deadlines import phase
 
         return phase(name, ranks)
@@ -108,42 +110,43 @@ class Trainer(_Rank):
         self._phases.enter(IDLE)
 
     def attach(self, store: Any) -> None:
-        """Steps are of this store from now on. A step that waits for a batch of the one before raises
+        """Take the next steps from this store. A step that waits for a batch of the previous store raises
         `PartnerGone`."""
         self._parts.worker.attach(SyncStoreClient(store))
 
     def step(self, step: int, records_tokens: bool = False) -> StepReport | None:
-        """Step number `step`, counted from 1, on the store's next batch. None: the store has closed. `records_tokens`:
-        as of `TrainerWorker.step`. Collective."""
+        """Run step number `step`, counted from 1, on the store's next batch. None: the store has closed.
+        `records_tokens`: see `TrainerWorker.step`. Collective."""
         worker = self._parts.worker
         self._needed(worker.store, "a store")
         with self._together(f"step {step}"):
             return worker.step(step, records_tokens)
 
     def try_threads(self, counts: Sequence[int]) -> dict[int, float]:
-        """Seconds that a token of an update takes this rank, by threads. Collective; changes nothing that is
-        trained."""
+        """Measure how many seconds an update takes this rank for a token, by number of threads. Collective; changes
+        nothing that is trained."""
         with self._together("try numbers of threads"):
             return self._assembly.seconds_per_token(self._parts.trainer, counts)
 
     def use_threads(self, num_threads: int) -> None:
-        """Compute by so many from now on."""
+        """Compute with this number of threads from now on."""
         self._num_threads = num_threads
 
     def token_values(self, step: int) -> TokenValues | None:
-        """What the last update knew of each token of this rank's rows, if it was that of `step` and recorded it."""
+        """Return what the last update knew of each token of this rank's rows, if it was that of `step` and recorded
+        it."""
         return self._parts.worker.token_values(step)
 
     def update(self, rows: Rows, loss: Loss) -> UpdateReport:
-        """The imperative API: one update on these rows of this rank. Collective."""
+        """Run one update on these rows of this rank (the imperative API). Collective."""
         return self._parts.trainer.update(rows, loss)
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
-        """The imperative API: `[T_i]` float32 for each row of this rank. Collective."""
+        """Return `[T_i]` float32 for each row of this rank (the imperative API). Collective."""
         return self._parts.trainer.logprobs(rows)
 
     def begin_saving(self, directory: str) -> bool:
-        """Take the state of now; it is copied and written while training goes on. False: an earlier one is still being
+        """Take the present state; it is copied and written while training goes on. False: an earlier one is still being
         written. Collective. Raises `DataflowError` for a state that no checkpoint can keep."""
         with self._phases.within(SAVING), self._together(f"save to {directory}"):
             return self._parts.state.begin(directory)
@@ -166,7 +169,7 @@ class Trainer(_Rank):
 
     def restore(self, step: int) -> None:
         """Go on from the kept copies of a step, after `start`, where each rank's node has its own. Copies of later
-        steps count no more. Collective. Raises `KeptStateError`, on all ranks alike, having changed nothing."""
+        steps become invalid. Collective. Raises `KeptStateError`, on all ranks alike, having changed nothing."""
         kept = self._needed(self._parts.kept, "faults.keep_state=true")
         worker = self._parts.worker
         with self._phases.within(RESUMING):
@@ -175,12 +178,12 @@ class Trainer(_Rank):
             worker.after_step = step
 
     def after_step(self) -> int | None:
-        """The step whose weights and optimizer it has; None: of none, as an update has failed, or is under way."""
+        """The step whose weights and optimizer this rank has. None: an update has failed, or is under way."""
         return self._parts.worker.after_step
 
     def plan_chunks(self, node: str, num_receivers: int) -> "ChunkPlan":
-        """From now on publications go to other nodes: this rank is on `node`, and so many nodes receive them. The same
-        plan on every rank. Collective. Raises `WeightError`."""
+        """Publish to other nodes from now on: this rank is on `node`, and so many nodes receive. The same plan on every
+        rank. Collective. Raises `WeightError`."""
         with self._together("plan publications"):
             return self._parts.trainer.plan_chunks(node, num_receivers)
 
@@ -190,7 +193,7 @@ class Trainer(_Rank):
             return self._parts.trainer.publish(directory, version)
 
     def free_address(self) -> str:
-        """`host:port` on this node for a transport that wants to be told where it is to listen."""
+        """Return `host:port` on this node for a transport that has to be told where to listen."""
         return free_address(ray.util.get_node_ip_address())
 
     def connect(self, name: str, engines: Engines, address: str, directory: str, config: WeightsConfig) -> None:
@@ -205,7 +208,7 @@ class Trainer(_Rank):
         self._connected.connect(engines, address)
 
     def prepare(self, version: int) -> Delivery:
-        """What the engines are told of a version that `send` brings. Collective."""
+        """Return what the engines are told of a version that `send` brings. Collective."""
         return self._transport.prepare(version)
 
     def send(self, version: int) -> None:
@@ -215,28 +218,28 @@ class Trainer(_Rank):
             self._transport.send(version)
 
     def take_device(self) -> None:
-        """Bring everything back to the device that it shares with an engine. Collective."""
+        """Bring everything back to the device that this rank shares with an engine. Collective."""
         self._parts.trainer.take_device()
 
     def leave_device(self) -> None:
-        """Make room on the device that it shares with an engine. Collective."""
+        """Make room on the device that this rank shares with an engine. Collective."""
         self._parts.trainer.leave_device()
 
     def export(self, directory: str) -> dict[str, int]:
-        """Write a HF model directory; the weight files of this rank, with their bytes. Collective. Raises
+        """Write a HF model directory; return the weight files of this rank, with their bytes. Collective. Raises
         `WeightError`."""
         with self._phases.within(EXPORTING), self._together("export"):
             return self._parts.trainer.export(directory)
 
     def progress(self) -> Progress:
-        """Rows trained, and those of the batch that it has. At any time."""
+        """Rows trained, and rows of the present batch. May be called at any time."""
         worker = self._started.worker if self._started is not None else None
         if worker is None:
             return self._phases.progress()
         return self._phases.progress(worker.num_rows, worker.num_in_flight, worker.tokens_in_flight)
 
     def close(self) -> None:
-        """Let go of engines and ranks, as far as there are any."""
+        """Disconnect from engines and ranks, if there are any."""
         if self._connected is not None:
             self._connected.close()
         if self._started is not None:
@@ -246,8 +249,8 @@ class Trainer(_Rank):
         self._close_meeting()
 
     def _together(self, name: str) -> AbstractContextManager[None]:
-        """Within it this rank computes, by as many threads as it is to: torch keeps their number for each thread that
-        calls, and Ray calls from several."""
+        """Compute in the block with this rank's number of threads: torch keeps it for each calling thread, and Ray
+        calls from several."""
         self._assembly.use_threads(self._num_threads)
         return self._collective(name, self._parts.trainer.ranks)
 
@@ -277,7 +280,7 @@ class Scorer(_Rank):
         self._started: ScorerParts | None = None
 
     def start(self, address: str | None) -> None:
-        """As `Trainer.start`."""
+        """Start like `Trainer.start`."""
         self._use_nodes_interface()
         self._started = self._assembly.assemble_scorer(self._spec, address, self._phases)
         self._phases.enter(SERVING)
@@ -288,7 +291,7 @@ class Scorer(_Rank):
             self._parts.worker.run(SyncStoreClient(store))
 
     def progress(self) -> Progress:
-        """Rows computed, and those of the round that it has. At any time."""
+        """Rows computed, and rows of the present round. May be called at any time."""
         worker = self._started.worker if self._started is not None else None
         return self._phases.progress(worker.num_computed, worker.num_in_flight) if worker else self._phases.progress()
 
@@ -297,11 +300,11 @@ class Scorer(_Rank):
         return self._parts.worker.stats()
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
-        """The imperative API: `[T_i]` float32 for each row of this rank. Collective."""
+        """Return `[T_i]` float32 for each row of this rank (the imperative API). Collective."""
         return self._parts.trainer.logprobs(rows)
 
     def close(self) -> None:
-        """Leave the other ranks, if it has joined them."""
+        """Leave the other ranks, if this one has joined them."""
         if self._started is not None:
             self._started.trainer.close()
         self._close_meeting()
@@ -312,7 +315,7 @@ class Scorer(_Rank):
 
 
 def _needed(part: T | None, actor: str, what: str) -> T:
-    """Raises `NotStarted` where it is not there."""
+    """Return the part. Raises `NotStarted` where it is missing."""
     if part is None:
         raise NotStarted(f"{actor}: this call needs {what}.")
     return part

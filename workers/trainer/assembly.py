@@ -1,5 +1,4 @@
-"""The parts of one rank, put together from its specification. Called by the shells in `actor.py`; programs without Ray
-use the parts as they are.
+"""The parts of one rank, put together from its specification. Programs without Ray use the parts as they are.
 
     assemble_trainer(spec, address) ─▶ TrainerParts: trainer, state for checkpoints, loop over a store
     assemble_scorer(spec, address)  ─▶ ScorerParts: model, loop over a store
@@ -30,19 +29,19 @@ from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """Of a rank that trains."""
+    """The parts of a rank that trains."""
 
     trainer: PolicyTrainer
     state: TrainingState
-    """Of the trainer and of its critic, if it has one."""
+    """The state of the trainer and of its critic, if it has one."""
     kept: KeptState | None
-    """The same in the node's memory after each update; None where that is off."""
+    """The state's copy in the node's memory after each update; None where that is off."""
     worker: TrainerWorker
 
 
 @dataclass(frozen=True)
 class ScorerParts:
-    """Of a rank that only computes."""
+    """The parts of a rank that only computes."""
 
     trainer: PolicyTrainer
     worker: ScorerWorker
@@ -51,8 +50,9 @@ class ScorerParts:
 def assemble_trainer(
     spec: TrainerSpec, address: str | None, phases: Phases | None = None, meters: Meters | None = None
 ) -> TrainerParts:
-    """`address`: where the ranks meet (host:port on rank 0's node); one rank alone needs none. `phases`: where it notes
-    what it does; `meters`: and how much. Collective. Raises `ModelError`, `ConfigError`."""
+    """Assemble a rank that trains. `address`: where the ranks meet (host:port on rank 0's node); one rank alone needs
+    none. `phases`, `meters`: where it notes what it does, and how much. Collective. Raises `ModelError`,
+    `ConfigError`."""
     trainer = _trainer_class(spec)(spec.config, spec.model_path, **_options(spec, address))
     critic = _critic(spec, address)
     ranks = trainer.ranks
@@ -80,7 +80,7 @@ def assemble_trainer(
 
 
 def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None = None) -> ScorerParts:
-    """As `assemble_trainer`."""
+    """Assemble a rank that only computes; arguments and errors as for `assemble_trainer`."""
     options = _options(spec, address) | {"rows_alone": spec.rows_alone}
     trainer = _trainer_class(spec)(spec.config, spec.model_path, trainable=False, **options)
     ranks = trainer.ranks
@@ -98,7 +98,8 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
 
 
 def _young(spec: TrainerSpec) -> Callable[[Rows, int], Rows] | None:
-    """Rows for a version without turns that are too old for it, where there may be any."""
+    """A function that returns rows for a version without turns that are too old for it; None where there are no such
+    turns."""
     bound = spec.leaves_out_beyond
     if bound is None:
         return None
@@ -107,7 +108,7 @@ def _young(spec: TrainerSpec) -> Callable[[Rows, int], Rows] | None:
 
 
 def _critic(spec: TrainerSpec, address: str | None) -> ScalarTrainer | None:
-    """Where a stage asks for one."""
+    """The critic, where a stage asks for one."""
     if not any(stage.kind in ("values", "critic") for stage in spec.in_trainer):
         return None
     optimizer = spec.config.critic_optimizer
@@ -121,7 +122,7 @@ def _trainer_class(spec: RankSpec) -> type[PolicyTrainer]:
 
 
 def _options(spec: RankSpec, address: str | None) -> dict[str, Any]:
-    """Of every trainer of the rank."""
+    """Arguments that every trainer of the rank gets."""
     return {
         "temperature": spec.temperature,
         "rank": spec.rank,

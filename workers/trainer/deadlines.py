@@ -1,8 +1,7 @@
-"""Failures of collectives by name: which phase, which rank, which part of the model. Used by `trainer.py`.
+"""Failures of collectives by name: which phase, which rank, which part of the model.
 
-torch.distributed gives every collective the ranks' deadline (`trainer.collective_timeout_s`) and reports what
-happens as a bare RuntimeError. One rank that hangs or dies shows in all the others, each in whatever it was waiting
-for.
+torch.distributed gives every collective the ranks' deadline (`trainer.collective_timeout_s`) and reports what happens
+as a bare RuntimeError. One rank that hangs or dies shows in all the others, each in the collective that it waits for.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ LOST = (
 
 @contextmanager
 def phase(name: str, ranks: Ranks, where: Callable[[], str] = str) -> Iterator[None]:
-    """Within it a collective that does not end in time raises `DeadlineExceeded`, and one whose partner is gone
-    `PartnerGone`. `where`: the part of the model that was under way."""
+    """Name failures of collectives in the block: one that does not end in time raises `DeadlineExceeded`, and one whose
+    partner is gone `PartnerGone`. `where`: the part of the model that was under way."""
     try:
         yield
     except PenstockError:
@@ -34,7 +33,7 @@ def phase(name: str, ranks: Ranks, where: Callable[[], str] = str) -> Iterator[N
 
 
 def named(error: RuntimeError, phase: str, ranks: Ranks, where: str) -> PenstockError | None:
-    """The error by its own name; None if it is no collective's."""
+    """The error under its own name; None if it is no collective's."""
     text = str(error).lower()
     place = f"{phase}, rank {ranks.rank} of {ranks.num_ranks}" + (f", at {where}" if where else "")
     last = str(error).strip().splitlines()[-1][:200]

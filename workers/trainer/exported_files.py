@@ -1,5 +1,5 @@
-"""The weight files of an exported model: what is to be there, and nothing else. Light to import, since the driver asks
-too, which may be on another machine than the ranks that have written them (`exporting.py`).
+"""The weight files of an exported model: which have to be there, and no others. Light to import, since the driver uses
+it too, which may be on another machine than the ranks that have written the files (`exporting.py`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,12 +14,12 @@ SHARDS = "model-*-of-*.safetensors"
 
 
 def shard_name(number: int, count: int) -> str:
-    """`number`: from 1, as transformers counts them."""
+    """Name of a shard. `number`: from 1, as transformers counts them."""
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def remove_weights(directory: Path, but: Iterable[str] = ()) -> None:
-    """What an earlier export has left: transformers would read it instead. `but`: names of files that stay."""
+    """Remove what an earlier export has left: transformers would read it instead. `but`: names of files that stay."""
     kept = {directory / name for name in but}
     for file in (directory / SINGLE, directory / INDEX, *directory.glob(SHARDS)):
         if file not in kept:
@@ -27,8 +27,8 @@ def remove_weights(directory: Path, but: Iterable[str] = ()) -> None:
 
 
 def check_exported(directory: str, written: Iterable[Mapping[str, int]]) -> None:
-    """`written`: by each rank, the names of its files and their bytes. Those are there, and no others afterwards.
-    Raises `WeightError`."""
+    """Check that all written files are there, and remove others. `written`: by each rank, the names of its files and
+    their bytes. Raises `WeightError`."""
     files = {name: num_bytes for own in written for name, num_bytes in own.items()}
     for name, num_bytes in files.items():
         if fault := fault_of_size(f"{directory}/{name}", num_bytes):

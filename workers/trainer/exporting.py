@@ -1,10 +1,10 @@
-"""The trainer's model as a HF directory for people, which `from_pretrained` loads. Called by `trainer.py`.
+"""The trainer's model as a HF directory for people, which `from_pretrained` loads.
 
     one rank      model.safetensors
     several       model-00001-of-00002.safetensors, …, one a rank, and by rank 0 model.safetensors.index.json
 
-Tensors are dealt to the ranks by bytes. One after the other is brought together on the rank that writes it, so that
-none ever holds more of the model than its own elements and one tensor, and each sends what it has of it once. Ranks on
+Tensors are divided among the ranks by bytes. One after the other is gathered on the rank that writes it, so that no
+rank ever holds more of the model than its own elements and one tensor, and each sends what it has of it once. Ranks on
 several machines write into a directory that all of them see, or each into one of its own, which the driver collects.
 What an earlier export left there goes when all files have been written; the index comes last.
 """
@@ -53,7 +53,7 @@ WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class FilePlan:
-    """Which rank writes which tensors, the same on every rank."""
+    """The rank that writes each tensor, the same on every rank."""
 
     shapes: dict[str, tuple[int, ...]]
     owners: dict[str, int]
@@ -68,19 +68,19 @@ class FilePlan:
         return {rank: shard_name(number, len(writers)) for number, rank in enumerate(writers, 1)}
 
     def layout(self, rank: int) -> Layout:
-        """Of the rank's file."""
+        """Layout of the rank's file."""
         mine = [name for name, owner in self.owners.items() if owner == rank]
         return compute_layout((name, self.shapes[name], self.dtype) for name in mine)
 
     def index(self) -> str:
-        """As `save_pretrained` writes it."""
+        """Text of the index, as `save_pretrained` writes it."""
         num_bytes = sum(map(math.prod, self.shapes.values())) * DTYPE_BYTES[self.dtype]
         files = {name: self.names[owner] for name, owner in sorted(self.owners.items())}
         return json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": files}, indent=2) + "\n"
 
 
 def deal(shapes: dict[str, tuple[int, ...]], num_ranks: int, dtype: str) -> FilePlan:
-    """Each tensor, in order, to the rank that has the fewest bytes so far."""
+    """Assign each tensor, in order, to the rank that has the fewest bytes so far."""
     loads, owners = [0] * num_ranks, {}
     for name, shape in shapes.items():
         owners[name] = loads.index(min(loads))
@@ -89,9 +89,9 @@ def deal(shapes: dict[str, tuple[int, ...]], num_ranks: int, dtype: str) -> File
 
 
 def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> dict[str, int]:
-    """Write it; the weight files, with their bytes, that this rank has written. `model_path`: where configuration and
-    tokenizer come from. Where LoRA was trained, its weights are merged, and the adapter alone lies in `adapter/`.
-    Collective. Raises `WeightError` where a file cannot be written."""
+    """Write the model; return the weight files, with their bytes, that this rank has written. `model_path`: where
+    configuration and tokenizer come from. Where LoRA was trained, its weights are merged, and the adapter alone lies in
+    `adapter/`. Collective. Raises `WeightError` where a file cannot be written."""
     target, ranks = Path(directory), engine.ranks
     spans = spans_by_tensor(engine.pieces(), ranks.gather_ranks)
     plan = deal({name: shape for name, shape, _ in spans}, ranks.num_ranks, dtype)
@@ -120,8 +120,8 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
 
 @contextlib.contextmanager
 def _named(target: Path, rank: int, plan: FilePlan, what: str | None = None) -> Iterator[None]:
-    """What cannot be written in the block, by default the rank's weights, as `WeightError`; nothing of it stays, since
-    it may be what has filled the disk."""
+    """Raise `WeightError` for what cannot be written in the block, by default the rank's weights. Nothing of it stays,
+    since it may be what has filled the disk."""
     room = Room(plan.layout(rank).num_bytes)
     room.look(target)
     try:
@@ -136,7 +136,7 @@ def _named(target: Path, rank: int, plan: FilePlan, what: str | None = None) -> 
 
 
 def _write_own(engine: TrainEngine, plan: FilePlan, spans: Sequence[Sequence[Span]], target: Path) -> dict[str, int]:
-    """This rank's file, under the name that it has until all are there. Every rank takes part in every tensor."""
+    """Write this rank's file, under a temporary name until all are there. Every rank takes part in every tensor."""
     ranks = engine.ranks
     name, layout = plan.names.get(ranks.rank), plan.layout(ranks.rank)
     with part_of(target / name).open("wb", buffering=0) if name else contextlib.nullcontext() as file:
@@ -153,7 +153,8 @@ def _write_own(engine: TrainEngine, plan: FilePlan, spans: Sequence[Sequence[Spa
 def _brought_together(
     piece: Piece, spans: Sequence[Span], owner: int, dtype: torch.dtype, ranks: Ranks
 ) -> Tensor | None:
-    """The flattened tensor, on its owner; None on the others. Collective over those that have a part of it."""
+    """Gather the flattened tensor on its owner; None on the others. Collective over the ranks that have a part of
+    it."""
     values = piece.values.detach().to(device="cpu", dtype=dtype).contiguous()
     if ranks.rank != owner:
         if len(values):
@@ -170,14 +171,14 @@ def _brought_together(
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> None:
-    """A system call writes at most 2 GiB."""
+    """Write all data: a system call writes at most 2 GiB."""
     while data:
         count = os.pwrite(file, data, offset)
         data, offset = data[count:], offset + count
 
 
 def _copy_tokenizer(model_path: str, target: Path) -> None:
-    """A directory's files as they are, weights left out; a hub id's tokenizer through transformers."""
+    """Copy a directory's files as they are, weights left out; a hub id's tokenizer through transformers."""
     source = Path(model_path)
     if not source.is_dir():
         AutoTokenizer.from_pretrained(model_path).save_pretrained(target)

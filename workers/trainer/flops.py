@@ -1,4 +1,4 @@
-"""How many floating-point operations an update takes, and how many a device could do. Pure.
+"""Floating-point operations that an update takes, and that a device could do. Pure.
 
 A token costs 6 for each parameter, 2 forward and 4 backward (Kaplan et al., 2001.08361), and its attention 12 l h q t
 more, of l layers whose heads have h q together, in a sequence of t tokens (PaLM, 2204.02311, appendix B). With adapters
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-"""FLOP/s of dense bf16 with fp32 accumulation, as the vendor says, by a word of the device's name."""
+"""Peak FLOP/s of dense bf16 with fp32 accumulation, as the vendor says, by a word of the device's name."""
 SLOWER = {"PCIe", "NVL"}
-"""Words of boards whose peak is another."""
+"""Words in the names of boards whose peak is another."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class ModelSize:
     num_parameters: int
     num_layers: int
     width: int
-    """Of all heads of a layer together."""
+    """Width of all heads of a layer together."""
     has_adapters: bool = False
-    """They alone are trained."""
+    """True if adapters alone are trained."""
 
     def update_flops(self, sequence_lengths: Iterable[int]) -> float:
-        """Of an update on these sequences, in tokens.
+        """FLOPs of an update on sequences of these lengths, in tokens.
 
         >>> ModelSize(num_parameters=1000, num_layers=2, width=10).update_flops([4])
         27840.0
@@ -38,7 +38,7 @@ class ModelSize:
 
 
 def peak_flops(device: str) -> float | None:
-    """Of a device, by its name; None for one that is not known.
+    """Peak FLOP/s of a device, by its name; None for an unknown one.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3")
     989000000000000.0

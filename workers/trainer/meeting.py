@@ -1,10 +1,9 @@
-"""Where the ranks of one trainer meet before they have process groups: a TCPStore that one process holds.
+"""The meeting place of one trainer's ranks before they have process groups: a TCPStore that one process holds.
 
     rank 0: Meeting(host) ─▶ address ─▶ the controller ─▶ every rank: store_of(rank, num_ranks, address) ─▶ groups
 
-Its port is bound before anybody hears of it, so that nobody else can take it meanwhile, and on the node's own address
-alone. Process groups then make connections of their own, over the interface that `use_interface_of` has chosen. Opened
-by `actor.py`, used by `ranks.py`.
+Its port is bound before any rank is told of it, so that no other process can take it meanwhile, and on the node's own
+address alone. Process groups then make connections of their own, over the interface that `use_interface_of` has chosen.
 """
 
 import os
@@ -17,7 +16,7 @@ from penstock.conf.errors import DeadlineExceeded, PartnerGone
 from penstock.network.addresses import interface_of
 
 INTERFACE_KEYS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-"""What each library reads, and how it wants an exact name."""
+"""Environment variable that each library reads, and how it wants an exact name."""
 LOOPBACK = "lo"
 MEND = "trainer.collective_timeout_s"
 
@@ -39,8 +38,8 @@ class Meeting:
 
 
 def store_of(rank: int, num_ranks: int, address: str, timeout: timedelta) -> dist.TCPStore:
-    """A connection to the meeting at `address` (host:port), once all ranks have come. Raises `DeadlineExceeded` with
-    the ranks that have not, and `PartnerGone` where nobody holds it any more."""
+    """Connect to the meeting at `address` (host:port), once all ranks have come. Raises `DeadlineExceeded` with the
+    ranks that have not, and `PartnerGone` where no process holds it any more."""
     host, _, port = address.rpartition(":")
     try:
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
@@ -87,5 +86,5 @@ def use_interface_of(node_address: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Of what torch says; stacks follow."""
+    """First line of torch's message; stacks follow."""
     return str(error).strip().splitlines()[0][:200]

@@ -1,4 +1,4 @@
-"""What the trainers do with the step's whole batch before the policy's update: stages per batch, in order.
+"""The work of the trainers on the step's whole batch before the policy's update: stages per batch, in order.
 
     compute   this rank's rows ─▶ gather over ranks ─▶ function on all rows ─▶ columns of this rank's rows
               (what such a function carries from step to step is its state, the same on every rank)
@@ -7,7 +7,7 @@
     critic    this rank's rows ─▶ critic.update
 
 Statistics over the batch (REINFORCE++'s deviation, whitening) are thus over all of it, whatever the number of ranks:
-every rank computes the same, in order of row id. Called by `worker.py`.
+every rank computes the same, in order of row id.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ from penstock.workers.trainer.update.tally import with_explained_variance
 CRITIC = "critic"
 """Prefix of the critic's metrics."""
 Gather = Callable[[Any], list[Any]]
-"""A picklable value of each rank, in order of rank. Collective."""
+"""Gathers a picklable value of each rank, in order of rank. Collective."""
 
 
 class Critic(Protocol):
-    """What a critic does for its stages: `workers/trainer/scalar.py`."""
+    """The interface of a critic for its stages: `workers/trainer/scalar.py`."""
 
     def values(self, rows: Rows) -> list[np.ndarray]: ...
 
@@ -52,8 +52,8 @@ class Preparation:
         *,
         is_saved: bool = False,
     ) -> None:
-        """`critic`: for the stages that ask for one. `is_saved`: checkpoints are taken, so that what functions carry
-        must be plain data; the first step tells."""
+        """`critic`: for the stages that ask for one. `is_saved`: checkpoints are taken, so what functions carry must be
+        plain data, which the first step checks."""
         self._stages = stages
         self._starts = {stage.name: stage.state for stage in stages if stage.state is not None}
         self._untried = is_saved
@@ -62,18 +62,18 @@ class Preparation:
         self._critic = critic
 
     def carried(self) -> str:
-        """What functions carry from step to step, for checkpoints. Raises `DataflowError` for a state that is no plain
-        data."""
+        """States that functions carry from step to step, for checkpoints. Raises `DataflowError` for a state that is no
+        plain data."""
         return states_to_text({name: self._workers[name].state for name in self._starts}, self._starts)
 
     def resume(self, carried: str) -> None:
-        """Go on from there. Raises `CheckpointError` if it is of other stages."""
+        """Go on from carried states. Raises `CheckpointError` if they are of other stages."""
         for name, state in states_from_text(carried, self._starts).items():
             self._workers[name].state = state
 
     def apply(self, rows: Rows, version: int) -> tuple[Rows, dict[str, float]]:
-        """These rows with the columns that the stages write, and the metrics of critic and states. `version`: of the
-        policy that is about to be updated. Collective, also for a rank without rows. Raises `DataflowError` if a
+        """Return these rows with the columns that the stages write, and the metrics of critic and states. `version`: of
+        the policy that is about to be updated. Collective, also for a rank without rows. Raises `DataflowError` if a
         function returns what its stage does not declare, or carries what cannot be saved."""
         metrics: dict[str, float] = {}
         for stage in self._stages:

@@ -1,6 +1,4 @@
-"""This rank's place among the ranks of one trainer, and what they tell each other. Used by everything in this folder
-that is collective.
-"""
+"""This rank's place among the ranks of one trainer, and what they tell each other."""
 
 import sys
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ class Ranks:
     owned: bool
     timeout: timedelta
     num_peers: int = 1
-    """How many ranks have the same rows and split the work on them: ranks 0 to num_peers - 1, and so on."""
+    """Number of ranks that have the same rows and split the work on them: ranks 0 to num_peers - 1, and so on."""
     data_ranks: dist.ProcessGroup | None = None
     """The process group of one rank of each such block, this one among them. None: all ranks."""
 
@@ -72,7 +70,7 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the rows is this rank's."""
+        """Index of this rank's share of the rows."""
         return self.rank // self.num_peers
 
     @property
@@ -81,12 +79,12 @@ class Ranks:
 
     @property
     def speaks_for_rows(self) -> bool:
-        """This rank is the one of its peers that answers for their rows, so that each row is counted once."""
+        """True if this rank is the one of its peers that answers for their rows, so that each row is counted once."""
         return self.rank % self.num_peers == 0
 
     def process_group(self, stride: int, size: int) -> dist.ProcessGroup:
-        """`size` ranks, `stride` apart, this one among them; blocks of `stride * size` ranks are cut alike. Collective
-        over all ranks, since each takes part in making every process group."""
+        """Make process groups of `size` ranks, `stride` apart, and return the one with this rank; blocks of `stride *
+        size` ranks are cut alike. Collective over all ranks, since each takes part in making every process group."""
         mine = None
         for start in range(0, self.num_ranks, stride * size):
             for offset in range(start, start + stride):
@@ -97,7 +95,7 @@ class Ranks:
         return mine
 
     def gather(self, value: Any) -> list[Any]:
-        """A small picklable value of each data rank, in order of data rank. Collective."""
+        """Gather a small picklable value of each data rank, in order of data rank. Collective."""
         if self.num_data_ranks == 1:
             return [value]
         values: list[Any] = [None] * self.num_data_ranks
@@ -105,7 +103,7 @@ class Ranks:
         return values
 
     def gather_ranks(self, value: Any) -> list[Any]:
-        """A small picklable value of every rank, in order of rank. Collective."""
+        """Gather a small picklable value of every rank, in order of rank. Collective."""
         if self.num_ranks == 1:
             return [value]
         values: list[Any] = [None] * self.num_ranks
@@ -123,8 +121,8 @@ class Ranks:
 
 
 def leave_process_group() -> None:
-    """Of all ranks, if this process is in one. DeepSpeed keeps process groups for the whole process, whoever made the
-    first one: they go with it."""
+    """Leave the process group of all ranks, if this process is in one. DeepSpeed keeps process groups for the whole
+    process, even if another trainer made the first one: they end with it."""
     if not dist.is_initialized():
         return
     deepspeed = sys.modules.get("deepspeed")

@@ -1,5 +1,5 @@
-"""What a rank says of a step: numbers small enough to send to the controller. Made by `worker.py`; the step's
-metrics are made of it (`orchestrator/reporting/metrics.py`).
+"""The report of a rank on a step: numbers small enough to send to the controller. The step's metrics are made of it
+(`orchestrator/reporting/metrics.py`).
 
 Legend: _N rows (samples) of this rank.
 """
@@ -13,29 +13,29 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update.sequences import context_column
 
 REWARD_PREFIX = "reward_"
-"""Of the columns of several rewards (`algorithms/graph/rewards.py`)."""
+"""Prefix of the columns of several rewards (`algorithms/graph/rewards.py`)."""
 
 
 @dataclass(frozen=True)
 class TrainedRows:
-    """What the step's metrics need of each row of this rank; small enough to send to the controller."""
+    """Values of each row of this rank that the step's metrics need; small enough to send to the controller."""
 
     reward_N: np.ndarray
-    """float64, NaN where the dataflow has no reward."""
+    """Reward (float64), NaN where the dataflow has no reward."""
     response_tokens_N: np.ndarray
-    """int64."""
+    """Number of response tokens (int64)."""
     prompt_tokens_N: np.ndarray
-    """int64: of a trajectory, all that was not sampled."""
+    """Number of prompt tokens (int64); for a trajectory, of all tokens that were not sampled."""
     clipped_N: np.ndarray
-    """bool: the response ended at a limit, not by itself."""
+    """True (bool) if the response ended at a limit, not by itself."""
     staleness_max_N: np.ndarray
-    """int64: of the row's oldest token, in versions; 0 where nothing was sampled."""
+    """Staleness (int64) of the row's oldest token, in versions; 0 where nothing was sampled."""
     staleness_sum_N: np.ndarray
-    """float64: over the row's tokens."""
+    """Staleness (float64) summed over the row's tokens."""
     turns_N: np.ndarray
-    """int64: how often the policy spoke; 1 without an environment."""
+    """Number of the policy's turns (int64); 1 without an environment."""
     rewards_N: dict[str, np.ndarray] = field(default_factory=dict)
-    """float64: each of several rewards, by name."""
+    """Rewards (float64) by name, where there are several."""
 
     @classmethod
     def of(cls, rows: Rows, version: int) -> "TrainedRows":
@@ -60,24 +60,25 @@ class TrainedRows:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step, as one rank saw it."""
+    """A step, as one rank saw it."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
     version: int
-    """Of the policy before the update; the update made `version + 1`."""
+    """Version of the policy before the update; the update made `version + 1`."""
     metrics: dict[str, float]
-    """`UpdateReport.metrics`: the same on every rank."""
+    """Metrics from `UpdateReport.metrics`: the same on every rank."""
     rows: TrainedRows
-    """Of this rank."""
+    """Values of this rank's rows."""
     wait_s: float
-    """For the store to have a batch."""
+    """Seconds of waiting for the store to have a batch."""
     train_s: float
     seconds: dict[str, float]
     """Parts of `train_s`: plan, forward, backward, optimizer; keep, the copy of this rank's state."""
     row_ids: np.ndarray
-    """int64, of the rows that this rank speaks for."""
+    """Ids (int64) of the rows that this rank speaks for."""
     share: Share | None = None
-    """Of the batch: what the store is to be told is trained. None: another rank speaks for these rows."""
+    """Share of the batch: what the store is to be told is trained. None: another rank speaks for these rows."""
     not_kept: str | None = None
-    """Why this rank keeps no copies of its state from this step on: once. None: it does, or this has been told."""
+    """The reason why this rank keeps no copies of its state from this step on: told once. None: it does, or this has
+    been told."""

@@ -1,4 +1,4 @@
-"""One rank of a critic or of a reward model: the trainer of `trainer.py` around a scalar head.
+"""A rank of a critic or of a reward model: the trainer of `trainer.py` around a scalar head.
 
     critic:        values(rows) ─▶ old_values ─▶ … ─▶ update(rows, value_loss)
     reward model:  update(rows, bradley_terry_loss)      later, elsewhere:  scores(rows) ─▶ reward
@@ -27,7 +27,7 @@ from penstock.workers.trainer.update.token_recorder import TokenRecorder
 
 
 class ScalarTrainer(PolicyTrainer):
-    """As `PolicyTrainer`; metrics are `<metrics_prefix>/…`.
+    """Trains a critic or a reward model, like `PolicyTrainer`; metrics are `<metrics_prefix>/…`.
 
     critic = ScalarTrainer(config, path, metrics_prefix="critic")
     critic.values(rows)               # [T_i] for each row
@@ -46,12 +46,14 @@ class ScalarTrainer(PolicyTrainer):
 
     @torch.no_grad()
     def values(self, rows: Rows) -> list[np.ndarray]:
-        """`[T_i]` float32 for each row: what is expected before each response token. Collective. Raises `DataError`."""
+        """Return `[T_i]` float32 for each row: what is expected before each response token. Collective. Raises
+        `DataError`."""
         return self._by_token(rows, lambda batch: self.engine.forward(batch.input_ids_SL, batch.positions_N))
 
     @torch.no_grad()
     def scores(self, rows: Rows) -> np.ndarray:
-        """`[rows]` float32: the score of each response, read at its last token. Collective. Raises `DataError`."""
+        """Return `[rows]` float32: the score of each response, read at its last token. Collective. Raises
+        `DataError`."""
         results = np.zeros(len(rows), np.float32)
         for batch in self._all_batches(rows):
             scores_B = self.engine.forward(batch.input_ids_SL, last_tokens(batch))

@@ -2,9 +2,8 @@
 
     begin ─▶ number of the first round     take ─▶ this rank's share of a round, once every rank has its own
 
-A rank that computed alone would wait for the others in a collective. So ranks tell each other what became of their
-requests before anything is computed: of a store that is gone, and of rows on a node that does not answer. Used by
-`worker.py`.
+A rank that computed alone would wait for the others in a collective. So ranks tell each other the outcome of their
+requests before anything is computed: a store that is gone, or rows on a node that does not answer.
 """
 
 import time
@@ -17,9 +16,9 @@ from penstock.store.client.sync import SyncStoreClient
 from penstock.store.errors import RowsLost, RowsUnreachable
 
 PAUSE_S = 1.0
-"""Before a round is asked for again whose rows lie on a node that does not answer."""
+"""Seconds before a round is asked for again whose rows lie on a node that does not answer."""
 HAVE, CLOSED, OVER, UNREADABLE, FAILED = range(5)
-"""What becomes of a request."""
+"""Outcomes of a request."""
 
 
 class Peers(Protocol):
@@ -41,23 +40,23 @@ class Alone:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank's request."""
+    """The outcome of one rank's request."""
 
     kind: int
     error: str = ""
     number: int = 0
     is_impatient: bool = False
-    """It could not read its rows for so long that it gives up."""
+    """True if the rank could not read its rows for so long that it gives up."""
 
 
 class SharedRounds:
-    """Of one stage. Every method is collective: all ranks return alike, or all raise; one that has nothing to complain
-    of raises `PartnerGone`, which names the rank that has."""
+    """The rounds of one stage. Every method is collective: all ranks return alike, or all raise. A rank without an
+    error of its own raises `PartnerGone`, which names the rank that has one."""
 
     def __init__(
         self, stage: str, share: int, num_shares: int, peers: Peers, *, max_units: int = 0, moves_on: bool = False
     ) -> None:
-        """`share`: of the rows of a round, which of `num_shares` is this rank's; several may have the same.
+        """`share`: index of this rank's share of a round's rows, of `num_shares`; several ranks may have the same.
         `moves_on`: a round that is over gives way to the next one."""
         self._stage = stage
         self._share, self._num_shares = share, num_shares
@@ -66,7 +65,7 @@ class SharedRounds:
         self._moves_on = moves_on
 
     def begin(self, store: SyncStoreClient) -> int:
-        """The number of the first round. What is under way, of ranks whose place these take, goes back."""
+        """Return the number of the first round. Rows under way, of ranks whose place these take, go back."""
         number, failure = 0, None
         try:
             number = store.settle(self._stage) if self._peers.rank == 0 else 0
@@ -76,8 +75,8 @@ class SharedRounds:
         return self._told(mine, failure)[0].number
 
     def take(self, store: SyncStoreClient, number: int) -> SharedLease | None:
-        """This rank's share of round `number`, or of a later one. Waits until it is formed; None when the store has
-        closed. Rows that cannot be read go back and are asked for again, for as long as a lease lasts."""
+        """Return this rank's share of round `number`, or of a later one. Waits until it is formed; None when the store
+        has closed. Rows that cannot be read go back and are asked for again, for as long as a lease lasts."""
         unreadable_since: float | None = None
         while True:
             lease: SharedLease | None = None
@@ -105,7 +104,7 @@ class SharedRounds:
                 return None
 
     def _told(self, mine: Outcome, failure: PenstockError | None) -> list[Outcome]:
-        """Of every rank. Raises if one goes on no more."""
+        """Outcomes of every rank. Raises if one of them cannot go on."""
         outcomes: list[Outcome] = self._peers.gather_ranks(mine)
         for rank, outcome in enumerate(outcomes):
             if outcome.kind == FAILED or outcome.is_impatient:

@@ -1,5 +1,5 @@
-"""What a rank is made from. Plain data, so that it crosses Ray; light to import, since whoever starts a run imports
-it."""
+"""The specification that a rank is made from. Plain data, so that it can be sent through Ray; light to import, since
+the process that starts a run imports it."""
 
 from dataclasses import dataclass, field
 
@@ -13,38 +13,38 @@ from penstock.workers.protocols import Loss
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Of every rank, whether it trains or scores."""
+    """The specification of a rank, whether it trains or scores."""
 
     name: str
-    """Of the actor."""
+    """Name of the actor."""
     config: TrainerConfig
     model_path: str
     rank: int = 0
     num_ranks: int = 1
     num_threads: int = 0
-    """Of torch; 0 leaves it."""
+    """Number of torch's threads; 0 leaves it."""
     stage: str
     head: str = "policy"
-    """policy, or scores: a reward model."""
+    """Output of the model: policy, or scores for a reward model."""
     temperature: float = 1.0
-    """Of the sampling distribution."""
+    """Temperature of the sampling distribution."""
     attention: str = "sdpa"
     engine_dtype: str = "float32"
     origin: Origin | None = None
-    """Of what the rank measures; None: that goes nowhere."""
+    """Origin of what the rank measures; None: measurements are not exported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec(RankSpec):
-    """Of a rank that trains."""
+    """The specification of a rank that trains."""
 
     loss: Loss
     in_trainer: tuple[Stage, ...] = ()
     """Stages that run on the batch before the update."""
     columns: dict[str, Column] = field(default_factory=dict)
-    """Of the dataflow, for these."""
+    """Columns of the dataflow, for `in_trainer`."""
     is_saved: bool = False
-    """Checkpoints of it are taken."""
+    """True if checkpoints of this trainer are taken."""
     checkpoint_timeout_s: float = 1800.0
     keeps_state: str | None = None
     """Directory in shared memory below which every rank keeps a copy of its state after each update, the same on all
@@ -52,16 +52,16 @@ class TrainerSpec(RankSpec):
     after_step: int = 0
     """The last step before the run's actors were started: 0, or the checkpoint's."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s
-    """Of each phase of a weight sync."""
+    """Seconds that each phase of a weight sync may take."""
     leaves_out_beyond: int | None = None
-    """Turns with a token that is staler than so many versions become context; None: there are none."""
+    """Largest staleness of a token, in versions: turns with a staler one become context. None: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerSpec(RankSpec):
-    """Of a rank that only computes: a reference, a teacher, a reward model."""
+    """The specification of a rank that only computes: a reference, a teacher, a reward model."""
 
     column: str
-    """What it writes."""
+    """The column that the rank writes."""
     rows_alone: bool = False
-    """Each row is computed alone, so that its values do not depend on which others were ready with it."""
+    """True if each row is computed alone, so that its values do not depend on which others were ready with it."""

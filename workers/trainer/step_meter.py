@@ -1,4 +1,4 @@
-"""What a rank notes of its steps in `Meters`. Called by `worker.py` after each; made by `assembly.py`."""
+"""The measurements of its steps that a rank notes in `Meters`, after each."""
 
 import resource
 import time
@@ -15,7 +15,7 @@ from penstock.workers.trainer.update.sequences import context_column
 
 MISMATCH = "mismatch/logprob_abs_mean"
 WHOLE = "update"
-"""Of `UpdateReport.seconds`: all others together."""
+"""Key in `UpdateReport.seconds` for the whole update: all others together."""
 
 
 class StepMeter:
@@ -36,7 +36,7 @@ class StepMeter:
         self._meters.put(table.TRAINER_MEMORY, self._peak_memory())
 
     def note(self, report: StepReport, rows: Rows) -> None:
-        """`rows`: that this rank has trained, whoever speaks for them."""
+        """Note a step. `rows`: that this rank has trained, also where another rank reports them."""
         meters = self._meters
         meters.add(table.TRAINER_STEPS)
         meters.add(table.TRAINER_SAMPLES, len(report.row_ids))

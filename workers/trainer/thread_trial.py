@@ -1,6 +1,5 @@
-"""How long a rank takes for a token, by the threads that it computes with. Asked of `actor.py` before the first step,
-where engines and ranks run at the same time on CPUs; who gets how many is decided by
-`orchestrator/placement/threads.py`.
+"""The time that a rank takes for a token, by the threads that it computes with. Measured before the first step, where
+engines and ranks run at the same time on CPUs; `orchestrator/placement/threads.py` divides the threads.
 """
 
 import time
@@ -12,21 +11,22 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.trainer import PolicyTrainer
 
 NUM_ROWS, NUM_TOKENS = 8, 127
-"""Of the rows that are tried: about a thousand tokens, one micro-batch."""
+"""Numbers of rows and of tokens in each for the trial: about a thousand tokens, one micro-batch."""
 NUM_TRIES = 3
-"""The shortest counts: first ones are slower, and so is one that something else has disturbed."""
+"""Number of tries, of which the shortest counts: first ones are slower, and so is one that something else has
+disturbed."""
 FORWARDS = 3
-"""A backward pass has twice the products of a forward one."""
+"""Forward passes that an update is worth: a backward pass has twice the products of a forward one."""
 
 
 def use_threads(num_threads: int) -> None:
-    """Have the calling thread compute by so many; 0 leaves their number."""
+    """Have the calling thread compute with this number of threads; 0 leaves it."""
     if num_threads:
         torch.set_num_threads(num_threads)
 
 
 def seconds_per_token(trainer: PolicyTrainer, counts: Sequence[int]) -> dict[int, float]:
-    """Of an update, by threads. Collective; changes nothing that is trained."""
+    """Seconds of an update for a token, by number of threads. Collective; changes nothing that is trained."""
     rows = _rows(trainer.max_length or NUM_TOKENS + 1)
     num_tokens = int(rows.lengths("response_ids").sum()) + len(rows)
     found = {}
@@ -43,6 +43,6 @@ def _seconds(trainer: PolicyTrainer, rows: Rows) -> float:
 
 
 def _rows(max_length: int) -> Rows:
-    """Every model has a token 0."""
+    """Rows for the trial. They consist of token 0, which every model has."""
     response = [0] * min(NUM_TOKENS, max_length - 1)
     return Rows.from_lists({"prompt_ids": [[0]] * NUM_ROWS, "response_ids": [response] * NUM_ROWS})

@@ -1,5 +1,5 @@
-"""What one rank's update knows of each sampled token, as it is sent to the controller: without torch. Made by
-`update/token_recorder.py`, where its meaning is told; written by `orchestrator/reporting/sample_log.py`.
+"""The values of each sampled token in one rank's update, as they are sent to the controller: without torch.
+`update/token_recorder.py` makes them and says what they mean.
 
 Legend: N rows of this rank, T_i sampled tokens of row i.
 """
@@ -11,12 +11,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Of one step. Too large for each step's report: it is asked for where samples are written."""
+    """Token values of one step. Too large for each step's report: they are asked for where samples are written."""
 
     row_ids: np.ndarray
-    """`[N]` int64."""
+    """Ids of the rows, `[N]` int64."""
     trainer_logprobs: list[np.ndarray | None]
-    """`[T_i]` float32, NaN for a token of an old turn. None: the row came after an optimizer step of its own update,
-    and the loss asked for no log-probabilities of before."""
+    """Log-probabilities, `[T_i]` float32, NaN for a token of an old turn. None: the row came after an optimizer step of
+    its own update, and the loss asked for no log-probabilities of before."""
     loss_mask: list[np.ndarray]
-    """`[T_i]` bool."""
+    """Loss masks, `[T_i]` bool."""

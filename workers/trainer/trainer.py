@@ -1,11 +1,11 @@
-"""One rank of a trainer: log-probabilities, updates, publications. What lies where is its engine's
-business (`engine.py`).
+"""A rank of a trainer: log-probabilities, updates, publications. Its engine decides what lies
+where (`engine.py`).
 
     update(rows, loss):  rows ─▶ minibatches of whole groups ─▶ micro-batches ─▶ forward, loss, backward ─▶ clip, AdamW
     publish(root, v):    each rank writes its shard into shared memory; rank 0 seals
 
 How rows are cut into micro-batches and spread over ranks changes no result but for rounding: losses are divided by
-totals over all ranks, gradients are sums. Driven by `worker.py` inside an actor, or directly by a straight-line loop.
+totals over all ranks, gradients are sums.
 
 Legend: B rows of the micro-batch, T response tokens, padded, N response tokens.
 """
@@ -48,14 +48,14 @@ from penstock.workers.weights.publication.layout import Layout
 
 class PolicyTrainer:
     """A rank among `num_ranks`, all of which make the same calls in the same order, each with its own rows (maybe
-    none); those that split the work on a row (`TrainerConfig.ranks_per_row`) with the same ones.
+    none). Ranks that split the work on a row (`TrainerConfig.ranks_per_row`) have the same ones.
 
         trainer = PolicyTrainer(TrainerConfig(), "path/to/model", temperature=1.0)
         report = trainer.update(rows, partial(ppo_clip_loss, clip_high=0.28))
         publication = trainer.publish("/dev/shm/run", version=1)
         trainer.close()
 
-    `trainable=False`: a scorer's; it has no optimizer and `update` is an error.
+    `trainable=False`: for a scorer, which has no optimizer; `update` is then an error.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PolicyTrainer:
         self.model_path = model_path
         self.engine_dtype = engine_dtype
         self.num_updates = 0
-        """Made so far, also before this one's start; the schedule's clock."""
+        """Number of updates so far, also before this trainer's start; the schedule's clock."""
         self.ranks = Ranks.join(
             rank,
             num_ranks,
@@ -100,10 +100,10 @@ class PolicyTrainer:
         )
         self._temperature = temperature
         self._plan: ChunkPlan | None = None
-        """Of publications that go to other nodes."""
+        """Plan of publications that go to other nodes."""
         self.trainable = trainable
         self.before_optimizer_step: Callable[[], None] | None = None
-        """Called before weights change: a checkpoint may still be copying them."""
+        """Function called before weights change: a checkpoint may still be copying them."""
         try:
             self._make(model_path, attention)
         except BaseException:
@@ -112,13 +112,13 @@ class PolicyTrainer:
         self._cutter = Cutter(self.ranks, self.config, self.max_length, rows_alone)
 
     def _make(self, model_path: str, attention: str) -> None:
-        """The model, and the engine that trains it."""
+        """Make the model, and the engine that trains it."""
         config = self.config
         dtype = "float32" if self.trainable else config.dtype
         checkpoint_layers = self.trainable and config.activation_checkpointing
         self.model, weights, self.max_length = self._open(model_path, dtype, attention, checkpoint_layers)
         self.size = size_of(self.model, has_adapters=self.trainable and bool(config.lora.rank))
-        """Of the whole model, whatever part of it this rank has."""
+        """Size of the whole model, whatever part of it this rank has."""
         self.model.requires_grad_(self.trainable)
         if config.liger:
             use_liger(self.model.lm)
@@ -131,14 +131,14 @@ class PolicyTrainer:
     def _open(
         self, path: str, dtype: str, attention: str, checkpoint_layers: bool
     ) -> tuple[Any, StartingWeights, int | None]:
-        """The model without its weights, those, and its longest sequence."""
+        """The model without its weights, the weights, and the longest sequence."""
         lm, weights = open_causal_lm(path, dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers)
         chunk_mib = self.config.logprob_chunk_mib
         return PolicyModel(lm, temperature=self._temperature, chunk_mib=chunk_mib), weights, max_length(lm)
 
     @torch.no_grad()
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
-        """`[T_i]` float32 for each row: log-probabilities of the response tokens at the sampling temperature.
+        """Return `[T_i]` float32 for each row: log-probabilities of the response tokens at the sampling temperature.
         Collective.
 
         Raises `DataError` for a row that does not fit the model.
@@ -159,7 +159,7 @@ class PolicyTrainer:
         return logprobs_N, entropy_N
 
     def _by_token(self, rows: Rows, forward: Callable[[MicroBatch], Tensor]) -> list[np.ndarray]:
-        """`forward`'s `[N]` of each micro-batch as one `[T_i]` float32 for each row. Collective."""
+        """Turn `forward`'s `[N]` of each micro-batch into one `[T_i]` float32 for each row. Collective."""
         results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
         for batch in self._all_batches(rows):
             with self._phase("forward without gradient"):
@@ -179,7 +179,7 @@ class PolicyTrainer:
         return deadlines.phase(name, self.ranks, lambda: self.engine.where)
 
     def update(self, rows: Rows, loss: Loss, recorder: TokenRecorder | None = None) -> UpdateReport:
-        """One policy update, `num_minibatches` optimizer steps, over the union of all ranks' rows. Collective.
+        """Run one policy update, `num_minibatches` optimizer steps, over the union of all ranks' rows. Collective.
 
         `rows`: `prompt_ids`, `response_ids`, and the columns that `loss` names. Metrics: the loss's own as
         `actor/<name>` (means over minibatches), `actor/entropy|grad_norm|lr|skipped_nonfinite`, and `mismatch/…` when
@@ -227,30 +227,30 @@ class PolicyTrainer:
 
     @property
     def publication_bytes(self) -> int:
-        """Of one version. Collective where it is asked for before the first."""
+        """Bytes of one version. Collective where it is asked for before the first."""
         with self._phase("layout of publications"):
             return self._layout.num_bytes
 
     def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
-        """From now on publications go to other nodes: this rank is on `node`, and so many nodes receive them.
-        Collective; the same plan on every rank."""
+        """Publish to other nodes from now on: this rank is on `node`, and so many nodes receive. Collective; returns
+        the same plan on every rank."""
         with self._phase("planning of publications"):
             self._plan = writing.plan_chunks(self.ranks, self._published(), self._layout, node, num_receivers)
             return self._plan
 
     @cached_property
     def _layout(self) -> Layout:
-        """Of every publication. Collective where it is first asked for."""
+        """Layout of every publication. Collective where it is first asked for."""
         return writing.layout_of(self._published(), self.engine_dtype)
 
     def _published(self) -> Iterator[Piece]:
-        """What engines are sent. Collective."""
+        """Pieces that engines are sent. Collective."""
         alone = self.trainable and self.config.lora.publishes_adapter
         return self.engine.adapter_pieces() if alone else self.engine.pieces()
 
     def export(self, directory: str) -> dict[str, int]:
-        """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype; the weight files
-        that this rank has written, with their bytes. `directory`: one that all ranks see. Collective. Raises
+        """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype; return the weight
+        files that this rank has written, with their bytes. `directory`: one that all ranks see. Collective. Raises
         `WeightError`."""
         with self._phase("export"):
             return exporting.export(self.engine, directory, self.model_path, self.engine_dtype)
@@ -278,7 +278,7 @@ class PolicyTrainer:
         recorder: TokenRecorder | None,
         seconds: dict[str, float],
     ) -> None:
-        """Forward and backward of each micro-batch: gradients add up in the parameters."""
+        """Run forward and backward of each micro-batch: gradients add up in the parameters."""
         for number, batch in enumerate(minibatch.batches):
             place = f"update {self.num_updates + 1}, micro-batch {number + 1} of {len(minibatch.batches)}"
             started = time.perf_counter()
@@ -301,7 +301,7 @@ class PolicyTrainer:
         is_first: bool,
         recorder: TokenRecorder | None,
     ) -> Tensor:
-        """Forward of one micro-batch: its share of the minibatch's loss, `[]` with gradient."""
+        """Run forward of one micro-batch: returns its share of the minibatch's loss, `[]` with gradient."""
         entropy = "gradient" if inputs.takes_entropy else "value"
         logprobs_N, entropy_N = self._scores(batch, entropy)
         if batch.is_dummy:
@@ -325,7 +325,7 @@ class PolicyTrainer:
         return loss
 
     def _optimizer_step(self, rate: float, seconds: dict[str, float]) -> float:
-        """The norm before clipping. Not finite: nothing is changed."""
+        """Step, and return the norm before clipping. Where it is not finite, nothing is changed."""
         started = time.perf_counter()
         if self.before_optimizer_step is not None:
             self.before_optimizer_step()

@@ -1,5 +1,5 @@
-"""The trainers of one rank, a policy and perhaps its critic, as one state: of checkpoints, and of the copies that ranks
-keep in memory (`kept/`). Used by `actor.py` and `export`.
+"""The trainers of one rank, a policy and perhaps its critic, as one state: for checkpoints, and for the copies that
+ranks keep in memory (`kept/`).
 
 policy/weights/…  policy/exp_avg/…  policy/exp_avg_sq/…  policy/counters      critic/…      rng/<rank>
 """
@@ -21,8 +21,8 @@ from penstock.workers.weights.piece import Piece
 
 @dataclass(frozen=True)
 class Targets:
-    """What a state is read into. `counters`: updates and optimizer steps by trainer; `random`: the generator's state.
-    Both are among the pieces."""
+    """Pieces that a state is read into. `counters`: updates and optimizer steps by trainer; `random`: the generator's
+    state. Both are among the pieces."""
 
     pieces: list[Piece]
     counters: dict[str, Tensor]
@@ -38,7 +38,7 @@ class TrainingState:
         timeout_s: float = 1800.0,
         preparation: Preparation | None = None,
     ) -> None:
-        """`preparation`: whose functions carry something from step to step."""
+        """`preparation`: stages whose functions carry something from step to step."""
         self._preparation = preparation
         self._trainers = dict(trainers)
         self._ranks = next(iter(self._trainers.values())).ranks
@@ -47,22 +47,22 @@ class TrainingState:
             trainer.before_optimizer_step = self._saver.wait_until_copied
 
     def begin(self, directory: str) -> bool:
-        """Save the state of now; training may go on. False: an earlier one is still being written. Collective. Raises
+        """Save the present state; training may go on. False: an earlier one is still being written. Collective. Raises
         `DataflowError` for what a function carries and no checkpoint can keep."""
         return self._saver.begin(self._pieces(), directory, self.carried())
 
     @property
     def copied_s(self) -> float:
-        """What the last copy took."""
+        """Seconds that the last copy took."""
         return self._saver.copied_s
 
     @property
     def waited_s(self) -> float:
-        """For how long copies have held up optimizer steps, in all."""
+        """Seconds for which copies have held up optimizer steps, in all."""
         return self._saver.waited_s
 
     def finish(self) -> list[SavedFile]:
-        """Wait for what `begin` started: the files that this rank wrote. Raises `CheckpointError`,
+        """Wait for what `begin` started; return the files that this rank wrote. Raises `CheckpointError`,
         `DeadlineExceeded`."""
         return self._saver.finish()
 
@@ -77,21 +77,21 @@ class TrainingState:
         self.take(targets, read_carried(directory) if self._preparation is not None else "", has_random=random in found)
 
     def carried(self) -> str:
-        """What functions carry from step to step. Raises `DataflowError` for what is no plain data."""
+        """States that functions carry from step to step. Raises `DataflowError` for what is no plain data."""
         return self._preparation.carried() if self._preparation is not None else states_to_text({}, {})
 
     def pieces_of_rank(self) -> list[Piece]:
-        """All that this rank would go on from, also what other ranks have alike; in the order of `targets`. They share
-        memory with the trainers."""
+        """All pieces that this rank would go on from, also what other ranks have alike; in the order of `targets`. They
+        share memory with the trainers."""
         return [*self._of_engines(), *_of_counters(self._counters()), self._random()]
 
     def targets(self) -> Targets:
-        """To be written into, then `take`."""
+        """Pieces to be written into, then given to `take`."""
         counters, random = {name: torch.zeros(2, dtype=torch.int64) for name in self._trainers}, self._random()
         return Targets([*self._of_engines(), *_of_counters(counters), random], counters, random)
 
     def take(self, targets: Targets, carried: str, *, has_random: bool = True) -> None:
-        """Go on from what the targets are now, and from what was carried. Collective."""
+        """Go on from the values that the targets have now, and from what was carried. Collective."""
         for name, trainer in self._trainers.items():
             trainer.num_updates, num_optimizer_steps = targets.counters[name].tolist()
             trainer.engine.loaded(num_optimizer_steps)
@@ -101,7 +101,7 @@ class TrainingState:
             torch.set_rng_state(targets.random.values)
 
     def _pieces(self) -> Iterator[Piece]:
-        """For a checkpoint: each element from one rank."""
+        """Pieces for a checkpoint: each element from one rank."""
         yield from self._of_engines()
         for piece in _of_counters(self._counters()):
             yield piece if self._ranks.rank == 0 else replace(piece, values=piece.values[:0])
@@ -119,7 +119,7 @@ class TrainingState:
         }
 
     def _random(self) -> Piece:
-        """torch's own generator, for losses that draw numbers."""
+        """State of torch's own generator, for losses that draw numbers."""
         state = torch.get_rng_state()
         return Piece(f"rng/{self._ranks.rank}", tuple(state.shape), 0, state)
 

@@ -1,11 +1,11 @@
-"""What a rank does with the store: a trainer one step a call, a scorer whatever rows are ready until it closes.
+"""The work of a rank on the store: a trainer one step a call, a scorer whatever rows are ready until it closes.
 
     TrainerWorker.step(k):  round k - 1 of "train" ─▶ trainer.update ─▶ keep(k) ─▶ StepReport
     ScorerWorker.run():     one round of the stage after the other ─▶ trainer.logprobs ─▶ write
 
 The store's n-th round of a stage is the n-th lease that all ranks share: all make the same calls with the same numbers,
 and each gets its share of the rows (`shared_rounds.py`). Ranks that split the work on the same rows ask for the same
-share, and one of them answers for it. Run by `actor.py`.
+share, and one of them answers for it.
 
 Legend: _N rows (samples) of this rank.
 """
@@ -31,8 +31,8 @@ from penstock.workers.trainer.update.token_recorder import TokenRecorder, with_p
 
 
 class TrainerWorker:
-    """Trains on the batches of a store, one a `step`. Lifecycle: `attach`, then `step` any number of times; `attach`
-    again to go on with another store."""
+    """Trains on the batches of a store, a batch in each `step`. Lifecycle: `attach`, then `step` any number of times;
+    `attach` again to go on with another store."""
 
     def __init__(
         self,
@@ -54,37 +54,38 @@ class TrainerWorker:
         update; None for none. `keep`: copies the state after a step, and says why if it does so no more
         (`KeptState.keep`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one reports.
         `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone. `after_step`: that the
-        trainer goes on from. `young`: rows without what is too old for a version; None: nothing is. `note`: hears of
-        each step, with the rows that were trained (`StepMeter.note`)."""
+        trainer goes on from. `young`: rows without what is too old for a version; None: nothing is. `note`: called
+        after each step, with the rows that were trained (`StepMeter.note`)."""
         self._note = note
         self._phases = phases or Phases()
         self.after_step: int | None = after_step
-        """Whose weights and optimizer the trainer has now; None while an update is under way, or if it failed."""
+        """The step whose weights and optimizer the trainer has now; None while an update is under way, or if it
+        failed."""
         self.num_rows = self.num_in_flight = self.tokens_in_flight = 0
-        """Of its share: rows trained so far, rows of the batch that it has, and response tokens of those that it speaks
-        for."""
+        """Counts of its share: rows trained so far, rows of the present batch, and response tokens of those that it
+        speaks for."""
         self._speaks_for_rows = speaks_for_rows
         self._preparation = preparation
         self._young = young
         self._keep = keep
         self._trainer = trainer
         self.store: SyncStoreClient | None = None
-        """That it is attached to."""
+        """The store that this worker is attached to."""
         self._rounds = SharedRounds(stage, rank, num_ranks, peers or Alone())
         self._loss = loss
         self._tokens: tuple[int, TokenValues | None] = (0, None)
-        """The last step, and what its update knew of each token."""
+        """The last step, and the values of each token in its update."""
 
     def attach(self, store: SyncStoreClient) -> None:
-        """The next step is of this store; one that waits for a batch of the store before, in another thread, raises
-        `PartnerGone`."""
+        """Take the next steps from this store. A step that waits for a batch of the previous store, in another thread,
+        raises `PartnerGone`."""
         before, self.store = self.store, store
         if before is not None:
             before.leave()
 
     def step(self, step: int, records_tokens: bool = False) -> StepReport | None:
-        """Step number `step`, counted from 1. Waits for its batch; None when the store has closed. `records_tokens`:
-        `token_values` will be asked for. Collective.
+        """Run step number `step`, counted from 1. Waits for its batch; None when the store has closed.
+        `records_tokens`: `token_values` will be asked for. Collective.
 
         The copy comes before the report, and the controller completes the round once it has all reports: so when it
         has ended, every rank that keeps copies has that of this step. And as long as it has not ended, every rank still
@@ -141,16 +142,16 @@ class TrainerWorker:
         return made
 
     def token_values(self, step: int) -> TokenValues | None:
-        """What the update of `step` knew of each token. None: it was not the last one, nobody asked for it to be
-        recorded, or another rank speaks for these rows."""
+        """The values of each token in the update of `step`. None: it was not the last one, it was not recorded, or
+        another rank speaks for these rows."""
         last, values = self._tokens
         return values if last == step else None
 
 
 class ScorerWorker:
-    """Writes what a model that is not trained says of responses, log-probabilities or one number each: a reference, a
-    teacher, a reward model. Lifecycle: `run` returns when the store closes; with another store, from another thread, it
-    ends the one before."""
+    """Writes the outputs of a model that is not trained for responses, log-probabilities or one number each: a
+    reference, a teacher, a reward model. Lifecycle: `run` returns when the store closes; with another store, from
+    another thread, it ends the one before."""
 
     def __init__(
         self,
@@ -170,11 +171,11 @@ class ScorerWorker:
         it notes what it does. `peers`: all ranks; None: this one is alone."""
         self._phases = phases or Phases()
         self.num_computed = self.num_in_flight = 0
-        """Rows of its share, and of the round that it has."""
+        """Counts of rows: computed of its share, and in the present round."""
         self._speaks_for_rows = speaks_for_rows
         self._compute = compute
         self._store: SyncStoreClient | None = None
-        """Of the newest `run`."""
+        """The store of the newest `run`."""
         self._turn = threading.Lock()
         self._column = column
         self._rounds = SharedRounds(stage, rank, num_ranks, peers or Alone(), max_units=max_units, moves_on=True)
@@ -182,7 +183,7 @@ class ScorerWorker:
         self._busy_s = 0.0
 
     def run(self, store: SyncStoreClient) -> None:
-        """Lease, compute, write, until the store closes. What other ranks had under way goes back. Raises
+        """Lease, compute, write, until the store closes. Rows that other ranks had under way go back. Raises
         `PartnerGone`. Collective."""
         before, self._store = self._store, store
         if before is not None:
@@ -199,7 +200,7 @@ class ScorerWorker:
                 store.leave()
 
     def serve(self, store: SyncStoreClient, number: int) -> int | None:
-        """One round; the number of the next one, None when the store has closed."""
+        """Serve one round; return the number of the next one, None when the store has closed."""
         lease = self._rounds.take(store, number)
         if lease is None:
             return None

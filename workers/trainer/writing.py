@@ -1,6 +1,5 @@
 """The trainer's weights to publications in shared memory, for the engines. Every rank writes its own elements. Rank 0
-seals, or, where engines are on other nodes, the nodes' relays do. Called by `trainer.py`. Models for people:
-`exporting.py`.
+seals, or, where engines are on other nodes, the nodes' relays do. Models for people: `exporting.py`.
 """
 
 from collections.abc import Iterable
@@ -15,13 +14,13 @@ from penstock.workers.weights.publication.publication import PublicationWriter, 
 
 
 def layout_of(pieces: Iterable[Piece], dtype: str) -> Layout:
-    """Of an engine's `pieces`: names and shapes as `save_pretrained` has them, tied weights once. Or of its
+    """Layout of an engine's `pieces`: names and shapes as `save_pretrained` has them, tied weights once. Or of its
     `adapter_pieces`."""
     return compute_layout((piece.name, piece.shape, dtype) for piece in pieces)
 
 
 def plan_chunks(ranks: Ranks, pieces: Iterable[Piece], layout: Layout, node: str, num_receivers: int) -> ChunkPlan:
-    """What each rank will publish in every version, the same on all of them. `node`: this rank's, as its relay is
+    """Plan what each rank will publish in every version, the same on all of them. `node`: this rank's, as its relay is
     called; `num_receivers`: nodes with engines. Collective. Raises `WeightError` if the pieces are not the whole
     layout."""
     told = [(piece.name, piece.first, len(piece.values)) for piece in pieces if len(piece.values)]
@@ -33,8 +32,8 @@ def plan_chunks(ranks: Ranks, pieces: Iterable[Piece], layout: Layout, node: str
 def publish_between(
     ranks: Ranks, pieces: Iterable[Piece], directory: str, version: int, plan: ChunkPlan
 ) -> Publication:
-    """As `publish`, to nodes whose relays have begun the version: each chunk goes on as soon as it is written. Every
-    rank returns once all have written; the relays seal. Collective."""
+    """Publish like `publish`, to nodes whose relays have begun the version: each chunk goes on as soon as it is
+    written. Every rank returns once all have written; the relays seal. Collective."""
     with Reporter(directory, plan, version, ranks.rank) as reporter:
         writer = PublicationWriter(directory, version, plan.layout, ranks.rank, ranks.num_ranks, reporter.outlet)
         for piece in pieces:
@@ -46,8 +45,8 @@ def publish_between(
 
 
 def publish(ranks: Ranks, pieces: Iterable[Piece], directory: str, version: int, layout: Layout) -> Publication:
-    """Version `version` under the root `directory`, in the layout's dtype. Collective: every rank returns once it is
-    sealed. `layout`: of `layout_of` of such pieces, which is the same for every version.
+    """Write version `version` under the root `directory`, in the layout's dtype. Collective: every rank returns once it
+    is sealed. `layout`: from `layout_of` such pieces, which is the same for every version.
 
     Raises `WeightError`, e.g. when shared memory is full.
     """

@@ -1,12 +1,12 @@
-"""Turns to segments: linear runs of tokens, in each of which the policy read on where it had left off. Pure.
+"""Segments of turns: linear sequences of tokens, in each of which a turn continues where the last one ended. Pure.
 
     turn 0: prompt P,            sampled A      ┐ segment 0:  P A Q B, of which A and B are trained
     turn 1: prompt P A Q,        sampled B      ┘
     turn 2: prompt P' (rewritten), sampled C      segment 1:  P' C
 
-A turn goes on with a segment if its prompt begins with all tokens of it; that is looked for on tokens alone, whatever
-the messages said. Every sampled token is trained in one segment, its turn's: where a later segment begins with it, it
-is context there. Used by `columns.py`.
+A turn goes on with a segment if its prompt begins with all tokens of it; that is decided on tokens alone, without the
+messages. Every sampled token is trained in one segment, its turn's: where a later segment begins with it, it is context
+there.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ class Segment:
 
     runs: list[Run] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    """All of them."""
+    """Tokens of all runs."""
 
     def goes_on(self, turn: Turn) -> bool:
-        """The turn has read all of it, and maybe more."""
+        """Return whether the turn has read all of the segment, and maybe more."""
         return len(self.tokens) <= len(turn.prompt_ids) and list(turn.prompt_ids[: len(self.tokens)]) == self.tokens
 
     def append(self, turn: Turn) -> None:
@@ -41,7 +41,8 @@ class Segment:
 
 
 def segments_of(turns: Sequence[Turn]) -> list[Segment]:
-    """The segments of turns, which are in the order of their ids. A turn that two begin with belongs to the first."""
+    """Make segments of turns, which are in the order of their ids. A turn that two segments begin with belongs to the
+    first."""
     segments: list[Segment] = []
     for turn in turns:
         going_on = [segment for segment in segments if segment.goes_on(turn)]
@@ -54,7 +55,7 @@ def segments_of(turns: Sequence[Turn]) -> list[Segment]:
 
 
 def spans_of(segments: Sequence[Segment]) -> list[int]:
-    """The column `spans`: segment, context tokens and sampled tokens of each run, after one another."""
+    """The column `spans`: segment, context tokens and sampled tokens of each run, one after the other."""
     return [
         number
         for index, segment in enumerate(segments)

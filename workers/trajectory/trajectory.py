@@ -1,4 +1,4 @@
-"""One attempt at a task, from its first turn to its outcome, and the columns of its row."""
+"""An attempt at a task, from its first turn to its outcome, and the columns of its row."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,19 +11,20 @@ from penstock.workers.trajectory.transcript import as_json
 from penstock.workers.trajectory.turn import Turn
 
 COMPLETED, TRUNCATED, REJECTED, FAILED = "completed", "truncated", "rejected", "failed"
-"""How attempts end. The first two are trained; the others are dropped with their reason, and never count as a reward of
-zero."""
+"""Outcomes of attempts. The first two are trained; the others are dropped with their reason, and never count as a
+reward of zero."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended, and why."""
+    """The way an attempt ended, and why."""
 
     kind: str = COMPLETED
     reason: str = ""
-    """truncated: the limit (turns, tokens, context, time, length). rejected, failed: what the row is dropped as."""
+    """Reason. truncated: the limit (turns, tokens, context, time, length). rejected, failed: the reason for dropping
+    the row."""
     detail: str = ""
-    """For people: the error, say."""
+    """Text for people: the error, say."""
 
     @property
     def is_trained(self) -> bool:
@@ -32,40 +33,40 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What an attempt came to."""
+    """The result of an attempt."""
 
     turns: Sequence[Turn]
-    """In the order of their ids."""
+    """Turns in the order of their ids."""
     outcome: Outcome = Outcome()
     reward: float = 0.0
-    """Of the whole, those of its turns included."""
+    """Reward of the whole, those of its turns included."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
-    """By the turn's id."""
+    """Rewards by the turn's id."""
     said: Sequence[Mapping[str, Any]] = ()
     """Messages in the order in which they were said, for people."""
 
     @property
     def num_sampled(self) -> int:
-        """Tokens."""
+        """Number of sampled tokens."""
         return sum(len(turn.output_ids) for turn in self.turns)
 
     @property
     def text(self) -> str:
-        """The last answer, which reward functions are given: what was said, without thinking and calls."""
+        """Text of the last answer, for reward functions: without thinking and calls."""
         return self.turns[-1].answer
 
     def with_reward(self, reward: float) -> "Trajectory":
-        """The same, with another reward for the whole."""
+        """The same trajectory, with another reward for the whole."""
         return replace(self, reward=reward)
 
     def ended(self, outcome: Outcome) -> "Trajectory":
-        """The same, with another outcome."""
+        """The same trajectory, with another outcome."""
         return replace(self, outcome=outcome)
 
 
 def row_columns(trajectories: Sequence[Trajectory], reward_column: str = "reward") -> dict[str, list[Any]]:
-    """The columns that an environment writes, one entry a trajectory; each has a turn. Token columns have one value for
-    each sampled token, in the order of segments: what a turn sampled stands in one of them."""
+    """The columns that an environment writes, an entry for each trajectory; each has at least one turn. Token columns
+    have one value for each sampled token, in the order of segments: a turn's sampled tokens are in one of them."""
     columns: dict[str, list[Any]] = {}
     for trajectory in trajectories:
         for name, value in (_row(trajectory) | {reward_column: float(trajectory.reward)}).items():

@@ -1,4 +1,4 @@
-"""What was said in a trajectory, as JSON for people: the run's samples and its report show it."""
+"""The messages of a trajectory, as JSON for people: the run's samples and its report show it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 from penstock.workers.encodable import encodable
 
 MAX_CHARACTERS = 4_000
-"""Of one message: a tool may have returned a megabyte."""
+"""Largest length of one message: a tool may have returned a megabyte."""
 
 
 def as_json(messages: Sequence[Mapping[str, Any]]) -> str:
-    """[{role, content, …}, …] with long contents cut."""
+    """Write [{role, content, …}, …] with long contents cut."""
     shown = [{name: _cut(value) for name, value in message.items()} for message in messages]
     return json.dumps(encodable(shown), default=str)
 

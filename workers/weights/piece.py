@@ -1,6 +1,6 @@
-"""What a rank has of the model. Publications, streams, exports and checkpoints are made of nothing else.
+"""The pieces of the model that a rank has. Publications, streams, exports and checkpoints are made of nothing else.
 
-Training engines answer for theirs (`trainer/engines/engine.py`).
+Training engines name their pieces (`trainer/engines/engine.py`).
 """
 
 import math
@@ -22,20 +22,19 @@ class Piece:
 
     name: str
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     first: int
     """Index of `values[0]` in the flattened full tensor."""
     values: Tensor
-    """`[n]`, where the engine keeps it; empty where this rank has nothing of it. That of `state` shares memory with
-    what the engine computes with, so that writing into it changes the engine's state; that of `pieces` is to be
-    read."""
+    """Values, `[n]`, where the engine keeps them; empty where this rank has none of the tensor. The values of `state`
+    share memory with the engine, so that writing into them changes its state; those of `pieces` are to be read."""
 
 
 def spans_by_tensor(
     pieces: Iterable[Piece], gather: Callable[[Any], list[Any]]
 ) -> list[tuple[str, tuple[int, ...], list[Span]]]:
     """Name, shape and every rank's span of each tensor. `pieces`: this rank's, one a tensor. `gather`: a value of every
-    rank, in order of rank. Collective. Raises `WeightError` where they leave a gap, overlap, or come in other orders.
+    rank, in order of rank. Collective. Raises `WeightError` where pieces leave a gap, overlap, or come in other orders.
     """
     own = [(piece.name, tuple(piece.shape), (piece.first, piece.values.numel())) for piece in pieces]
     by_rank = gather(own)

@@ -1,4 +1,4 @@
-"""A rank's transport, by its name. Called by the trainer's actor and by benchmarks."""
+"""The transport of a rank, by its name."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ from penstock.workers.weights.streaming.weight_stream import WeightStream
 from penstock.workers.weights.transport import ShmTransport, Transport
 
 PATIENCE = 1.5
-"""A sender waits for so many deadlines of an engine, so that it hears the engine's own error first."""
+"""Deadlines of an engine that a sender waits for, so that it gets the engine's own error first."""
 
 
 @dataclass(frozen=True)
 class TrainerSide:
-    """What a transport needs of the rank that it serves."""
+    """The parts of a rank that its transport needs."""
 
     rank: int
     num_ranks: int
     device: torch.device
     publish: Callable[[str, int], Publication]
-    """The trainer's, collective."""
+    """The trainer's `publish`, collective."""
     pieces: Callable[[], Iterable[Piece]]
     """This rank's elements of every tensor that engines load, in the same order on every rank."""
     gather: Callable[[Any], list[Any]]
-    """A small value of every rank, in order of rank; collective."""
+    """Gathers a small value of every rank, in order of rank; collective."""
     module: nn.Module
-    """Whose parameters are DTensors under HF names, for nccl_m2n."""
+    """Module whose parameters are DTensors under HF names, for nccl_m2n."""
     dtype: str
-    """Of the engines."""
+    """Dtype of the engines."""
 
     @classmethod
     def of(cls, trainer: Any) -> "TrainerSide":
@@ -48,7 +48,8 @@ class TrainerSide:
 
 
 def make_transport(name: str, side: TrainerSide, *, directory: str, bucket_mib: int, timeout_s: float) -> Transport:
-    """Collective. `directory`: root of publications in shared memory. `timeout_s`: `weights.phase_timeout_s`.
+    """Make the transport. Collective. `directory`: root of publications in shared memory. `timeout_s`:
+    `weights.phase_timeout_s`.
 
     Raises `ConfigError` for an unknown name, `WeightError` when the ranks' pieces do not make whole tensors.
     """
@@ -62,7 +63,7 @@ def make_transport(name: str, side: TrainerSide, *, directory: str, bucket_mib: 
 
 
 def _source(name: str, side: TrainerSide) -> Any:
-    """None: the stream itself."""
+    """The source that vLLM's engine iterates; None: the stream itself."""
     if name != "nccl_m2n":
         return None
     from penstock.workers.weights.streaming.shards import ShardStream

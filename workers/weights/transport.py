@@ -1,4 +1,4 @@
-"""How a new version of the weights gets from the trainer's ranks to the engines: one interface over every way.
+"""The transport of a new version of the weights from the trainer's ranks to the engines: one interface over every way.
 
     controller            trainer, on every rank              every engine
     once                  connect(engines, address) ────────▶ connect(init_info)
@@ -7,11 +7,11 @@
                             └─ part, part, …, end ──────────▶ deliver(part)
 
 `shm` writes the whole version in `prepare`, while engines go on generating; its `send` does nothing. A run calls the
-trainer's `publish` in its place, which is all of it. The others stream from GPU to GPU: `prepare` costs nothing, and
-`send` and the engines' `load` must run *at the same time*, since each waits for the other, and before the trainer's
+trainer's `publish` instead, which does the whole transfer. The others stream from GPU to GPU: `prepare` costs nothing,
+and `send` and the engines' `load` must run *at the same time*, since each waits for the other, and before the trainer's
 next update changes the weights that are under way.
 
-Here are the interface, the words that cross between the two sides, and `shm`; `streaming/senders.py` has the others,
+Here are the interface, the messages between the two sides, and `shm`; `streaming/senders.py` has the others,
 `streaming/received_parts.py` an engine's side of a stream. Which one a run takes: `conf/transports.py`.
 """
 
@@ -23,25 +23,25 @@ from penstock.workers.protocols import Publication
 from penstock.workers.weights.vllm.plugin import BACKEND, IPC_BACKEND
 
 Info = dict[str, Any]
-"""What one of vLLM's weight-transfer backends is told, to begin with or of a part of a version."""
+"""Arguments of vLLM's weight-transfer backends, for the start or for a part of a version."""
 
 
 @dataclass(frozen=True)
 class StreamedVersion:
-    """Tells an engine that a version is about to be sent to it, part by part."""
+    """Announcement to an engine that a version is about to be sent to it, part by part."""
 
     version: int
     num_tensors: int
-    """That must have arrived when the end is announced."""
+    """Tensors that must have arrived when the end is announced."""
 
 
 Delivery = Publication | StreamedVersion
-"""How a version comes to an engine: what its `load` is called with."""
+"""The argument of an engine's `load`: where a version is, or that it is streamed."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some tensors of a version, or the word that all have been sent."""
+    """Some tensors of a version, or the notice that all have been sent."""
 
     version: int
     info: Info | None
@@ -54,33 +54,35 @@ class Engines(Protocol):
 
     num_engines: int
     workers_per_engine: int
-    """GPUs of each."""
+    """GPUs of each engine."""
 
     def connect(self, infos: Sequence[Info]) -> None:
-        """vLLM's `init_info`, one for each engine. Returns when they are ready to receive."""
+        """Connect the engines; vLLM's `init_info`, one for each. Returns when they are ready to receive."""
 
     def deliver(self, part: Part) -> None:
-        """Returns when every engine has loaded the part; of the end, when every engine serves the version."""
+        """Deliver a part. Returns when every engine has loaded it; for the end, when every engine serves the
+        version."""
 
 
 class Transport(Protocol):
     """The trainer's side. Every rank has one and makes the same calls; all but `close` are collective."""
 
     streams: bool
-    """`send` and the engines' `load` must run at the same time."""
+    """True if `send` and the engines' `load` must run at the same time."""
 
     def connect(self, engines: Engines, address: str) -> None:
-        """Once, before the first version. `address`: host:port on rank 0's node, for whoever needs to meet."""
+        """Connect to the engines, once, before the first version. `address`: host:port on rank 0's node, where they can
+        meet."""
 
     def prepare(self, version: int) -> Delivery:
-        """All that can be done before the engines are told; returns what to tell them."""
+        """Do all that can be done before the engines are told; return what to tell them."""
 
     def send(self, version: int) -> None:
-        """The rest. Returns when the weights may change again. Raises `WeightError`, `DeadlineExceeded`, or what an
-        engine raised."""
+        """Send the version. Returns when the weights may change again. Raises `WeightError`, `DeadlineExceeded`, or
+        what an engine raised."""
 
     def close(self) -> None:
-        """Let go of connections. Not collective; safe after a failure."""
+        """Close connections. Not collective; safe after a failure."""
 
 
 class ShmTransport:

@@ -1,1 +1,1 @@
-"""Environments of other packages, a small module each."""
+"""Adapters for environments of other packages, a small module each."""

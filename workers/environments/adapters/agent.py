@@ -1,4 +1,4 @@
-"""Agents of other people: a function or a command that speaks OpenAI's or Anthropic's protocol to the policy.
+"""Agents from elsewhere: a function or a command that speaks OpenAI's or Anthropic's protocol to the policy.
 
     async def solve(question, base_url, api_key): ...      its answer; other arguments are columns of the row, and
                                                            `messages`: the row's conversation with data.system_prompt
@@ -26,18 +26,18 @@ from penstock.workers.environments.task import Task
 from penstock.workers.user_code import find_function
 
 MAX_OUTPUT = 2**20
-"""Bytes of a command's output that are kept."""
+"""Largest output of a command that is kept, in bytes."""
 INHERITED = (
     "HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH", "SHELL", "TERM", "TMPDIR",
     "TZ", "USER", "VIRTUAL_ENV",
 )  # fmt: skip
-"""Environment variables that a command has. Others of this process may be secrets: keys of trackers and stores."""
+"""Environment variables that a command gets. Others of this process may be secrets: keys of trackers and stores."""
 KEY = "environment.options.reward"
 
 
 @environment("agent")
 class Agent:
-    """One of `function` and `command`."""
+    """An agent that is either a `function` or a `command`."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class Agent:
         env: Mapping[str, str | None] | None = None,
     ) -> None:
         """`function`: `file.py:function`, async. `command`: program and arguments. `reward`: `file.py:function` of
-        (answer, task), where `task` has the row's columns; or as `reward.function`. It runs in processes of its own.
-        `env`: environment variables of the command beside those in `INHERITED`; null for one whose value it takes over
-        from this process. Raises `ConfigError`."""
+        (answer, task), where `task` has the row's columns; or a name as in `reward.function`. It runs in processes of
+        its own. `env`: environment variables of the command beside those in `INHERITED`; null for one whose value it
+        takes over from this process. Raises `ConfigError`."""
         if (function is None) == (command is None):
             raise ConfigError("environment.options: give agent either a function or a command.")
         self._function = find_function(function, "environment.options.function") if function else None
@@ -99,18 +99,18 @@ def _files(function: str | None) -> list[str]:
 
 
 def row_of(task: Task) -> dict[str, Any]:
-    """Its columns, with its conversation as `messages`."""
+    """The columns of a task, with its conversation as `messages`."""
     return {**task.data, **({"messages": list(task.messages)} if task.messages else {})}
 
 
 def is_right(answer: Any, task: Mapping[str, Any]) -> float:
-    """1.0 for the row's answer, else 0.0."""
+    """Return 1.0 for the row's answer, else 0.0."""
     return float(str(answer).strip() == str(task.get("answer")).strip())
 
 
 @dataclass(frozen=True)
 class OfAnswer:
-    """A reward function of (answer, task), whatever it calls them, as reward processes take one."""
+    """A reward function of (answer, task), with any parameter names, in the form that reward processes take."""
 
     name: str
 
@@ -119,7 +119,7 @@ class OfAnswer:
 
 
 def as_reward(name: str) -> str | Callable[..., Any]:
-    """What `Scoring` takes. Raises `ConfigError`."""
+    """The function in the form that `Scoring` takes. Raises `ConfigError`."""
     if ":" not in name:
         return name
     parameters = inspect.signature(find_function(name, KEY)).parameters

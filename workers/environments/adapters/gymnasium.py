@@ -1,4 +1,4 @@
-"""Step environments of `gymnasium` and `minigrid`: an observation is a message, an answer an action.
+"""Step environments of `gymnasium` and `minigrid`: an observation is a message, an answer is an action.
 
 reset ─▶ observation as text ─▶ sample ─▶ the last action that the answer names ─▶ step ─▶ … ─▶ terminated
 """
@@ -22,7 +22,7 @@ from penstock.workers.user_code import find_function
 
 @dataclass(frozen=True)
 class Known:
-    """What the environment itself does not say."""
+    """Facts that the environment itself does not say."""
 
     actions: Sequence[str]
     legend: str = ""
@@ -42,7 +42,7 @@ PROMPT = "{legend}\n{observation}\nActions: {actions}. Answer with one of them."
 
 @environment("gymnasium")
 class Gymnasium:
-    """A task is a seed of `reset`. Each turn has the reward of its step.
+    """Step environments, of which a task is a seed of `reset`. Each turn has the reward of its step.
 
     environment:
       name: gymnasium
@@ -62,12 +62,12 @@ class Gymnasium:
         penalty: float = 0.0,
         threads: bool = False,
     ) -> None:
-        """`id`: as `gymnasium.make` takes it, `module:id` for a package that registers its own; `kwargs`: for it.
-        `actions`: names of the actions from the first, where others are better. `prompt`: of the first message;
-        {observation}, {actions} and {legend} stand for what they say. `render`: show what the terminal would; null:
-        where the observation is but a number. `describe`: `file.py:function` from an observation to a text. `act`:
-        `file.py:function` from an answer to an action, None for none. `penalty`: for an answer that is no action,
-        for which nothing else happens. `threads`: steps are slow. Raises `ConfigError`."""
+        """`id`: for `gymnasium.make`; `module:id` for a package that registers its own; `kwargs`: for it. `actions`:
+        names of the actions from the first, where others are better. `prompt`: of the first message; {observation},
+        {actions} and {legend} are replaced. `render`: show what the terminal would; null: only where the observation is
+        a number. `describe`: `file.py:function` from an observation to a text. `act`: `file.py:function` from an answer
+        to an action, None for none. `penalty`: for an answer that is no action, for which nothing else happens.
+        `threads`: steps are slow. Raises `ConfigError`."""
         self._gymnasium = importlib.import_module("gymnasium")
         if id.startswith(("MiniGrid-", "BabyAI-")):
             importlib.import_module("minigrid")
@@ -144,7 +144,7 @@ class Gymnasium:
 
 
 class NamedActions:
-    """The action that an answer says last, by its name or its number; None if it says none."""
+    """Parser for the action that an answer names last, by its name or its number; None if it names none."""
 
     def __init__(self, names: Sequence[str], start: int = 0) -> None:
         self._numbers = {name.lower(): start + index for index, name in enumerate(names)}

@@ -20,7 +20,7 @@ from penstock.workers.environments.tools.mcp_server import McpServer, McpTool
 
 @environment("mcp")
 class Mcp(Tools):
-    """As `tools`, of which it has all options.
+    """Tasks with tools of MCP servers; it has all options of `tools`.
 
     environment:
       name: mcp
@@ -38,9 +38,9 @@ class Mcp(Tools):
         **options: Any,
     ) -> None:
         """`servers`: {name: {command, args, env}}. Each attempt has servers of its own, and with them their state;
-        `shared`: all attempts of an environment actor have the same, which is started again where it has died.
-        `start_timeout_s`: until a server has said which tools it has; an attempt whose servers have not, has failed.
-        `options`: of `tools`. Raises `ConfigError`."""
+        `shared`: all attempts of an environment actor have the same servers, which are started again when they die.
+        `start_timeout_s`: until a server lists its tools; an attempt whose servers do not has failed. `options`: of
+        `tools`. Raises `ConfigError`."""
         super().__init__(**options)
         importlib.import_module("mcp")
         self._commands = {name: _command(name, given) for name, given in servers.items()}
@@ -84,7 +84,7 @@ class Mcp(Tools):
 
 
 def told_apart(tools: Sequence[McpTool], taken: Sequence[str] = ()) -> list[McpTool]:
-    """Tools of the same name are called server_name."""
+    """Rename tools of the same name to server_name."""
     times = Counter([*taken, *(tool.name for tool in tools)])
     return [tool if times[tool.name] == 1 else tool.renamed(f"{tool.server.name}_{tool.name}") for tool in tools]
 

@@ -1,24 +1,22 @@
-"""What a model reads of an observation: what terminals show, what a MiniGrid agent sees, or the numbers. Pure.
-
-Used by `gymnasium.py`.
-"""
+"""The text of an observation for a model: what terminals show, what a MiniGrid agent sees, or the numbers. Pure."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
 COLOURS = ("grey", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
-"""Of terminals, from 30; as backgrounds from 40."""
+"""Colours of terminals, from code 30; as backgrounds from 40."""
 _PAINTED = re.compile(r"((?:\x1b\[[\d;]*m)+)([^\x1b]*)((?:\x1b\[0m)+)")
 DIRECTIONS = ("right", "down", "left", "up")
 OBJECTS = {2: "wall", 4: "door", 5: "key", 6: "ball", 7: "box", 8: "goal", 9: "lava"}
-"""Of MiniGrid's codes; empty floor and what is not seen are not told."""
+"""Names of MiniGrid's object codes; empty floor and cells out of sight are left out."""
 OBJECT_COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 DOOR_STATES = ("open", "closed", "locked")
 
 
 def as_text(observation: Any) -> str:
-    """Of any space: MiniGrid's in words, numbers one after the other, the parts of a dictionary by name."""
+    """The text of an observation of any space: MiniGrid's in words, numbers one after the other, the parts of a
+    dictionary by name."""
     if isinstance(observation, Mapping) and {"image", "direction", "mission"} <= observation.keys():
         return seen(observation)
     if isinstance(observation, Mapping):
@@ -50,7 +48,7 @@ def painted(text: str) -> str:
 
 
 def seen(observation: Mapping[str, Any]) -> str:
-    """The mission, where the agent looks, what it carries and what it sees, nearest first.
+    """The view of the agent: the mission, where it looks, what it carries and what it sees, nearest first.
 
     mission: go to the green goal
     looking right

@@ -1,4 +1,4 @@
-"""Problems of `reasoning_gym` in several attempts: the policy hears that it was wrong, and tries again.
+"""Problems of `reasoning_gym` in several attempts: the policy is told that it was wrong, and tries again.
 
 One attempt alone is `data.source=reasoning_gym`, without an environment.
 """
@@ -17,7 +17,8 @@ from penstock.workers.problems.reasoning_gym import Problems, make_dataset
 
 @environment("reasoning_gym")
 class ReasoningGym:
-    """The reward is the verifier's score of the last answer, times `discount` for each that was wrong before it.
+    """Problems whose reward is the verifier's score of the last answer, times `discount` for each that was wrong before
+    it.
 
     environment:
       name: reasoning_gym
@@ -35,9 +36,9 @@ class ReasoningGym:
         discount: float = 1.0,
         size: int = 100_000,
     ) -> None:
-        """`options`: the task's own, without seed and size. `attempts`: at one problem. `feedback`: said after a wrong
-        one; {score} stands for the verifier's, 0 to 1. `prompt`: {question} stands for the problem. `size`: different
-        problems of one seed. Raises `ConfigError`."""
+        """`options`: the task's own, without seed and size. `attempts`: number at one problem. `feedback`: the message
+        after a wrong one; {score} becomes the verifier's score, 0 to 1. `prompt`: {question} becomes the problem.
+        `size`: number of different problems of one seed. Raises `ConfigError`."""
         if attempts < 1 or size < 1 or not 0 <= discount <= 1:
             raise ConfigError("environment.options: attempts and size are at least 1, discount is from 0 to 1.")
         if "{question}" not in prompt:

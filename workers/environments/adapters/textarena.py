@@ -23,8 +23,8 @@ SEATS = 2
 
 @environment("textarena")
 class TextArena:
-    """Tasks take the opponents in turn, and for each opponent the seats. Invalid moves are as the game has it: most say
-    what was wrong once, then the player has lost.
+    """Games whose tasks take the opponents in turn, and for each opponent the seats. The game decides on invalid moves:
+    most games say what was wrong once, then the player has lost.
 
     environment:
       name: textarena
@@ -39,7 +39,7 @@ class TextArena:
         opponents: Sequence[str] = ("self",),
         raw_rewards: bool = False,
     ) -> None:
-        """`id`: TicTacToe-v0, KuhnPoker-v0, ConnectFour-v0, Nim-v0, …; `kwargs`: of the game. `opponents`: self (the
+        """`id`: TicTacToe-v0, KuhnPoker-v0, ConnectFour-v0, Nim-v0, …; `kwargs`: for the game. `opponents`: self (the
         policy, not trained), random (any legal move), or `file.py:function` from what the player has read to its move.
         `raw_rewards`: the game's, -1 to 1, instead of 0 for a loss, 0.5 for a draw, 1 for a win. Raises
         `ConfigError`."""
@@ -96,11 +96,11 @@ class TextArena:
 
 
 class Game:
-    """One game. The package draws from the one generator of `random`: each game has its state of it put there while it
-    plays, so that games side by side are each as their seed has it."""
+    """A game. The package draws from the one generator of `random`: each game puts its own state there while it plays,
+    so that each of several concurrent games goes as its seed has it."""
 
     def __init__(self, id: str, kwargs: Mapping[str, Any], seed: int) -> None:
-        """Raises `ConfigError`."""
+        """Start the game. Raises `ConfigError`."""
         textarena = importlib.import_module("textarena")
         known = textarena.envs.registration.ENV_REGISTRY
         if id not in known:
@@ -117,23 +117,23 @@ class Game:
         self._own = textarena.ObservationType.PLAYER_ACTION
 
     def news(self) -> tuple[int, list[str]]:
-        """Who is to move, and what it has not read yet, its own moves left out."""
+        """The player to move, and the messages that this player has not read yet, without its own moves."""
         player, told = self._game.get_observation()
         return player, [text for sender, text, kind in told if not (kind == self._own and sender == player)]
 
     def play(self, move: str) -> bool:
-        """Whether the game is over. A move may do without its brackets."""
+        """Make a move; return whether the game is over. A move may come without its brackets."""
         return bool(self._drawing(self._game.step, move if "[" in move or "]" in move else f"[{move.strip()}]")[0])
 
     def rewards(self) -> Mapping[int, float]:
         return self._game.close()[0]
 
     def made_invalid_move(self, player: int) -> bool:
-        """And has lost by it."""
+        """Return whether a player made an invalid move, and has lost by it."""
         return bool(self._game.close()[1][player]["invalid_move"])
 
     def legal_moves(self, read: str) -> list[str]:
-        """As far as the board or the text that was read shows them."""
+        """The legal moves, as far as the board or the text that was read shows them."""
         board, piles = (self._game.state.game_state.get(name) for name in ("board", "piles"))
         if piles is not None:
             return [f"[{pile} {count}]" for pile, size in enumerate(piles) for count in range(1, size + 1)]

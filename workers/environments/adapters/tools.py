@@ -24,7 +24,7 @@ BUILTIN_TOOLS = {"python": python}
 
 @environment("tools")
 class Tools:
-    """Tasks are rows of a dataset.
+    """Tasks with tools; they are rows of a dataset.
 
     environment:
       name: tools
@@ -43,8 +43,8 @@ class Tools:
     ) -> None:
         """`tools`: `file.py:function`, typed and with a docstring, or python, which runs programs in a sandbox.
         `system`: a first message, for rows without one and without `data.system_prompt`. `prompt`: the column with the
-        question, as text or as messages; prompt stands for the row's conversation. `reward`: as `reward.function`, with
-        `reward_options`; null: other stages score the row. `max_rounds`: of calls; what the model says after so many is
+        question, as text or as messages; `prompt` means the row's conversation. `reward`: like `reward.function`, with
+        `reward_options`; null: other stages score the row. `max_rounds`: of calls; the model's message after so many is
         its answer. Raises `ConfigError`."""
         if max_rounds < 0:
             raise ConfigError(f"environment.options.max_rounds={max_rounds}: it is at least 0.")

@@ -1,4 +1,4 @@
-"""Environments of `verifiers` 0.4: episodes of its v1 protocol, whose model calls come in over HTTP.
+"""Environments of `verifiers` 0.4: episodes of its v1 protocol, whose model calls arrive over HTTP.
 
 The package pins other versions of openai and mcp than Penstock has. So it lies in an environment of its own, and its
 episodes run in a process of that one's interpreter, one for each environment actor:
@@ -26,18 +26,19 @@ from penstock.workers.environments.task import Task
 
 EPISODES = Path(__file__).with_name("verifiers_episodes.py")
 START_TIMEOUT_S = 120.0
-"""For importing the package and reading the tasks."""
+"""Seconds for importing the package and reading the tasks."""
 BLOCK = 1000
 """Tasks of a taskset without end that are shuffled at a time; its first ones are made anew up to the largest number."""
 
 
 class EpisodeFailed(Exception):
-    """What verifiers says of it."""
+    """The error that verifiers reports for an episode."""
 
 
 @environment("verifiers")
 class Verifiers:
-    """A task is a number in the taskset. All that the model is asked in an episode is trained, whichever seat asks.
+    """Episodes of verifiers, whose tasks are numbers in the taskset. All model calls of an episode are trained, of
+    every seat.
 
     environment:
       name: verifiers
@@ -49,7 +50,7 @@ class Verifiers:
 
     def __init__(self, env: Mapping[str, Any], python: str, seat: str = "") -> None:
         """`env`: the `[env]` block of a configuration of verifiers. `python`: the interpreter that has the package.
-        `seat`: whose reward counts; the mean of all without one. Raises `ConfigError`."""
+        `seat`: the one whose reward counts; empty: the mean of all. Raises `ConfigError`."""
         if shutil.which(python) is None:
             raise ConfigError(
                 f"environment.options.python={python}: there is no such program. Make an environment for verifiers: "
@@ -64,7 +65,8 @@ class Verifiers:
         self._starting = asyncio.Lock()
 
     def tasks(self, seed: int) -> Iterable[Task]:
-        """All of the taskset, shuffled. Of one without end, one thousand after the other, each shuffled."""
+        """All tasks of the taskset, shuffled. An endless one is taken a thousand tasks at a time, each thousand
+        shuffled."""
         try:
             said = subprocess.run(
                 self._command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=START_TIMEOUT_S,
@@ -91,7 +93,7 @@ class Verifiers:
             await self._episodes.end()
 
     async def _started(self) -> "_Episodes":
-        """Again where the last one has died."""
+        """The process of episodes; started again where the last one has died."""
         async with self._starting:
             if self._episodes is None or self._episodes.has_ended:
                 await self.aclose()
@@ -115,7 +117,7 @@ def _shuffled_thousands(draws: random.Random) -> Iterator[int]:
 
 
 class _Episodes(Child):
-    """Lifecycle: `start`, `ready`, `play` as often and at once as one likes, `end`."""
+    """Lifecycle: `start`, `ready`, `play` any number of times, also concurrently, `end`."""
 
     def __init__(self, started: Started) -> None:
         super().__init__(started)
@@ -128,7 +130,7 @@ class _Episodes(Child):
         return super().has_ended or (self._hearing is not None and self._hearing.done())
 
     async def ready(self) -> None:
-        """Raises `EpisodeFailed`."""
+        """Wait until the process is ready. Raises `EpisodeFailed`."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 is_ready = bool(await self.line())
@@ -139,7 +141,8 @@ class _Episodes(Child):
         self._hearing = asyncio.create_task(self._hear())
 
     async def play(self, order: Mapping[str, Any]) -> float:
-        """Its reward. Raises `EpisodeFailed`, and where the process dies. Who cancels it ends the episode."""
+        """Play an episode; return its reward. Raises `EpisodeFailed`, also where the process dies. Cancelling the call
+        ends the episode."""
         number = next(self._numbers)
         self._playing[number] = future = asyncio.get_running_loop().create_future()
         try:

@@ -1,13 +1,14 @@
-"""Episodes of a `verifiers` environment: run by the interpreter that has the package, which is not Penstock's.
+"""Episodes of a `verifiers` environment: this program is run by the interpreter that has the package, which is not
+Penstock's.
 
     python verifiers_episodes.py '{"taskset": {"id": "my_tasks"}, …}'      JSON lines on stdin and stdout:
 
-    {"tasks": 200}                                                          said first; null: without end
-    {"number": 3, "index": 17, "seat": "", "base_url": …, "api_key": …}     heard: an episode of the 17th task
+    {"tasks": 200}                                                          sent first; null: endless
+    {"number": 3, "index": 17, "seat": "", "base_url": …, "api_key": …}     received: an episode of the 17th task
     {"number": 3, "reward": 1.0}                                            or "error": "…"
-    {"number": 3, "cancel": true}                                           heard: nobody wants it any more
+    {"number": 3, "cancel": true}                                           received: it is no longer wanted
 
-It ends when stdin does. Started by `verifiers.py`. Imports nothing of Penstock.
+The program ends when stdin does. It imports nothing of Penstock.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ async def main(config: str) -> None:
 
 
 class Tasks:
-    """A taskset by number; of one without end as many as were asked for."""
+    """The tasks of a taskset by number; of an endless one, as many as were asked for."""
 
     def __init__(self, taskset: Any, is_endless: bool) -> None:
         self._more = iter(taskset)
@@ -64,7 +65,8 @@ class Tasks:
 
 
 async def reward(environment: Any, task: Any, order: dict[str, Any]) -> float:
-    """Of the traces of one seat, or of all; their mean. Raises what the episode has failed with."""
+    """Play an episode; return the reward of the traces of one seat, or of all: their mean. Raises what the episode has
+    failed with."""
     variable = f"PENSTOCK_KEY_{order['number']}"  # verifiers takes keys from the environment alone
     os.environ[variable] = order["api_key"]
     try:

@@ -1,7 +1,7 @@
 """Makes the calls that a model asks for: in time, in threads where functions block, and with an answer to each.
 
 A tool that raises, hangs, returns a megabyte or bytes that are no text ends nothing: the model is told, and it is
-counted. Used by `context.py`.
+counted.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from penstock.workers.trajectory.turn import ToolCall, Turn
 
 
 class ToolLimits(Protocol):
-    """`EnvironmentConfig` has them."""
+    """The limits of tools; `EnvironmentConfig` has them."""
 
     tool_timeout_s: float
     max_tool_characters: int
@@ -32,11 +32,11 @@ class ToolLimits(Protocol):
 
 
 Call = Callable[[Mapping[str, Any]], Awaitable[Any]]
-"""Makes a call with the model's arguments."""
+"""Function that makes a call with the model's arguments."""
 
 
 class Toolbox:
-    """Tools that a model is told of. Descriptions alone are for tools that somebody else calls."""
+    """Tools that are described to a model. Descriptions alone are for tools that other code calls."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Toolbox:
         self.descriptions: Tools = tuple(found)
 
     async def answers(self, turn: Turn) -> list[Message]:
-        """A message for each call of a turn; one with the problem for calls that could not be read; none for a turn
-        that calls nothing."""
+        """Answer each call of a turn with a message; calls that could not be read, with one that says why. None for a
+        turn that calls nothing."""
         if turn.problem:
             return [{"role": "user", "content": f"Error: {turn.problem}"}]
         contents = await asyncio.gather(*(self.call(call) for call in turn.calls))
@@ -74,8 +74,8 @@ class Toolbox:
         ]
 
     async def call(self, call: ToolCall) -> str:
-        """What a tool returns, as text; or what was wrong, in a sentence that begins with Error. Raises `ResourceError`
-        where too many tools hang for good."""
+        """Return a tool's value as text; or what was wrong, in a sentence that begins with Error. Raises
+        `ResourceError` where too many tools hang for good."""
         make = self._calls.get(call.name)
         if make is None:
             self._counts["tools_unknown"] += 1
@@ -123,7 +123,7 @@ class Toolbox:
 
 
 def as_text(value: Any) -> str:
-    """What a model is told of a tool's value: text as it is, bytes as far as they are UTF-8, the rest as JSON."""
+    """The text of a tool's value for the model: text as it is, bytes as far as they are UTF-8, the rest as JSON."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, bytes | bytearray):

@@ -12,10 +12,10 @@ from penstock.conf.errors import ConfigError
 
 
 class Described:
-    """A function with its description; `arguments` checks what a model gave for them."""
+    """A function with its description; `arguments` checks the arguments that a model gave."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises `ConfigError` for a function whose parameters cannot be described."""
+        """Describe the function. Raises `ConfigError` if its parameters cannot be described."""
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
         fields: dict[str, Any] = {}
@@ -40,7 +40,7 @@ class Described:
         }
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """As the function takes them. Raises `ValueError` with what is wrong with each."""
+        """Convert the arguments to what the function takes. Raises `ValueError` with what is wrong with each."""
         unknown = given.keys() - self._model.model_fields.keys()
         if unknown:
             raise ValueError(f"{self.name} has no parameter {', '.join(map(repr, sorted(unknown)))}")
@@ -49,7 +49,7 @@ class Described:
 
 
 def _plain(schema: Any) -> Any:
-    """Without the titles that pydantic makes of names."""
+    """The schema without the titles that pydantic makes of names."""
     if isinstance(schema, Mapping):
         return {key: _plain(value) for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
     return [_plain(item) for item in schema] if isinstance(schema, list) else schema

@@ -1,7 +1,7 @@
 """The process of an MCP server, and messages over its stdin and stdout.
 
-Ours, as the transport of the `mcp` package neither says which process it has started nor ends what that one has started
-where it ends by itself. Used by `mcp_server.py`.
+It replaces the transport of the `mcp` package, which does not say which process it has started. When that process ends
+by itself, the package does not end its children.
 """
 
 import importlib
@@ -20,7 +20,7 @@ class McpCommand:
     command: str
     args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    """Beside PATH, HOME and a few more: a server does not see this process's keys."""
+    """Environment variables beside PATH, HOME and a few more: a server does not see this process's keys."""
 
 
 class McpProcess(Child):
@@ -28,13 +28,13 @@ class McpProcess(Child):
 
     @classmethod
     async def started(cls, command: McpCommand) -> Self:
-        """Raises `OSError`."""
+        """Start the process. Raises `OSError`."""
         inherited = importlib.import_module("mcp.client.stdio").get_default_environment()
         return await cls.start([command.command, *command.args], {**inherited, **command.env})
 
     @asynccontextmanager
     async def messages(self) -> AsyncIterator[Any]:
-        """Two streams, as the package's clients take them. What is to be read ends with the process."""
+        """Open two streams, as the package's clients take them. The one to read from ends with the process."""
         heard, read = anyio.create_memory_object_stream[Any](0)
         write, to_say = anyio.create_memory_object_stream[Any](0)
         async with anyio.create_task_group() as both:

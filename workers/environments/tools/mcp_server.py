@@ -1,11 +1,9 @@
-"""A server of tools in a process of its own, spoken to by the Model Context Protocol.
+"""A server of tools in a process of its own, which speaks the Model Context Protocol.
 
-    server = McpServer("files", McpCommand("python", ("files.py",)), start_timeout_s=30)
-    await server.start()
-    server.tools                  what a `Toolbox` takes
-    await server.stop()           the process and all that it has started are gone
-
-Used by `adapters/mcp.py`.
+server = McpServer("files", McpCommand("python", ("files.py",)), start_timeout_s=30)
+await server.start()
+server.tools                  what a `Toolbox` takes
+await server.stop()           the process and all that it has started are gone
 """
 
 import asyncio
@@ -20,16 +18,16 @@ from penstock.workers.environments.tools.mcp_process import McpCommand, McpProce
 
 
 class McpFailed(Exception):
-    """What the model is told of a call; or why a server could not be started."""
+    """The error of a call, whose text the model gets; or the reason why a server could not be started."""
 
 
 @dataclass(frozen=True)
 class McpTool:
-    """As a `Toolbox` takes it."""
+    """A tool of a server, in the form that a `Toolbox` takes."""
 
     server: "McpServer"
     name: str
-    """Of the server; the model may know it by another."""
+    """Name in the server; the model may know the tool by another."""
     schema: Mapping[str, Any]
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
@@ -40,12 +38,12 @@ class McpTool:
 
 
 class McpServer:
-    """Lifecycle: `start`, `stop`, once. It may end by itself meanwhile, of which every call from then on is told."""
+    """Lifecycle: `start`, `stop`, once. The server may end by itself meanwhile; every later call then fails."""
 
     def __init__(
         self, name: str, command: McpCommand, start_timeout_s: float, count: Callable[[str], None] = lambda what: None
     ) -> None:
-        """`count`: what has happened, for metrics."""
+        """`count`: takes the name of an event, for metrics."""
         self.name = name
         self.tools: Sequence[McpTool] = ()
         self._command, self._start_timeout_s, self._count = command, start_timeout_s, count
@@ -55,7 +53,7 @@ class McpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises `McpFailed` if it does not say in time which tools it has."""
+        """Start the server. Raises `McpFailed` if it does not list its tools in time."""
         self._serving = asyncio.create_task(self._serve())
         waiting = asyncio.create_task(self._ready.wait())
         try:
@@ -78,7 +76,7 @@ class McpServer:
         return self._process is None or self._process.has_ended
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What a tool returns, as text. Raises `McpFailed`. Who cancels it does not wait for the server."""
+        """Call a tool; return its result as text. Raises `McpFailed`. A cancelled call does not wait for the server."""
         assert self._process is not None
         if self.has_ended:
             raise McpFailed(f"the MCP server {self.name}: {await self._process.epitaph()}")
@@ -100,7 +98,7 @@ class McpServer:
         raise McpFailed(f"the MCP server {self.name}: {epitaph}")
 
     async def stop(self) -> None:
-        """The process and its descendants are gone then, however it behaves."""
+        """Stop the server. The process and its descendants are gone then, however it behaves."""
         self._stop.set()
         if self._process is not None and not self._ready.is_set():
             self._process.kill()
@@ -114,7 +112,7 @@ class McpServer:
             _seen(self._serving)
 
     async def _serve(self) -> None:
-        """In a task of its own, as scopes of anyio are left where they were entered."""
+        """Run the client, in a task of its own, as scopes of anyio are left where they were entered."""
         client = importlib.import_module("mcp").Client
         self._process = await McpProcess.started(self._command)
         try:
@@ -133,7 +131,7 @@ def _told(result: Any) -> str:
 
 
 def result_text(result: Any) -> str:
-    """Texts as they are; pictures, sounds and files by their kind and size."""
+    """The text of a result: texts as they are; pictures, sounds and files by their kind and size."""
     said = [_block_text(block) for block in result.content]
     if not said and result.structured_content is not None:
         return as_text(result.structured_content)
@@ -167,6 +165,6 @@ def _described(server: McpServer, tool: Any) -> McpTool:
 
 
 def _seen(task: "asyncio.Future[Any]") -> None:
-    """So that asyncio does not say that nobody has."""
+    """Retrieve the task's exception, so that asyncio does not report it."""
     if task.done() and not task.cancelled():
         task.exception()

@@ -1,7 +1,7 @@
 """Threads for tools that are plain functions: so many at a time, and none is lost to one that hangs.
 
-A call waits for its turn, then has a thread of its own, and its time begins. One whose time is over gives up its place
-at once; its thread is asked to end, which one that waits outside of Python hears late or never.
+A call waits for its turn, then has a thread of its own, and its time begins. A call whose time is over gives up its
+place at once. Its thread is asked to end; a thread that waits outside of Python notices that late or never.
 """
 
 import asyncio
@@ -16,11 +16,12 @@ from penstock.conf.errors import ResourceError
 from penstock.workers.contained import CodeEnded, TookTooLong
 
 MAX_LEFT = 1000
-"""Threads that hang; each costs memory, and the system has no end of them either."""
+"""Largest number of threads that hang; each costs memory, and the system's number of threads is limited too."""
 
 
 class ToolThreads:
-    """Lifecycle: `call` any number of times, side by side. Nothing is to be closed: threads end with the process."""
+    """Lifecycle: `call` any number of times, also concurrently. Nothing has to be closed: threads end with the
+    process."""
 
     def __init__(self, num_threads: int) -> None:
         """`num_threads`: calls that run at a time."""
@@ -29,13 +30,13 @@ class ToolThreads:
 
     @property
     def num_left(self) -> int:
-        """Threads that were given up and have not ended."""
+        """Number of threads that were given up and have not ended."""
         self._left = [thread for thread in self._left if thread.is_alive()]
         return len(self._left)
 
     async def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
-        """What a function returns or raises. `timeout_s`: from where it begins to run. Raises `TookTooLong`,
-        `CodeEnded`; `ResourceError` where too many hang for good."""
+        """Run a function in a thread; return or raise what it does. `timeout_s`: from where it begins to run. Raises
+        `TookTooLong`, `CodeEnded`; `ResourceError` where too many hang for good."""
         async with self._places:
             if self.num_left >= MAX_LEFT:
                 raise ResourceError(
@@ -57,7 +58,7 @@ class ToolThreads:
             return done.result()
 
     def _leave(self, thread: threading.Thread) -> None:
-        """A loop in Python ends by this; a wait in C goes on until it returns."""
+        """Ask a thread to end. A loop in Python ends by this; a wait in C goes on until it returns."""
         self._left.append(thread)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 

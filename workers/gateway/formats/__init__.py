@@ -1,1 +1,1 @@
-"""How conversations become tokens, and sampled tokens messages."""
+"""Formats that turn conversations into tokens, and sampled tokens into messages."""

@@ -12,8 +12,8 @@ TEMPLATE = "template"
 
 
 def make_format(tokenizer: Any, config: GatewayConfig, template_kwargs: Mapping[str, Any] | None = None) -> Format:
-    """`template_kwargs`: `model.chat_template_kwargs`. Raises `ConfigError` for a family that is not known,
-    `ModelError` for a model that cannot chat."""
+    """Make the format. `template_kwargs`: `model.chat_template_kwargs`. Raises `ConfigError` for a family that is not
+    known, `ModelError` for a model that cannot chat."""
     if config.format == TEMPLATE:
         return TemplateFormat(tokenizer, config.tools, template_kwargs)
     return RenderedFormat(tokenizer, config.format, template_kwargs)

@@ -1,7 +1,7 @@
 """Conversations by the package `renderers`, which has a model family's chat template as code.
 
-It reads what a family writes token by token, thinking and calls in whatever syntax the family has, and it knows which
-conversations go on with the tokens that were sampled (its "bridges"). Made by `choosing.py` for
+The package reads what a family writes token by token, thinking and calls in the family's syntax. It knows which
+conversations go on with the tokens that were sampled (its "bridges"). It is used for
 `environment.gateway.format=FAMILY`.
 """
 
@@ -18,15 +18,15 @@ from penstock.workers.gateway.formats.tool_calls import Unreadable, found, made,
 from penstock.workers.trajectory.turn import Turn
 
 NO_FAMILIES = ("auto", "custom", "default")
-"""Ways of `renderers` to choose a family, and the one that never goes on with sampled tokens."""
+"""Names of `renderers` that are no family: ways to choose one, and the one that never goes on with sampled tokens."""
 
 
 class RenderedFormat:
-    """Of one tokenizer and a family."""
+    """The format of one tokenizer and a family."""
 
     def __init__(self, tokenizer: Any, family: str, template_kwargs: Mapping[str, Any] | None = None) -> None:
         """`template_kwargs`: of the family, such as enable_thinking. Raises `ConfigError` for a family that is not
-        known or is not the tokenizer's, or takes no such arguments."""
+        known or is not the tokenizer's, or has no such arguments."""
         self._tokenizer = tokenizer
         self._renderer = _renderer(tokenizer, family, template_kwargs or {})
 
@@ -69,7 +69,7 @@ class RenderedFormat:
             raise DataError(f"the model's chat format does not take this conversation: {error}.") from error
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """Without what ended the answer."""
+        """The text of an answer, without the token that ended it."""
         ends = set(self._renderer.get_stop_token_ids())
         ids = token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
@@ -111,7 +111,7 @@ def _renderer(tokenizer: Any, family: str, template_kwargs: Mapping[str, Any]) -
 
 
 def _call(parsed: Any) -> Any:
-    """As `found` takes it."""
+    """A call in the form that `found` takes."""
     if parsed.status != "ok" and parsed.status != "unknown_tool":
         return Unreadable(f"The call cannot be read ({str(parsed.status).replace('_', ' ')}).")
     try:

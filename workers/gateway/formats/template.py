@@ -1,15 +1,15 @@
-"""Conversations by the tokenizer's own chat template, whatever it is.
+"""Conversations by the tokenizer's own chat template.
 
-A turn goes on with its sampled tokens as they are, never with their text written anew. What the template puts between
+A turn goes on with its sampled tokens as they are, never with their text encoded again. The template's text between
 them and the next answer is the difference of two of its texts:
 
     template(before, answer)                 = A          what ends an answer: after a mark in one, such as <|im_end|>
     template(before, answer, new, to speak)  = A + more
 
 A template that does not begin the second text with the first one has rewritten its history (some strip the thinking of
-earlier answers); then there is nothing that the sampled tokens could go on with. Thinking that is empty does not count,
-nor do line ends before an answer: Qwen3 writes that thinking into the last answer alone, strips line ends there, and
-without both nothing that was said is another.
+earlier answers); then the sampled tokens cannot be continued. Thinking that is empty does not count, nor do line ends
+before an answer: Qwen3 writes that thinking into the last answer alone, and strips line ends there; neither changes
+what was said.
 """
 
 import re
@@ -28,21 +28,22 @@ from penstock.workers.gateway.formats.tool_calls import READERS, Call, made
 from penstock.workers.trajectory.turn import ToolCall, Turn
 
 NUM_BEFORE = 16
-"""Tokens of a prompt's end that show whether it has begun the thinking, however they are cut."""
+"""Number of tokens at a prompt's end that show whether it has begun the thinking, however the text is cut into
+tokens."""
 MARK = "\u2042"
-"""Stands for an answer in a text of the template."""
+"""Placeholder for an answer in a text of the template."""
 OTHER_ENDINGS = ("<|eom_id|>",)
-"""Tokens that end an answer, too: of Llama 3, where it calls a tool."""
+"""Other tokens that end an answer: of Llama 3, where it calls a tool."""
 MISTRAL = "mistral"
 
 
 class TemplateFormat:
-    """Of one tokenizer of transformers, or anything called like it."""
+    """The format of one tokenizer of transformers, or of an object with the same methods."""
 
     def __init__(
         self, tokenizer: Any, tool_format: str = "hermes", template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """`template_kwargs`: what the template is told besides messages and tools, such as enable_thinking. Raises
+        """`template_kwargs`: the template's arguments besides messages and tools, such as enable_thinking. Raises
         `ModelError` for a tokenizer without a chat template."""
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(
@@ -91,7 +92,7 @@ class TemplateFormat:
 
     @cached_property
     def _ending(self) -> str:
-        """What the template writes after an answer, before anything else."""
+        """The text that the template writes directly after an answer."""
         text = self._text([{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}], ())
         _, mark, ending = text.rpartition(MARK)
         if not mark:
@@ -110,7 +111,7 @@ class TemplateFormat:
 
     @cached_property
     def _takes_several(self) -> bool:
-        """Calls in one answer: some templates raise for more than one."""
+        """True if the template allows several calls in one answer: some templates raise for more than one."""
         calls = made([Call("f", {}), Call("f", {})], 0)
         said = {"role": "assistant", "content": "", "tool_calls": [as_message(call) for call in calls]}
         results = [{"role": "tool", "content": "1", "tool_call_id": call.id, "name": "f"} for call in calls]
@@ -153,7 +154,7 @@ class TemplateFormat:
 
 
 def as_message(call: ToolCall) -> Mapping[str, Any]:
-    """As templates take it: arguments are an object, where OpenAI's protocol has text."""
+    """The call in the form that templates take: arguments are an object, where OpenAI's protocol has text."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
 
 
@@ -163,12 +164,13 @@ def _without_last(pattern: re.Pattern[str], text: str) -> str:
 
 
 def _without_first_line_ends(message: Message) -> Message:
-    """As it is compared, in both texts; what follows it is the same."""
+    """The message as it is compared, in both texts, without line ends at its start; what follows it is the same."""
     return {**message, "content": str(message.get("content") or "").lstrip("\n")}
 
 
 def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Ids of calls that a client has made, as Mistral's templates take them: by their order in the conversation."""
+    """Messages with short ids for calls that a client has made, which Mistral's templates need: by their order in the
+    conversation."""
     short: dict[Any, str] = {}
 
     def shortened(id: Any) -> str:
@@ -186,12 +188,13 @@ def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _without_words_beside_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Some templates take one of both in an answer. What was sampled has both, as long as a conversation goes on."""
+    """Messages without text beside calls, for templates that take only one of both in an answer. The sampled tokens
+    keep both, as long as a conversation goes on."""
     return [dict(one) | ({"content": ""} if one.get("tool_calls") and one.get("content") else {}) for one in messages]
 
 
 def _with_something_said(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Some templates take no answer of nothing: a space stands for it. What goes on with its tokens has none."""
+    """Messages with a space for an empty answer, for templates that take none. The sampled tokens have no space."""
 
     def is_of_nothing(one: Mapping[str, Any]) -> bool:
         return one.get("role") == "assistant" and not one.get("content") and not one.get("tool_calls")

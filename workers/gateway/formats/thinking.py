@@ -1,16 +1,16 @@
-"""What a model thinks before it speaks."""
+"""The thinking of a model, separated from its answer."""
 
 import re
 
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""Of most models, and of Mistral's."""
+"""Marks of thinking: of most models, and of Mistral's."""
 EMPTY = re.compile(r"<think>\s*</think>\n*")
-"""What templates write where nothing was thought."""
+"""Pattern of empty thinking, as templates write it."""
 
 
 def split_thinking(text: str, *, begun: bool = False) -> tuple[str | None, str]:
-    """Thinking, and what is said after it. None: there is none. `begun`: the prompt has begun the thinking, so that
-    all is thinking if it was cut off before an end.
+    """Split a text into thinking, and what is said after it. None: there is no thinking. `begun`: the prompt has begun
+    the thinking, so that all is thinking if it was cut off before an end.
 
     >>> split_thinking("<think>2 + 2</think>4")
     ('2 + 2', '4')
@@ -28,5 +28,5 @@ def split_thinking(text: str, *, begun: bool = False) -> tuple[str | None, str]:
 
 
 def begins_thinking(prompt: str) -> bool:
-    """It ends where the model is to think."""
+    """Return whether a prompt ends where the model is to think."""
     return prompt.rstrip().endswith(tuple(begin for begin, _ in MARKS))

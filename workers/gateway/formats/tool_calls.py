@@ -1,4 +1,5 @@
-"""How models write tool calls, one function a way: text and tools to what remains of the text, calls, and a problem.
+"""The ways in which models write tool calls. A function for each takes a text and tools, and returns the rest of the
+text, calls, and a problem.
 
     hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes, Qwen
     llama3_json   {"name": "add", "parameters": {"a": 1}}                           Llama 3, the whole answer
@@ -24,7 +25,7 @@ class Call(NamedTuple):
     name: str
     arguments: dict[str, Any]
     id: str = ""
-    """That the model has given it; empty if it gave none that templates would take."""
+    """Id that the model has given it; empty if it gave none that templates accept."""
 
 
 Calls = list[Call]
@@ -36,11 +37,11 @@ _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([^\[\]{}\s]+)\s*(?:\[CALL_ID\]\s*([a-zA-Z0-9]*)\s*)?\[ARGS\](.*)\Z", re.DOTALL)
 MAX_NESTING = 64
-"""Of arguments. What holds more than Python's stack does would fail whoever writes them down again."""
+"""Deepest nesting of arguments. Deeper ones would exceed Python's stack when they are written again."""
 
 
 class Unreadable(Exception):
-    """A call that cannot be read, with what the model is told."""
+    """The error for a call that cannot be read, with the text that the model gets."""
 
 
 def hermes(text: str, tools: Tools) -> Found:
@@ -98,8 +99,7 @@ READERS: dict[str, Reader] = {
 
 
 def found(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> Found:
-    """Of values that should be calls. One that is none spoils the others: which of them to make is the model's to
-    say."""
+    """Make calls of values. An invalid one makes all invalid: the model has to say which calls to make."""
     try:
         return said, [_call(value, tools) for value in values], ""
     except Unreadable as problem:
@@ -107,7 +107,7 @@ def found(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> Fou
 
 
 def made(calls: Calls, turn: int) -> list[ToolCall]:
-    """With an id each: the model's own, since results refer to it, or one of the turn's."""
+    """Give an id to each call: the model's own, since results refer to it, or one of the turn's."""
     ids = [call.id for call in calls]
     return [
         ToolCall(call.id if ids.count(call.id) == 1 and call.id else call_id(turn, index), call.name, call.arguments)
@@ -141,8 +141,8 @@ def _loaded(text: str) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """Raises `ValueError` where Python's own reader is lenient: it takes NaN, and as many brackets as its stack holds,
-    over which others then fail."""
+    """Parse JSON. Raises `ValueError` where Python's own reader is lenient: it takes NaN, and as many brackets as its
+    stack holds, over which others then fail."""
     try:
         value = json.loads(text, strict=False, parse_constant=_number, parse_float=_number)
     except RecursionError:

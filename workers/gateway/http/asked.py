@@ -1,8 +1,9 @@
-"""What a request asks for, in the gateway's own words, and the parts of it that the protocols share. Pure.
+"""A request in the gateway's own terms, and the parsing that the protocols share. Pure.
 
-What a request may say and what nothing comes of: seed (the attempt has its own), user, metadata, store, service_tier,
-effort and cache settings, parallel_tool_calls. What would change the answer and cannot be done is refused: penalties,
-logit_bias, images and audio, several answers at once, tools that a provider runs, calls that are forced.
+A request may contain some fields that have no effect: seed (the attempt has its own), user, metadata, store,
+service_tier, effort and cache settings, parallel_tool_calls. Fields that would change the answer and are not supported
+are refused: penalties, logit_bias, images and audio, several answers at once, tools that a provider runs, calls that
+are forced.
 """
 
 import json
@@ -22,18 +23,19 @@ class Asked:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `Session.sample`: those that the request names."""
+    """Options of `Session.sample` that the request names."""
     model: str = "policy"
-    """Whatever the client calls it."""
+    """Name that the client gives the model."""
     is_streamed: bool = False
     wants: frozenset[str] = frozenset()
-    """What else the answer is to have: usage, logprobs, thinking."""
+    """Further parts of the answer: usage, logprobs, thinking."""
     kept: Sequence[Message] | None = None
-    """The messages that a later request may refer to; None: it may not."""
+    """Messages that a later request may refer to; None: it may not."""
 
 
 def sampling_options(body: Fields, *, length: Sequence[str], stop: str) -> dict[str, Any]:
-    """`length`, `stop`: the protocol's names for them; of several for one thing, the first that is there counts."""
+    """Options of sampling. `length`, `stop`: the protocol's names for them; of several for one thing, the first that is
+    there counts."""
     for name in PENALTIES:
         body.refuse(name, "penalties are not supported: they would change what the policy is trained on.", 0)
     body.refuse("repetition_penalty", "penalties are not supported.", 1)
@@ -53,7 +55,8 @@ def sampling_options(body: Fields, *, length: Sequence[str], stop: str) -> dict[
 
 
 def guided(body: Fields) -> dict[str, Any] | None:
-    """As vLLM's own endpoint takes it: {structured_outputs: {json | regex | choice | grammar: …}}, or guided_json, …"""
+    """Read a structure as vLLM's own endpoint takes it: {structured_outputs: {json | regex | choice | grammar: …}}, or
+    guided_json, …"""
     outer = body.object("structured_outputs")
     for fields, prefix in ((outer, ""), (body, "guided_")):
         for name in GUIDED:
@@ -63,8 +66,8 @@ def guided(body: Fields) -> dict[str, Any] | None:
 
 
 def json_format(form: Fields | None) -> dict[str, Any] | None:
-    """{type: text | json_object | json_schema, schema} to the option `structure`; the schema may be a level deeper, as
-    chat completions have it."""
+    """Convert {type: text | json_object | json_schema, schema} to the option `structure`. The schema may be a level
+    deeper, as chat completions have it."""
     kind = form.text("type") if form is not None else None
     if form is None or kind in (None, "text"):
         return None
@@ -77,7 +80,7 @@ def json_format(form: Fields | None) -> dict[str, Any] | None:
 
 
 def function_tool(described: Fields) -> dict[str, Any]:
-    """{name, description, parameters}, wherever a protocol has them, as templates take it."""
+    """Convert {name, description, parameters} of any protocol to the tool that templates take."""
     parameters = described.object("parameters") or described.object("input_schema")
     function: dict[str, Any] = {"name": described.need_text("name")}
     if "description" in described:
@@ -100,7 +103,7 @@ def chosen(tools: Sequence[Mapping[str, Any]], body: Fields) -> Sequence[Mapping
 
 
 def arguments_of(call: Fields, name: str) -> Mapping[str, Any]:
-    """Of a call that comes back: JSON text or an object."""
+    """Arguments of a call that comes back: JSON text or an object."""
     value = call.raw(name)
     if isinstance(value, str):
         try:
@@ -115,7 +118,7 @@ def arguments_of(call: Fields, name: str) -> Mapping[str, Any]:
 
 
 def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """As templates take it."""
+    """A call in the form that templates take."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
@@ -129,7 +132,7 @@ def assistant(content: str, thinking: str | None = None, calls: Sequence[Mapping
 
 
 def tool_results_named(messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """The same, with the tool's name beside each result: some templates write it."""
+    """Messages with the tool's name beside each result: some templates write it."""
     names: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -140,7 +143,7 @@ def tool_results_named(messages: Sequence[dict[str, Any]]) -> list[Message]:
 
 
 def content_text(holder: Fields, name: str, kinds: Sequence[str], *, between: str = "\n") -> str:
-    """Text, or parts of it of the given kinds, joined. Raises for images and the like."""
+    """The text, or the joined parts of it of the given kinds. Raises for images and the like."""
     value = holder.raw(name)
     if value is None:
         return ""

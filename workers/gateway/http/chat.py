@@ -1,7 +1,7 @@
 """OpenAI's chat completions: a request to messages, a turn to an answer or its stream. Pure.
 
 A message's thinking is `reasoning_content`, in and out. `logprobs` are those of the sampled tokens, by their number in
-the vocabulary ("token_id:1234"): what was sampled need not be cut where letters are.
+the vocabulary ("token_id:1234"), because a token may end inside a character.
 """
 
 import json
@@ -30,7 +30,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user"}
 
 
 def asked(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Asked:
-    """`earlier`: of no use here, each request has all messages."""
+    """Read a request. `earlier`: not used, since each request has all messages."""
     _refuse(body)
     options = sampling_options(body, length=("max_completion_tokens", "max_tokens"), stop="stop")
     options |= json_format(body.object("response_format")) or {}

@@ -1,4 +1,4 @@
-"""What a client is told when there is no answer, in the shape that its protocol has for errors. Pure.
+"""The message to a client when there is no answer, in the form that its protocol has for errors. Pure.
 
     400 BadRequest, DataError             what was sent cannot be answered; the message names the field
     400 LimitReached                      code context_length_exceeded: a shorter conversation may go on;
@@ -9,7 +9,7 @@
     500                                   a fault of the gateway's own
     503 any other error of Penstock's     no engine answered
 
-Clients ask again by themselves after 503 alone: every other answer says that it would be the same the next time.
+Clients retry by themselves after 503 alone: every other error would be the same the next time.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from penstock.workers.gateway.errors import AttemptOver, LimitReached
 
 
 class BadRequest(PenstockError):
-    """A field of a request that cannot be taken as it is."""
+    """The error for a field of a request that cannot be taken as it is."""
 
     def __init__(self, text: str, field: str = "") -> None:
         super().__init__(f"{field}: {text}" if field else text)
@@ -32,18 +32,18 @@ class BadRequest(PenstockError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no answer."""
+    """The reason why there is no answer."""
 
     status: int
-    """Of HTTP."""
+    """Status of HTTP."""
     code: str
     message: str
     field: str | None = None
-    """Of the request, if one is at fault."""
+    """Field of the request, if one is at fault."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """Whether the clients of OpenAI and Anthropic ask again by themselves."""
+        """Headers that tell the clients of OpenAI and Anthropic whether to retry by themselves."""
         return {"x-should-retry": "true" if self.status == 503 else "false"}
 
 
@@ -64,7 +64,7 @@ _ANTHROPIC = {
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Of what a session or a translation has raised."""
+    """The failure for an error that a session or a translation has raised."""
     text = str(error)
     if isinstance(error, BadRequest):
         return Failure(400, "invalid_value", text, error.field or None)

@@ -9,7 +9,7 @@ from penstock.workers.gateway.http.errors import BadRequest
 
 
 def parsed(body: bytes) -> "Fields":
-    """The object that a request is."""
+    """The object of a request's body."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -20,10 +20,10 @@ def parsed(body: bytes) -> "Fields":
 
 
 class Fields:
-    """Of one object. What is absent or null is None; `need_…` raise for that, too."""
+    """Fields of one object. An absent one or null is None; `need_…` raise for that, too."""
 
     def __init__(self, value: Mapping[str, Any], path: str = "") -> None:
-        """`path`: of the object in the request, such as messages[2]."""
+        """`path`: place of the object in the request, such as messages[2]."""
         self.value, self.path = value, path
 
     def __contains__(self, name: str) -> bool:
@@ -45,7 +45,7 @@ class Fields:
         return str(self._needed(name, self.text(name)))
 
     def flag(self, name: str) -> bool:
-        """False if it is absent."""
+        """The flag; False if it is absent."""
         return bool(self._of(name, bool, "true or false"))
 
     def number(self, name: str, low: float, high: float = math.inf) -> float | None:
@@ -79,7 +79,7 @@ class Fields:
         return found
 
     def objects(self, name: str) -> "list[Fields]":
-        """Empty if it is absent."""
+        """The objects; empty if they are absent."""
         values = self._of(name, list, "a list") or []
         for index, value in enumerate(values):
             if not isinstance(value, Mapping):
@@ -87,14 +87,14 @@ class Fields:
         return [Fields(value, self.at(f"{name}[{index}]")) for index, value in enumerate(values)]
 
     def need_objects(self, name: str) -> "list[Fields]":
-        """At least one."""
+        """The objects, at least one."""
         found = self.objects(name)
         if not found:
             raise self.wrong(name, "is missing or empty.")
         return found
 
     def texts(self, name: str) -> list[str] | None:
-        """A text, or a list of them; none of them empty."""
+        """The texts: a text, or a list of them; none of them empty."""
         value = self.value.get(name)
         if value is None:
             return None
@@ -104,7 +104,7 @@ class Fields:
         return values
 
     def refuse(self, name: str, why: str, *harmless: Any) -> None:
-        """Raises if the field is there, and is none of the harmless values."""
+        """Raise if the field is there, and is none of the harmless values."""
         value = self.value.get(name)
         if value not in (None, [], {}, *harmless):
             raise self.wrong(name, why)

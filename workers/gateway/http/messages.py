@@ -1,8 +1,8 @@
 """Anthropic's messages: a request to messages, a turn to an answer or its stream. Pure.
 
 Thinking is given as blocks if the request has switched it on (`thinking`); clients that did not ask for it take the
-first block for the answer. What comes back without its thinking is the same history all the same. Blocks of the system
-prompt with which a harness keeps the provider's accounts are left out: they differ from request to request.
+first block for the answer. A message that comes back without its thinking still is the same history. Blocks of the
+system prompt that a harness adds for the provider's billing are left out: they differ from request to request.
 """
 
 import json
@@ -28,12 +28,12 @@ from penstock.workers.trajectory.turn import Turn
 
 ACCOUNTS = "x-anthropic-billing-header"
 SIGNATURE = "policy"
-"""Of thinking. Clients send back thinking that is signed; nobody checks by whom."""
+"""Signature of thinking. Clients send back thinking only if it is signed; no client checks the signature."""
 PING = Event({"type": "ping"}, "ping").encode()
 
 
 def asked(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Asked:
-    """`earlier`: of no use here, each request has all messages."""
+    """Read a request. `earlier`: not used, since each request has all messages."""
     for name in ("container", "mcp_servers", "context_management"):
         body.refuse(name, "is not supported.")
     options = sampling_options(body, length=("max_tokens",), stop="stop_sequences")
@@ -72,7 +72,7 @@ def _system(body: Fields) -> Iterator[dict[str, Any]]:
 
 
 def _messages(message: Fields) -> Iterator[dict[str, Any]]:
-    """What one of Anthropic's messages is: results of tools are messages of their own here."""
+    """Convert one of Anthropic's messages: results of tools are messages of their own here."""
     role = message.need_text("role")
     if role not in ("user", "assistant", "system"):
         raise message.wrong("role", f"{role} is not known: user or assistant.")

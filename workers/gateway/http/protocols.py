@@ -16,18 +16,18 @@ from penstock.workers.trajectory.turn import Turn
 @dataclass(frozen=True)
 class Protocol:
     asked: Callable[[Fields, Mapping[str, Sequence[Message]]], Asked]
-    """A request. Raises `BadRequest`."""
+    """Function that reads a request. Raises `BadRequest`."""
     answer: Callable[[Asked, Turn, str], Mapping[str, Any]]
-    """A turn, told as a whole. The last argument: part of ids, the attempt's own."""
+    """Function that writes a turn as a whole. The last argument: part of ids, the attempt's own."""
     events: Callable[[Asked, Turn, str], Iterator[Event]]
-    """The same as a stream."""
+    """Function that writes a turn as a stream."""
     error: Callable[[Failure], Mapping[str, Any]] = as_openai
     error_event: str = ""
-    """Its name in a stream that has begun."""
+    """Name of an error in a stream that has begun."""
     waiting: bytes = COMMENT
-    """What a stream says while there is nothing to say."""
+    """Bytes that a stream sends while its turn is being sampled."""
     answer_id: Callable[[Turn, str], str] | None = None
-    """By which later requests may refer to an answer."""
+    """Function for the id by which later requests may refer to an answer."""
 
 
 ANTHROPIC = Protocol(messages.asked, messages.answer, messages.events, as_anthropic, "error", messages.PING)
@@ -41,13 +41,13 @@ PROTOCOLS = {
 
 
 def error_shape(path: str, headers: Mapping[str, str]) -> Callable[[Failure], Mapping[str, Any]]:
-    """Of answers to any path."""
+    """The form of errors in answers to any path."""
     is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
     return as_anthropic if is_anthropic else as_openai
 
 
 def models(created: int) -> dict[str, Any]:
-    """The one model that there is, as both protocols list it; whatever a request calls it, it is meant."""
+    """The list of models in the form of both protocols. There is one model, and any name in a request means it."""
     model = {
         "id": "policy", "object": "model", "created": created, "owned_by": "penstock",
         "type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",

@@ -1,8 +1,8 @@
 """OpenAI's responses: a request to messages, a turn to an answer or its stream. Pure.
 
-An answer is up to three kinds of items: what was thought, what was said, and calls. They come back one by one, and make
-one message again. `previous_response_id` goes on with what the session's earlier response was asked and said, without
-its instructions, as the protocol has it; nothing is kept of a request with `store: false`, or after the attempt.
+An answer has up to three kinds of items: thinking, text, and calls. They come back one by one, and make one message
+again. `previous_response_id` continues the conversation of the session's earlier response, without its instructions, as
+the protocol has it; nothing is kept of a request with `store: false`, or after the attempt.
 """
 
 import itertools
@@ -33,7 +33,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 
 def asked(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Asked:
-    """`earlier`: the conversations of the session's responses, by their ids."""
+    """Read a request. `earlier`: the conversations of the session's responses, by their ids."""
     _refuse(body)
     options = sampling_options(body, length=("max_output_tokens",), stop="stop")
     text = body.object("text")
@@ -139,7 +139,7 @@ def _input(body: Fields) -> list[dict[str, Any]]:
 
 
 class _Spoken:
-    """The assistant's items since somebody else spoke."""
+    """The assistant's items since the last message of another role."""
 
     def __init__(self) -> None:
         self._thought: str | None = None
@@ -147,7 +147,7 @@ class _Spoken:
         self._calls: list[dict[str, Any]] = []
 
     def take(self, kind: str, item: Fields) -> list[dict[str, Any]]:
-        """One more; the message that is complete before it, if this one begins another."""
+        """Take an item; return the message that is complete before it, if this item begins another."""
         begins = (kind == "message" and (self._said is not None or self._calls)) or (
             kind == "reasoning" and (self._thought is not None or self._said is not None or self._calls)
         )

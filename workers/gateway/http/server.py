@@ -4,19 +4,19 @@
     POST /v1/messages, …/count_tokens           Anthropic's, whose base URL does not
     GET  /v1/models
 
-One key is one attempt. What comes of the ways in which clients and connections fail:
+A key belongs to one attempt. Failures of clients and connections are handled as follows:
 
-- A client asks again (`x-stainless-retry-count`): it gets the turn that was sampled for the same conversation, if one
+- A client retries (`x-stainless-retry-count`): it gets the turn that was sampled for the same conversation, if one
   was; nothing is sampled twice. If the first request is still under way when its connection goes, that turn is given
   up, and the second request is sampled.
-- Requests side by side are turns of their own, whether they go on with one history or with several.
+- Concurrent requests are turns of their own, whether they continue one history or several.
 - A client that hangs up before its answer is written, sampled or not, never had it: the turn is in no history, and is
   not trained.
-- A request after the attempt has ended: 401, as nobody has its key any more.
+- A request after the attempt has ended: 401, as its key is no longer valid.
 - Other errors: see `errors.py`.
 
 A streamed answer is sent when its turn is complete, in a few events. Until then nothing is, so that errors have their
-status; after some seconds the stream begins with signs of life, and an error is an event in it.
+status; after some seconds the stream begins with keep-alive data, and an error is an event in it.
 """
 
 import asyncio
@@ -45,23 +45,23 @@ from penstock.workers.trajectory.turn import Turn
 _LOG = logging.getLogger("penstock")
 MAX_BODY_BYTES = 32 * 2**20
 WAITING_S = 10.0
-"""Between signs of life in a stream whose turn is being sampled."""
+"""Seconds between keep-alive data in a stream whose turn is being sampled."""
 SHUTDOWN_S = 1.0
-"""For answers that are being written when the server stops."""
+"""Seconds for answers that are being written when the server stops."""
 BACKLOG = 1024
-"""Connections that wait to be taken: attempts may all begin at once."""
+"""Connections that may wait to be accepted: attempts may all begin at once."""
 COUNT = "/v1/messages/count_tokens"
 RETRIES = "x-stainless-retry-count"
 
 
 @dataclass
 class _Visit:
-    """Of one attempt."""
+    """The requests of one attempt."""
 
     tag: str
     """Part of the ids of its answers."""
     delivered: set[int] = field(default_factory=set)
-    """Turns that were written to a client."""
+    """Ids of turns that were written to a client."""
     responses: dict[str, Sequence[Message]] = field(default_factory=dict)
     """Conversations that later requests may refer to."""
 
@@ -80,7 +80,8 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> str:
-        """The address that clients are given, such as http://127.0.0.1:41234/v1. `port`: 0 for any that is free."""
+        """Start listening; return the address for clients, such as http://127.0.0.1:41234/v1. `port`: 0 for any that is
+        free."""
         self._runner = web.AppRunner(self._app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=BACKLOG)
@@ -121,7 +122,7 @@ class HttpServer:
 
 
 class _Told(Exception):
-    """Ends a request with what the client is told."""
+    """The error that ends a request with a failure for the client."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -132,7 +133,8 @@ class _Told(Exception):
 async def _sampled(
     session: Session, asked: Asked, is_retry: bool, visit: _Visit
 ) -> AsyncIterator["asyncio.Future[Turn]"]:
-    """A turn under way. It is as if it had never been sampled unless it is among those delivered at the end."""
+    """Sample a turn. Unless it is among those delivered at the end, it is forgotten, as if it had never been
+    sampled."""
     sampling = asyncio.ensure_future(
         session.sample(asked.messages, asked.tools, is_client=True, is_retry=is_retry, **asked.options)
     )  # fmt: skip
@@ -148,14 +150,14 @@ async def _sampled(
 
 
 class _Answering:
-    """Writes the answer to one request."""
+    """Writer of the answer to one request."""
 
     def __init__(self, request: web.Request, protocol: Protocol, asked: Asked, visit: _Visit, waiting_s: float) -> None:
         self._request, self._protocol, self._asked, self._visit = request, protocol, asked, visit
         self._waiting_s = waiting_s
 
     async def written(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
-        """Raises what `sampling` raises, as long as nothing is written."""
+        """Write the answer. Raises what `sampling` raises, as long as nothing is written."""
         return await (self._stream(sampling) if self._asked.is_streamed else self._whole(sampling))
 
     async def _whole(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
@@ -208,7 +210,7 @@ def _result(sampling: "asyncio.Future[Turn]") -> Turn:
 async def _failures_told(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Every failure in the shape of the protocol. One that no client hears of is not raised again."""
+    """Answer every failure in the form of the protocol. A failure that no client can receive is not raised again."""
     try:
         return await handler(request)
     except _Told as told:

@@ -1,4 +1,4 @@
-"""Server-sent events: how both protocols stream an answer. Pure."""
+"""Server-sent events, by which both protocols stream an answer. Pure."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 COMMENT = b": the turn is being sampled\n\n"
-"""No event: clients read over it, and know that somebody is there."""
+"""Comment that is no event: clients skip it, and know that the connection lives."""
 NUM_PIECES = 4
-"""Into so many deltas a text is cut. It is there as a whole when the first one is sent."""
+"""Number of deltas that a text is cut into. The whole text is there when the first one is sent."""
 
 
 @dataclass(frozen=True)
 class Event:
     data: Mapping[str, Any] | str
     name: str = ""
-    """Empty: it has none, as in chat completions."""
+    """Name of the event; empty: it has none, as in chat completions."""
 
     def encode(self) -> bytes:
         data = self.data if isinstance(self.data, str) else json.dumps(self.data)
@@ -23,7 +23,7 @@ class Event:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A text in order; nothing of an empty one."""
+    """Pieces of a text in order; none for an empty one."""
     size = -(-len(text) // NUM_PIECES)
     for start in range(0, len(text), max(1, size)):
         yield text[start : start + size]

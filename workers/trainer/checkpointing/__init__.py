@@ -1,1 +1,1 @@
-"""A rank's share of a checkpoint: copied, written behind its back, loaded onto any number of ranks."""
+"""A rank's share of a checkpoint: copied, written in the background, loaded onto any number of ranks."""

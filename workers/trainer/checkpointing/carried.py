@@ -1,8 +1,8 @@
-"""What per-batch functions carry from step to step (`Dataflow.compute(state=…)`), as a checkpoint keeps it: plain data.
+"""The states that per-batch functions carry from step to step (`Dataflow.compute(state=…)`), as a checkpoint keeps
+them: plain data.
 
 A state is plain data, or a dataclass of plain fields. Of a dataclass the fields are kept; its class is the one that the
-stage of the run that goes on starts with, so a checkpoint never says what is to be made. Used by `preparation.py`, and
-by the check of a run before it starts.
+stage of the resumed run starts with, so a checkpoint never says what is to be made.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ MEND = "Checkpoints keep it: let the stage's state be such data or a dataclass o
 
 
 def states_to_text(states: Mapping[str, Any], starts: Mapping[str, Any]) -> str:
-    """`states`: by the names of their stages. `starts`: what those stages started with. Raises `DataflowError` for one
-    that cannot be kept."""
+    """Encode the states. `states`: by the names of their stages. `starts`: what those stages started with. Raises
+    `DataflowError` for a state that cannot be kept."""
     return encode({name: _kept(name, state, starts[name]) for name, state in states.items()})
 
 
 def states_from_text(text: str, starts: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises `CheckpointError` for states of other stages, or of another kind than theirs."""
+    """Decode the states. Raises `CheckpointError` for states of other stages, or of another kind than theirs."""
     try:
         found = decode(text)
     except NotPlainData as error:
@@ -37,7 +37,7 @@ def states_from_text(text: str, starts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept(name: str, state: Any, start: Any) -> Any:
-    """What is written of a state."""
+    """The plain data that is written of a state."""
     if dataclasses.is_dataclass(start) and type(state) is type(start):
         fields = dataclasses.fields(start)
         derived = [field.name for field in fields if not field.init]

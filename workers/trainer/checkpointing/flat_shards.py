@@ -1,8 +1,7 @@
-"""An engine's pieces as torch's distributed checkpoint (DCP) is to see them: ranges of flattened tensors.
+"""An engine's pieces in the form that torch's distributed checkpoint (DCP) gets them: ranges of flattened tensors.
 
-Whoever sharded a tensor, a rank has a range of its elements. Saved as such, a checkpoint of R ranks can be read by any
-other number of ranks and by another engine: DCP finds which saved ranges overlap those that are asked for. Used by
-`saver.py` and `reading.py`.
+Whichever engine sharded a tensor, a rank has a range of its elements. Saved as such, a checkpoint of R ranks can be
+read by any other number of ranks and by another engine: DCP finds which saved ranges overlap those that are asked for.
 """
 
 import math
@@ -31,7 +30,7 @@ from penstock.workers.weights.piece import Piece
 
 
 class FlatSavePlanner(DefaultSavePlanner):
-    """Of a state dict that has the pieces' names."""
+    """Plans the save of a state dict that has the pieces' names."""
 
     def __init__(self, pieces: Iterable[Piece], check_wanted: Callable[[], None] = lambda: None) -> None:
         """`check_wanted`: called before each tensor; what it raises ends the save, on all ranks."""
@@ -50,7 +49,7 @@ class FlatSavePlanner(DefaultSavePlanner):
 
 
 class FlatLoadPlanner(DefaultLoadPlanner):
-    """The same for reading. All names must be in the checkpoint, in the right size."""
+    """Plans the reading of the pieces. All names must be in the checkpoint, with the right size."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -73,12 +72,13 @@ class FlatLoadPlanner(DefaultLoadPlanner):
 
 
 def by_place(pieces: Iterable[Piece]) -> dict[tuple[str, int], Piece]:
-    """By name and first element: a rank may have several pieces of a tensor. Those without elements are left out."""
+    """Pieces by name and first element: a rank may have several pieces of a tensor. Pieces without elements are left
+    out."""
     return {(piece.name, piece.first): piece for piece in pieces if piece.values.numel()}
 
 
 def values_of(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """What DCP wants to see; the planners know where each element belongs."""
+    """The state dict that DCP gets; the planners know where each element belongs."""
     return {piece.name: piece.values for piece in pieces}
 
 

@@ -1,9 +1,9 @@
-"""Values as JSON and back, exactly, and nothing else: what is read cannot run code, whoever wrote it.
+"""Values as JSON and back, exactly, and nothing else: the text that is read cannot run code, whatever its source.
 
 `encode` takes None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, dict, numpy arrays and scalars
 of numbers, and torch tensors on the CPU; anything else it refuses by the place where it lies. `decode` gives equal
-values of the same types and dtypes. For files that outlive a process, and for what less trusted processes say; large
-arrays have better forms (Arrow, safetensors).
+values of the same types and dtypes. Made for files that outlive a process, and for messages of less trusted processes;
+large arrays have better forms (Arrow, safetensors).
 
     {"loss": (0.5, nan)}  ─▶  {"dict": [["loss", {"tuple": [0.5, {"float": "7ff8000000000000"}]}]]}
 
@@ -21,24 +21,24 @@ from typing import Any
 from penstock.conf.errors import NotPlainData
 
 MAX_DEPTH = 64
-"""Containers within containers: neither writer nor reader may run out of stack."""
+"""Depth of containers within containers: neither writer nor reader may run out of stack."""
 JSON_INT = 2**63
 """Larger integers are written in hexadecimal: decimal ones take quadratic time, and Python refuses long ones."""
 NUMBERS = "biufc"
-"""numpy's kinds that are plain bytes."""
+"""The kinds of numpy dtypes that are plain bytes."""
 INTS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
 TENSORS = frozenset(["bool", *INTS, "float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
-"""torch's dtypes likewise. Others are no plain bytes, and torch may crash where such bytes claim to be of one."""
+"""torch's dtypes that are plain bytes. torch may crash where bytes claim to be of another one."""
 KNOWN = "None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and torch tensors"
 
 
 def encode(value: Any) -> str:
-    """Raises `NotPlainData` with the key and type of what it cannot write, and what to do."""
+    """Encode a value. Raises `NotPlainData` with the key and type of what cannot be written, and what to do."""
     return json.dumps(_tree(value, "", 0), allow_nan=False)
 
 
 def decode(text: str | bytes) -> Any:
-    """Raises `NotPlainData` for whatever `encode` does not write."""
+    """Decode a value. Raises `NotPlainData` for text that `encode` does not write."""
     try:
         return _value(json.loads(text), 0)
     except NotPlainData:
@@ -48,7 +48,7 @@ def decode(text: str | bytes) -> Any:
 
 
 def _tree(value: Any, place: str, depth: int) -> Any:
-    """`place`: how to come to the value, as one writes it behind a name: ["loss"][1]."""
+    """The JSON tree of a value. `place`: the path to the value, as one writes it behind a name: ["loss"][1]."""
     if depth > MAX_DEPTH:
         raise NotPlainData(f"{_where(place)} lies deeper than {MAX_DEPTH} containers, or contains itself. Flatten it.")
     match value:  # exact types below: what is derived from one would come back as another
@@ -161,7 +161,7 @@ def _read_tensor(content: list[Any]) -> Any:
 
 
 def _shape(sizes: list[Any]) -> tuple[int, ...]:
-    """Exact: a negative size would be guessed from the others."""
+    """The sizes as a shape. They are checked: a negative size would be guessed from the others."""
     if any(type(size) is not int or size < 0 for size in sizes):
         raise NotPlainData(f"the text has an array of shape {sizes!r:.60}.")
     return tuple(sizes)

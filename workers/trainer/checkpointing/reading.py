@@ -1,6 +1,6 @@
 """Reads a checkpoint's share of a trainer, whatever the number of ranks that wrote it. Nothing in its files is run.
 
-Called by `training_state.py`; what is read is what `saver.py` wrote.
+The files are those that `saver.py` wrote.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,8 +22,8 @@ from penstock.workers.weights.piece import Piece
 def load(pieces: Iterable[Piece], directory: str, ranks: Ranks, optional: Collection[str] = ()) -> set[str]:
     """Overwrite the pieces' values with those of a checkpoint, however many ranks wrote it. Collective.
 
-    `optional`: names that it may lack. Returns the names that were found. Raises `CheckpointError` for one of another
-    architecture, before anything is overwritten, and for files that cannot be read.
+    `optional`: names that the checkpoint may lack. Returns the names that were found. Raises `CheckpointError` for a
+    checkpoint of another architecture, before anything is overwritten, and for files that cannot be read.
     """
     reader = ShardReader(directory)
     saved = reader.read_metadata().state_dict_metadata
@@ -39,7 +39,7 @@ def load(pieces: Iterable[Piece], directory: str, ranks: Ranks, optional: Collec
 
 
 def read_carried(directory: str) -> str:
-    """What `Saver.begin` was given besides tensors. Raises `CheckpointError`."""
+    """Return what `Saver.begin` was given besides tensors. Raises `CheckpointError`."""
     try:
         return read_text(f"{directory}/{CARRIED}")
     except (OSError, UnicodeDecodeError) as error:

@@ -4,13 +4,13 @@
                         │
     the next optimizer step waits for this copy, and for nothing else: forward and backward change no weight
 
-Checksums are of what was to be written; each rank reads its own files back from where they are to stay, behind a URL
-too, and one that is not what was written fails the save by its name.
+Checksums are of what was to be written. Each rank reads its own files back from where they are to stay, behind a URL
+too. A file that is not what was written fails the save by its name.
 
-Copies are kept and used again, since fresh memory costs more than the copying; so no save begins before the one before
-has let go of them, on every rank. One that misses its deadline, or that nobody asks for, is given up: it stops at the
-next tensor and removes what it wrote, however late. Called by `training_state.py`; the files around it (marker, store,
-what is kept) are `orchestrator/checkpointing/checkpoints.py`'s.
+Copies are kept and used again, since fresh memory costs more than the copying. So no save begins before the previous
+one has released them, on every rank. A save that misses its deadline, or whose result is never asked for, is given up:
+it stops at the next tensor and removes what it wrote, however late. The files around it (marker, store, what is kept)
+are `orchestrator/checkpointing/checkpoints.py`'s.
 """
 
 import contextlib
@@ -41,31 +41,31 @@ from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
 
 LOWEST = 19
-"""Niceness of a thread that takes what others leave."""
+"""Niceness of a thread that yields to all others."""
 CARRIED = "carried.json"
 """The file of what is no tensor."""
 ADVICE = "Make room, lower checkpoint.keep_last, or set checkpoint.directory to a place with more."
 
 
 class Save:
-    """One save of one rank: what it has copied, what came of it, and whether anybody still wants it.
+    """A save of one rank: what it has copied, its result, and whether it is still wanted.
 
     `result` decides once and for all: either the thread claims it and its files count, or it is cancelled first and
-    they go.
+    they are removed.
     """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.copied = threading.Event()
         self.ended = threading.Event()
-        """Its thread has let go of the copies and of its files."""
+        """Set once the save's thread has released the copies and its files."""
         self.result: Future[list[SavedFile]] = Future()
         self.is_asked = False
         self.in_step = False
-        """All ranks have gone through the same collectives."""
+        """True once all ranks have gone through the same collectives."""
 
     def give_up(self) -> bool:
-        """False: it has ended, and its result is there."""
+        """Give the save up. False: it has ended, and its result is there."""
         given_up = self.result.cancel()
         if given_up:
             self.copied.set()
@@ -77,7 +77,7 @@ class Save:
 
 
 class Saver:
-    """One rank's writer. Lifecycle: `begin` after an update, `wait_until_copied` before weights change, `finish`.
+    """The writer of one rank. Lifecycle: `begin` after an update, `wait_until_copied` before weights change, `finish`.
 
     saver = Saver(ranks, timeout_s=600)
     saver.begin(engine.state(), "checkpoints/global_step_10/trainer")
@@ -93,16 +93,16 @@ class Saver:
         self._copies: dict[tuple[str, int], Tensor] = {}
         self._last: Save | None = None
         self.copied_s = 0.0
-        """What the last copy took, most of it beside other work."""
+        """Seconds that the last copy took, most of it beside other work."""
         self.waited_s = 0.0
-        """For how long `wait_until_copied` has held up its callers, in all."""
+        """Seconds for which `wait_until_copied` has held up its callers, in all."""
 
     def begin(self, pieces: Iterable[Piece], directory: str, carried: str = "") -> bool:
         """Start to write. The pieces' values may not change before `wait_until_copied` returns. `directory`: one that
         all ranks see, or an fsspec URL. `carried`: what is no tensor, the same on every rank. Collective.
 
-        False, on every rank alike: an earlier save still holds some rank's copies, and nothing has begun. One that
-        nobody has asked for is given up."""
+        False, on every rank alike: an earlier save still holds some rank's copies, and nothing has begun. An earlier
+        save whose result was not asked for is given up."""
         if self._last is not None and not self._last.is_asked:
             self._last.give_up()
         is_free, in_step = self._agree(self.is_free(), self._last is None or self._last.in_step)
@@ -117,11 +117,11 @@ class Saver:
         return True
 
     def is_free(self, timeout_s: float = 0.0) -> bool:
-        """Whether no save holds this rank's copies; waits for it so long."""
+        """Return whether no save holds this rank's copies; wait for that up to `timeout_s`."""
         return self._last is None or self._last.ended.wait(timeout_s)
 
     def wait_until_copied(self) -> None:
-        """Raises `DeadlineExceeded`."""
+        """Wait until the last save has copied its pieces. Raises `DeadlineExceeded`."""
         if self._last is None:
             return
         started = time.perf_counter()
@@ -134,8 +134,8 @@ class Saver:
             )
 
     def finish(self) -> list[SavedFile]:
-        """Wait for what `begin` started; what this rank wrote (nothing: none was started). One that does not end in
-        time is given up. Raises `CheckpointError`, `DeadlineExceeded`."""
+        """Wait for what `begin` started; return what this rank wrote (nothing: none was started). A save that does not
+        end in time is given up. Raises `CheckpointError`, `DeadlineExceeded`."""
         save = self._last
         if save is None or save.is_asked:
             return []
@@ -153,7 +153,7 @@ class Saver:
             ) from None
 
     def _agree(self, *answers: bool) -> list[bool]:
-        """True where every rank says so. Collective."""
+        """Return, for each answer, whether every rank gave True. Collective."""
         if self._ranks.num_ranks == 1:
             return list(answers)
         votes = torch.tensor(answers, dtype=torch.int32)
@@ -161,7 +161,7 @@ class Saver:
         return [bool(vote) for vote in votes.tolist()]
 
     def _run(self, save: Save, pieces: list[Piece], carried: str) -> None:
-        """The thread."""
+        """Copy and write; the save's thread runs this."""
         failure: CheckpointError | None = None
         written: list[SavedFile] = []
         room = Room(sum(piece.values.nbytes for piece in pieces))
@@ -183,7 +183,7 @@ class Saver:
             self._end(save, written, failure)
 
     def _end(self, save: Save, written: list[SavedFile], failure: CheckpointError | None) -> None:
-        """Tell what came of it, or take it back if nobody wants it any more."""
+        """Set the save's result, or remove its files if the save is not wanted any more."""
         save.copied.set()
         is_wanted = save.result.set_running_or_notify_cancel()
         if not is_wanted:
@@ -196,7 +196,7 @@ class Saver:
             save.result.set_result(written)
 
     def _write(self, save: Save, shards: list[Piece], carried: str, local: str) -> list[SavedFile]:
-        """All ranks together until DCP is done; it fails on all of them or on none."""
+        """Write the shards, all ranks together until DCP is done; it fails on all of them or on none."""
         writer = ShardWriter(local, self._ranks.rank)
         try:
             dcp.save(
@@ -241,7 +241,7 @@ class Saver:
 
 @contextlib.contextmanager
 def local_place(directory: str) -> Iterator[str]:
-    """Where files are written first: the directory itself, or one beside it if it is a URL."""
+    """The directory where files are written first: the directory itself, or a temporary one if it is a URL."""
     if not is_url(directory):
         yield directory
         return
@@ -250,7 +250,7 @@ def local_place(directory: str) -> Iterator[str]:
 
 
 def _names_of(rank: int) -> list[str]:
-    """Rank 0 writes the index and what is no tensor as well."""
+    """Files that a rank writes. Rank 0 writes the index and what is no tensor as well."""
     return [file_of(rank), INDEX, CARRIED] if rank == 0 else [file_of(rank)]
 
 

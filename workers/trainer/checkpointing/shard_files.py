@@ -3,9 +3,9 @@
     rank_0.bin  rank_1.bin  …      bytes of the ranges, nothing else
     index.json                     name, size and dtype of each tensor; file, offset and elements of each range
 
-torch's distributed checkpoint (DCP) plans who writes and reads what; these are the storage under it, through its public
-interface. Its own `FileSystemWriter` pickles the index and each tensor: reading them back runs what their author wrote.
-Used by `saver.py` and `reading.py`.
+torch's distributed checkpoint (DCP) plans which rank writes and reads what; these classes are the storage under it,
+through its public interface. Its own `FileSystemWriter` pickles the index and each tensor: reading them back runs what
+their author wrote.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Place:
-    """Where a range of a tensor lies. `first`, `length` in elements of the tensor, `offset` in bytes of the file."""
+    """The place of a range of a tensor. `first`, `length` in elements of the tensor, `offset` in bytes of the file."""
 
     first: int
     length: int
@@ -50,12 +50,12 @@ def file_of(rank: int) -> str:
 
 
 class ShardWriter(StorageWriter):
-    """One rank's side of a save."""
+    """The writer of one rank in a save."""
 
     def __init__(self, directory: str | Path, rank: int) -> None:
         self._directory, self._rank = Path(directory), rank
         self.written: list[SavedFile] = []
-        """Files with the sums of what was to be in them."""
+        """Files with the checksums of what was to be in them."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -85,7 +85,7 @@ class ShardWriter(StorageWriter):
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, last: on one rank."""
+        """Write the index, last: called on one rank."""
         tensors: dict[str, Any] = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
@@ -105,7 +105,7 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """The same for reading, of what is asked for and no more. `directory`: may be an fsspec URL. `read_metadata` raises
+    """Reads what is asked for and no more. `directory`: may be an fsspec URL. `read_metadata` raises
     `DamagedCheckpoint` for an index that `ShardWriter` does not write."""
 
     def __init__(self, directory: str) -> None:
@@ -163,7 +163,7 @@ class ShardReader(StorageReader):
 
 
 def _metadata_of(index: dict[str, Any]) -> Metadata:
-    """Raises `ValueError`, `KeyError` or `TypeError` for what is no index."""
+    """The metadata of an index. Raises `ValueError`, `KeyError` or `TypeError` for what is no index."""
     if index["format"] != FORMAT:
         raise ValueError(f"its format is {index['format']!r}; this Penstock reads {FORMAT}")
     tensors: dict[str, Any] = {}
@@ -180,7 +180,8 @@ def _metadata_of(index: dict[str, Any]) -> Metadata:
 
 
 def _places(name: str, size: int, ranges: list[dict[str, Any]]) -> Iterator[Place]:
-    """In order of their elements. They cover the tensor: what is left out would stay as it was, and nobody know."""
+    """Ranges in order of their elements. They must cover the tensor: elements left out would silently keep their old
+    values."""
     end = 0
     for place in sorted((Place(**entry) for entry in ranges), key=lambda place: place.first):
         numbers = place.first, place.length, place.offset

@@ -1,1 +1,1 @@
-"""Who holds the sharded model and steps its optimizer: FSDP2 or DeepSpeed, and what changes its layers."""
+"""The engines that hold the sharded model and step its optimizer: FSDP2 or DeepSpeed, and what changes its layers."""

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO around a model: float32 masters and AdamW in flat partitions, gradients that add up.
 
 Stage 1 shards optimizer states and masters, stage 2 gradients, too, stage 3 weights, too. DeepSpeed wants to own the
-training loop: it averages over ranks, counts micro-batches, clips, and skips steps. Here it gets what makes all of that
-the same mathematics as FSDP2's (`fsdp.py`). A `TrainEngine` (`engine.py`), made by `factory.py`.
+training loop: it averages over ranks, counts micro-batches, clips, and skips steps. Here its settings make all of that
+the same mathematics as FSDP2's (`fsdp.py`). A `TrainEngine` (`engine.py`).
 """
 
 import math
@@ -30,7 +30,7 @@ from penstock.workers.weights.piece import Piece
 
 
 class DeepSpeedEngine:
-    """One rank of a model under ZeRO. Every rank makes the same calls, since most of them communicate.
+    """A rank of a model under ZeRO. Every rank makes the same calls, since most of them communicate.
 
     Without parameters that require gradients there is no optimizer; stage 3 shards such a model all the same, stages 1
     and 2 leave it whole on every rank.
@@ -76,7 +76,7 @@ class DeepSpeedEngine:
                     weights.fill_elements(fragment.piece().values, fragment.name, fragment.first)
 
     def take_device(self) -> None:
-        """DeepSpeed's own, for ZeRO-3; the other stages stay where they are."""
+        """Bring DeepSpeed's own states back, for ZeRO-3; the other stages stay where they are."""
         if self.stage == 3 and self.ranks.device.type != "cpu":
             self._engine.reload_states()
 
@@ -91,7 +91,7 @@ class DeepSpeedEngine:
         self._engine.set_gradient_accumulation_boundary(is_last)
 
     def backward(self, loss: Tensor) -> None:
-        """ZeRO divides what it sums by the number of ranks: multiply by it beforehand."""
+        """Run backward on the loss times the number of ranks, because ZeRO divides by it what it sums."""
         self._engine.backward(loss * self.ranks.num_ranks, scale_wrt_gas=False)
 
     def optimizer_step(self, rate: float) -> float:
@@ -115,7 +115,7 @@ class DeepSpeedEngine:
     # What lies where
 
     def pieces(self) -> Iterator[Piece]:
-        """Trained weights as their masters have them."""
+        """Pieces of all weights; trained ones as their float32 masters have them."""
         for name, parameter in self.model.lm.named_parameters():
             if name in self._fragments:
                 yield self._fragments[name].piece()
@@ -124,7 +124,7 @@ class DeepSpeedEngine:
         yield from buffer_pieces(self.model.lm, self.ranks.rank)
 
     def adapter_pieces(self) -> Iterator[Piece]:
-        """None: `conf/trainer.py` has adapters for fsdp only."""
+        """No pieces: `conf/trainer.py` has adapters for fsdp only."""
         return iter(())
 
     def state(self) -> Iterator[Piece]:

@@ -1,7 +1,7 @@
 """DeepSpeed as a library inside an actor: imported late, told where it is, and what to do.
 
-It expects to be started by its own launcher, which sets environment variables, and compiles C++ extensions when first
-used. Called by `deepspeed.py`.
+DeepSpeed expects to be started by its own launcher, which sets environment variables, and compiles C++ extensions when
+first used.
 """
 
 import os
@@ -23,16 +23,16 @@ from penstock.workers.trainer.models.starting_weights import StartingWeights, re
 from penstock.workers.trainer.ranks import Ranks
 
 MAX_BUCKET_ELEMENTS = 2**27
-"""Most gradients (float32) that are copied together to be reduced: half a GiB."""
+"""Largest number of gradients (float32) that are copied together to be reduced: half a GiB."""
 PERSISTENT_ELEMENTS = 100_000
-"""Stage 3: parameters up to this size stay gathered from their first use to the next optimizer step. Gathering norms
-and biases costs more than keeping them."""
+"""Largest parameters that stay gathered from their first use to the next optimizer step (stage 3). Gathering norms and
+biases costs more than keeping them."""
 UNUSED_EXTENSIONS = ("deepspeed_shm_comm",)
-"""Built by the C++ compiler when ranks meet, and used for inference only."""
+"""Extensions that the C++ compiler builds when ranks meet, and that are used for inference only."""
 
 
 def load_deepspeed(ranks: Ranks) -> ModuleType:
-    """The package, computing on the ranks' device. Raises `ConfigError` where it is not installed or computes
+    """Import the package, computing on the ranks' device. Raises `ConfigError` where it is not installed or computes
     elsewhere."""
     device = ranks.device
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, when imported; it would guess
@@ -58,8 +58,8 @@ def load_deepspeed(ranks: Ranks) -> ModuleType:
 
 
 def _take_place_of_launcher(ranks: Ranks) -> None:
-    """DeepSpeed reads time and again what its launcher would have put into the environment. What this process has
-    inherited of some other launcher says nothing about this trainer."""
+    """Set the environment variables that DeepSpeed's launcher would have set, and that DeepSpeed reads repeatedly.
+    Those that this process has inherited of another launcher say nothing about this trainer."""
     own = {"RANK": ranks.rank, "WORLD_SIZE": ranks.num_ranks, "LOCAL_RANK": ranks.device.index or 0}
     os.environ.update({name: str(value) for name, value in own.items()})
     os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
@@ -73,8 +73,9 @@ def load_sharded(
     dtype: torch.dtype,
     ranks: Ranks,
 ) -> None:
-    """Stage 3: one layer after the other gets its weights and is cut, so that nothing ever holds the model, as it would
-    if DeepSpeed were given it whole. DeepSpeed cuts what rank 0 has, so that the others need not read it. Collective.
+    """Give one layer after the other its weights and cut it (stage 3), so that no process ever holds the whole model,
+    as it would if DeepSpeed were given it whole. DeepSpeed cuts what rank 0 has, so that the others need not read it.
+    Collective.
     """
     for module in (*decoder_layers(model), model):
         load_whole(model.lm, module, weights if ranks.rank == 0 else None, dtype)
@@ -84,7 +85,8 @@ def load_sharded(
 
 
 def load_whole(lm: nn.Module, module: nn.Module, weights: StartingWeights | None, dtype: torch.dtype) -> None:
-    """Give the parameters of `module`, a part of `lm`, that have no values yet all of theirs, on the CPU. None: any."""
+    """Give the parameters of `module`, a part of `lm`, that have no values yet all of theirs, on the CPU. `weights`
+    None: any values."""
     within = set(module.parameters())
 
     def made(name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -97,7 +99,7 @@ def load_whole(lm: nn.Module, module: nn.Module, weights: StartingWeights | None
 
 
 def keep_deadline(engine: Any, timeout_s: float) -> None:
-    """DeepSpeed makes process groups of its own, with torch's default timeouts: give them the trainer's.
+    """Give the process groups that DeepSpeed makes the trainer's timeout, in the place of torch's default.
 
     `engine`: what `deepspeed.initialize` returned.
     """

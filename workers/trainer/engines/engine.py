@@ -1,4 +1,5 @@
-"""What holds a sharded model and its optimizer, whoever shards it: FSDP2 (`fsdp.py`) or DeepSpeed (`deepspeed.py`).
+"""The interface of engines, which hold a sharded model and its optimizer: FSDP2 (`fsdp.py`) or DeepSpeed
+(`deepspeed.py`).
 
 `trainer.py` decides what is computed; an engine decides where parameters, gradients and optimizer states lie while it
 is. Every rank makes the same calls in the same order, since most of them communicate.
@@ -16,7 +17,7 @@ from penstock.workers.weights.piece import Piece
 
 
 class TrainEngine(Protocol):
-    """The loop that calls it, once an optimizer step:
+    """Holds a sharded model and its optimizer. The loop that calls it, once an optimizer step:
 
     for number, batch in enumerate(batches):
         engine.before_backward(is_last=number == len(batches) - 1)
@@ -26,33 +27,34 @@ class TrainEngine(Protocol):
 
     ranks: Ranks
     model: PolicyModel | ScalarModel
-    """Its parameters may be shards. Not to be called: see `forward`."""
+    """The model, whose parameters may be shards. Not to be called: see `forward`."""
 
     where: str
     """The part of the model that was gathered last, for messages."""
 
     def take_device(self) -> None:
-        """Bring weights and optimizer states back to the device. Nothing to do on a CPU."""
+        """Bring weights and optimizer states back to the device. Does nothing on a CPU."""
 
     def leave_device(self) -> None:
-        """Bring them to the host's memory, so that an engine has the device. Nothing to do on a CPU."""
+        """Bring weights and optimizer states to the host's memory, so that an engine has the device. Does nothing on a
+        CPU."""
 
     def forward(self, *arguments: Any) -> Any:
-        """The model's forward. Collective."""
+        """Run the model's forward. Collective."""
 
     def before_backward(self, is_last: bool) -> None:
-        """Of each micro-batch, before its forward. `is_last`: of the optimizer step."""
+        """Prepare for a micro-batch, before its forward. `is_last`: it is the last of the optimizer step."""
 
     def backward(self, loss: Tensor) -> None:
-        """`loss`: `[]`, this micro-batch's share of its minibatch's. Gradients are *summed* over micro-batches and
-        ranks, since losses are already divided by the totals over all of them. Collective."""
+        """Run backward. `loss`: `[]`, this micro-batch's share of its minibatch's. Gradients are *summed* over
+        micro-batches and ranks, since losses are already divided by the totals over all of them. Collective."""
 
     def optimizer_step(self, rate: float) -> float:
-        """Clip, step at this learning rate, clear the gradients. The norm of the whole gradient before clipping; where
-        it is not finite, weights and optimizer stay as they were. Collective."""
+        """Clip, step at this learning rate, clear the gradients. Returns the norm of the whole gradient before
+        clipping; where it is not finite, weights and optimizer stay as they were. Collective."""
 
     def free(self) -> None:
-        """Let go of gathered parameters, which an optimizer step outdates. Called after passes without backward."""
+        """Release gathered parameters, which an optimizer step outdates. Called after passes without backward."""
 
     def pieces(self) -> Iterator[Piece]:
         """The weights as a checkpoint of the model has them, by HF names: whole rows, tied weights once, persistent
@@ -63,15 +65,15 @@ class TrainEngine(Protocol):
         are none. Collective."""
 
     def state(self) -> Iterator[Piece]:
-        """What a resumed run needs, bit for bit: `weights/<name>` (float32), `exp_avg/<name>`, `exp_avg_sq/<name>` of
-        what is trained. A rank may have several pieces of one tensor. Loading writes into the pieces' `values`, then
-        calls `loaded`. Collective."""
+        """Everything that a resumed run needs, bit for bit: `weights/<name>` (float32), `exp_avg/<name>`,
+        `exp_avg_sq/<name>` of what is trained. A rank may have several pieces of one tensor. Loading writes into the
+        pieces' `values`, then calls `loaded`. Collective."""
 
     def num_optimizer_steps(self) -> int:
-        """Steps of AdamW so far, which its bias correction counts."""
+        """Number of AdamW's steps so far, which its bias correction counts."""
 
     def loaded(self, num_optimizer_steps: int) -> None:
-        """`state` was overwritten: bring copies of it up to date. Collective."""
+        """Bring copies of `state` up to date after it was overwritten. Collective."""
 
     def close(self) -> None:
-        """Let go of what outlives the engine otherwise. Called once, last, before the ranks part."""
+        """Release what outlives the engine otherwise. Called once, last, before the ranks part."""

@@ -1,4 +1,4 @@
-"""The engine that `trainer.engine` names. Called by `trainer.py`. DeepSpeed is imported by those who ask for it."""
+"""The engine that `trainer.engine` names. DeepSpeed is imported only where it is asked for."""
 
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.engines.engine import TrainEngine
@@ -12,7 +12,7 @@ from penstock.workers.trainer.ranks import Ranks
 def make_engine(
     model: PolicyModel | ScalarModel, weights: StartingWeights, ranks: Ranks, config: TrainerConfig
 ) -> TrainEngine:
-    """`config.engine` around a model that gets its weights there. Collective."""
+    """Make `config.engine` around a model, which gets its weights there. Collective."""
     if config.engine == "deepspeed":
         from penstock.workers.trainer.engines.deepspeed import DeepSpeedEngine
 

@@ -3,7 +3,7 @@
 Every decoder layer is one unit and the rest (embedding, last norm, output layer) is the root. Parameters are DTensors
 split along dim 0, so that a rank's part of one is a range of its elements; of several copies of the model (`mesh.py`)
 each has the same ranges. Tensor parallelism splits them before that (`tensor_parallel.py`), sequence parallelism splits
-what they are applied to (`ulysses.py`). A `TrainEngine` (`engine.py`), made by `factory.py`.
+what they are applied to (`ulysses.py`). A `TrainEngine` (`engine.py`).
 
 Legend: R copies, F ranks that FSDP2 splits one over, T ranks of tensor parallelism.
 """
@@ -33,7 +33,7 @@ from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
 
 KEEP_WHOLE_BYTES = 2 * 2**30
-"""A model up to this size (float32) is gathered once an optimizer step, and its gradients are reduced once: less
+"""Largest model (float32) that is gathered once an optimizer step, and whose gradients are reduced once: less
 communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
 forward and backward.
 """
@@ -41,7 +41,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpEngine:
-    """One rank's shard of a model and of its optimizer. Every rank makes the same calls, since most of them
+    """A rank's shard of a model and of its optimizer. Every rank makes the same calls, since most of them
     communicate."""
 
     def __init__(
@@ -77,7 +77,7 @@ class FsdpEngine:
         self.optimizer = make_adamw(trained, config.optimizer) if trained else None
 
     def _fully_shard(self, mesh: DeviceMesh, dtype: str, is_offloaded: bool) -> FSDPModule:
-        """Each decoder layer, then the rest; the root."""
+        """Shard each decoder layer, then the rest; return the root."""
         policy = MixedPrecisionPolicy()
         if dtype == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -90,8 +90,8 @@ class FsdpEngine:
 
     @torch.no_grad()
     def _load(self, weights: StartingWeights, device: torch.device) -> None:
-        """Give the shards memory, and the values that they start as. Buffers have theirs already, and are where
-        `fully_shard` has moved them."""
+        """Give the shards memory and their starting values. Buffers have theirs already, and are where `fully_shard`
+        has moved them."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         self.model.to_empty(device=device)
         for name, buffer in self.model.named_buffers(remove_duplicate=False):
@@ -113,7 +113,7 @@ class FsdpEngine:
         self._move(torch.device("cpu"))
 
     def _move(self, device: torch.device) -> None:
-        """Weights with `Module.to`, which FSDP2 allows for its shards, and AdamW's states beside them."""
+        """Move weights with `Module.to`, which FSDP2 allows for its shards, and AdamW's states beside them."""
         if self.ranks.device.type == "cpu":
             return
         self.model.to(device)
@@ -127,8 +127,8 @@ class FsdpEngine:
         return self.sequence(self.model, *arguments) if self.sequence else self.model(*arguments)
 
     def before_backward(self, is_last: bool) -> None:
-        """Gradients of a minibatch add up unreduced until its last micro-batch, where they may be kept whole; else in
-        shards, which only then are summed over copies."""
+        """Let gradients of a minibatch add up unreduced until its last micro-batch, where they may be kept whole; else
+        in shards, which only then are summed over copies."""
         if self.keeps_whole:
             self.root.set_requires_gradient_sync(is_last)
             self.root.set_reshard_after_backward(is_last)
@@ -162,11 +162,11 @@ class FsdpEngine:
             unit.reshard()
 
     def close(self) -> None:
-        """Nothing outlives it."""
+        """Do nothing: nothing outlives this engine."""
 
     def _local_gradients(self, *, split: bool | None = None) -> list[Tensor]:
-        """This rank's shards, in the model's order; `split`: only those of parameters that tensor parallelism splits,
-        or only the others'."""
+        """Gradients of this rank's shards, in the model's order; `split`: only those of parameters that tensor
+        parallelism splits, or only the others'."""
         return [
             local(parameter.grad)
             for parameter in self.model.parameters()
@@ -192,8 +192,8 @@ class FsdpEngine:
 
     @torch.no_grad()
     def pieces(self) -> Iterator[Piece]:
-        """With LoRA or tensor parallelism values are copies, each made as it is asked for: never more than one tensor
-        at a time."""
+        """Pieces of the weights. With LoRA or tensor parallelism values are copies, each made as it is asked for: never
+        more than one tensor at a time."""
         lm = self.model.lm
         changes = {f"{adapter.name}.weight": adapter for adapter in adapters(lm)}
         for own_name, parameter in lm.named_parameters():
@@ -213,7 +213,7 @@ class FsdpEngine:
                 yield self._share(name, parameter, self._whole_columns(parameter, local(parameter)))
 
     def _whole_columns(self, parameter: Tensor, rows: Tensor) -> Tensor:
-        """This rank's rows of a parameter over all columns. Collective where tensor parallelism splits those."""
+        """All columns of this rank's rows of a parameter. Collective where tensor parallelism splits them."""
         if self.tensor and self.tensor.split_dim(parameter) == 1:
             return self.tensor.whole_columns(rows)
         return rows
@@ -242,7 +242,7 @@ class FsdpEngine:
                     self.tensor.from_first(local(tensor).detach())
 
     def _first_row(self, parameter: Tensor) -> int:
-        """Where this rank's rows of a parameter start: tensor parallelism cuts first, FSDP2 cuts what it leaves."""
+        """First of this rank's rows of a parameter: tensor parallelism cuts first, FSDP2 cuts what it leaves."""
         num_rows = parameter.shape[0] if parameter.ndim else 1
         if self.tensor and self.tensor.split_dim(parameter) == 0:
             num_rows //= self.tensor.size
@@ -250,16 +250,16 @@ class FsdpEngine:
         return first_row(num_rows, self.mesh.shard, self.mesh.num_shards)
 
     def _share(self, name: str, parameter: Tensor, rows: Tensor) -> Piece:
-        """Whole rows for others to read. Of ranks that have the same ones each gives a share."""
+        """Whole rows for others to read. Each of the ranks that have the same rows gives a share."""
         share = self.mesh.share(len(rows), of_parts=self.tensor is not None and self.tensor.split_dim(parameter) != 0)
         shape = tuple(parameter.shape)
         first = (self._first_row(parameter) + share.start) * math.prod(shape[1:])
         return Piece(name, shape, first, rows[share].detach().reshape(-1))
 
     def _own(self, name: str, parameter: Tensor, rows: Tensor) -> Iterator[Piece]:
-        """This rank's part for others to read and to write. Of copies each gives a share, of T ranks that have the same
-        the first counts; where those split columns, each row is a piece, since a row's part is what lies together in
-        the full tensor."""
+        """This rank's part for others to read and to write. Each copy gives a share; of T ranks that have the same
+        part, the first counts. Where they split columns, each row is a piece, since a row's part is what lies together
+        in the full tensor."""
         share, shape = self.mesh.share(len(rows)), tuple(parameter.shape)
         first, rows = self._first_row(parameter) + share.start, rows[share]
         row_elements = math.prod(shape[1:])
@@ -275,7 +275,8 @@ class FsdpEngine:
 
 
 def make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Parameters of one mesh go together, since an operation on several DTensors wants them all on the same."""
+    """Make AdamW. Parameters of one mesh go together, since an operation on several DTensors wants them all on the
+    same."""
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -290,7 +291,8 @@ def make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch
 
 
 def moments_of(optimizer: torch.optim.AdamW, tensor: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of what it steps, which it has from its first step on: made here if it is asked for before."""
+    """AdamW's state of a tensor that it steps. AdamW makes it at its first step; it is made here if asked for
+    before."""
     state: dict[str, Tensor] = optimizer.state[tensor]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)

@@ -1,4 +1,4 @@
-"""The decoder layers of a model: which they are, and how they are computed. Used by `trainer.py` and `fsdp.py`."""
+"""The decoder layers of a model: which they are, and how they are computed."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ def decoder_layers(model: PolicyModel | ScalarModel) -> list[nn.Module]:
 
 
 def compile_layers(model: PolicyModel | ScalarModel) -> None:
-    """Have each layer compiled when it is first called, in place, so that no parameter changes its name. Before an
-    engine puts its hooks on them: those stay as they are, between the compiled parts.
+    """Have each layer compiled when it is first called, in place, so that no parameter changes its name. Call it before
+    an engine puts its hooks on them: those stay as they are, between the compiled parts.
 
     All layers share what is compiled, with gradient and without, for any number of tokens and for one row or more.
     Where activations are recomputed, transformers' checkpoint calls the compiled layer once more: compiling checkpoint
@@ -29,8 +29,8 @@ def compile_layers(model: PolicyModel | ScalarModel) -> None:
 
 def use_liger(lm: Any) -> None:
     """Put Liger's kernels in the places of a model's own norms, rotary embedding and gated activations, in place.
-    Parameters stay as they are. Before adapters. Raises `ConfigError` where Liger is not installed or does not know the
-    model."""
+    Parameters stay as they are. Call it before `add_adapters`. Raises `ConfigError` where Liger is not installed or
+    does not know the model."""
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN

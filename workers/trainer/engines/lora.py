@@ -3,9 +3,8 @@
     open ─▶ add_adapters ─▶ engine shards it ─▶ updates change A, B ─┬▶ pieces: W + scale * B @ A under W's own name
                                                                       └▶ adapter_pieces: A and B
 
-The first make a publication that is a whole model, of which engines need not know that adapters made it; the second,
-with `trainer.lora.publish=adapter`, one of A and B alone. Called by `trainer.py` before the engine is made, by
-`fsdp.py` for publications, and by `writing.py` for exports.
+`pieces` make a publication that is a whole model, of which engines need not know that adapters made it;
+`adapter_pieces`, with `trainer.lora.publish=adapter`, one of A and B alone.
 """
 
 from collections.abc import Iterator
@@ -26,23 +25,24 @@ from penstock.workers.weights.publication.adapter import FILE_NAME, tensor_name
 ADAPTER = "default"
 """PEFT's name of the one adapter."""
 INITIAL_SEED = 0
-"""Of A. The same in every rank, or their shards would be of different tensors."""
+"""Seed of A's initial values. The same in every rank, or their shards would be of different tensors."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Of one linear layer: its weight `[out, in]` is `W + scale * B @ A`."""
+    """The adapter of one linear layer, whose weight `[out, in]` is `W + scale * B @ A`."""
 
     name: str
     """HF name of the layer, e.g. `model.layers.0.self_attn.q_proj`."""
     a: Tensor
-    """`[rank, in]`, maybe a DTensor."""
+    """Weight of shape `[rank, in]`, maybe a DTensor."""
     b: Tensor
-    """`[out, rank]`, maybe a DTensor, split along dim 0 as W is."""
+    """Weight of shape `[out, rank]`, maybe a DTensor, split along dim 0 as W is."""
     scale: float
 
     def delta(self) -> Tensor:
-        """What is added to this rank's part of W, with its shape. Collective: A's rows are gathered, B's are not."""
+        """The sum that is added to this rank's part of W, with its shape. Collective: A's rows are gathered, B's are
+        not."""
         return (local(self.b) @ _whole_rows(self.a)) * self.scale
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -53,8 +53,8 @@ class Adapter:
 
 def add_adapters(lm: Any, config: LoraConfig) -> dict[str, Tensor]:
     """Put adapters around the linear layers that `config` names, in place; everything else stops requiring gradients,
-    but for a scalar head, which is small and new. `lm`: without weights. The values of A and B, which have none in it
-    either.
+    but for a scalar head, which is small and new. `lm`: without weights. Returns the values of A and B, which have none
+    in it either.
 
     B starts at zero, so that the model starts as it was. Without dropout: what is trained must be what sampled. Raises
     `ConfigError` for a target that names no linear layer.
@@ -88,7 +88,7 @@ def add_adapters(lm: Any, config: LoraConfig) -> dict[str, Tensor]:
 
 
 def adapters(lm: Any) -> Iterator[Adapter]:
-    """In the model's order; none where `add_adapters` was not called."""
+    """Adapters in the model's order; none where `add_adapters` was not called."""
     for name, module in lm.named_modules():
         if hasattr(module, "lora_A"):
             a, b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
@@ -96,7 +96,7 @@ def adapters(lm: Any) -> Iterator[Adapter]:
 
 
 def is_adapter(name: str) -> bool:
-    """A parameter of that name is A or B of an adapter."""
+    """Return whether a parameter of that name is A or B of an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
@@ -106,8 +106,8 @@ def hf_name(name: str) -> str:
 
 
 def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:
-    """The adapter by itself, as PEFT's `PeftModel.from_pretrained` and vLLM's LoRA requests load it, in float32.
-    Collective; `is_writer`: this rank writes. Nothing where the model has no adapters."""
+    """Save the adapter by itself, as PEFT's `PeftModel.from_pretrained` and vLLM's LoRA requests load it, in float32.
+    Collective; `is_writer`: this rank writes. Nothing is written where the model has no adapters."""
     from safetensors.torch import save_file
 
     tensors = {}

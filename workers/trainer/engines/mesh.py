@@ -1,10 +1,10 @@
-"""How the ranks of FSDP2 are laid out: copies of the model, shards of a copy, parts of a layer.
+"""The layout of FSDP2's ranks: copies of the model, shards of a copy, parts of a layer.
 
     R copies   each has the whole model, and gradients are summed over them (HSDP)
     F shards   split the rows of each tensor of a copy; F * T ranks hold one copy: trainer.shard_size
     T parts    split the layers before that: trainer.tensor_parallel_size
 
-rank = (r * F + f) * T + t, so that a copy lies on consecutive ranks. Made by `fsdp.py`.
+rank = (r * F + f) * T + t, so that a copy lies on consecutive ranks.
 """
 
 import torch
@@ -19,20 +19,21 @@ COPIES, SHARDS = "copies", "shards"
 
 
 class RankMesh:
-    """This rank's place in it, and the process groups that it is in."""
+    """The place of this rank in the mesh, and the process groups that it is in."""
 
     def __init__(self, ranks: Ranks, shard_size: int = 0, tensor_parallel_size: int = 1) -> None:
-        """`shard_size`: ranks that hold one copy; 0: all. Collective."""
+        """Make the process groups. `shard_size`: ranks that hold one copy; 0: all. Collective."""
         block = shard_size or ranks.num_ranks
         self.num_copies, self.copy = ranks.num_ranks // block, ranks.rank // block
         self.num_shards, self.shard = block // tensor_parallel_size, ranks.rank % block // tensor_parallel_size
         self.num_parts, self.part = tensor_parallel_size, ranks.rank % tensor_parallel_size
         self.copies: dist.ProcessGroup | None = None
-        """The ranks that have the same shard and part of each copy, this one among them. None: no other has."""
+        """Process group of the ranks that have the same shard and part of each copy, this one among them. None: no
+        other has."""
         self.parts: dist.ProcessGroup | None = None
-        """The ranks that split layers with this one. None: nobody does."""
+        """Process group of the ranks that split layers with this one. None: no other rank does."""
         self.tensor: DeviceMesh | None = None
-        """Those as a mesh."""
+        """The ranks of `parts` as a mesh."""
         kind = ranks.device.type
         if self.num_copies == self.num_parts == 1:
             self.fsdp = init_device_mesh(kind, (ranks.num_ranks,))
@@ -44,19 +45,20 @@ class RankMesh:
         layout = torch.arange(ranks.num_ranks).view(*sizes.values())
         mesh = DeviceMesh.from_group(list(groups.values()), kind, mesh=layout, mesh_dim_names=tuple(sizes))
         self.fsdp = mesh[COPIES, SHARDS] if COPIES in sizes else mesh[SHARDS]
-        """What FSDP2 works over: shards, or copies and shards."""
+        """The mesh that FSDP2 works over: shards, or copies and shards."""
         self.copies, self.parts = groups.get(COPIES), groups.get(TENSOR)
         self.tensor = mesh[TENSOR] if TENSOR in sizes else None
 
     def share(self, num_rows: int, *, of_parts: bool = False) -> slice:
-        """Which of a shard's rows, that every copy has, this rank is the one to give. `of_parts`: every part has them,
-        too."""
+        """Rows of a shard that this rank is the one to give, of those that every copy has. `of_parts`: every part has
+        them, too."""
         if of_parts:
             return _share(num_rows, self.copy * self.num_parts + self.part, self.num_copies * self.num_parts)
         return _share(num_rows, self.copy, self.num_copies)
 
     def from_givers(self, rows: Tensor) -> None:
-        """What each copy is the one to give of a shard's rows, to the others. Collective over the copies."""
+        """Send the rows of a shard that each copy is the one to give to the other copies. Collective over the
+        copies."""
         for copy in range(self.num_copies) if self.copies else ():
             given = rows[_share(len(rows), copy, self.num_copies)]
             if len(given):
@@ -68,5 +70,5 @@ def _share(num_rows: int, rank: int, num_ranks: int) -> slice:
 
 
 def first_row(num_rows: int, rank: int, num_ranks: int) -> int:
-    """Where a rank's shard of dim 0 starts: shards are as large as the first one, the last may be short or empty."""
+    """First row of a rank's shard of dim 0: shards are as large as the first one, the last may be short or empty."""
     return min(num_rows, rank * -(-num_rows // num_ranks))

@@ -4,23 +4,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 TENSOR = "tensor"
-"""The dim of a mesh along which tensor parallelism splits layers. FSDP2 works over the others (`mesh.py`)."""
+"""Name of the mesh's dim along which tensor parallelism splits layers. FSDP2 works over the others (`mesh.py`)."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; shares memory with it. Another tensor as it is."""
+    """The part of a DTensor that this rank has; shares memory with it. Another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def tensor_placement(tensor: Tensor) -> Placement | None:
-    """How tensor parallelism has placed it; None where it is none of its business."""
+    """The placement of a tensor in tensor parallelism; None where tensor parallelism does not concern it."""
     if isinstance(tensor, DTensor) and TENSOR in _dims(tensor):
         return tensor.placements[_dims(tensor).index(TENSOR)]
     return None
 
 
 def gathered(tensor: DTensor) -> DTensor:
-    """All of what FSDP2 splits; what tensor parallelism splits stays so. Collective over the shards."""
+    """The tensor with all of what FSDP2 splits; what tensor parallelism splits stays so. Collective over the shards."""
     placements = zip(_dims(tensor), tensor.placements, strict=True)
     return tensor.redistribute(
         placements=[placement if name == TENSOR else Replicate() for name, placement in placements]

@@ -4,9 +4,9 @@
     q, k, v, gate, up: columns of the product, rows of the weight   ─▶ each rank some heads, some neurons
     o, down:           rows of the product, columns of the weight   ─▶ partial sums ─▶ all-reduce
 
-Embeddings, norms and the output layer are whole on every rank. Which layers are split how is the model's own word
+Embeddings, norms and the output layer are whole on every rank. The model itself says which layers are split how
 (`base_model_tp_plan` of its configuration). FSDP2 then splits what is left along the other dims of the mesh
-(`mesh.py`). Made and used by `fsdp.py`.
+(`mesh.py`).
 
 Legend: T ranks that split the layers of one model.
 """
@@ -26,11 +26,11 @@ from penstock.workers.trainer.engines.sharded import local, tensor_placement
 
 KEY = "trainer.tensor_parallel_size"
 COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""transformers' names. SUMMED: whole on every rank, and each sees only its own heads: gradients add up."""
+"""Names of transformers. SUMMED: whole on every rank, and each sees only its own heads: gradients add up."""
 
 
 class TensorParallel:
-    """Splits a model, and knows of each parameter which part is here.
+    """Splits a model, and knows which part of each parameter this rank has.
 
     tensor = TensorParallel(model.lm, mesh)    # before fully_shard(..., mesh=mesh.fsdp)
     """
@@ -43,34 +43,35 @@ class TensorParallel:
         self._summed = [lm.get_submodule(name) for name, style in styles.items() if style == SUMMED]
 
     def split_dim(self, parameter: Tensor) -> int | None:
-        """Along which dim T ranks split it; None where each has all of it."""
+        """The dim along which T ranks split a parameter; None where each has all of it."""
         placement = tensor_placement(parameter)
         return placement.dim if isinstance(placement, Shard) else None
 
     def add_up_gradients(self) -> None:
-        """Of parameters whose every rank saw only its own heads. Once an optimizer step, before its norm."""
+        """Add up gradients of parameters whose every rank saw only its own heads. Called once an optimizer step, before
+        its norm."""
         for parameter in (parameter for module in self._summed for parameter in module.parameters()):
             if parameter.grad is not None:
                 dist.all_reduce(local(parameter.grad), group=self.peers)
 
     def whole_columns(self, part: Tensor) -> Tensor:
-        """`[rows, columns / T]` of each rank as `[rows, columns]`. Collective over the T ranks."""
+        """Join `[rows, columns / T]` of each rank to `[rows, columns]`. Collective over the T ranks."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.peers)
         return torch.cat(parts, dim=1)
 
     def columns(self, num_columns: int) -> slice:
-        """This rank's of a parameter that is split along them."""
+        """Columns of this rank of a parameter that is split along them."""
         width = num_columns // self.size
         return slice(self.rank * width, (self.rank + 1) * width)
 
     def from_first(self, tensor: Tensor) -> None:
-        """What the first of the T ranks has, to the others. Collective over them."""
+        """Send the tensor of the first of the T ranks to the others. Collective over them."""
         dist.broadcast(tensor, group=self.peers, group_src=0)
 
 
 def plan_of(lm: Any, size: int) -> dict[str, str]:
-    """How each module of the decoder layers is split, by its full name. Raises `ConfigError` where heads or widths do
+    """The split of each module of the decoder layers, by its full name. Raises `ConfigError` where heads or widths do
     not divide, or the model asks for a way that is not known here."""
     config = lm.config
     _check_divides(
@@ -103,7 +104,7 @@ def plan_of(lm: Any, size: int) -> dict[str, str]:
 
 
 def module_styles(lm: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
-    """DTensor's styles. Of a layer with an adapter, W is split as it would be without, and so is that one of B and A
+    """DTensor's styles. In a layer with an adapter, W is split as it would be without, and so is that one of B and A
     which has the split dim of W."""
     styles: dict[str, ParallelStyle] = {}
     for name, style in plan.items():

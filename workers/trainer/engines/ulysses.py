@@ -4,9 +4,9 @@ fit.
     each rank: tokens [B, L/P] ─▶ layers ─▶ hidden states [B, L/P] ─▶ log-probabilities of its own tokens ─▶ all of them
     in attention: [B, heads, L/P] ─▶ all-to-all ─▶ [B, heads/P, L] ─▶ sdpa ─▶ all-to-all ─▶ [B, heads, L/P]
 
-All else of a layer looks at one token at a time and so needs no other rank. Each rank gets the whole answer and
-computes the same loss; gradients flow back to the rank whose token it was, and FSDP2 sums them. Used by `fsdp.py`; the
-model is as it was but for the name of its attention and a hook that tells it where its tokens stand.
+Everything else in a layer looks at one token at a time and so needs no other rank. Each rank gets the whole answer and
+computes the same loss; gradients flow back to the rank whose token it was, and FSDP2 sums them. The model is as it was
+but for the name of its attention and a hook that tells it where its tokens stand.
 
 Legend: B rows, L padded tokens, P ranks that split them, N places asked for, D width of a head.
 """
@@ -25,9 +25,9 @@ from penstock.workers.trainer.update.batching import PAD_ID
 
 KEY = "trainer.sequence_parallel_size"
 ATTENTION = "penstock_ulysses"
-"""The name that transformers knows `attention` by."""
+"""Name under which transformers knows `attention`."""
 PEERS = "sequence_peers"
-"""Keyword argument by which the process group travels from the model's call to `attention`."""
+"""Keyword argument that passes the process group from the model's call to `attention`."""
 
 
 class SequenceParallel:
@@ -47,15 +47,15 @@ class SequenceParallel:
         lm.base_model.register_forward_pre_hook(self._tell, with_kwargs=True)
 
     def _tell(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """The base model's arguments, with where its tokens stand in the whole row."""
+        """Add the positions of the base model's tokens in the whole row to its arguments."""
         ids = keywords["input_ids"]
         first = self._rank * ids.shape[1]
         positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
         return arguments, keywords | {"position_ids": positions, PEERS: self._peers}
 
     def __call__(self, model: nn.Module, input_ids_BL: Tensor, positions_N: Tensor, *rest: Any) -> Any:
-        """What `model` answers for all places, on every rank. `rest`: further arguments, of which tensors are `[N]`.
-        Collective over the P ranks."""
+        """Return what `model` answers for all places, on every rank. `rest`: further arguments, of which tensors are
+        `[N]`. Collective over the P ranks."""
         length = input_ids_BL.shape[1]
         width = -(-length // self._size)
         padded_BL = functional.pad(input_ids_BL, (0, width * self._size - length), value=PAD_ID)
@@ -78,7 +78,7 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     """Causal attention over all tokens of the row. query, key, value: `[B, heads, L/P, D]`; returns
-    `[B, L/P, heads, D]`. Called by transformers' layers."""
+    `[B, L/P, heads, D]`."""
     peers = keywords.pop(PEERS, None)
     if peers is None:
         raise ConfigError(
@@ -93,7 +93,7 @@ AttentionInterface.register(ATTENTION, attention)
 
 
 def _by_heads(tensor: Tensor, peers: dist.ProcessGroup) -> Tensor:
-    """`[B, heads, L/P, D]` as `[B, heads/P, L, D]`."""
+    """Turn `[B, heads, L/P, D]` into `[B, heads/P, L, D]`."""
     parts = peers.size()
     rows, heads, length, width = tensor.shape
     sent = tensor.reshape(rows, parts, heads // parts, length, width).transpose(0, 1)
@@ -102,7 +102,7 @@ def _by_heads(tensor: Tensor, peers: dist.ProcessGroup) -> Tensor:
 
 
 def _by_tokens(tensor: Tensor, peers: dist.ProcessGroup) -> Tensor:
-    """`[B, heads/P, L, D]` as `[B, heads, L/P, D]`."""
+    """Turn `[B, heads/P, L, D]` into `[B, heads, L/P, D]`."""
     parts = peers.size()
     rows, heads, length, width = tensor.shape
     sent = tensor.reshape(rows, heads, parts, length // parts, width).permute(2, 0, 1, 3, 4)
@@ -111,7 +111,8 @@ def _by_tokens(tensor: Tensor, peers: dist.ProcessGroup) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """`[P, ...]`: part i goes to rank i, and what rank i sent becomes part i. Its own transpose."""
+    """Exchange of the parts of `[P, ...]`: part i goes to rank i, and what rank i sent becomes part i. Its own
+    transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, peers: dist.ProcessGroup) -> Tensor:
@@ -124,7 +125,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Each rank's own places put together, the same on every rank. Every rank computes the same loss of it, so that the
+    """Places of all ranks put together, the same on every rank. Every rank computes the same loss of them, so that the
     gradient of a place is already whole on the rank that owns it."""
 
     @staticmethod
@@ -148,7 +149,7 @@ def _exchange(parts: Tensor, peers: dist.ProcessGroup) -> Tensor:
 
 
 def check(lm: Any, size: int, tensor_parallel_size: int) -> None:
-    """Raises `ConfigError` for a model whose attention cannot be split over `size` ranks, each of which has its heads
+    """Raise `ConfigError` for a model whose attention cannot be split over `size` ranks, each of which has its heads
     divided by `tensor_parallel_size` already."""
     config = lm.config
     if config._attn_implementation != "sdpa":

@@ -1,4 +1,4 @@
-"""A rank's pieces as the bytes of a file: what they are of, and where each lies. Used by `writing.py` and `reading.py`.
+"""A rank's pieces as the bytes of a file: which tensors they are of, and where each lies.
 
 The pieces lie back to back in the order in which they come, which is the same for every trainer that shards the same
 model in the same way over as many ranks. Pieces that lie back to back in memory, too, such as the rows of a matrix
@@ -18,12 +18,12 @@ from penstock.workers.weights.piece import Piece
 
 
 def parts_of(pieces: Iterable[Piece]) -> tuple[Part, ...]:
-    """One a tensor."""
+    """A part for each tensor."""
     return tuple(_part(list(some)) for _, some in groupby(pieces, key=lambda piece: piece.name))
 
 
 def difference(wanted: Sequence[Part], found: Sequence[Part]) -> str | None:
-    """Where a copy is of other pieces than a trainer has, as half a sentence; None: nowhere."""
+    """The place where a copy has other pieces than a trainer, as half a sentence; None: they are the same."""
     by_name = {part.name: part for part in found}
     for part in wanted:
         other = by_name.get(part.name)
@@ -36,7 +36,8 @@ def difference(wanted: Sequence[Part], found: Sequence[Part]) -> str | None:
 
 
 def runs_of(pieces: Iterable[Piece]) -> Iterator[Tensor]:
-    """All bytes of the pieces in order: `[num_bytes]` uint8, on their device, each as long as memory goes on."""
+    """All bytes of the pieces in order: `[num_bytes]` uint8, on their device, each run as long as memory is
+    contiguous."""
     run: Tensor | None = None
     for piece in pieces:
         values = bytes_of(piece.values)

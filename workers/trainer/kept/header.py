@@ -1,12 +1,9 @@
-"""What a kept copy says of itself. Light: agents read it too, and have no torch.
-
-Used by everything in this folder, and by the agents, which bring copies to other nodes (`workers/node/states.py`).
-"""
+"""The header of a kept copy: step, rank, contents. Light: agents read it too, and have no torch."""
 
 import msgspec
 
 BLOCK_BYTES = 16 * 2**20
-"""Most that one checksum is for."""
+"""Largest number of bytes that one checksum is for."""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
@@ -17,36 +14,36 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """What the rank has of one tensor."""
+    """Elements that the rank has of one tensor."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     first: int
-    """Of its first element here, in the flattened full tensor."""
+    """Place of the first element here, in the flattened full tensor."""
     num_elements: int
     ranges: str
-    """xxh3-64 of first element and length of each of its ranges: a rank may have many."""
+    """Hash (xxh3-64) of first element and length of each of its ranges: a rank may have many."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Of one rank's copy after one step."""
+    """Description of one rank's copy after one step."""
 
     step: int
     rank: int
     num_ranks: int
     lineage: str
-    """The same on all ranks that were started together, and of no others. Copies of one step are one state only if
+    """Id that all ranks that were started together share, and no others. Copies of one step are one state only if
     theirs are equal: a step that was lost may have been made again."""
     num_bytes: int
     leave_bytes: int
-    """What must stay free in the shared memory of a node that takes such copies."""
+    """Bytes that must stay free in the shared memory of a node that takes such copies."""
     parts: tuple[Part, ...]
-    """In the order of the file."""
+    """Parts in the order of the file."""
     blocks: tuple[Block, ...]
     carried: str
-    """What is no tensor: states of functions of the dataflow."""
+    """The states of functions of the dataflow, as text: they are no tensors."""
 
 
 def to_json(header: Header) -> str:
@@ -54,7 +51,7 @@ def to_json(header: Header) -> str:
 
 
 def from_json(text: bytes) -> Header | None:
-    """None for what `to_json` does not write."""
+    """Decode a header. None for what `to_json` does not write."""
     try:
         return msgspec.json.decode(text, type=Header)
     except msgspec.MsgspecError:

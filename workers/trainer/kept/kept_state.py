@@ -1,5 +1,5 @@
 """The kept copies of one rank's whole state: made after every update, read by the ranks that come after its death.
-Called by `worker.py` and `actor.py`, on all ranks alike.
+Called on all ranks alike.
 """
 
 from penstock.conf.errors import DataflowError
@@ -10,7 +10,7 @@ from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 
 PUBLICATIONS = 3
-"""That may lie in shared memory at the same time: copies leave room for them."""
+"""Number of publications that may lie in shared memory at the same time: copies leave room for them."""
 
 
 class KeptState:
@@ -25,8 +25,8 @@ class KeptState:
 
     def keep(self, step: int) -> str | None:
         """Copy the state after step `step`: when this returns, the copy is there, and so are those of the ranks that
-        have the same rows, one of which completes them for all. None: it is; else why there are no copies from now on,
-        told once. Collective the first time."""
+        have the same rows, one of which completes them for all. None: it is there; else why there are no copies from
+        now on, told once. Collective the first time."""
         problem = None if self._keeper.is_off else self._copy(step)
         if self._ranks.num_peers > 1:
             with deadlines.phase(f"copy of the state after step {step}", self._ranks):
@@ -34,15 +34,15 @@ class KeptState:
         return problem
 
     def restore(self, step: int) -> None:
-        """Go on from the copies of a step. As many ranks of the same engine have made them, and each has its own on its
-        node. Collective. Raises `KeptStateError` on all ranks alike, having changed nothing."""
+        """Go on from the copies of a step. As many ranks of the same engine must have made them, and each has its own
+        on its node. Collective. Raises `KeptStateError` on all ranks alike, having changed nothing."""
         targets = self._state.targets()
         with deadlines.phase(f"restoring the state after step {step}", self._ranks):
             carried = restore(self._keeper.slots, step, targets.pieces, self._ranks)
             self._state.take(targets, carried)
 
     def close(self) -> None:
-        """The copies stay."""
+        """Stop keeping copies; those that are there stay."""
         self._keeper.close()
 
     def _copy(self, step: int) -> str | None:

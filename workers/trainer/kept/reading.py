@@ -1,7 +1,7 @@
 """Puts a kept copy back into the pieces of a trainer that was started anew, checked before anything changes.
 
-Called by `kept_state.py`, on all ranks together: either all of them have the same step of the same state, or none
-of them changes and all raise what is wrong with the first.
+Called on all ranks together: either all of them have the same step of the same state, or none of them changes and all
+raise what is wrong with the first.
 """
 
 import mmap
@@ -24,14 +24,14 @@ MEND = "Go on from the last checkpoint (resume=auto)."
 
 
 class KeptCopy:
-    """One rank's copy of a step, mapped. Lifecycle: `open`, `fault`, `read`."""
+    """A rank's copy of a step, mapped. Lifecycle: `open`, `fault`, `read`."""
 
     def __init__(self, header: Header, memory: mmap.mmap) -> None:
         self.header, self._memory = header, memory
 
     @classmethod
     def open(cls, slots: Slots, step: int) -> "KeptCopy":
-        """Raises `KeptStateError` if there is none."""
+        """Map the copy of a step. Raises `KeptStateError` if there is none."""
         copies = slots.copies()
         if step not in copies:
             raise KeptStateError(
@@ -42,7 +42,7 @@ class KeptCopy:
             return cls(header, mmap.mmap(file.fileno(), header.num_bytes, access=mmap.ACCESS_COPY))
 
     def fault(self, pieces: Sequence[Piece], num_ranks: int) -> str | None:
-        """Why it is not these pieces' state, as half a sentence; None: it is, to the last bit."""
+        """The reason why the copy is not these pieces' state, as half a sentence; None: it is, to the last bit."""
         if self.header.num_ranks != num_ranks:
             return f"is of a trainer of {self.header.num_ranks} ranks, and this one has {num_ranks}"
         if found := difference(parts_of(pieces), self.header.parts):
@@ -73,8 +73,8 @@ class KeptCopy:
 
 
 def restore(slots: Slots, step: int, pieces: Sequence[Piece], ranks: Ranks) -> str:
-    """Overwrite the pieces' values with those of a step, on all ranks or on none; what was carried. Copies of later
-    steps count no more: these are made again. Collective. Raises `KeptStateError`."""
+    """Overwrite the pieces' values with those of a step, on all ranks or on none; return what was carried. Copies of
+    later steps become invalid: these are made again. Collective. Raises `KeptStateError`."""
     copy, fault = None, None
     try:
         copy = KeptCopy.open(slots, step)

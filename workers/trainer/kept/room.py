@@ -1,5 +1,5 @@
 """Room for the slots of a rank, taken before anything is written. Publications need the same shared memory, and a run
-cannot do without those: what copies would take from them, they do not take. Used by `writing.py` and by the agents.
+cannot do without them, so copies leave them their room.
 """
 
 import fcntl
@@ -13,12 +13,12 @@ from penstock.workers.reserving import Shortage, reserve
 from penstock.workers.trainer.kept.slots import SLOTS, Slots
 
 LEFT_OF_MEMORY = 0.05
-"""Of the machine's memory that copies leave free, besides what they leave to publications."""
+"""Share of the machine's memory that copies leave free, besides what they leave to publications."""
 
 
 def reserve_slots(slots: Slots, num_bytes: int, leave_bytes: int) -> str | None:
-    """All pages of both slots, each of `num_bytes`, if `leave_bytes` are free afterwards. None: they are there; else
-    why not and what to do, and nothing of them is left. Raises `OSError` where no file can be made."""
+    """Reserve all pages of both slots, each of `num_bytes`, if `leave_bytes` are free afterwards. None: they are there;
+    else why not and what to do, and nothing of them is left. Raises `OSError` where no file can be made."""
     for directory in (slots.root, slots.directory):  # where the run's own is gone nobody would remove a new one
         directory.mkdir(exist_ok=True)
     with _alone(slots.root):
@@ -52,7 +52,7 @@ def _reserve(slots: Slots, num_bytes: int, leave_bytes: int) -> Shortage | None:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """One process of the node at a time sees how much is free, and takes it."""
+    """Let one process of the node at a time see how much is free, and take it."""
     with (root / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,13 +1,12 @@
-"""Where the copies of one rank lie: two slots in turn, so that the last step's is whole until the next one's is.
+"""The files of one rank's copies: two slots in turn, so that the last step's is whole until the next one's is.
 
     <root>/rank-3/slot-0         bytes of the rank's pieces, back to back, written over every second step
     <root>/rank-3/slot-0.json    the header: removed before the bytes change, renamed into place when they are whole
 
     v11 in slot 1, v12 in slot 0  ─▶ begin(13): slot 1's header goes ─▶ bytes ─▶ seal ─▶ v12, v13
 
-So whatever kills a writer, what has a header is whole, and the copy before the one that was under way has one. The
-kernel keeps the files when their writer dies; they go with the run's directory, which the node's agent owns. Written by
-ranks (`writing.py`) and, on a partner's node, by its agent (`workers/node/states.py`).
+So a copy with a header is whole, however its writer died, and the copy before the one that was under way has a header.
+The kernel keeps the files when their writer dies; they go with the run's directory, which the node's agent owns.
 """
 
 import shutil
@@ -21,11 +20,11 @@ SLOTS = (0, 1)
 
 
 class Slots:
-    """One rank's. Lifecycle: `reserve` (`room.py`) once, then `begin`, write, `seal` for each step. One process at a
-    time writes; any may read."""
+    """The slots of one rank. Lifecycle: `reserve` (`room.py`) once, then `begin`, write, `seal` for each step. One
+    process at a time writes; any may read."""
 
     def __init__(self, root: str | Path, rank: int) -> None:
-        """`root`: of all ranks of a trainer, such as `<the run's directory>/states/policy`."""
+        """`root`: the directory of all ranks of a trainer, such as `<the run's directory>/states/policy`."""
         self.root, self.rank = Path(root), rank
         self.directory = self.root / f"rank-{rank}"
 
@@ -42,8 +41,8 @@ class Slots:
         return self.directory / f"slot-{slot}"
 
     def begin(self, step: int) -> int:
-        """The slot to write the copy of `step` into, whose header is gone. Copies of this step and of later ones go,
-        too: they are of steps that are made again."""
+        """Choose the slot to write the copy of `step` into, and remove its header. Copies of this step and of later
+        ones are removed, too: they are of steps that are made again."""
         self.drop(after=step - 1)
         copies = self.copies()
         taken = {slot: other for other, (slot, _) in copies.items()}
@@ -52,17 +51,17 @@ class Slots:
         return slot
 
     def seal(self, slot: int, header: Header) -> None:
-        """All its bytes are there."""
+        """Write the header, once all bytes are there."""
         write_whole(self._header_file(slot), to_json(header))
 
     def drop(self, after: int) -> None:
-        """Copies of later steps count no more."""
+        """Invalidate copies of later steps."""
         for step, (slot, _) in self.copies().items():
             if step > after:
                 self._header_file(slot).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """All of it, and give the memory back."""
+        """Remove all files of the rank, and give the memory back."""
         for slot in SLOTS:
             self._header_file(slot).unlink(missing_ok=True)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -91,7 +90,7 @@ def ranks_there(root: str | Path) -> list[int]:
 
 
 def keep_only(root: str | Path, ranks: Collection[int], up_to: int) -> None:
-    """Remove what is of other ranks, or of later steps."""
+    """Remove copies of other ranks, or of later steps."""
     for rank in ranks_there(root):
         if rank in ranks:
             Slots(root, rank).drop(after=up_to)

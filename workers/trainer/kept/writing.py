@@ -2,9 +2,8 @@
 
     keep(12):  begin a slot ─▶ bytes, summed while they are in the cache, by torch's number of threads ─▶ seal
 
-One copy of the bytes at the speed of memory: slots are mapped once, and their pages written again and again. A run is
-never ended by it. Where there is no room, on any rank, none of them keeps copies, and that is told once. Called by
-`kept_state.py`.
+One copy of the bytes at the speed of memory: slots are mapped once, and their pages written again and again. A failure
+here never ends a run. Where there is no room, on any rank, none of them keeps copies, and that is told once.
 """
 
 import uuid
@@ -26,7 +25,7 @@ from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMap
 
 
 class Keeper:
-    """One rank's. Lifecycle: `keep` after each update, by all ranks; `close`.
+    """Keeps the copies of one rank. Lifecycle: `keep` after each update, by all ranks; `close`.
 
     keeper = Keeper("/dev/shm/penstock-run/states/policy", ranks)
     trainer.update(rows, loss)
@@ -34,18 +33,18 @@ class Keeper:
     """
 
     def __init__(self, root: str | Path, ranks: Ranks) -> None:
-        """`root`: of all ranks of the trainer."""
+        """`root`: the directory of all ranks of the trainer."""
         self.slots = Slots(root, ranks.rank)
         self._ranks = ranks
         self._mappings = KeptMappings()
         self._threads = ThreadPoolExecutor(torch.get_num_threads())
         self._lineage: str | None = None
-        """None before the first copy."""
+        """The id that all ranks share; None before the first copy."""
         self.is_off = False
-        """No copies are kept any more."""
+        """True once no copies are kept any more."""
 
     def keep(self, step: int, pieces: Sequence[Piece], carried: str = "", leave_bytes: int = 0) -> str | None:
-        """Copy the state after `step`; it is there when this returns. None: it is; else why there are no
+        """Copy the state after `step`; it is there when this returns. None: it is there; else why there are no
         copies from now on. Not to be called then. Collective the first time: where one rank cannot, none does.
 
         `carried`: what is no tensor. `leave_bytes`: what must stay free in shared memory beside the copies.
@@ -71,12 +70,12 @@ class Keeper:
         self.slots.remove()
 
     def close(self) -> None:
-        """The copies stay."""
+        """Stop keeping copies; those that are there stay."""
         self._threads.shutdown()
         self._mappings.close()
 
     def _begin(self, num_bytes: int, leave_bytes: int) -> str | None:
-        """Room, and a lineage that all ranks share. Collective."""
+        """Reserve room, and agree on a lineage that all ranks share. Collective."""
         try:
             problem = reserve_slots(self.slots, num_bytes, leave_bytes)
         except OSError as error:

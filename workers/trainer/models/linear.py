@@ -3,8 +3,7 @@ instructions.
 
 torch multiplies float32 matrices by MKL, which takes its kernels for AVX2 on every CPU that is not Intel's. oneDNN,
 which torch has as well and vLLM's engines compute with, goes by what the CPU can do: on an AMD EPYC with AVX-512 one
-core makes 205 instead of 92 GFLOP/s forward, and 180 on average with both gradients. Used by `policy_model.py` and
-`scalar_model.py`.
+core makes 205 instead of 92 GFLOP/s forward, and 180 on average with both gradients.
 
 Legend: M rows of all but the last axis, K features in, N features out.
 """
@@ -20,7 +19,7 @@ from penstock.workers.cpu_info import cpu_entry
 
 def use_fast_linears(lm: nn.Module) -> None:
     """Put `OneDnnLinear` into the places of a model's own linear layers, where it is faster. Parameters stay as they
-    are. Before adapters."""
+    are. Call it before `add_adapters`."""
     if not mkl_is_slow():
         return
     for module in list(lm.modules()):
@@ -30,7 +29,7 @@ def use_fast_linears(lm: nn.Module) -> None:
 
 
 class AdoptedLinear(nn.Linear):
-    """Takes the place of the linear layer that it is made of, and has its parameters."""
+    """A linear layer that takes the place of the one it is made of, and has its parameters."""
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Self:
@@ -40,7 +39,8 @@ class AdoptedLinear(nn.Linear):
 
 
 class OneDnnLinear(AdoptedLinear):
-    """Whatever is not a plain float32 matrix on a CPU is multiplied as ever."""
+    """A linear layer by oneDNN. Operands that are not plain float32 matrices on a CPU are multiplied by torch as
+    before."""
 
     def forward(self, input: Tensor) -> Tensor:
         if is_plain(input) and is_plain(self.weight) and input.numel():
@@ -50,8 +50,8 @@ class OneDnnLinear(AdoptedLinear):
 
 @torch.library.custom_op("penstock::onednn_linear", mutates_args=())
 def multiplied(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """left right^T + bias by oneDNN, float32, in one piece for torch.compile. Axes before the last of `left_MK`
-    stay."""
+    """Multiply: left right^T + bias by oneDNN, float32, in one piece for torch.compile. Axes before the last of
+    `left_MK` stay."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], "")
     return product
 
@@ -66,7 +66,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
-    """With g the gradient of the product, that of the left is g right, that of the right is g^T left."""
+    """Gradients: with g the gradient of the product, that of the left is g right, that of the right is g^T left."""
     left_MK, right_NK = ctx.saved_tensors
     of_left, of_right, of_bias = ctx.needs_input_grad
     flat_MN, flat_MK = grad_MN.flatten(0, -2), left_MK.flatten(0, -2)
@@ -81,14 +81,14 @@ multiplied.register_autograd(_gradients, setup_context=_keep)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """No tensor that is spread over ranks, or kept in another way."""
+    """Return whether a tensor is a dense float32 one on the CPU, not spread over ranks or kept in another way."""
     is_dense = type(tensor) in (Tensor, nn.Parameter)
     return is_dense and tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
 @cache
 def mkl_is_slow() -> bool:
-    """torch multiplies by MKL, on a CPU with AVX-512 that is not Intel's."""
+    """Return whether torch multiplies by MKL, on a CPU with AVX-512 that is not Intel's."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     has_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return has_both and has_avx512 and cpu_entry("vendor_id") not in ("", "GenuineIntel")

@@ -1,8 +1,7 @@
 """A causal language model that answers with the log-probabilities of given tokens, never with whole logits.
 
-The hidden states of the response positions, and only those, go through the output layer, which scores them tile by
-tile (`token_scores.py`): `[tokens, vocabulary]` never exists at once, unless it is small. Used by `trainer.py`, which
-shards it, and by straight-line loops.
+The hidden states of the response positions, and only those, go through the output layer, which scores them tile by tile
+(`token_scores.py`): `[tokens, vocabulary]` never exists at once, unless it is small.
 
 Legend: B rows of the micro-batch, L padded tokens of prompt and response, N response tokens of all rows.
 """
@@ -113,8 +112,8 @@ def load_causal_lm(
 def open_causal_lm(
     path: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
 ) -> tuple[Any, StartingWeights]:
-    """What `load_causal_lm` gives, without its weights, and those: for whoever wants a part of each. Raises
-    `ModelError`."""
+    """Open the model of `load_causal_lm` without its weights, and the weights: for callers that want a part of each.
+    Raises `ModelError`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with named_failure(path):
@@ -132,7 +131,7 @@ def open_causal_lm(
 
 @contextmanager
 def named_failure(path: str) -> Iterator[None]:
-    """What transformers raises where there is no such model."""
+    """Raise `ModelError` for what transformers raises where there is no such model."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -146,7 +145,7 @@ def for_training(lm: Any, checkpoint_layers: bool) -> Any:
 
 
 def keep_generation_config(lm: Any, path: str) -> None:
-    """Exports have the one of the checkpoint, where it has any."""
+    """Take the generation config of the checkpoint, where it has any, so that exports have it."""
     from transformers import GenerationConfig
 
     if lm.can_generate():
@@ -155,7 +154,7 @@ def keep_generation_config(lm: Any, path: str) -> None:
 
 
 def without_dropout(config: Any) -> Any:
-    """The model's configuration, changed in place: what is trained must be what sampled."""
+    """The model's configuration without dropout, changed in place: the trained model must be the one that sampled."""
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)

@@ -1,5 +1,5 @@
 """A language model with one number for an output: a critic's value at each token, or a reward model's score of a whole
-response. Used by `scalar.py`.
+response.
 
 Legend: B rows of the micro-batch, L padded tokens of prompt and response, K places asked for.
 """
@@ -37,9 +37,9 @@ class ScalarModel(nn.Module):
 def open_scalar_lm(
     path: str, key: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
 ) -> tuple[Any, StartingWeights]:
-    """A sequence classification model with one label, without its weights, and those; from such a directory or from a
-    causal model's, whose head is then new and all zero: a critic that begins by expecting nothing, a reward model
-    without an opinion.
+    """A sequence classification model with one label, without its weights, and the weights; from such a directory or
+    from a causal model's, whose head is then new and all zero: a critic that begins by expecting nothing, a reward
+    model without an opinion.
 
     `key`: the configuration's, for messages. Raises `ModelError` if there is no such model.
     """

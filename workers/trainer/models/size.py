@@ -1,4 +1,4 @@
-"""How large a model is, as the count of its operations asks. Called by `trainer.py` before the model is sharded."""
+"""The size of a model, as the count of its operations needs it."""
 
 from torch import nn
 
@@ -6,7 +6,7 @@ from penstock.workers.trainer.flops import ModelSize
 
 
 def size_of(model: nn.Module, *, has_adapters: bool) -> ModelSize:
-    """Of one that is whole, with or without its weights. `has_adapters`: they alone will be trained. Where its
+    """The size of a whole model, with or without its weights. `has_adapters`: they alone will be trained. Where its
     configuration does not say how wide the heads are, they are as wide as the hidden states."""
     config = getattr(getattr(model, "lm", model), "config", None)
     config = getattr(config, "text_config", config)  # of one that sees, too

@@ -1,12 +1,11 @@
-"""What the weights of a model start as: read from its checkpoint range by range, into shards, so that no rank ever
-holds more of the model than its own part.
+"""The starting weights of a model: read from its checkpoint range by range, into shards, so that no rank ever holds
+more of the model than its own part.
 
     without_weights() ─▶ adapters, heads ─▶ an engine shards it ─▶ fill(shard, name, first_row, columns) each
 
 Ranges are read where safetensors hold the parameters as the model has them, under names that transformers maps one to
 one. Where they do not (files of another kind, fused experts, weights that are missing), transformers loads the whole
-model, and ranges are cut from that: correct, but each rank holds the whole for a moment, which is logged. Opened by
-`policy_model.py` and `scalar_model.py`, read by the engines.
+model, and ranges are cut from that: correct, but each rank holds the whole for a moment, which is logged.
 """
 
 import json
@@ -20,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 CHUNK_BYTES = 4 * 2**20
-"""Most that is copied at once, and most of a checkpoint that stays mapped: mapped pages count as memory."""
+"""Most bytes that are copied at once, and that stay mapped of a checkpoint: mapped pages count as memory."""
 STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""What is a weight as it stands, with its bytes. Others are parts of a quantized one."""
+"""Dtypes that are a weight as it stands, with their bytes. Others are parts of a quantized one."""
 INITIAL_SEED = 0
-"""Of weights that a checkpoint lacks. The same in every rank, or their shards would be of different tensors."""
+"""Seed of weights that a checkpoint lacks. The same in every rank, or their shards would be of different tensors."""
 ALL = slice(None)
 _LOG = logging.getLogger("penstock")
 
 
 class NotByRange(Exception):
-    """Why a checkpoint cannot be read range by range. Never leaves this module."""
+    """The reason why a checkpoint cannot be read range by range. Never leaves this module."""
 
 
 class StoredTensors:
@@ -50,8 +49,8 @@ class StoredTensors:
         return StoredTensor(self, key)
 
     def slices(self, key: str, num_bytes: int = 0) -> Any:
-        """safetensors' view of a tensor, of which `num_bytes` will be read. Lets go of what was mapped before, where
-        that was much."""
+        """safetensors' view of a tensor, of which `num_bytes` will be read. Releases what was mapped before, where that
+        was much."""
         from safetensors import safe_open
 
         self._num_touched += num_bytes
@@ -62,7 +61,7 @@ class StoredTensors:
 
 
 class StoredTensor:
-    """One tensor of them; has of a tensor what `StartingWeights` asks for."""
+    """A tensor of safetensors files, with the part of a tensor's interface that `StartingWeights` uses."""
 
     def __init__(self, tensors: StoredTensors, key: str) -> None:
         self._tensors, self._key = tensors, key
@@ -89,7 +88,7 @@ class StartingWeights:
         self._sources = dict(sources)
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Weights that no checkpoint has: of adapters and heads."""
+        """Add weights that no checkpoint has: of adapters and heads."""
         self._sources |= values
 
     @torch.no_grad()
@@ -199,7 +198,7 @@ def _stored_weights(lm: Any, path: str, new: set[str]) -> dict[str, Any]:
 
 
 def _check_plain(lm: Any, path: str) -> None:
-    """Raises `NotByRange` for checkpoints of which transformers makes something else than what lies in the files."""
+    """Raise `NotByRange` for checkpoints of which transformers makes something else than what lies in the files."""
     if getattr(lm.config, "quantization_config", None) is not None:
         raise NotByRange("it is quantized")
     if getattr(lm.config, "transformers_weights", None) is not None:
@@ -230,7 +229,7 @@ def _files_of(path: str) -> dict[str, str]:
 
 
 def _file(path: str, name: str) -> str | None:
-    """Of a directory, or of a hub id."""
+    """The path of a file of a directory, or of a hub id; None where there is none."""
     from transformers.utils import cached_file
 
     if Path(path).is_dir():
@@ -273,7 +272,7 @@ def _checked(stored: StoredTensors, name: str, key: str, parameter: Tensor) -> S
 
 
 def _check_same(names: list[str], one: StoredTensor, other: StoredTensor) -> None:
-    """Weights that a configuration ties are tied only where a checkpoint has no two of them."""
+    """Raise `NotByRange` where two stored weights that the configuration ties differ; only equal ones are tied."""
     step = _rows_at_once(torch.empty(one.shape, device="meta"))
     for start in range(0, one.shape[0], step):
         rows = slice(start, min(start + step, one.shape[0]))

@@ -4,8 +4,8 @@
                    ├─▶ logits of one tile of tokens x vocabulary ─▶ running log-sum-exp ─▶ logprobs [N], entropy [N]
     weight [V, H] ─┘          (backward makes each tile anew and turns it into its own gradient, in place)
 
-Logits that fit the budget whole are kept for backward by the plain operations, bitwise those of a loop that anybody
-would write; that saves the second multiplication. Called by `policy_model.py`, through the model's output layer.
+Logits that fit the budget whole are kept for backward by the plain operations, bitwise those of a straightforward loop;
+that saves the second multiplication.
 
 Legend: N tokens, H hidden size, V vocabulary, R x C tokens and words of one tile.
 """
@@ -22,12 +22,12 @@ from penstock.workers.trainer.models.linear import AdoptedLinear
 
 ENTROPY = ("none", "value", "gradient")
 BYTES_PER_LOGIT = 8
-"""A tile of float32 logits, and one more of the same size that is made of it."""
+"""Bytes for a tile of float32 logits, and one more of the same size that is made of it."""
 BYTES_PER_WHOLE_LOGIT = 16
-"""Logits, log-probabilities, and both of their gradients."""
+"""Bytes for logits, log-probabilities, and both of their gradients."""
 CPU_TILE_BYTES = 8 * 2**20
-"""Of a tile on a CPU, whatever the budget: tiles that stay in the cores' caches are the fastest. Measured at 150,000
-words: 1 to 16 MiB are equal, tiles of few tokens and the whole vocabulary take 1.7 times as long.
+"""Bytes of a tile on a CPU, whatever the budget: tiles that stay in the cores' caches are the fastest. Measured at
+150,000 words: 1 to 16 MiB are equal, tiles of few tokens and the whole vocabulary take 1.7 times as long.
 """
 
 
@@ -38,8 +38,8 @@ class OutputLayer(AdoptedLinear):
         layer(hidden)                                     # logits, as before
         layer(hidden_NH, targets_N, temperature=0.7)      # (logprobs_N, None)
 
-    Scoring happens within the module's own forward, so that whoever gathers a sharded weight by hooks on modules has
-    it whole there, and in backward.
+    Scoring happens within the module's own forward, so that an engine that gathers a sharded weight by hooks on modules
+    has it whole there, and in backward.
     """
 
     def forward(
@@ -51,7 +51,7 @@ class OutputLayer(AdoptedLinear):
         entropy: str = "none",
         budget_bytes: int = 0,
     ) -> Any:
-        """Without targets the logits, with them what `token_scores` returns."""
+        """Return the logits without targets, and what `token_scores` returns with them."""
         if targets_N is None:
             return super().forward(hidden)
         return token_scores(
@@ -89,7 +89,7 @@ def token_scores(
 def whole_scores(
     logits_NV: Tensor, targets_N: Tensor, temperature: float | Tensor, entropy: str
 ) -> tuple[Tensor, Tensor | None]:
-    """As `token_scores`, from logits that are there."""
+    """Compute the same as `token_scores`, from logits that are there."""
     if isinstance(temperature, Tensor):
         logits_NV = logits_NV.float() / temperature.unsqueeze(1)
     elif temperature != 1.0:
@@ -104,7 +104,8 @@ def whole_scores(
 
 
 class _TokenScores(torch.autograd.Function):
-    """With z the logits over the temperature, p their softmax, t the target and H the entropy:
+    """Scores with their gradients. With z the logits over the temperature, p their softmax, t the target and H the
+    entropy:
 
     logprob = z_t - logsumexp(z),        d logprob / d z_j = [j = t] - p_j
     H = logsumexp(z) - sum_j p_j z_j,    d H / d z_j = -p_j (log p_j + H)
@@ -199,8 +200,8 @@ class Tiles:
 
 
 class RunningSoftmax:
-    """Sums over the vocabulary, added up tile by tile. What is exponentiated is relative to the largest logit so far,
-    and sums are rescaled when a larger one comes (1805.02867, algorithm 3).
+    """Sums over the vocabulary, added up tile by tile. Exponents are relative to the largest logit so far, and sums are
+    rescaled when a larger one comes (1805.02867, algorithm 3).
     """
 
     def __init__(self, targets_N: Tensor, *, with_entropy: bool) -> None:
@@ -209,12 +210,12 @@ class RunningSoftmax:
         self._target_logits_N = zeros_N
         self._largest_N = torch.full_like(zeros_N, torch.finfo(torch.float32).min)
         self._sum_N = torch.zeros_like(zeros_N)
-        """Of exp(z - largest)."""
+        """Sum of exp(z - largest)."""
         self._weighted_N = torch.zeros_like(zeros_N)
-        """Of exp(z - largest) * (z - largest)."""
+        """Sum of exp(z - largest) * (z - largest)."""
 
     def add(self, rows: slice, words: slice, logits_RC: Tensor) -> None:
-        """The tile is changed."""
+        """Add a tile, which is changed."""
         index_R1, is_inside_R1 = places(self._targets_N[rows], words)
         self._target_logits_N[rows] += (logits_RC.gather(1, index_R1) * is_inside_R1).squeeze(1)
         largest_R = torch.maximum(self._largest_N[rows], logits_RC.amax(dim=1))
@@ -233,11 +234,11 @@ class RunningSoftmax:
         return self._largest_N + self._sum_N.log()
 
     def logprobs(self) -> Tensor:
-        """Of the targets, `[N]`."""
+        """Log-probabilities of the targets, `[N]`."""
         return (self._target_logits_N - self._largest_N).sub_(self._sum_N.log())
 
     def entropy(self) -> Tensor:
-        """`[N]`; without meaning where it was not asked for."""
+        """Entropies, `[N]`; without meaning where they were not asked for."""
         return self._sum_N.log().sub_(self._weighted_N / self._sum_N)
 
 
@@ -249,7 +250,7 @@ class GradientSums:
     def __init__(
         self, is_needed: tuple[bool, ...], hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None
     ) -> None:
-        """`is_needed`: of hidden states, weight, bias."""
+        """`is_needed`: whether the gradients of hidden states, weight, bias are needed."""
         self._hidden_NH, self._weight_VH, self._bias_V = hidden_NH, weight_VH, bias_V
         self._grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if is_needed[0] else None
         self._grad_weight_VH = torch.zeros_like(weight_VH) if is_needed[1] else None
@@ -277,7 +278,7 @@ class GradientSums:
             self._grad_weight_VH[words] = self._slice_CH
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the dtypes of what they are gradients of; None: not needed."""
+        """The gradients, in the dtypes of what they are gradients of; None: not needed."""
         dtype = self._hidden_NH.dtype
         hidden_NH, bias_V = self._grad_hidden_NH, self._grad_bias_V
         return (
@@ -299,8 +300,8 @@ def tile_shape(num_tokens: int, vocabulary: int, budget_bytes: int, *, is_cpu: b
 
 
 def places(targets_R: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """`[R, 1]` each: where in the slice of the vocabulary each target is, and whether it is there; elsewhere some place
-    within. No mask selects anything, so that a GPU need not wait for a count.
+    """Places, `[R, 1]` each: where in the slice of the vocabulary each target is, and whether it is there; elsewhere
+    some place within. No mask selects anything, so that a GPU need not wait for a count.
     """
     index_R = targets_R - words.start
     is_inside_R = (index_R >= 0) & (index_R < words.stop - words.start)
@@ -308,7 +309,7 @@ def places(targets_R: Tensor, words: slice) -> tuple[Tensor, Tensor]:
 
 
 def _add_product(sum_: Tensor, left: Tensor, right: Tensor) -> None:
-    """`sum_ += left @ right`, in place; `sum_` is float32, the factors of one dtype."""
+    """Add the product in place: `sum_ += left @ right`. `sum_` is float32, the factors of one dtype."""
     if left.dtype == torch.float32:
         sum_.addmm_(left, right)
     else:

@@ -3,7 +3,7 @@
     rows ──split_minibatches──▶ whole groups an optimizer step ──plan──▶ positions a micro-batch ──collate──▶ MicroBatch
 
 A micro-batch holds rows of similar length, padded on the right to its longest. A row is one sequence, or if it is a
-trajectory several (`sequences.py`); none is cut apart from the others of its row. Called by `minibatches.py`.
+trajectory several (`sequences.py`); none is cut apart from the others of its row.
 
 Legend: B rows of the micro-batch, S their sequences (S = B where none is a trajectory), L tokens of the longest one, T
 of the longest response, N response tokens.
@@ -26,31 +26,31 @@ MICROBATCH_COST_TOKENS = 64
 few large ones, which rows of thousands of tokens give anyway.
 """
 HELD_HERE = ("rows", "columns", "num_tokens", "temperature", "temperatures_N")
-"""Of a micro-batch, what is no tensor of its own, or need not be one."""
+"""Fields of a micro-batch that are no tensors of its own, or need not be."""
 PAD_ID = 0
-"""Any id that exists: attention is causal, so what pads on the right is never seen."""
+"""Id of padding; any that exists: attention is causal, so what pads on the right is never seen."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tensors of one forward-backward. `rows`: positions of its rows in the Rows it was made of; none for a dummy."""
+    """Tensors of one forward-backward. `rows`: positions of its rows in the Rows it was made of; empty for a dummy."""
 
     rows: np.ndarray
     input_ids_SL: Tensor
     positions_N: Tensor
-    """Into `[S * L]`: the places that predict the response tokens, row by row."""
+    """Places into `[S * L]` that predict the response tokens, row by row."""
     targets_N: Tensor
     slots_N: Tensor
-    """Into `[B * T]`: where each response token belongs."""
+    """Places into `[B * T]` where each response token belongs."""
     mask_BT: Tensor
-    """bool: True for response tokens."""
+    """Mask (bool): True for response tokens."""
     group_ids_B: Tensor
-    """int64."""
+    """Group of each row, int64."""
     num_tokens: int = 0
-    """Of all sequences; what is left of `[S, L]` is padding."""
+    """Tokens of all sequences; what is left of `[S, L]` is padding."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     temperature: float | None = None
-    """At which all response tokens were sampled; None: at the run's, or each at one of `temperatures_N`."""
+    """Temperature at which all response tokens were sampled; None: the run's, or one of `temperatures_N` for each."""
     temperatures_N: Tensor | None = None
 
     @property
@@ -58,14 +58,14 @@ class MicroBatch:
         return len(self.rows) == 0
 
     def scatter(self, values_N: Tensor) -> Tensor:
-        """`[N]` values of the response tokens as `[B, T]`, 0 in padding, differentiable."""
+        """Spread `[N]` values of the response tokens to `[B, T]`, 0 in padding, differentiable."""
         if self.mask_BT.numel() == values_N.numel():
             return values_N.view(self.mask_BT.shape)
         flat = values_N.new_zeros(self.mask_BT.numel())
         return flat.scatter(0, self.slots_N, values_N).view(self.mask_BT.shape)
 
     def pad(self, arrays: "Sequence[np.ndarray]") -> Tensor:
-        """One float32 `[T_i]` array for each row as `[B, T]`, 0 in padding, on the micro-batch's device."""
+        """Spread a float32 `[T_i]` array for each row to `[B, T]`, 0 in padding, on the micro-batch's device."""
         return self.scatter(torch.from_numpy(np.concatenate(arrays)).to(self.slots_N.device))
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -99,7 +99,8 @@ def row_lengths(rows: Rows, max_length: int | None = None) -> tuple[np.ndarray, 
 
 
 def plan(lengths: np.ndarray, max_tokens: int, counts: np.ndarray | None = None) -> list[np.ndarray]:
-    """Which rows share a micro-batch: positions, each row exactly once. `counts`: sequences of each row; None: one.
+    """Choose which rows share a micro-batch: positions, each row exactly once. `counts`: sequences of each row; None:
+    one.
 
     Rows are ordered by length, longest first (equal ones stay in order), and cut where padded tokens plus
     `MICROBATCH_COST_TOKENS` a micro-batch are least. Sequences x longest <= `max_tokens`; a row larger than that is a
@@ -129,7 +130,8 @@ def plan(lengths: np.ndarray, max_tokens: int, counts: np.ndarray | None = None)
 def plan_groups(
     lengths: np.ndarray, group_ids: np.ndarray, max_tokens: int, counts: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """As `plan`, but the rows of a group stay together: for losses that compare them. Positions, each exactly once.
+    """Plan like `plan`, but keep the rows of a group together, for losses that compare them. Positions, each exactly
+    once.
 
     Groups with long rows first (equal ones in order of id); a micro-batch is filled while sequences x longest <=
     `max_tokens`, and has at least one group.
@@ -166,7 +168,7 @@ def split_minibatches(group_ids: np.ndarray, all_groups: Sequence[int], num_mini
 
 
 def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = ()) -> MicroBatch:
-    """The rows at these positions as one micro-batch; `columns`: names of further columns to hand to the loss.
+    """Make one micro-batch of the rows at these positions; `columns`: names of further columns to hand to the loss.
 
     Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding. Raises `DataError` for
     a token column that is not as long as the response.
@@ -196,8 +198,8 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = ()) -> M
 
 
 def dummy(device: torch.device | None = None) -> MicroBatch:
-    """One prompt and one response token that count for nothing: keeps a rank without rows in step with the others'
-    collectives.
+    """A micro-batch of one prompt and one response token that count for nothing: keeps a rank without rows in step with
+    the others' collectives.
     """
     zero = torch.zeros(1, dtype=torch.int64)
     ids_SL = torch.full((1, 2), PAD_ID)
@@ -212,7 +214,7 @@ def pad_plan(batches: list[MicroBatch], count: int, device: torch.device | None 
 
 
 def split_rows(batch: MicroBatch, values_N: Tensor) -> list[np.ndarray]:
-    """`[N]` values of the response tokens as one float32 `[T_i]` array for each row of the micro-batch."""
+    """Split `[N]` values of the response tokens into a float32 `[T_i]` array for each row of the micro-batch."""
     bounds = batch.mask_BT.sum(dim=1).cumsum(0)[:-1].cpu().numpy()
     return np.split(values_N.detach().float().cpu().numpy(), bounds)
 
@@ -238,7 +240,8 @@ def _column(rows: Rows, name: str, positions: np.ndarray, mask_BT: np.ndarray) -
 
 
 def _temperatures(rows: Rows, positions: np.ndarray) -> dict[str, Any]:
-    """One number where all tokens have the same, as they mostly do: it costs nothing, and no bit changes."""
+    """Temperatures of the tokens: a single number where all have the same, as they mostly do; it costs nothing, and no
+    bit changes."""
     if TEMPERATURES not in rows:
         return {}
     values_N = np.concatenate(_at(rows.arrays(TEMPERATURES), positions))

@@ -1,7 +1,7 @@
-"""Which arguments a loss takes, found once from its signature, and the call with them.
+"""The arguments that a loss takes, found once from its signature, and the call with them.
 
 The loss of a dataflow names what it reads (`Dataflow.train`, `algorithms/losses/`): columns of the rows, and
-what only the trainer has. Called by `trainer.py` for every micro-batch.
+what only the trainer has.
 
 Legend: B rows of the micro-batch, T response tokens, padded.
 """
@@ -22,7 +22,7 @@ from penstock.workers.trainer.update.batching import MicroBatch
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A loss and what it wants. `columns` are those that it must have and those of its optional ones that the rows
+    """A loss and what it reads. `columns` are those that it must have and those of its optional ones that the rows
     bring.
     """
 
@@ -34,7 +34,8 @@ class LossInputs:
 
     @classmethod
     def of(cls, loss: Loss, names: tuple[str, ...]) -> "LossInputs":
-        """`names`: columns of the rows. Raises `DataflowError` for a column that the loss needs and the rows lack."""
+        """Find what a loss reads. `names`: columns of the rows. Raises `DataflowError` for a column that the loss needs
+        and the rows lack."""
         provided, columns = [], []
         for name, parameter in inspect.signature(loss).parameters.items():
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -54,7 +55,7 @@ class LossInputs:
 
     @property
     def takes_groups(self) -> bool:
-        """The samples of a group must be in one micro-batch."""
+        """True if the samples of a group must be in one micro-batch."""
         return "group_ids" in self.provided
 
     def call(
@@ -63,9 +64,9 @@ class LossInputs:
         totals: BatchTotals,
         of_model: Mapping[str, Any],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's contribution to the loss, `[]` with gradient, and to each metric. `of_model`: what the
-        model says, by the names that a loss has for it. Raises `DataflowError` if this model does not say what the loss
-        asks for."""
+        """Return this micro-batch's contribution to the loss, `[]` with gradient, and to each metric. `of_model`: the
+        model's outputs, by the names that a loss has for them. Raises `DataflowError` if this model lacks an output
+        that the loss asks for."""
         available = {**of_model, "mask": batch.mask_BT, "totals": totals, "group_ids": batch.group_ids_B}
         missing = [name for name in self.provided if name not in available]
         if missing:

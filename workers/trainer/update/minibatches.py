@@ -1,6 +1,5 @@
-"""All ranks cut their rows alike: a batch into minibatches of whole groups, one an optimizer step, and those into
-micro-batches, as many on every rank. How rows are cut is `batching.py`'s; here is what ranks tell each other of it.
-Called by `trainer.py`.
+"""The cut of rows on all ranks alike: a batch into minibatches of whole groups, one an optimizer step, and those into
+micro-batches, as many on every rank. `batching.py` decides how rows are cut; here ranks tell each other of it.
 """
 
 from dataclasses import dataclass, replace
@@ -18,9 +17,7 @@ from penstock.workers.trainer.update.loss_inputs import LossInputs
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one optimizer step trains on: this rank's micro-batches (as many as on any rank) and the totals over all
-    ranks.
-    """
+    """The data of one optimizer step: this rank's micro-batches (as many as on any rank) and totals over all ranks."""
 
     batches: list[MicroBatch]
     totals: BatchTotals
@@ -28,25 +25,26 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class Cutter:
-    """Of one rank. Both methods are collective, and raise `DataError` for a row that does not fit the model."""
+    """Cuts the rows of one rank. Both methods are collective, and raise `DataError` for a row that does not fit the
+    model."""
 
     ranks: Ranks
     config: TrainerConfig
     max_length: int | None
-    """Of prompt and response, in tokens; None: any."""
+    """Longest sequence of prompt and response, in tokens; None: unbounded."""
     rows_alone: bool = False
-    """In a pass without a loss each row is a micro-batch: sums in matrix products depend on the shape, so among others
-    a row may come out with other last bits."""
+    """True if each row is a micro-batch in a pass without a loss: sums in matrix products depend on the shape, so among
+    others a row may come out with other last bits."""
 
     def microbatches(self, rows: Rows) -> list[MicroBatch]:
-        """All rows, for a pass without a loss."""
+        """Cut all rows for a pass without a loss."""
         parts = np.arange(len(rows)).reshape(-1, 1) if self.rows_alone else [np.arange(len(rows))]
         batches = [batch for part in parts for batch in self._cut(rows, part, ())]
         count = max(self.ranks.gather(len(batches)))
         return batching.pad_plan(batches, count, self.ranks.device)
 
     def minibatches(self, rows: Rows, inputs: LossInputs) -> list[Minibatch]:
-        """One for each optimizer step of an update, with the columns that the loss takes."""
+        """Make a minibatch for each optimizer step of an update, with the columns that the loss takes."""
         columns = inputs.columns
         if "behavior_logprobs" in rows and "behavior_logprobs" not in columns:
             columns = (*columns, "behavior_logprobs")
@@ -68,7 +66,7 @@ class Cutter:
     def _cut(
         self, rows: Rows, positions: np.ndarray, columns: tuple[str, ...], *, whole_groups: bool = False
     ) -> list[MicroBatch]:
-        """These rows, on the device."""
+        """Cut these rows and move them to the device."""
         lengths, counts = (of_rows[positions] for of_rows in batching.row_lengths(rows, self.max_length))
         budget = self.config.max_tokens_per_microbatch
         if whole_groups:
@@ -79,6 +77,6 @@ class Cutter:
 
 
 def _totals(batch: MicroBatch, whole_groups: bool) -> BatchTotals:
-    """Of one micro-batch. Groups can be counted where none is cut apart."""
+    """Totals of one micro-batch. Groups can be counted where none is cut apart."""
     totals = BatchTotals.of(batch.mask_BT)
     return replace(totals, num_groups=len(batch.group_ids_B.unique())) if whole_groups else totals

@@ -1,8 +1,8 @@
 """Turns that are too old to be trained become context of those that are not. Pure.
 
 A trajectory may outlast the bound of staleness: its first turns were sampled under versions that are more than
-`max_staleness` behind by the time it is trained. With `environment.old_turns=context` those turns are read, as what the
-environment said is, and the others are trained. Used by `worker.py`.
+`max_staleness` behind by the time it is trained. With `environment.old_turns=context` those turns are read as context,
+like the environment's messages, and the others are trained.
 """
 
 from collections.abc import Collection
@@ -38,8 +38,8 @@ def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -
 def _as_context(
     context: np.ndarray, response: np.ndarray, spans: np.ndarray, versions: np.ndarray, oldest: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Context and spans of one row without its old turns, and which of its sampled tokens are left: bool. What follows
-    the last turn of a segment that is left, and segments of which none is, are not read."""
+    """Context and spans of one row without its old turns, and a bool for each of its sampled tokens: whether it is
+    left. What follows the last turn of a segment that is left, and segments of which none is, are not read."""
     contexts, runs, kept = [np.zeros(0, context.dtype)], [], np.zeros(len(response), bool)
     waiting: list[np.ndarray] = []
     number, segment, read, said = -1, None, 0, 0

@@ -1,4 +1,4 @@
-"""The learning rate of each update. Pure; `trainer.py` asks before the update's optimizer steps, which share it."""
+"""The learning rate of each update, which all its optimizer steps share. Pure."""
 
 import math
 

@@ -1,11 +1,10 @@
-"""Which sequences a model reads for a row, and where in them stands what was sampled. Pure.
+"""The sequences that a model reads for a row, and the places of sampled tokens in them. Pure.
 
     prompt and response   one sequence: prompt_ids response_ids
     a trajectory          one for each segment: its runs of context and of sampled tokens (`spans`), one after the other
 
 In both, `response_ids` has all sampled tokens of the row in their order, and everything that has one value a token has
-one for each of these. So a row is one row in every sum and mean, however many sequences it takes to compute it. Used by
-`batching.py`.
+one for each of these. So a row is one row in every sum and mean, however many sequences it takes to compute it.
 
 Legend: B rows, S sequences, S_i those of row i, N sampled tokens of all rows.
 """
@@ -25,16 +24,16 @@ TEMPERATURES = "token_temperatures"
 
 @dataclass(frozen=True)
 class Sequences:
-    """Of some rows, in their order."""
+    """The sequences of some rows, in their order."""
 
     token_ids: list[np.ndarray]
-    """`[L_s]` of each sequence."""
+    """Token ids, `[L_s]` for each sequence."""
     num_sampled_B: np.ndarray
     """Sampled tokens of each row."""
     sequence_N: np.ndarray
     """The sequence in which each sampled token stands, row by row."""
     place_N: np.ndarray
-    """Its place there; the one before predicts it."""
+    """Place of each sampled token in its sequence; the token one place before predicts it."""
 
 
 def are_trajectories(rows: Rows) -> bool:
@@ -42,7 +41,7 @@ def are_trajectories(rows: Rows) -> bool:
 
 
 def context_column(rows: Rows) -> str:
-    """What holds the tokens that were not sampled."""
+    """The column that holds the tokens that were not sampled."""
     return SEQUENCE_COLUMNS[0] if are_trajectories(rows) else "prompt_ids"
 
 
@@ -66,7 +65,7 @@ def shapes_of(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sequences_of(rows: Rows, positions: np.ndarray) -> Sequences:
-    """Of the rows at these positions."""
+    """Sequences of the rows at these positions."""
     responses = _at(rows.arrays("response_ids"), positions)
     contexts = _at(rows.arrays(context_column(rows)), positions)
     num_sampled_B = np.array([len(ids) for ids in responses], dtype=np.int64)
@@ -101,7 +100,7 @@ def _segments(context: np.ndarray, response: np.ndarray, spans: np.ndarray) -> l
 
 
 def _table(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`[runs, 3]`, and the first run of each segment."""
+    """The spans as `[runs, 3]`, and the first run of each segment."""
     table = spans.reshape(-1, 3).astype(np.int64)
     return table, np.flatnonzero(np.diff(table[:, 0], prepend=-1))
 

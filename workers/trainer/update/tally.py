@@ -1,5 +1,5 @@
-"""Metrics of one update: contributions that add up over micro-batches, minibatches and ranks, and maxima. Used by
-`trainer.py`; what is no sum is made of sums when they are complete, `with_explained_variance` by `preparation.py`.
+"""Metrics of one update: contributions that add up over micro-batches, minibatches and ranks, and maxima. A metric that
+is no sum is made of sums when they are complete.
 """
 
 import math
@@ -17,7 +17,7 @@ SQUARES = ("return_square_mean", "value_error_square_mean")
 
 
 PLACES, TOKENS = "padding/places", "padding/tokens"
-"""Of all micro-batches: tokens that there was room for, and those that there were."""
+"""Sums over all micro-batches: tokens that there was room for, and tokens that there were."""
 
 
 class Tally:
@@ -34,13 +34,13 @@ class Tally:
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, name: str, contribution: Tensor) -> None:
-        """`contribution`: `[]`, of one micro-batch to its optimizer step's value. Reported is the mean over optimizer
-        steps.
+        """Add a contribution. `contribution`: `[]`, of one micro-batch to its optimizer step's value. Reported is the
+        mean over optimizer steps.
         """
         self.add_once(name, contribution.detach().double() / self._num_minibatches)
 
     def add_once(self, name: str, contribution: Tensor) -> None:
-        """The same for what is measured in one optimizer step only."""
+        """Add a contribution to what is measured in one optimizer step only."""
         value = contribution.detach().double()
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
@@ -49,13 +49,13 @@ class Tally:
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def add_padding(self, minibatches: Sequence[Minibatch]) -> None:
-        """How much of the micro-batches is padding: `with_padding_share` makes a share of it."""
+        """Add how much of the micro-batches is padding: `with_padding_share` makes a share of it."""
         batches = [batch for minibatch in minibatches for batch in minibatch.batches if not batch.is_dummy]
         self._sums[PLACES] = torch.tensor(float(sum(batch.input_ids_SL.numel() for batch in batches)))
         self._sums[TOKENS] = torch.tensor(float(sum(batch.num_tokens for batch in batches)))
 
     def reduced(self, ranks: Ranks) -> dict[str, float]:
-        """Over all ranks. A rank that had no rows knows no names, so names travel too. Collective."""
+        """Metrics over all ranks. A rank that had no rows knows no names, so names are sent too. Collective."""
         sums: dict[str, float] = {}
         maxima: dict[str, float] = {}
         for other_sums, other_maxima in ranks.gather((_floats(self._sums), _floats(self._maxima))):
@@ -67,8 +67,8 @@ class Tally:
 
 
 def add_mismatch(tally: Tally, trainer_BT: Tensor, behavior_BT: Tensor, mask_BT: Tensor, num_tokens: float) -> None:
-    """How far the trainer's log-probabilities are from those that the tokens were sampled under: with `d = trainer -
-    behavior`, the means over the batch's `num_tokens` tokens of |d| and of `exp(d) - 1 - d` (k3 of KL(behavior ||
+    """Add how far the trainer's log-probabilities are from those that the tokens were sampled under: with `d = trainer
+    - behavior`, the means over the batch's `num_tokens` tokens of |d| and of `exp(d) - 1 - d` (k3 of KL(behavior ||
     trainer), Schulman 2020), and max |d|.
     """
     difference_N = trainer_BT.detach()[mask_BT] - behavior_BT[mask_BT]
@@ -90,8 +90,8 @@ def with_padding_share(metrics: Mapping[str, float], prefix: str) -> dict[str, f
 def with_explained_variance(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     """A critic's metrics with `<prefix>/explained_variance` in the place of the squares that it is made of.
 
-    Over all tokens of the update, as each optimizer step saw them. Left out where every return is the same, and for a
-    loss of one's own that does not report what `value_loss` does.
+    It is over all tokens of the update, as each optimizer step saw them. It is left out where every return is the same,
+    and for a loss of one's own that does not report what `value_loss` does.
     """
     result = dict(metrics)
     own = {name.removeprefix(f"{prefix}/"): value for name, value in metrics.items() if name.startswith(f"{prefix}/")}

@@ -1,12 +1,12 @@
-"""What an update knows of each sampled token, for people to read. Noted on steps whose samples are written.
+"""The values of each sampled token in an update, for people to read. Noted on steps whose samples are written.
 
     trainer_logprobs   the trainer's log-probability before the update: what `mismatch/*` compares with the engine's
     loss_mask          whether the token moves the weights by its log-probability. False: its gradient is exactly 0, as
                        the advantage is 0, the ratio was clipped, or a correction masked it
 
 Nothing is computed for them: log-probabilities are those of the forward pass, and the backward pass passes by the
-gradient of each. `trainer.py` notes them by micro-batch, `worker.py` keeps them until the next step, and the controller
-asks for them (`orchestrator/reporting/sample_log.py`).
+gradient of each. They are noted by micro-batch and kept until the next step, and the controller asks for them
+(`orchestrator/reporting/sample_log.py`).
 
 Legend: B rows of the micro-batch, T response tokens, padded, N rows of this rank, T_i response tokens of row i.
 """
@@ -21,7 +21,7 @@ from penstock.workers.trainer.token_values import TokenValues
 from penstock.workers.trainer.update.batching import MicroBatch, split_rows
 
 PLACES = "token_places"
-"""Column for the rows of a step whose tokens are noted: where each sampled token stood before old turns were cut."""
+"""Column for the rows of a step whose tokens are noted: the place of each sampled token before old turns were cut."""
 
 
 class TokenRecorder:
@@ -32,15 +32,16 @@ class TokenRecorder:
         self._moving: list[tuple[MicroBatch, Tensor]] = []
 
     def add(self, batch: MicroBatch, logprobs_BT: Tensor, before_BT: Tensor | None) -> None:
-        """`logprobs_BT`: with gradient, that the loss is computed of. `before_BT`: those before the update, if
-        known."""
+        """Note a micro-batch. `logprobs_BT`: with gradient, those that the loss is computed of. `before_BT`: those
+        before the update, if known."""
         if before_BT is not None:
             self._logprobs.append((batch, before_BT.detach()))
         logprobs_BT.register_hook(lambda gradient_BT: self._moving.append((batch, gradient_BT != 0)))
 
     def values(self, rows: Rows, lengths: Sequence[int]) -> TokenValues | None:
-        """`rows`: that were trained. `lengths`: tokens of each as it was sampled; where those are more, `rows` have
-        the column `PLACES`. None: nothing was noted, as the model has no log-probabilities."""
+        """Values of the update's tokens. `rows`: that were trained. `lengths`: tokens of each as it was sampled; where
+        those are more, `rows` have the column `PLACES`. None: nothing was noted, as the model has no
+        log-probabilities."""
         if len(rows) and not self._moving:
             return None
         logprobs, moving = _by_row(self._logprobs), _by_row(self._moving)
@@ -55,12 +56,12 @@ class TokenRecorder:
 
 
 def with_places(rows: Rows) -> Rows:
-    """For rows of which old turns may be cut: where each token stands, as a column that is cut with the others."""
+    """The rows, of which old turns may be cut, with a column of where each token stands; it is cut with the others."""
     return rows.with_column(PLACES, [np.arange(length) for length in rows.lengths("response_ids").tolist()])
 
 
 def _by_row(noted: Sequence[tuple[MicroBatch, Tensor]]) -> dict[int, np.ndarray]:
-    """`[T_i]` float32 by the row's position among the update's rows."""
+    """Arrays of `[T_i]` float32 by the row's position among the update's rows."""
     return {
         position: values
         for batch, values_BT in noted

@@ -1,1 +1,1 @@
-"""Weights between machines: chunks of a publication go down chains of nodes. Begin with `relay.py`."""
+"""Weight transfer between machines: chunks of a publication go down chains of nodes. Begin with `relay.py`."""

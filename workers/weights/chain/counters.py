@@ -1,11 +1,11 @@
-"""What a relay has done since it began, counted by all of its threads."""
+"""Counters of a relay's work since it began, shared by all of its threads."""
 
 import threading
 from collections import Counter
 
 NAMES = ("versions", "chunks", "bytes_in", "bytes_out", "damaged", "reparented")
-"""Versions that have begun; chunks and bytes that came from other nodes or went there; chunks that came damaged;
-upstreams that were given up."""
+"""Names of counters: versions that have begun; chunks and bytes that came from other nodes or went there; chunks that
+came damaged; upstreams that were given up."""
 
 
 class Counters:

@@ -1,15 +1,15 @@
-"""What a node sends to one that asks it, and in which parcels. Pure. Driven by `serving.py` and by the simulation."""
+"""The order in which a node sends chunks to a subscriber, and the parcels that it sends together. Pure."""
 
 from collections.abc import Collection, Sequence
 
 SMALL_BYTES = 2**16
-"""Chunks up to this size travel together: a model has many vectors, an adapter nothing else."""
+"""Largest chunk that is sent together with others: a model has many vectors, an adapter nothing else."""
 PARCEL_BYTES, PARCEL_CHUNKS = 2**20, 256
-"""Most that travels together."""
+"""Most bytes and most chunks that are sent together."""
 
 
 class Feed:
-    """One subscriber's place in the order in which chunks have come to this node."""
+    """The place of one subscriber in the order in which chunks have come to this node."""
 
     def __init__(self, log: Sequence[int], wanted: Collection[int], spans: Sequence[tuple[int, int]]) -> None:
         """`log`: numbers of the chunks that are here; it grows. `spans`: of all chunks in the file."""
@@ -18,11 +18,11 @@ class Feed:
 
     @property
     def is_over(self) -> bool:
-        """All that was wanted has been sent."""
+        """True once all wanted chunks have been sent."""
         return not self._wanted
 
     def next_parcel(self) -> list[int]:
-        """Chunks to be sent together; none: there is nothing new."""
+        """Take the chunks to be sent together; none: there is nothing new."""
         parcel: list[int] = []
         room = PARCEL_BYTES
         while self._position < len(self._log) and len(parcel) < PARCEL_CHUNKS:

@@ -1,12 +1,12 @@
-"""What two relays say to each other: a header and a small body of plain data each, and chunks' bytes behind it.
+"""The messages between two relays: a header and a small body of plain data each, and chunks' bytes after it.
 
     downstream ─ Subscribe ─▶ upstream        these chunks of this version, please
     downstream ◀─ Parcel, bytes ─ upstream    some of them, as soon as they are here; a digest for each
     downstream ◀─ Waiting ─ upstream          nothing new
     downstream ◀─ Ended | Gone | Failed       all sent | that version is no longer here | it will never be whole
 
-A connection is one subscription. Bodies end with a sum of theirs: a bit that flips on the way must not make one chunk
-another. Used by `serving.py` and `pulling.py`.
+A connection is one subscription. Bodies end with their checksum: a bit that flips in transit must not turn one chunk's
+number into another's.
 """
 
 from collections.abc import Iterable
@@ -22,25 +22,25 @@ SUM_BYTES = 8
 
 class Subscribe(msgspec.Struct, frozen=True, tag=1):
     number: int
-    """Of the broadcast."""
+    """Number of the broadcast."""
     plan: bytes
-    """Digest of the plan that chunk numbers are of."""
+    """Digest of the plan that chunk numbers refer to."""
     source: str
-    """Where the chain begins."""
+    """The node where the chain begins."""
     wanted: bytes
-    """Bit i: chunk i."""
+    """Bits of the wanted chunks; bit i: chunk i."""
 
 
 class Parcel(msgspec.Struct, frozen=True, tag=2):
-    """Its chunks' bytes follow, in this order."""
+    """Announcement of chunks, whose bytes follow in this order."""
 
     chunks: list[tuple[int, bytes]]
-    """Number, and xxh3-128 of the bytes as the rank wrote them."""
+    """Number of each chunk, and xxh3-128 of its bytes as the rank wrote them."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=3):
     source_age_s: float
-    """How long ago the chain's source was heard of."""
+    """Seconds since the chain's source was heard of."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=4):
@@ -61,13 +61,13 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def send(connection: Connection, message: Message, num_bytes: int = 0) -> None:
-    """The caller sends `num_bytes` next."""
+    """Send a message. The caller sends `num_bytes` next."""
     body = msgspec.msgpack.encode(message)
     connection.send(KIND, body + xxhash.xxh3_64_digest(body), num_bytes)
 
 
 def read(frame: Frame) -> Message:
-    """Raises `ConnectionAbortedError` for a damaged one."""
+    """Decode a message. Raises `ConnectionAbortedError` for a damaged one."""
     body, found = frame.body[:-SUM_BYTES], frame.body[-SUM_BYTES:]
     if frame.kind != KIND or xxhash.xxh3_64_digest(body) != found:
         raise ConnectionAbortedError("a message between relays came damaged.")

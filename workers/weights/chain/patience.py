@@ -1,7 +1,7 @@
-"""How long a node waits for its upstream before it asks another one. Pure: times are arguments.
+"""The time that a node waits for its upstream before it asks another one. Pure: times are arguments.
 
-An upstream that has nothing to send says so, `heartbeat_s` after it last said anything. So silence means that it, or
-the way to it, is gone.
+An upstream that has nothing to send says so, `heartbeat_s` after its last message. So silence means that the upstream
+or the connection is gone.
 """
 
 import statistics
@@ -9,25 +9,28 @@ from collections import deque
 from dataclasses import dataclass
 
 SAMPLES = 9
-"""Of which the median is taken: few, so that a link that has become slow is soon known as such."""
+"""Number of samples that the median is taken of: few, so that a link that has become slow is soon known as such."""
 LEAST_SAMPLE_BYTES = 2**16
-"""What arrives faster than its clock ticks says nothing of the link."""
+"""Smallest chunk that is timed. The time of a smaller one is below the clock's resolution and says nothing of the
+link."""
 
 
 @dataclass(frozen=True)
 class Patience:
     heartbeat_s: float = 0.05
     factor: float = 3.0
-    """Of the median time of a chunk."""
+    """Longest silence, in median times of a chunk."""
     floor_s: float = 0.2
-    """Not less, however fast chunks are: processes stand still for so long when a machine is busy."""
+    """Least seconds of silence, however fast chunks are: processes may stop for so long when a machine is busy."""
     first_s: float = 1.0
-    """Before any chunk has been timed."""
+    """Seconds of silence before any chunk has been timed."""
     slow: float = 4.0
-    """So many times that may a chunk be under way, as long as some of it comes: links are shared, and seldom evenly."""
+    """Longest time of a chunk in transit, in longest silences, as long as some of it comes: links are shared, and
+    seldom evenly."""
     cut_off: float = 4.0
-    """So many times that, since the trainer's node was last heard of through all that lie between, and the upstream
-    stands on the wrong side of a cut. Its own upstream is nearer to it: it has had the time to ask another."""
+    """Longest time since the trainer's node was last heard of through the chain, in longest silences. After it the
+    upstream is taken to be cut off from that node. Its own upstream is nearer to the node: it has had the time to ask
+    another."""
 
 
 class Pace:
@@ -38,12 +41,12 @@ class Pace:
         self._seconds_per_byte: deque[float] = deque(maxlen=SAMPLES)
 
     def timed(self, num_bytes: int, seconds: float) -> None:
-        """So long after its beginning the end of a chunk came."""
+        """Note that a chunk took so many seconds from its beginning to its end."""
         if num_bytes >= LEAST_SAMPLE_BYTES:
             self._seconds_per_byte.append(seconds / num_bytes)
 
     def silence_s(self, chunk_bytes: int) -> float:
-        """How long nothing may come where chunks of at most `chunk_bytes` are sent."""
+        """Seconds for which nothing may come where chunks of at most `chunk_bytes` are sent."""
         if not self._seconds_per_byte:
             return self._patience.first_s
         median = statistics.median(self._seconds_per_byte) * chunk_bytes

@@ -1,8 +1,8 @@
 """The chunks of every version: which bytes of the file each is, which rank writes it, and on which node that rank is.
 
 Ranks cut the same pieces of the same tensors for every version, so they tell once what they will write, before the
-first version; the plan is checked once, and both ends of every connection know what a chunk's number means. Made by
-`trainer/writing.py`, plain data on its way to the nodes' relays (`relay.py`).
+first version; the plan is checked once, and both ends of every connection know what a chunk's number means. The
+trainer's ranks make it (`trainer/writing.py`), and it goes to the nodes' relays as plain data (`relay.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,14 +16,15 @@ from penstock.workers.weights.publication.layout import Layout, compute_layout
 from penstock.workers.weights.publication.ranges import RANGE_BYTES, byte_span, check_coverage, cut
 
 LEAST_BYTES = 2**20
-"""A chunk costs about 0.1 ms of a relay's processor, whatever is in it: that much at 10 GB/s."""
+"""Smallest chunk, unless the data is smaller. A chunk costs a relay's processor about 0.1 ms, whatever is in it: the
+time of that many bytes at 10 GB/s."""
 FILLING = 16
-"""A chain is full when its last node gets its first chunk. Chunks are so small that this takes at most one part in so
-many of the whole, as long as `LEAST_BYTES` lets them."""
+"""Part of a version's time that filling a chain may take, at most one in so many, as long as `LEAST_BYTES` allows it. A
+chain is full when its last node gets its first chunk."""
 
 
 class Chunk(NamedTuple):
-    """Elements of one flattened tensor that one rank writes."""
+    """Range of elements of a flattened tensor that one rank writes."""
 
     name: str
     first_element: int
@@ -32,23 +33,24 @@ class Chunk(NamedTuple):
 
 
 Piece = tuple[str, int, int]
-"""Tensor, first element, number of elements: what a rank tells of what it has."""
+"""The report of a rank on what it has: tensor, first element, number of elements."""
 
 
 class ChunkPlan(msgspec.Struct, frozen=True, dict=True):
-    """Chunks are known by their number: their place in `chunks`. Frozen, and equal wherever it is read.
+    """The plan of all chunks, which are known by their number: their place in `chunks`. Frozen, and equal wherever it
+    is read.
 
     plan = make_plan(layout, pieces_of_ranks, nodes, chunk_bytes)
     start, end = plan.spans[plan.of_node(nodes[0])[0]]
     """
 
     tensors: list[tuple[str, tuple[int, ...], str]]
-    """Name, shape, dtype."""
+    """Name, shape, dtype of each tensor."""
     chunks: list[Chunk]
     nodes: list[str]
-    """Of each rank."""
+    """Node of each rank."""
     chunk_bytes: int
-    """Most of a chunk."""
+    """Largest size of a chunk, in bytes."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -66,12 +68,12 @@ class ChunkPlan(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def numbers(self) -> dict[tuple[str, int], int]:
-        """Of chunks, by tensor and first element."""
+        """Numbers of chunks, by tensor and first element."""
         return {(chunk.name, chunk.first_element): number for number, chunk in enumerate(self.chunks)}
 
     @cached_property
     def digest(self) -> bytes:
-        """Of the plan: two ends that have another one do not understand each other."""
+        """Digest of the plan: two relays with different plans do not understand each other."""
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode(self))
 
     def of_node(self, node: str) -> list[int]:
@@ -79,16 +81,16 @@ class ChunkPlan(msgspec.Struct, frozen=True, dict=True):
         return [number for number, chunk in enumerate(self.chunks) if self.nodes[chunk.rank] == node]
 
     def spans_of_node(self, node: str) -> list[tuple[int, int]]:
-        """Where ranks of this node write, the header included, in order of the file."""
+        """Byte ranges that ranks of this node write, the header included, in order of the file."""
         return [(0, len(self.layout.header)), *sorted(self.spans[number] for number in self.of_node(node))]
 
 
 def make_plan(
     layout: Layout, pieces: Sequence[Iterable[Piece]], nodes: Sequence[str], chunk_bytes: int = RANGE_BYTES
 ) -> ChunkPlan:
-    """Of the pieces that each rank will write. `nodes`: of each rank.
+    """Make the plan from the pieces that each rank will write. `nodes`: the node of each rank.
 
-    Raises `WeightError` with the tensor whose elements nobody, or two ranks, will write.
+    Raises `WeightError` with the tensor whose elements no rank, or two ranks, will write.
     """
     chunks = [
         Chunk(name, start, size, rank)
@@ -102,7 +104,7 @@ def make_plan(
 
 
 def choose_chunk_bytes(num_bytes: int, num_sources: int, num_receivers: int) -> int:
-    """How large chunks are to be: as large as they may, but for long chains of little data.
+    """Choose the size of chunks: as large as allowed, but for long chains of little data.
 
     Of `C` chunks over `h` hops, `C + h - 1` times pass one after the other (`simulation.py`): `h - 1` is to be little
     beside `C`.

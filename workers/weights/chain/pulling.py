@@ -1,7 +1,6 @@
 """The downstream's side of a connection: asks an upstream, receives into the file, checks, and asks another one.
 
-What is decided is `pull.py`'s; here are the socket and the clock. A thread for each chain that a node is in, started by
-`relay.py`.
+`pull.py` decides; here are the socket and the clock. There is a thread for each chain that a node is in.
 """
 
 import time
@@ -25,14 +24,14 @@ from penstock.workers.weights.chain.messages import (
 from penstock.workers.weights.chain.transfer import Transfer, TransferOver
 
 WINDOW_BYTES = 2**18
-"""Received, then summed: it is in the cache still."""
+"""Bytes that are received, then summed while they are still in the cache."""
 LEAST_TIMEOUT_S = 0.001
 MOST_CONNECT_S = 5.0
 
 
 class Puller:
-    """One chain of one version. Lifecycle: `run`, in a thread; it returns when the chain is complete or its transfer
-    over."""
+    """Receives one chain of one version. Lifecycle: `run`, in a thread; it returns when the chain is complete or its
+    transfer over."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class Puller:
             return
 
     def _pause(self) -> None:
-        """Until the upstream is to be asked."""
+        """Wait until the upstream is to be asked."""
         transfer = self._transfer
         with transfer.condition:
             while not transfer.is_over and (remaining := self._pull.not_before - time.monotonic()) > 0:
@@ -63,7 +62,7 @@ class Puller:
                 raise TransferOver
 
     def _ask(self) -> None:
-        """One turn: one connection to one upstream, until it is over."""
+        """Ask one upstream over one connection, until it is over."""
         pull, transfer = self._pull, self._transfer
         address = transfer.broadcast.addresses[pull.upstream]
         reparented = pull.reparented
@@ -105,8 +104,8 @@ class Puller:
                 pull.lost(time.monotonic())
 
     def _receive(self, connection: Connection, parcel: Parcel, frame: Frame) -> None:
-        """Each chunk into its place. A damaged one is overwritten when it comes again; those that came before the
-        connection broke are here to stay."""
+        """Receive each chunk into its place. A damaged one is overwritten when it comes again; those that came before
+        the connection broke stay."""
         spans = self._transfer.plan.spans
         num_chunks = len(spans)
         if any(chunk >= num_chunks or len(digest) != DIGEST_BYTES for chunk, digest in parcel.chunks):
@@ -133,13 +132,14 @@ class Puller:
             self._transfer.add(self._source, good)
 
     def _target(self, chunk: int, size: int) -> memoryview:
-        """A chunk that is here already is not written again: others may be reading it."""
+        """The memory that a chunk is received into. A chunk that is here already is not written again: others may be
+        reading it."""
         if chunk in self._pull.missing:
             return self._transfer.slot.target(chunk)
         return memoryview(bytearray(size))
 
     def _fill(self, connection: Connection, target: memoryview) -> bytes:
-        """The xxh3-128 of what came."""
+        """Receive into `target`; return the xxh3-128 of what came."""
         digest = xxhash.xxh3_128()
         for start in range(0, len(target), WINDOW_BYTES):
             window = target[start : start + WINDOW_BYTES]

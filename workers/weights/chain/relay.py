@@ -6,7 +6,7 @@
                           └─▶ <root>/v00000012/, which the engines of this node load
 
 Every node that has trainer ranks or engines has one, in its agent's process (`workers/node/agent.py`). A version is
-begun on all of them, then the ranks write it; which way it goes each knows by itself (`routes.py`). What lies in shared
+begun on all of them, then the ranks write it; each relay computes the route itself (`routes.py`). What lies in shared
 memory afterwards is what ranks of one node alone would have written there.
 
 Plain Python, without Ray. The agent's listener calls `serve`; the orchestrator's weight sync the rest.
@@ -36,7 +36,7 @@ from penstock.workers.weights.publication.reused_files import reclaim
 
 PUBLICATIONS_KEPT = 2
 EXPECT_S = 30.0
-"""How long reports and subscriptions of a broadcast that has not begun here wait for it."""
+"""Seconds for which reports and subscriptions of a broadcast that has not begun here wait for it."""
 
 
 class Relay:
@@ -50,14 +50,14 @@ class Relay:
     """
 
     def __init__(self, root: Path, node: str, token: bytes, service: int, patience: Patience | None = None) -> None:
-        """`root`: of publications, the same path on every node. `node`: as plans and broadcasts call this one.
-        `service`: which of a listener's `serve` is, on every node."""
+        """`root`: of publications, the same path on every node. `node`: name of this one in plans and broadcasts.
+        `service`: number of `serve` in the nodes' listeners, the same on every node."""
         self._root, self._node, self._token, self._service = root, node, token, service
         self._patience = patience or Patience()
         self._counters = Counters()
         self._mappings = KeptMappings()
         self._changed = threading.Condition()
-        """Of the three below."""
+        """Lock and notification of the three fields below."""
         self._plan: ChunkPlan | None = None
         self._transfer: Transfer | None = None
         self._is_closed = False
@@ -66,14 +66,14 @@ class Relay:
         self._reports = ReportServer(root, self._expect_reports)
 
     def plan(self, plan: ChunkPlan) -> None:
-        """Of every version from now on."""
+        """Take the plan of every version from now on."""
         with self._changed:
             self._plan = plan
             self._changed.notify_all()
 
     def begin(self, broadcast: Broadcast) -> None:
-        """A version is about to be written: make room for it, and pull it where this node receives it. An older one
-        that is under way is given up.
+        """Begin a version that is about to be written: make room for it, and pull it where this node receives it. An
+        older one that is under way is given up.
 
         Raises `WeightError` if there is no room, or a newer version has begun.
         """
@@ -98,8 +98,8 @@ class Relay:
         self.reclaim()
 
     def wait(self, version: int, timeout_s: float) -> Publication:
-        """All of a version that has begun, as this node's engines can load it. Raises `WeightError` if it cannot come
-        any more, `DeadlineExceeded`."""
+        """Wait for all of a version that has begun, in the form that this node's engines load. Raises `WeightError` if
+        it cannot come any more, `DeadlineExceeded`."""
         transfer = self._transfer
         if transfer is None or transfer.broadcast.version != version or not transfer.receives:
             raise WeightError(f"node {self._node}: version {version} has not begun here, or is not for this node.")
@@ -110,7 +110,7 @@ class Relay:
         reclaim(self._root, keep=PUBLICATIONS_KEPT)
 
     def serve(self, connected: socket.socket) -> None:
-        """A subscriber's connection, past its handshake: chunks, as they come. The listener's handler."""
+        """Send chunks over a subscriber's connection, past its handshake, as they come. The listener's handler."""
         with Connection(connected) as connection:
             try:
                 self._serve(connection)
@@ -125,7 +125,7 @@ class Relay:
         return {**self._counters.read(), "seconds": seconds}
 
     def close(self) -> None:
-        """A second time changes nothing."""
+        """Close everything. A second call changes nothing."""
         with self._changed:
             if self._is_closed:
                 return
@@ -167,7 +167,7 @@ class Relay:
                 Server(transfer, message, self._patience.heartbeat_s, self._counters).run(connection)
 
     def _wait_for(self, connection: Connection, number: int) -> Transfer | None:
-        """The broadcast, once it has begun here too. None: a later one has, or this node has none for long."""
+        """Wait for the broadcast to begin here too. None: a later one has begun, or this one has not for too long."""
         began = time.monotonic()
         while time.monotonic() - began < EXPECT_S:
             with self._changed:
@@ -181,7 +181,7 @@ class Relay:
         return None
 
     def _expect_reports(self, version: int, plan: bytes) -> Transfer | None:
-        """For the version that is under way here."""
+        """The transfer that reports of this version are for, if it is under way here."""
 
         def is_there() -> bool:
             return self._is_closed or (self._transfer is not None and self._transfer.broadcast.version >= version)

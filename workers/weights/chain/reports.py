@@ -1,10 +1,11 @@
-"""Ranks tell their node's relay which chunks they have written, while they write: over a Unix socket in the root.
+"""The reports of ranks to their node's relay on the chunks that they have written, while they write: over a Unix socket
+in the root.
 
     rank ─ hello: magic, version, rank ─ (chunk, digest)* ─ finished ─▶ relay
 
 A connection is one rank's writing of one version, so that the kernel tells the relay of a rank that dies within it: the
-connection ends before `finished` was said. Nothing is answered. `Reporter` is the rank's side, called by
-`trainer/writing.py`; `ReportServer` the relay's.
+connection ends before `finished` was said. Nothing is answered. `Reporter` is the rank's side, `ReportServer` the
+relay's.
 """
 
 import contextlib
@@ -26,17 +27,17 @@ SOCKET_NAME = "relay.sock"
 HELLO = struct.Struct("!QI16s")
 """Version, rank, digest of the plan."""
 REPORT = struct.Struct("!i16s")
-"""Chunk and digest."""
+"""Number of a chunk, and its digest."""
 FINISHED = REPORT.pack(-1, bytes(16))
 READ_BYTES = REPORT.size * 4096
 MANY = 1024
-"""Ranks that wait to be heard: all of a node come at once."""
+"""Ranks that may wait to connect: all of a node come at once."""
 TIMEOUT_S = 30.0
-"""The relay does nothing but listen: one that takes no reports for so long hangs."""
+"""Seconds after which a relay that takes no reports hangs, since it does nothing but listen."""
 
 
 class Reporter:
-    """A rank's side, for one version.
+    """The rank's side, for one version.
 
     with Reporter(root, plan, version=12, rank=0) as reporter:
         writer = PublicationWriter(root, 12, plan.layout, outlet=reporter.outlet)
@@ -46,7 +47,7 @@ class Reporter:
     """
 
     def __init__(self, root: str | Path, plan: ChunkPlan, version: int, rank: int) -> None:
-        """Raises `WeightError` where no relay listens."""
+        """Connect to the node's relay. Raises `WeightError` where no relay listens."""
         self._numbers, self._rank = plan.numbers, rank
         self.outlet = Outlet(plan.chunk_bytes, plan.spans_of_node(plan.nodes[rank]), self._written)
         self._lock = threading.Lock()
@@ -58,7 +59,7 @@ class Reporter:
         self._send(HELLO.pack(version, rank, plan.digest))
 
     def finish(self) -> None:
-        """All is written. Raises `WeightError`."""
+        """Report that all is written. Raises `WeightError`."""
         self._send(FINISHED)
 
     def __enter__(self) -> Self:
@@ -94,7 +95,8 @@ class ReportServer:
     """The relay's side. Lifecycle: made once, `close`."""
 
     def __init__(self, root: Path, expect: Callable[[int, bytes], Transfer | None]) -> None:
-        """`expect`: whom reports are for, by version and digest of the plan; it may wait. None: nobody wants them."""
+        """`expect`: returns the transfer that reports are for, by version and digest of the plan; it may wait. None:
+        reports are not wanted."""
         self._expect = expect
         self._path = root / SOCKET_NAME
         self._path.unlink(missing_ok=True)
@@ -130,7 +132,7 @@ class ReportServer:
 
     @contextlib.contextmanager
     def _known(self, connected: socket.socket) -> Iterator[bool]:
-        """`close` ends it within the block. False: it is closed already."""
+        """Let `close` end the connection within the block. False: the server is closed already."""
         with self._lock:
             self._open.add(connected)
             is_wanted = not self._is_closed
@@ -158,7 +160,7 @@ class ReportServer:
 
 
 def _reports(connected: socket.socket) -> Iterator[list[tuple[int, bytes]]]:
-    """What has come, until the rank has finished. Raises `OSError` if the connection ends before."""
+    """Yield the reports that have come, until the rank has finished. Raises `OSError` if the connection ends before."""
     data = b""
     while not data.startswith(FINISHED):
         some = connected.recv(READ_BYTES)

@@ -1,6 +1,5 @@
-"""The upstream's side of a connection: chunks as they come to this node, as long as somebody wants them.
-
-Called by `relay.py`, in a thread of the agent's listener for each subscriber.
+"""The upstream's side of a connection: chunks as they come to this node, as long as a subscriber wants them. There is a
+thread of the agent's listener for each subscriber.
 """
 
 import time
@@ -23,7 +22,7 @@ from penstock.workers.weights.chain.transfer import Transfer
 
 
 class Server:
-    """One subscription. Lifecycle: `run`, which returns when all is sent or the transfer is over."""
+    """The service of one subscription. Lifecycle: `run`, which returns when all is sent or the transfer is over."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class Server:
         self._feed = Feed(transfer.logs[subscribe.source], wanted, transfer.plan.spans)
 
     def run(self, connection: Connection) -> None:
-        """Raises `OSError` when the subscriber is gone."""
+        """Send until all is sent or the transfer is over. Raises `OSError` when the subscriber is gone."""
         while True:
             message, parcel = self._next()
             if parcel:
@@ -49,7 +48,7 @@ class Server:
                 return
 
     def _next(self) -> tuple[Message, list[int]]:
-        """What to say, and the chunks that it is about."""
+        """The next message, and the chunks that it is about."""
         transfer = self._transfer
         with transfer.condition:
             parcel = self._take()

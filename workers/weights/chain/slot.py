@@ -1,7 +1,7 @@
-"""The file of one version on one node, which ranks write there, or the relay, and which it sends to others.
+"""The file of one version on one node, which ranks or the relay write there, and which the relay sends to others.
 
-Locked like one that is read, for as long as the relay has it: no writer takes it meanwhile for another version
-(`publication/reused_files.py`). Used by `transfer.py`.
+It is locked like one that is read, for as long as the relay has it: no writer takes it meanwhile for another version
+(`publication/reused_files.py`).
 """
 
 import fcntl
@@ -26,7 +26,8 @@ class Slot:
     def __init__(
         self, root: Path, version: int, plan: ChunkPlan, spans: Sequence[tuple[int, int]] | None, mappings: KeptMappings
     ) -> None:
-        """`spans`: what is written on this node; None: all of it. Raises `WeightError` if there is no room."""
+        """`spans`: byte ranges that are written on this node; None: all of it. Raises `WeightError` if there is no
+        room."""
         self._plan, self._version = plan, version
         self.path = publication_directory(root, version)
         mappings.let_go(root)
@@ -39,18 +40,18 @@ class Slot:
         self._memory, self._is_fresh = mappings.writable(file, root)
 
     def target(self, chunk: int) -> memoryview:
-        """Where a chunk's bytes belong."""
+        """The memory where a chunk's bytes belong."""
         start, end = self._plan.spans[chunk]
         if self._is_fresh:
             populate(self._memory, start, end, POPULATE_WRITE)
         return memoryview(self._memory)[start:end]
 
     def bytes_of(self, chunks: Sequence[int]) -> bytes:
-        """Of a few small ones, one behind the other."""
+        """Bytes of a few small chunks, one behind the other."""
         return b"".join(self._memory[start:end] for start, end in (self._plan.spans[chunk] for chunk in chunks))
 
     def seal(self, digests: dict[int, bytes]) -> Publication:
-        """All chunks are here: let the engines of this node see the version."""
+        """Write header and manifest, once all chunks are here: the engines of this node then see the version."""
         layout = self._plan.layout
         self._memory[: len(layout.header)] = layout.header
         ranges = (
@@ -62,5 +63,5 @@ class Slot:
         return Publication(str(self.path), self._version, layout.num_bytes)
 
     def close(self) -> None:
-        """Unlock it: another version may be written into it."""
+        """Unlock the file: another version may be written into it."""
         self.file.close()

@@ -1,10 +1,10 @@
-"""One version on one node, from its beginning until a newer one begins: what is here of it, and what has become of it.
+"""A version on one node, from its beginning until a newer one begins: which chunks are here, and its outcome.
 
     ranks of this node ─▶ reports.py ─┐
                                       ├─ add ─▶ Transfer ─▶ serving.py ─▶ other nodes
     other nodes ─▶ pulling.py ────────┘            └─ all of it, where it is received ─▶ manifest
 
-Threads share it; `condition` is notified of every change. Made by `relay.py`.
+Threads share it; `condition` is notified of every change.
 """
 
 import threading
@@ -24,38 +24,38 @@ LEAVING_S = 5.0
 
 
 class TransferOver(Exception):
-    """It is given up, for a newer version or for good: whoever works on it stops."""
+    """The transfer is given up, for a newer version or for good: every thread that works on it stops."""
 
 
 class Transfer:
-    """Lifecycle: `add` chunks until it `publication` is there, or `fail`; then, or before, `give_up`."""
+    """Lifecycle: `add` chunks until `publication` is there, or `fail`; then, or before, `give_up`."""
 
     def __init__(self, broadcast: Broadcast, plan: ChunkPlan, node: str, slot: Slot, pulls: dict[str, Pull]) -> None:
-        """`pulls`: of each chain that this node receives, by its source. None of them: it only sends."""
+        """`pulls`: one for each chain that this node receives, by its source. Empty: the node only sends."""
         self.broadcast, self.plan, self.node, self.slot, self.pulls = broadcast, plan, node, slot, pulls
         self.condition = threading.Condition()
         self.receives = node in broadcast.receivers
         self.digests: dict[int, bytes] = {}
-        """Of the chunks that are here."""
+        """Digests of the chunks that are here."""
         self.logs: dict[str, list[int]] = {source: [] for source in {*pulls, *plan.sources} if source in {*pulls, node}}
-        """Of each chain that this node sends: chunks in the order in which they came."""
+        """Chunks in the order in which they came, for each chain that this node sends."""
         self.publication: Publication | None = None
         self.failure: str | None = None
         self.is_given_up = False
         self._began = time.monotonic()
         self.seconds = 0.0
-        """Until it was whole."""
+        """Seconds until the version was whole."""
         self._connections: set[Connection] = set()
         self._is_sealing = False
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is to be fetched or sent."""
+        """True once nothing more is to be fetched or sent."""
         return self.is_given_up or self.failure is not None
 
     def add(self, source: str, chunks: Sequence[tuple[int, bytes]]) -> None:
-        """Chunks whose bytes are in the file, with their digests. Whoever brings the last one seals the version. Raises
-        `TransferOver`."""
+        """Add chunks whose bytes are in the file, with their digests. The thread that brings the last one seals the
+        version. Raises `TransferOver`."""
         with self.condition:
             if self.is_over:
                 raise TransferOver
@@ -69,11 +69,11 @@ class Transfer:
             self._seal()
 
     def written(self, chunks: Sequence[tuple[int, bytes]]) -> None:
-        """By ranks of this node."""
+        """Add chunks that ranks of this node have written."""
         self.add(self.node, chunks)
 
     def rank_left(self, rank: int) -> None:
-        """Before it had written its part."""
+        """Fail the transfer, because a rank left before it had written its part."""
         self.fail(f"rank {rank} has left before it had written its part")
 
     def fail(self, reason: str) -> None:
@@ -83,7 +83,7 @@ class Transfer:
             self.condition.notify_all()
 
     def give_up(self) -> None:
-        """End everything that goes on, and unlock the file. Returns when nobody uses it any more."""
+        """End everything that goes on, and unlock the file. Returns when no connection uses it any more."""
         with self.condition:
             self.is_given_up = True
             for connection in self._connections:
@@ -94,7 +94,7 @@ class Transfer:
 
     @contextmanager
     def using(self, connection: Connection) -> Iterator[Connection]:
-        """Within the block `give_up` ends the connection. Raises `TransferOver`."""
+        """Let `give_up` end the connection within the block. Raises `TransferOver`."""
         with self.condition:
             if self.is_over:
                 raise TransferOver
@@ -107,7 +107,7 @@ class Transfer:
                 self.condition.notify_all()
 
     def wait(self, timeout_s: float) -> Publication:
-        """Raises `WeightError`, `DeadlineExceeded`."""
+        """Wait for the publication. Raises `WeightError`, `DeadlineExceeded`."""
         version = self.broadcast.version
         with self.condition:
             self.condition.wait_for(lambda: self.publication is not None or self.is_over, timeout_s)

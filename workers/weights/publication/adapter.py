@@ -5,7 +5,7 @@
 
 File, manifest, checksums and slots are those of any publication (`publication.py`). Rank and alpha are not in it: they
 are the run's configuration, which engines are started with, and the shapes are held against it here, before an engine
-changes. Named by `trainer/engines/lora.py`, read by the rollout engines.
+changes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 PREFIX, SUFFIX = "base_model.model.", ".weight"
 LETTERS = ("A", "B")
 FILE_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
-"""What PEFT and vLLM look for in an adapter's directory."""
+"""Names of the files that PEFT and vLLM look for in an adapter's directory."""
 
 
 def tensor_name(layer: str, letter: str) -> str:
-    """Of A or B of a linear layer, e.g. `model.layers.0.self_attn.q_proj`, in the file."""
+    """Name in the file of A or B of a linear layer, e.g. `model.layers.0.self_attn.q_proj`."""
     return f"{PREFIX}{layer}.lora_{letter}{SUFFIX}"
 
 
 def layer_shapes(manifest: Manifest, config: LoraConfig) -> dict[str, tuple[int, int]]:
-    """`(out, in)` of every layer that the adapter changes, in the file's order.
+    """Shapes `(out, in)` of every layer that the adapter changes, in the file's order.
 
     Raises `WeightError` for a publication that is not an adapter, lacks an A or B, or has another rank than `config`.
     """
@@ -52,7 +52,7 @@ def layer_shapes(manifest: Manifest, config: LoraConfig) -> dict[str, tuple[int,
 
 
 def layout_of(shapes: Mapping[str, tuple[int, int]], config: LoraConfig, dtype: str) -> Layout:
-    """Of an adapter of layers of these `(out, in)`."""
+    """Layout of an adapter of layers of these `(out, in)`."""
     tensors = []
     for layer, (num_out, num_in) in shapes.items():
         tensors += [
@@ -63,7 +63,7 @@ def layout_of(shapes: Mapping[str, tuple[int, int]], config: LoraConfig, dtype: 
 
 
 def deltas(mapped: MappedWeights, config: LoraConfig) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Layers and what their weights change by: `alpha / rank * B @ A`, `[out, in]` float32 on the CPU, one at a
+    """Layers with the change of their weights: `alpha / rank * B @ A`, `[out, in]` float32 on the CPU, one at a
     time."""
     for layer in layer_shapes(mapped.manifest, config):
         a, b = (mapped.tensor(tensor_name(layer, letter)).float() for letter in LETTERS)
@@ -71,7 +71,7 @@ def deltas(mapped: MappedWeights, config: LoraConfig) -> "Iterator[tuple[str, to
 
 
 def peft_config(config: LoraConfig) -> dict[str, Any]:
-    """What PEFT's `adapter_config.json` has to say of such an adapter."""
+    """Contents of PEFT's `adapter_config.json` for such an adapter."""
     targets = config.target_modules
     return {
         "peft_type": "LORA",

@@ -1,7 +1,7 @@
 """The one copy of a publication: from a rank's tensor, cast, into the file, summed while it is in the cache.
 
-Called by `publication.py`, from several threads at once: it leaves torch's own threads alone, which would meet after
-every block and, on cores that others use as well, wait for each other longer than they copy.
+Several threads call it at once: it does not use torch's own threads, which would synchronize after every block and, on
+cores that others use as well, wait for each other longer than they copy.
 """
 
 import numpy as np
@@ -10,14 +10,15 @@ import xxhash
 from torch import Tensor
 
 BLOCK_BYTES = 2**19
-"""Copied, then summed: what is read and what is written fit into the cache of a core, also at four bytes to two."""
+"""Bytes that are copied, then summed: the bytes read and written fit into the cache of a core, also at four bytes to
+two."""
 CAST_ELEMENTS = 2**15
-"""The most that torch casts without its threads, where it has several."""
+"""Largest number of elements that torch casts without its threads, where it has several."""
 
 
 def copy_and_sum(values: Tensor, target: memoryview, dtype: str) -> str:
-    """Write `values` (`[num_elements]`, any device and float dtype) as `dtype` into `target`; the xxh3-128 of the bytes
-    written, hexadecimal.
+    """Write `values` (`[num_elements]`, any device and float dtype) as `dtype` into `target`; return the xxh3-128 of
+    the bytes written, hexadecimal.
     """
     destination = torch.frombuffer(target, dtype=getattr(torch, dtype))
     if values.device.type != "cpu":  # one transfer: each of them costs a round trip

@@ -1,4 +1,4 @@
-"""Where each tensor lies in a safetensors file, computed before any of its bytes exist.
+"""The place of each tensor in a safetensors file, computed before any of its bytes exist.
 
 Trainer ranks compute the same layout from the same names, shapes and dtypes, and then write their shards into their
 places without talking to each other (`publication.py`). Pure: no I/O, no torch.
@@ -17,13 +17,13 @@ from functools import cached_property
 from penstock.conf.errors import WeightError, suggest
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""In the order in which the library sorts them."""
+"""Bytes of an element, in the order in which the library sorts dtypes."""
 DTYPE_CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """One tensor of the file. `offset`: bytes from the start of the file."""
+    """The place of one tensor in the file. `offset`: bytes from the start of the file."""
 
     name: str
     dtype: str
@@ -54,7 +54,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Layout:
-    """A whole file: its header, and every tensor's place in file order."""
+    """The layout of a whole file: its header, and every tensor's place in file order."""
 
     header: bytes
     tensors: tuple[TensorPlace, ...]
@@ -68,7 +68,7 @@ class Layout:
         return len(self.header) + sum(place.num_bytes for place in self.tensors)
 
     def place(self, name: str) -> TensorPlace:
-        """Raises `WeightError` with the nearest name."""
+        """The place of a tensor. Raises `WeightError` with the nearest name."""
         if name not in self.by_name:
             raise WeightError(f"tensor {name!r} is not in the layout{suggest(name, self.by_name)}")
         return self.by_name[name]

@@ -1,8 +1,7 @@
 """Memory mappings of publications: those that a writer keeps from one to the next, and page tables filled in advance.
 
 Two files take turns (`reused_files.py`), so a trainer rank maps each of them once and from then on writes at the speed
-of memory: no page fault, and no lock of the file that ranks would wait for, as with `write(2)`. Used by
-`publication.py`, `reading.py` and, on a machine that receives them, by `chain/slot.py`.
+of memory: no page fault, and no lock of the file that ranks would wait for, as with `write(2)`.
 """
 
 import contextlib
@@ -15,12 +14,13 @@ from pathlib import Path
 POPULATE_READ, POPULATE_WRITE = 22, 23
 """madvise(2), Linux 5.14; the `mmap` module has no names for them."""
 POPULATE_BYTES = 8 * 2**20
-"""At a time: the call holds the interpreter's lock, so that a step of generation can come between."""
+"""Bytes that are filled at a time: the call holds the interpreter's lock, so that a step of generation can come
+between."""
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """`descriptor` keeps the inode's number from being used again while the mapping stands for it."""
+    """A mapping. `descriptor` keeps the inode's number from being used again while the mapping stands for it."""
 
     descriptor: int
     memory: mmap.mmap
@@ -32,16 +32,16 @@ class _Kept:
 
 class KeptMappings:
     """A process's mappings of files that it writes again and again. Lifecycle: `let_go` and `writable` for each
-    version; `close`. Threads may share it: a mapping that one lets go stays with who has it."""
+    version; `close`. Threads may share it: a mapping that one releases stays with the threads that have it."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], _Kept] = {}
-        """By device and inode."""
+        """Mappings by device and inode."""
         self._lock = threading.Lock()
 
     def writable(self, file: Path, root: Path) -> tuple[mmap.mmap, bool]:
-        """The whole file, shared and writable, and whether this process has just mapped it: it is the same mapping as
-        long as it is the same file of the same size."""
+        """Map the whole file, shared and writable; also return whether this process has just mapped it. The mapping
+        stays the same as long as it is the same file of the same size."""
         with self._lock:
             descriptor = os.open(file, os.O_RDWR)
             status = os.fstat(descriptor)
@@ -55,7 +55,7 @@ class KeptMappings:
             return self._kept[key].memory, True
 
     def let_go(self, root: Path) -> None:
-        """End those of removed files, whose memory they hold, and of other roots than this."""
+        """End mappings of removed files, whose memory they hold, and of other roots than this."""
         with self._lock:
             for key in [key for key, kept in self._kept.items() if not kept.is_current(root)]:
                 os.close(self._kept.pop(key).descriptor)

@@ -54,11 +54,12 @@ __all__ = [
 
 
 _mappings = KeptMappings()
-"""Of the process, as page tables are: a rank writes many versions, each with a pen of its own."""
+"""Mappings of the process, like page tables: a rank writes many versions, each with a writer of its own."""
 
 
 class PublicationWriter:
-    """One rank's pen. Writes pieces of tensors into their places; any rank may write any piece, each element once.
+    """The writer of one rank. It writes pieces of tensors into their places; any rank may write any piece, each element
+    once.
 
     Opening it takes back an earlier publication of the same version (a repeated step), since its bytes are about to
     change. Raises `WeightError` when the directory's file system cannot hold the layout.
@@ -73,8 +74,8 @@ class PublicationWriter:
         num_ranks: int = 1,
         outlet: Outlet = NO_OUTLET,
     ) -> None:
-        """`directory`: the root; the publication becomes `<directory>/v<version>`. `outlet`: where readers
-        are on other machines too."""
+        """`directory`: the root; the publication becomes `<directory>/v<version>`. `outlet`: used where readers are on
+        other machines too."""
         self.layout = layout
         self.rank = rank
         self.num_ranks = num_ranks
@@ -91,7 +92,8 @@ class PublicationWriter:
             self._memory[: len(layout.header)] = layout.header
 
     def write_rows(self, name: str, first_row: int, tensor: torch.Tensor) -> None:
-        """Rows `[first_row, first_row + tensor.shape[0])` of tensor `name`: `write_elements` for a shard of dim 0.
+        """Write rows `[first_row, first_row + tensor.shape[0])` of tensor `name`: `write_elements` for a shard of dim
+        0.
 
         `tensor`: the full tensor's shape but for dim 0; a scalar is one row. Raises `WeightError` as `write_elements`
         does, and for a wrong shape.
@@ -105,8 +107,8 @@ class PublicationWriter:
         self.write_elements(name, first_row * place.row_elements, tensor.detach().reshape(-1))
 
     def write_elements(self, name: str, first_element: int, values: torch.Tensor) -> None:
-        """Elements `[first_element, first_element + len(values))` of the flattened tensor `name`, cast to the layout's
-        dtype.
+        """Write elements `[first_element, first_element + len(values))` of the flattened tensor `name`, cast to the
+        layout's dtype.
 
         `values`: `[num_elements]`, any device and float dtype, without padding. None of them (an empty shard): nothing
         happens. Raises `WeightError` for a wrong name or range, and when the file system is full.
@@ -124,7 +126,7 @@ class PublicationWriter:
             self.ranges += self._threads.map(lambda part: self._write(*part), parts)
 
     def close(self) -> None:
-        """All is written; the outlet has been told of all of it."""
+        """Wait until all is written, and the outlet has been told of all of it."""
         if self._threads is not None:
             self._threads.shutdown()
 
@@ -136,7 +138,7 @@ class PublicationWriter:
         return self.ranges
 
     def _write(self, place: TensorPlace, first_element: int, values: torch.Tensor) -> ElementRange:
-        """Cast, copy, sum. Any thread."""
+        """Cast, copy, sum. Called from any thread."""
         start = place.offset + first_element * place.element_bytes
         num_bytes = len(values) * place.element_bytes
         if self._is_fresh:
@@ -149,7 +151,7 @@ class PublicationWriter:
 
 
 def seal(directory: str | Path, version: int, layout: Layout, num_ranks: int = 1) -> Publication:
-    """Make the publication visible. Called by rank 0 once every rank has finished.
+    """Make the publication visible, on rank 0, once every rank has finished.
 
     Raises `WeightError` naming the rank that left no checksums, or the tensor whose elements are missing or
     written twice.
@@ -174,7 +176,7 @@ def seal(directory: str | Path, version: int, layout: Layout, num_ranks: int = 1
 def write_publication(
     directory: str | Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]], dtype: str | None = None
 ) -> Publication:
-    """All of it by one process: `(name, tensor)` pairs, cast to `dtype` (default: each its own)."""
+    """Write a whole publication in one process: `(name, tensor)` pairs, cast to `dtype` (default: each its own)."""
     pairs = list(tensors)
     layout = compute_layout(
         (name, tensor.shape, dtype or str(tensor.dtype).removeprefix("torch.")) for name, tensor in pairs

@@ -1,4 +1,4 @@
-"""Ranges of elements: what one checksum is for, and how pieces of tensors are cut into them. Pure: no I/O, no torch.
+"""Ranges of elements: each has one checksum, and pieces of tensors are cut into them. Pure: no I/O, no torch.
 
 Ranks cut what they write (`publication.py`), and say beforehand what they will cut (`chain/plan.py`), so that both are
 the same ranges.
@@ -12,7 +12,7 @@ from penstock.conf.errors import WeightError
 from penstock.workers.weights.publication.layout import Layout, TensorPlace
 
 RANGE_BYTES = 16 * 2**20
-"""Most that one checksum is for. Readers can check several at a time."""
+"""Largest range that one checksum is for. Readers can check several at a time."""
 
 
 class ElementRange(NamedTuple):
@@ -27,7 +27,7 @@ class ElementRange(NamedTuple):
 
 
 class Elements(Protocol):
-    """What coverage is asked of."""
+    """The fields of a range that a check of coverage needs."""
 
     @property
     def name(self) -> str: ...
@@ -39,21 +39,22 @@ class Elements(Protocol):
 
 @dataclass(frozen=True)
 class Outlet:
-    """What a rank's node takes to other machines while the rank writes (`chain/reports.py`). As it stands: nothing."""
+    """The connection of a rank's writing to its node's relay, which sends to other machines meanwhile
+    (`chain/reports.py`). By default there is none."""
 
     range_bytes: int = RANGE_BYTES
-    """Most of a range."""
+    """Largest size of a range, in bytes."""
     spans: Sequence[tuple[int, int]] | None = None
     """Bytes of the file, first and last-plus-one, that this node's ranks write. None: all of it."""
     written: Callable[[ElementRange], None] | None = None
-    """Told of each range whose bytes are there and stay as they are; from any thread."""
+    """Callback for each range whose bytes are there and stay as they are; from any thread."""
 
 
 NO_OUTLET = Outlet()
 
 
 def cut(place: TensorPlace, first_element: int, num_elements: int, range_bytes: int) -> Iterator[tuple[int, int]]:
-    """First element and length of each range of a piece, of at most `range_bytes`. None for an empty piece."""
+    """First element and length of each range of a piece, of at most `range_bytes`. An empty piece has none."""
     size = max(1, range_bytes // place.element_bytes)
     end = first_element + num_elements
     for start in range(first_element, end, size):
@@ -68,8 +69,8 @@ def byte_span(layout: Layout, entry: Elements) -> tuple[int, int]:
 
 
 def check_coverage(what: str, layout: Layout, ranges: Iterable[Elements]) -> None:
-    """Every element of every tensor is in exactly one range. Raises `WeightError` with the first tensor of which that
-    is not so; `what`: whose ranges they are."""
+    """Check that every element of every tensor is in exactly one range. Raises `WeightError` with the first tensor for
+    which it is not so; `what`: whose ranges they are."""
     written: dict[str, list[Elements]] = {}
     for entry in ranges:
         written.setdefault(entry.name, []).append(entry)

@@ -1,7 +1,7 @@
 """The reading side of a publication: its manifest, its checksums, and its tensors as views of mapped memory.
 
-Called by the rollout engines before and while they load, by `publication.seal` for the manifest's form, and by tests. A
-reader that finds anything wrong raises `WeightError` with file and tensor, before any weight of the engine has changed.
+A reader that finds anything wrong raises `WeightError` with file and tensor, before any weight of the engine has
+changed.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ MANIFEST_NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a publication says of itself."""
+    """The description of a publication: version, layout, checksums."""
 
     directory: Path
     version: int
@@ -101,10 +101,10 @@ def _read_manifest(directory: Path) -> Manifest:
 
 
 class MappedWeights:
-    """The file of a publication mapped into memory: tensors are views, nothing is copied until somebody does.
+    """The file of a publication mapped into memory: tensors are views, nothing is copied until the caller does.
 
-    Mapping and lock end when this and the last tensor taken from it are gone; until then no writer takes the file for
-    another version. Writing into the views changes this process's copy only.
+    Mapping and lock end when this object and the last tensor taken from it are gone. Until then no writer takes the
+    file for another version. Writing into the views changes this process's copy only.
 
         mapped = MappedWeights(open_publication(publication))
         mapped.verify()
@@ -112,7 +112,8 @@ class MappedWeights:
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        """Raises `WeightError` when the publication has been reclaimed since its manifest was read."""
+        """Map the file and lock it. Raises `WeightError` when the publication has been reclaimed since its manifest was
+        read."""
         self.manifest = manifest
         try:
             with manifest.file.open("rb") as file:
@@ -127,7 +128,7 @@ class MappedWeights:
             raise _reclaimed(manifest) from None
 
     def populate(self) -> None:
-        """Fill the page tables, so that whoever loads meets no page fault: most of a first read's time."""
+        """Fill the page tables, so that loading meets no page fault: most of a first read's time."""
         populate(self._memory, 0, len(self._memory), POPULATE_READ)
 
     def verify(self) -> None:
@@ -158,18 +159,18 @@ class MappedWeights:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=place.offset).reshape(place.shape)
 
     def copy_to(self, file: Path) -> None:
-        """The whole safetensors file, for a reader that wants one of its own."""
+        """Write the whole safetensors file, for a reader that wants one of its own."""
         file.write_bytes(self._memory)
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """All of them, layer by layer (by name): engines that repack a layer at a time then hold one layer at a
+        """All tensors, layer by layer (by name): engines that repack a layer at a time then hold one layer at a
         time."""
         for name in sorted(self.manifest.layout.by_name):
             yield name, self.tensor(name)
 
 
 def mapped_publication(publication: Publication) -> MappedWeights:
-    """Its file, mapped and locked. Raises `WeightError`."""
+    """The file of a publication, mapped and locked. Raises `WeightError`."""
     return MappedWeights(open_publication(publication))
 
 

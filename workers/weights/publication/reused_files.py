@@ -1,4 +1,4 @@
-"""Which file a publication is written into: that of an older one wherever nobody reads it any more.
+"""The choice of the file that a publication is written into: that of an older one, if no process reads it any more.
 
 A page of shared memory that is touched for the first time costs several times what writing it again costs. So the file
 of the version before last becomes the next version's, by rename, and two files take turns:
@@ -7,7 +7,7 @@ of the version before last becomes the next version's, by rename, and two files 
 
 Readers hold a shared lock on the file for as long as it is mapped (`reading.MappedWeights`); a file is taken only when
 an exclusive lock can be had, else a new one is made. The kernel frees the locks of dead processes. The newest sealed
-publication is never taken: whatever happens to the writer, that one stays loadable. Called by `publication.py`.
+publication is never taken: whatever happens to the writer, that one stays loadable.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def publication_directory(root: str | Path, version: int) -> Path:
 
 
 def publication_directories(root: str | Path) -> list[Path]:
-    """Sealed or not, oldest version first."""
+    """Directories of publications, sealed or not, oldest version first."""
     return sorted(Path(root).glob("v[0-9]*"))
 
 
@@ -41,15 +41,15 @@ def is_sealed(path: Path) -> bool:
 
 @contextlib.contextmanager
 def exclusive(root: str | Path) -> Iterator[None]:
-    """One process at a time may choose, take and remove files under this root."""
+    """Let one process at a time choose, take and remove files under this root."""
     with (Path(root) / LOCK_NAME).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def prepare_slot(root: str | Path, version: int, num_bytes: int, spans: Spans | None = None) -> Path:
-    """The file that all ranks write this version into, of `num_bytes`, every page of it there, or where `spans` are
-    given, every page of these. The first rank to come makes it; the others find it.
+    """Prepare the file that all ranks write this version into, of `num_bytes`, with every page of it, or where `spans`
+    are given, every page of these. The first rank to come makes it; the others find it.
 
     An earlier publication of the same version is taken back. Raises `WeightError` when there is no room; nothing of
     the attempt is left behind then.
@@ -72,9 +72,9 @@ def prepare_slot(root: str | Path, version: int, num_bytes: int, spans: Spans | 
 
 
 def reclaim(directory: str | Path, keep: int = 2) -> list[str]:
-    """Remove all but the newest `keep` publications; engines that still map one keep its memory until they let go.
+    """Remove all but the newest `keep` publications; engines that still map one keep its memory until they release it.
 
-    With two, the older is what the next version is written into. Returns the directories removed.
+    With two, the next version is written into the older. Returns the directories removed.
     """
     with exclusive(directory):
         paths = publication_directories(directory)
@@ -86,7 +86,7 @@ def reclaim(directory: str | Path, keep: int = 2) -> list[str]:
 
 
 def _vacate(path: Path) -> None:
-    """Take a sealed publication back; its file goes too if somebody reads it."""
+    """Take a sealed publication back; its file is removed too if a process reads it."""
     with _held_if_idle(path / WEIGHTS_NAME) as idle:
         (path / MANIFEST_NAME).unlink(missing_ok=True)
     if not idle:
@@ -109,9 +109,9 @@ def _take_idle(root: str | Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def _held_if_idle(file: Path) -> Iterator[bool]:
-    """Whether nobody reads it; if so, nobody can begin to within the block.
+    """True if no process reads the file; if so, none can begin to within the block.
 
-    The manifest is to go within it: a reader that comes later looks for it once it has the lock.
+    Remove the manifest within the block: a reader that comes later looks for it once it has the lock.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -124,7 +124,7 @@ def _held_if_idle(file: Path) -> Iterator[bool]:
 
 
 def _pages(spans: Spans, num_bytes: int) -> list[tuple[int, int]]:
-    """Whole pages, those of neighbours together."""
+    """Spans of whole pages; those of neighbours are joined."""
     merged: list[tuple[int, int]] = []
     for start, end in spans:
         start -= start % mmap.PAGESIZE

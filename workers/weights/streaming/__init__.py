@@ -1,1 +1,1 @@
-"""A version of the weights from GPU to GPU, without a file. Begin with `senders.py`."""
+"""The transfer of a version of the weights from GPU to GPU, without a file. Begin with `senders.py`."""

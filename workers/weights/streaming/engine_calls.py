@@ -1,7 +1,7 @@
-"""How the sending rank reaches the engines: as Ray actors, or in an event loop of the same process.
+"""The calls of the sending rank to the engines: as Ray actors, or in an event loop of the same process.
 
-Both answer for all engines at once (`transport.Engines`). `ActorEngines` is handed to the trainer's first rank when a
-run starts; `LoopEngines` is for straight-line programs, benchmarks and tests.
+Both answer for all engines at once (`transport.Engines`). The trainer's first rank gets `ActorEngines` when a run
+starts; `LoopEngines` is for straight-line programs, benchmarks and tests.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from penstock.workers.weights.transport import Info, Part
 
 
 class ReceivingEngine(Protocol):
-    """An engine's side of a stream; `VllmEngine` has it."""
+    """The interface of an engine as the receiver of a stream; `VllmEngine` has it."""
 
     async def connect(self, init_info: Info) -> None: ...
 
@@ -43,7 +43,7 @@ class LoopEngines:
 
 
 class ActorEngines:
-    """Rollout actors, by name and handle. Crosses Ray. Waits without a deadline of its own: whoever sends is
+    """Rollout actors, by name and handle. Can be sent through Ray. Waits without a deadline of its own: the sender is
     watched."""
 
     def __init__(self, actors: Sequence[tuple[str, Any]], workers_per_engine: int = 1) -> None:
@@ -57,7 +57,8 @@ class ActorEngines:
         self._all([handle.deliver.remote(part) for _, handle in self._actors])
 
     def _all(self, calls: Sequence[Any]) -> None:
-        """In the order in which they end, so that one engine's failure is not hidden by another's silence."""
+        """Wait for the calls in the order in which they end, so that one engine's failure is not hidden by another's
+        silence."""
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 

@@ -1,8 +1,7 @@
 """An engine's side of a stream: parts of a version on their way from the trainer's first rank.
 
-The trainer's call `deliver` puts a part in and waits; the engine's `load`, running at the same time, takes it out
-and loads it, and what loading raises is raised in `deliver` too. Lives in the engine's event loop. Filled and emptied
-by `rollout/engine_vllm.py`.
+The trainer's call `deliver` puts a part in and waits; the engine's `load`, running at the same time, takes it out and
+loads it, and what loading raises is raised in `deliver` too. All of it runs in the engine's event loop.
 """
 
 import asyncio
@@ -23,8 +22,8 @@ class Inbox:
         self._refused: tuple[int, Exception] | None = None
 
     async def put(self, part: Part) -> None:
-        """Returns when the engine is done with the part. It may come before the engine's `load` has begun, or after
-        it has failed."""
+        """Put a part in; returns when the engine is done with it. The part may come before the engine's `load` has
+        begun, or after it has failed."""
         if self._refused is not None and self._refused[0] == part.version:
             raise self._refused[1]
         done = asyncio.get_running_loop().create_future()
@@ -42,11 +41,11 @@ class Inbox:
 
     @asynccontextmanager
     async def received(self, coming: StreamedVersion, load: Callable[[Info], Awaitable[None]]) -> AsyncIterator[None]:
-        """Load every part of the version; within the block all are in. The sender hears of the end when the block has
-        been left, with the error if it was left by one.
+        """Load every part of the version; within the block all are loaded. The sender gets its answer when the block
+        has been left, with the error if it was left by one.
 
-        Raises `DeadlineExceeded` when the trainer falls silent, `WeightError` for a part of another version or an end
-        that comes too early or too late.
+        Raises `DeadlineExceeded` when nothing comes from the trainer, `WeightError` for a part of another version or an
+        end that comes too early or too late.
         """
         num_tensors = 0
         while True:
@@ -70,7 +69,7 @@ class Inbox:
 
     @contextmanager
     def _answered(self, part: Part, done: "asyncio.Future[None]") -> Iterator[Part]:
-        """The sender gets an answer whatever happens to its part."""
+        """Answer the sender whatever happens to its part."""
         failure: Exception | None = WeightError(f"weight sync to version {part.version}: the engine gave it up.")
         try:
             yield part

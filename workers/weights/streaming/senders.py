@@ -6,7 +6,7 @@
                 └─ on rank 0 calls the client: update_weights(info) … finish_weight_update()
                                                  └─ Part ─▶ every engine's `deliver`
 
-vLLM's engines expect a client that drives the other side through the whole of it. Here an engine's own `load` does
+vLLM's engines expect a client that calls the other side for every step of a transfer. Here an engine's own `load` does
 that, with its pauses, deadlines and assertions (`rollout/engine_vllm.py`); so the client only carries parts. vLLM is
 imported in `connect`.
 """
@@ -27,18 +27,18 @@ from penstock.workers.weights.transport import Delivery, Engines, Info, Part, St
 
 @dataclass(frozen=True)
 class SenderPlace:
-    """Which of the trainer's ranks this is, and what it may take."""
+    """The place of this process among the trainer's ranks, and the time and memory that it may take."""
 
     rank: int
     num_ranks: int
     device: torch.device
     timeout_s: float
-    """Longest silence: no tensor taken, no engine connected."""
+    """Longest silence, in seconds: no tensor taken, no engine connected."""
     bucket_bytes: int
 
 
 class PartsClient:
-    """vLLM's `VLLMWeightSyncClient`, which rank 0 calls: carries what it is given to the engines of the run.
+    """vLLM's `VLLMWeightSyncClient`, which rank 0 calls: hands parts to the engines of the run.
 
     Engines start and finish by themselves, so `start_weight_update` has nothing to do and
     `finish_weight_update` says that all has been sent.
@@ -48,11 +48,12 @@ class PartsClient:
         self._engines = engines
         self.version = 0
         self.alarm = threading.Event()
-        """Set at the first failure: what else goes on then waits for partners in vain."""
+        """Event of the first failure: other calls under way then wait for partners in vain."""
         self.failure: PenstockError | None = None
 
     def init_weight_transfer_engine(self, init_info: Info) -> None:
-        """vLLM thinks of one engine with many workers. Several take places one after the other among the ranks."""
+        """Connect the engines. vLLM thinks of one engine with many workers, so several engines take consecutive places
+        among the ranks."""
         step = self._engines.workers_per_engine
         infos = []
         for index in range(self._engines.num_engines):
@@ -79,11 +80,11 @@ class PartsClient:
 
 
 InitInfo = Callable[[SenderPlace, Engines, str, int], Any]
-"""`(place, engines, address, bucket_bytes) -> ` vLLM's `TrainerInitInfo` of one backend."""
+"""Function `(place, engines, address, bucket_bytes)` that returns vLLM's `TrainerInitInfo` of one backend."""
 
 
 class StreamTransport:
-    """One rank of the sending side. Lifecycle: `connect`, then `prepare` and `send` for each version, `close`.
+    """A rank of the sending side. Lifecycle: `connect`, then `prepare` and `send` for each version, `close`.
 
     After a failure in `connect` or `send` it is broken, and its process should end: a thread may be stuck in a
     collective.
@@ -100,7 +101,7 @@ class StreamTransport:
         source: Any = None,
         trainer_init: Callable[..., Any] | None = None,
     ) -> None:
-        """`source`: what vLLM's engine iterates, if not `stream` itself. `trainer_init`: makes vLLM's trainer engine;
+        """`source`: iterated by vLLM's engine, if not `stream` itself. `trainer_init`: makes vLLM's trainer engine;
         default its factory."""
         self.name = name
         self._init_info = init_info
@@ -145,7 +146,8 @@ class StreamTransport:
         self._broken = self._broken or "it was closed"
 
     def _run(self, action: Callable[[], None], phase: str, client: PartsClient) -> None:
-        """Watched. Every way in which it can fail gives one named error, and breaks the transport."""
+        """Run an action under the watch. Every way in which it can fail gives one named error, and breaks the
+        transport."""
         client.alarm = threading.Event()
         failure: BaseException | None = None
         try:
@@ -179,14 +181,14 @@ class StreamTransport:
 
 
 def ipc_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
-    """Packed: tensors are copied into one buffer that both processes see, a bucket at a time."""
+    """Settings of `ipc`, packed: tensors are copied into one buffer that both processes see, a bucket at a time."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
     return IPCTrainerInitInfo(rank=place.rank, packed=True, packed_buffer_size_bytes=bucket_bytes)
 
 
 def nccl_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
-    """Rank 0 and all engines' workers meet; the trainer's other ranks only gather."""
+    """Settings of `nccl`: rank 0 and all engines' workers connect; the trainer's other ranks only gather."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     host, _, port = address.rpartition(":")
@@ -201,7 +203,7 @@ def nccl_init_info(place: SenderPlace, engines: Engines, address: str, bucket_by
 
 
 def m2n_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
-    """All ranks and all workers meet. An engine's workers shard, engines replicate."""
+    """Settings of `nccl_m2n`: all ranks and all workers connect. An engine's workers shard, engines replicate."""
     from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
 
     host, _, port = address.rpartition(":")
@@ -225,7 +227,7 @@ def _vllm_trainer_init() -> Callable[..., Any]:
 
 
 def _portable(info: Info) -> Info:
-    """Handles of GPU memory contain classes, which reach vLLM's engine process only in this form (`vllm/ipc.py`)."""
+    """The info in a form that reaches vLLM's engine process: handles of GPU memory contain classes (`vllm/ipc.py`)."""
     handles = info.get("ipc_handles")
     if handles is None:
         return info

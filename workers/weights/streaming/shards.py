@@ -1,4 +1,4 @@
-"""What `nccl_m2n` sends: each rank's shards as they lie, in the engines' dtype. Nothing is gathered.
+"""The stream of `nccl_m2n`: each rank's shards as they lie, in the engines' dtype. Nothing is gathered.
 
 Imports vLLM, so it is imported where a stream is made (`trainer_side.py`).
 """
@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.m2n_source import DTensorModuleSource
 
 
 class ShardStream(DTensorModuleSource):
-    """FSDP2's DTensors with their placements. The cast makes one shard's copy at a time.
+    """The DTensors of FSDP2 with their placements. The cast makes one shard's copy at a time.
 
     vLLM reads `metadata` once, when trainer and engines connect, and checks there what its library can express: shards
     of equal size, at most three dimensions.

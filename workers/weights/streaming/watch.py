@@ -1,8 +1,8 @@
 """Calls that may never return, watched: work that has made no progress for too long is left behind with an error.
 
 A collective that lost its partner blocks in a library that knows no deadline. So it runs in a thread of its own, and
-whoever waits for it can go on. The thread stays stuck until its process ends, which is what the caller's error leads
-to. Used by `senders.py`.
+the waiting thread can go on. The stuck thread remains until its process ends, which is what the caller's error leads
+to.
 """
 
 import threading
@@ -20,11 +20,11 @@ def watched(
     alarm: threading.Event,
     device: torch.device,
 ) -> None:
-    """Run `action` in a thread until it ends, or `alarm` is set by somebody, or `progress()` has not changed for
+    """Run `action` in a thread until it ends, or `alarm` is set elsewhere, or `progress()` has not changed for
     `timeout_s` (looked at in eighths of it).
 
-    Raises what `action` raised; `TimeoutError` when it stands still. Returns early, `action` unfinished, on an alarm of
-    somebody else's: they know what happened. `device`: the thread's current one, if it is a GPU.
+    Raises what `action` raised; `TimeoutError` when it stands still. Returns early, `action` unfinished, on an alarm
+    that was set elsewhere: the one that set it knows what happened. `device`: the thread's current one, if it is a GPU.
     """
     call = _Call(action, alarm, device)
     last, moved = progress(), time.monotonic()
@@ -39,7 +39,7 @@ def watched(
 
 
 class _Call(threading.Thread):
-    """Daemonic, so that a stuck one does not keep the process from ending."""
+    """A daemon thread for the action, so that a stuck one does not keep the process from ending."""
 
     def __init__(self, action: Callable[[], None], ended: threading.Event, device: torch.device) -> None:
         super().__init__(name="weights", daemon=True)

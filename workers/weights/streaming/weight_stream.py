@@ -2,9 +2,9 @@
 
     for piece in pieces():  this rank's elements ─▶ cast ─▶ every owner broadcasts its elements into its place ─▶ whole
 
-A tensor is whole only while whoever iterates holds it, so a bucket of them is all that is ever gathered. Has the two
-channels that vLLM's trainer-side engines read (their `WeightSource`): `metadata`, and iteration in the same order.
-Made by `senders.py`.
+A tensor is whole only while the iterating caller holds it, so at most a bucket of them is ever gathered. The stream has
+the two channels that vLLM's trainer-side engines read (their `WeightSource`): `metadata`, and iteration in the same
+order.
 """
 
 import math
@@ -22,7 +22,7 @@ from penstock.workers.weights.piece import Piece, Span, spans_by_tensor
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What a tensor of the stream will be; the fields of vLLM's `ParamMeta`."""
+    """The description of a tensor of the stream; the fields of vLLM's `ParamMeta`."""
 
     name: str
     dtype: torch.dtype
@@ -34,7 +34,8 @@ class TensorMeta:
 
 
 class WeightStream:
-    """Re-iterable: each pass gathers anew. Every rank makes the same passes, since gathering is collective."""
+    """A stream that can be iterated again: each pass gathers anew. Every rank makes the same passes, since gathering is
+    collective."""
 
     def __init__(
         self,
@@ -58,11 +59,12 @@ class WeightStream:
         """Tensors of the current pass, or the last one, that were taken."""
 
     def metadata(self) -> list[TensorMeta]:
-        """Of every tensor, in the order of iteration. Costs nothing."""
+        """Description of every tensor, in the order of iteration. Costs nothing."""
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """`(name, whole tensor)`, contiguous. Collective. One rank alone gets views where no cast is needed."""
+        """Iterate over `(name, whole tensor)`, contiguous. Collective. A rank alone gets views where no cast is
+        needed."""
         self.num_taken = 0
         for piece, meta, spans in zip(self._pieces(), self._metadata, self._spans, strict=True):
             if piece.name != meta.name:
@@ -74,7 +76,7 @@ class WeightStream:
 
     @property
     def position(self) -> str:
-        """How far the current pass is, for error messages."""
+        """The position of the current pass, for error messages."""
         names = [meta.name for meta in self._metadata]
         where = f"at {names[self.num_taken]!r}" if self.num_taken < len(names) else "past the last"
         return f"{self.num_taken} of {len(names)} tensors taken, {where}"
@@ -83,7 +85,7 @@ class WeightStream:
         return self._dtype if values.is_floating_point() else values.dtype
 
     def _whole(self, piece: Piece, meta: TensorMeta, spans: list[Span]) -> Tensor:
-        """Cast first, so that what travels between ranks has the engines' size."""
+        """Gather the whole tensor. The cast comes first, so that the data sent between ranks has the engines' size."""
         values = piece.values.detach().to(device=self._device, dtype=meta.dtype)
         if len(spans) == 1:
             return values.reshape(meta.shape)

@@ -1,8 +1,8 @@
-"""vLLM plugin: makes Penstock's weight-transfer backends known to vLLM, in every process that vLLM starts.
+"""A vLLM plugin: makes Penstock's weight-transfer backends known to vLLM, in every process that vLLM starts.
 
 vLLM calls `register` through the entry point `vllm.general_plugins`, in whatever environment Penstock is installed,
-also for people who use vLLM without Penstock: so it imports nothing of either beyond vLLM's own factory, and loads a
-backend only when an engine asks for it by name.
+also for people who use vLLM without Penstock: so it imports nothing beyond vLLM's own factory, and loads a backend only
+when an engine asks for it by name.
 """
 
 BACKEND = "penstock_shm"
@@ -14,7 +14,7 @@ CLASSES = {
 
 
 def register() -> None:
-    """Idempotent, as vLLM asks of plugins. A vLLM without weight transfer is left alone."""
+    """Register the backends. Idempotent, as vLLM asks of plugins. A vLLM without weight transfer is left alone."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:

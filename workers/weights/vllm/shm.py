@@ -3,8 +3,8 @@
 vLLM creates one `ShmTransferEngine` in each of its worker processes (one a tensor-parallel rank). While it generates
 on, `init_transfer_engine` has the file mapped and its page tables filled; once generation is paused,
 `start_weight_update`, `update_weights` and `finish_weight_update` load it. Each worker maps the same file; vLLM's own
-loaders take the slice that its rank holds. Checksums were found right by whoever calls, who holds a lock on the file
-until all is loaded, or are checked here before anything of the model is touched.
+loaders take the slice that its rank holds. Either the caller has checked the checksums and holds a lock on the file
+until all is loaded, or they are checked here before the model is changed.
 """
 
 import threading
@@ -38,7 +38,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     directory: str
     version: int
     verified_inode: int = 0
-    """Of the file whose checksums the caller has compared and that it keeps locked; 0: compare them here."""
+    """Inode of the file whose checksums the caller has compared and that it keeps locked; 0: compare them here."""
 
 
 class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
@@ -55,23 +55,24 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Map the file and fill its page tables in a thread, so that the engine generates on. vLLM has no other call
-        that brings word of a version before it is loaded."""
+        that announces a version before it is loaded."""
         mapped = MappedWeights(open_publication(Publication(init_info.directory, init_info.version)))
         thread = threading.Thread(target=mapped.populate, name="populate-publication", daemon=True)
         self._prepared = (mapped, thread)
         thread.start()
 
     def start_weight_update(self) -> None:
-        """The layerwise reload begins in `receive_weights`, after the checks: a damaged publication then changes
-        nothing."""
+        """Do nothing: the layerwise reload begins in `receive_weights`, after the checks. A damaged publication then
+        changes nothing."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class's, without its `torch.accelerator.synchronize()`: that raises on a CPU, and elsewhere the
-        copies below run in the stream of the next forward pass."""
+        """Load like the base class, without its `torch.accelerator.synchronize()`: that raises on a CPU, and elsewhere
+        the copies below run in the stream of the next forward pass."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Raises `WeightError`; its message reaches the engine's owner as the failure of this call."""
+        """Load the publication. Raises `WeightError`; its message reaches the engine's owner as the failure of this
+        call."""
         mapped = self._mapped(update_info)
         if mapped.inode != update_info.verified_inode:
             mapped.verify()
@@ -93,7 +94,8 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             )
 
     def _mapped(self, update_info: ShmUpdateInfo) -> MappedWeights:
-        """What `init_transfer_engine` has mapped, if it is what is to be loaded."""
+        """The mapping that `init_transfer_engine` has made, if it is of the publication to be loaded; else a new
+        one."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             mapped, thread = prepared
@@ -111,8 +113,8 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
 
 def packed_embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Embeddings and heads of the CPU build that are loaded where they lie: it keeps them as they are in a publication,
-    and a packed copy besides. Another copy for the time of loading would be as large as a quarter of a small model."""
+    """Embeddings and heads of the CPU build that are loaded in place: it keeps them as they are in a publication, and a
+    packed copy besides. Another copy for the time of loading would be as large as a quarter of a small model."""
     return [layer for layer in model.modules() if _is_packed_embedding(layer)]
 
 
@@ -152,7 +154,8 @@ def _packs_alike(module: torch.nn.Module, owner: torch.nn.Module) -> bool:
 
 
 def _is_packed_embedding(layer: torch.nn.Module) -> bool:
-    """An embedding of the CPU build, unquantised, that holds the one weight and nothing else."""
+    """Return whether a layer is an embedding of the CPU build, unquantised, that holds the one weight and nothing
+    else."""
     return (
         hasattr(layer, "cpu_linear")
         and isinstance(getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod)
