@@ -1,4 +1,4 @@
-"""One checkpoint of a run: what its manifest says, and where it is.
+"""A checkpoint of a run: what its manifest says, and where it is.
 
 `checkpointing/` writes, finds and opens them; `fleet/` starts actors from one.
 """
@@ -15,25 +15,26 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is complete. What its manifest says, and where it is."""
+    """A complete checkpoint: what its manifest says, and where it is."""
 
     directory: str
     step: int
-    """The last one that was taken; also the policy version."""
+    """The last step that was taken; also the policy version."""
     prompts: PromptStart
     model_path: str
-    """Where configuration and tokenizer, and the weights that were not trained, are."""
+    """The model that configuration, tokenizer and the weights that were not trained come from."""
     model_paths: dict[str, str]
     files: list[SavedFile] = field(default_factory=list)
-    """Of `trainer/`."""
+    """The files of `trainer/`."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The run's, resolved."""
+    """The run's configuration, resolved."""
     head: str = "policy"
-    """policy, or scores: what kind of model it is."""
+    """The kind of model: policy or scores."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """What was known of the last update: its line of metrics.jsonl, should the run die before it is written."""
+    """Metrics of the last update, as far as known: its line of metrics.jsonl, should the run die before it is
+    written."""
     store_directory: str = ""
-    """Where `store/` was brought to from a URL."""
+    """The local directory that `store/` was brought to from a URL."""
 
     @property
     def trainer(self) -> str:

@@ -148,8 +148,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _end(*_: object) -> None:
-    """The way out for `ray job stop` and schedulers, which send SIGTERM: that of Ctrl-C. A shell without job control
-    has what it starts by `&` ignore that, and whoever sends SIGTERM means this process all the same."""
+    """End as by Ctrl-C at the SIGTERM of `ray job stop` and schedulers. A shell without job control has what it starts
+    by `&` ignore Ctrl-C, but a SIGTERM is meant for this process all the same."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.raise_signal(signal.SIGINT)
@@ -252,7 +252,7 @@ def _report_error(error: PenstockError) -> int:
 
 
 def _kind(error: PenstockError) -> str:
-    """`ConfigError` as `configuration`: what is to be mended."""
+    """The kind of an error, which says what is to be mended: `configuration` for `ConfigError`."""
     from penstock.conf import errors
 
     for base in type(error).__mro__:

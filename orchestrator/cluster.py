@@ -27,23 +27,23 @@ from penstock.orchestrator.placement.nodes import cluster_nodes
 
 MIB = 2**20
 KNOCK_S = 10.0
-"""For the cluster's port to answer."""
+"""Seconds for the cluster's port to answer."""
 PRIVATE, OTHERS = 0o600, 0o077
 TOKEN_BYTES = 32
-"""As Ray makes them."""
+"""Size of a token, in bytes, as Ray makes them."""
 _started: set[str] = set()
 """Clusters that this process has started, and that end with it."""
 
 
 def count_local_gpus() -> int:
-    """GPUs of this machine that torch can use."""
+    """Number of GPUs of this machine that torch can use."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_resources(actors: list[ActorPlan], config: RunConfig) -> None:
-    """Before anything starts: raise `ResourceError` if a local Ray could not hold the plan. A cluster is asked once
+    """Raise `ResourceError` before anything starts if a local Ray could not hold the plan. A cluster is asked once
     connected."""
     if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
         return
@@ -57,37 +57,37 @@ def check_resources(actors: list[ActorPlan], config: RunConfig) -> None:
 
 
 def namespace_of(run_id: str) -> str:
-    """Of a run's actors: its own at every start. What a process that was killed has left in a cluster, and runs of the
-    same name, are in nobody's way."""
+    """A new namespace for a run's actors, at every start. So neither what a killed process has left in a cluster nor
+    runs of the same name are in the way."""
     return f"penstock-{run_id}-{uuid.uuid4().hex[:8]}"
 
 
 def is_elsewhere() -> bool:
-    """The cluster that `connect` connects to, or has, does not end with this process."""
+    """Return whether the cluster that `connect` connects to, or has, does not end with this process."""
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address not in _started
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def this_node() -> str:
-    """Ray's id of the one that this process is on."""
+    """Ray's id of the node that this process is on."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 class Cluster:
-    """The one that a run is on. One that this process was connected to already is used and left alone.
+    """The cluster that a run is on. One that this process was connected to already is used and left alone.
 
     Lifecycle: `connect`, a second time of which changes nothing; `close`.
     """
 
     def __init__(self, actors: Sequence[ActorPlan], config: RunConfig) -> None:
-        """`actors`: that must fit."""
+        """`actors`: those that must fit."""
         self._actors, self._config = list(actors), config
         self._is_connected = self._is_own = False
 
     def connect(self, run_id: str, place: str = "") -> None:
-        """`place`: the run's directory or URL, for people who look at Ray's jobs. Raises `ResourceError`, also where
-        the plan does not fit."""
+        """Connect. `place`: the run's directory or URL, for people who look at Ray's jobs. Raises `ResourceError`, also
+        where the plan does not fit."""
         if self._is_connected:
             return
         if not ray.is_initialized():
@@ -105,8 +105,8 @@ class Cluster:
 
 
 def check_placement(actors: Sequence[ActorPlan], config: RunConfig) -> None:
-    """Raise `ResourceError` if the nodes of the cluster that this process is connected to cannot hold the plan, were
-    they empty."""
+    """Raise `ResourceError` if the nodes of the cluster that this process is connected to could not hold the plan even
+    if they were empty."""
     assign(actors, cluster_nodes(), config)
 
 
@@ -129,14 +129,14 @@ def join(address: str, **options: Any) -> None:
 
 
 def _knock(address: str) -> None:
-    """Ray itself tries for minutes."""
+    """Try the cluster's port first, since Ray itself tries for minutes. Raises `OSError`."""
     target = urlsplit(address if "://" in address else f"//{address}")
     if target.port is not None and target.hostname:
         socket.create_connection((target.hostname, target.port), KNOCK_S).close()
 
 
 def metadata_of(config: RunConfig, place: str) -> dict[str, str]:
-    """What Ray's dashboard shows of the run's job, as texts. `place`: the run's directory or URL."""
+    """Texts that Ray's dashboard shows of the run's job, by name. `place`: the run's directory or URL."""
     place = place if "://" in place or not place else os.path.abspath(place)
     known = {
         "penstock.run": config.name, "penstock.recipe": config.recipe, "penstock.algorithm": config.algorithm.name,
@@ -146,9 +146,9 @@ def metadata_of(config: RunConfig, place: str) -> dict[str, str]:
 
 
 def keep_token_private(*, is_joining: bool = False) -> None:
-    """Have Ray's token, by which whoever reads it may run code, readable by its user alone. Ray writes it with whatever
-    the umask allows, so it is made here where there is none: Ray takes the one that it finds. `is_joining`: another's
-    cluster, whose token is not made here; and where there is none, Ray asks for none."""
+    """Make Ray's token readable by its user alone, since a reader of it may run code. Ray writes it with what the umask
+    allows, so it is made here where there is none: Ray takes the one that it finds. `is_joining`: the cluster is
+    another's, whose token is not made here; and where there is none, Ray asks for none."""
     file = Path.home() / ".ray" / "auth_token"
     is_given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     is_wanted = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token" and not (is_given or is_joining)
@@ -160,7 +160,7 @@ def keep_token_private(*, is_joining: bool = False) -> None:
 
 
 def _make_token(file: Path) -> None:
-    """Whole, and once: another run may start at the same time."""
+    """Make the token whole, and once: another run may start at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}")
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "w") as opened:
@@ -184,8 +184,8 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str, metadata:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Ray's drivers exit at once at SIGTERM, after a dump of their stacks: a command that has a way out of its own
-    keeps it."""
+    """Keep the command's own handler of SIGTERM, if it has one: Ray's drivers exit at once, after a dump of their
+    stacks."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     if callable(before) and threading.current_thread() is threading.main_thread():

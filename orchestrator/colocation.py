@@ -1,10 +1,10 @@
-"""Whose turn it is on devices that engines and trainers share (`placement=colocated`).
+"""Turns on devices that engines and trainers share (`placement=colocated`).
 
     generation:  trainers have made room, engines are awake ─▶ the store has a batch
     training:    engines sleep, trainers are back ─▶ update, publication
 
 Rank i and engine i have one GPU: `placement/reservation.py`. With devices of their own, all are there all the time, and
-nobody waits for a turn. Called by `controller.py`.
+none waits for a turn.
 """
 
 from collections.abc import Callable

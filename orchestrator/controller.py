@@ -1,4 +1,4 @@
-"""The controller: one readable loop over a fleet and a store.
+"""The controller: a readable loop over a fleet and a store.
 
     Prompts ──▶ Store ◀──▶ Rollout-i, Reward-i, Compute-…, Scorer-reference-r      pull by leases, all the time
                   ▲
@@ -8,12 +8,12 @@
                        Rollout-i.load        pause, load, verify, resume; then the store hears `published(v+1)`,
                                              which gives the Prompts their credits back
 
-The controller waits only for the trainers; everybody else works on rows as they become ready, and no row passes through
+The controller waits only for the trainers; all others work on rows as they become ready, and no row passes through
 here. With `max_staleness=0` the credits make it the synchronous loop: no prompt is admitted before the version is out.
 With k > 0 the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
 
-Called by `run.py`. Members that die are replaced while the others go on (`faults/supervisor.py`). Whatever else fails
-in any task ends the controller, with the error that explains the others (`failures.py`).
+Members that die are replaced while the others go on (`faults/supervisor.py`). Any other failure in a task ends the
+controller, with the error that explains the others (`failures.py`).
 """
 
 import asyncio
@@ -61,7 +61,7 @@ from penstock.workers.weights.transport import Delivery
 
 @dataclass
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     num_steps: int = 0
     accuracies: list[float] = field(default_factory=list)
@@ -87,9 +87,9 @@ class Controller:
         taken: Taken | None = None,
         meters: Meters | None = None,
     ) -> None:
-        """Of the run, also before this controller: `recoveries`, and how many members of a role were `wanted`.
-        `handover`: what it leaves for a process that goes on with the fleet; `taken`: where one has left off that this
-        goes on after. `meters`: for what the driver measures."""
+        """`recoveries` and `wanted`, the members asked for by role: of the whole run, also before this controller.
+        `handover`: what it leaves for a process that goes on with the fleet; `taken`: the point at which the process
+        before has left off. `meters`: those of the driver."""
         self.fleet, self.config, self.flow = fleet, config, flow
         self.directory, self.progress, self.sinks = directory, progress, sinks
         self.evaluator = evaluator
@@ -135,7 +135,7 @@ class Controller:
         )  # fmt: skip
 
     async def run(self) -> Outcome:
-        """All steps. Raises the failure that explains the others."""
+        """Make all steps. Raises the failure that explains the others."""
         try:
             with self._preemption.heeded():
                 await self._run()
@@ -207,7 +207,7 @@ class Controller:
         await self._end()
 
     def _take_wishes(self) -> None:
-        """From now on members may join and leave."""
+        """Let members join and leave from now on."""
         self._members.until_end(self._members.grant_again())
         if agents := self.fleet.role("agent"):
             self._members.until_end(Ear(agents[0][1], self._members, self.config).run())
@@ -215,7 +215,8 @@ class Controller:
             self._members.until_end(Following(self.fleet.growth, self._members).run())
 
     async def _go_on(self) -> None:
-        """A resumed run: the engines have the starting model, and the store may have heard of fewer versions."""
+        """Bring a resumed run up to date: the engines have the starting model, and the store may know of fewer
+        versions."""
         self.outcome.num_steps = self._before
         if self._taken is not None:
             self._observer.begin()
@@ -231,10 +232,10 @@ class Controller:
         await self._versions.tell(self._before)
 
     async def _train(self, step: int) -> tuple[Sequence[StepReport], dict[str, float]]:
-        """One update by all ranks, and the seconds of what belongs to it. They lease its batch themselves, as soon as
-        it is complete, and it is trained once the store has been told. Ranks that are lost before that are replaced,
-        and take the step again. So they do where the store was lost; one that is lost when it is told hears of the step
-        from its successor."""
+        """Make one update by all ranks. Returns their reports, and the seconds of its phases. The ranks lease the batch
+        themselves, as soon as it is complete, and it is trained once the store has been told. Ranks that are lost
+        before that are replaced, and take the step again; so they do if the store was lost. If the store is lost while
+        it is told, the one in its place is told of the step."""
         while True:
             self.progress.phase(f"step {step}")
             await self._turns.training(step)
@@ -280,7 +281,7 @@ class Controller:
         self.progress.note(reason)
 
     async def _save_if_due(self, step: int, reports: Sequence[StepReport]) -> dict[str, float]:
-        """Begin the checkpoint after step `step`; the seconds that it cost, by phase."""
+        """Begin the checkpoint after step `step` if it is due. Returns the seconds that it cost, by phase."""
         if not self._saving.is_due(step):
             return {}
         await self._observer.flush()
@@ -309,7 +310,7 @@ class Controller:
         return counters
 
     async def _first_evaluation(self) -> None:
-        """Accuracy before training, as step 0."""
+        """Measure the accuracy before training, as step 0."""
         if self.evaluator is None:
             return
         self.progress.phase("evaluating the model as it is")
@@ -321,8 +322,8 @@ class Controller:
         return self.evaluator is not None and (step % every == 0 or last)
 
     def _may_stop(self, step: int) -> bool:
-        """The run may end with this step, so nothing is trained until it is measured: what is exported and saved is
-        what reached the goal."""
+        """Return whether the run may end with this step. Nothing is trained then until it is measured, so that what is
+        exported and saved is what reached the goal."""
         return self.config.evaluation.stop_at_accuracy is not None and self._evaluates(step)
 
     async def _evaluate_if_due(self, step: int) -> tuple[dict[str, float], float]:
@@ -339,7 +340,7 @@ class Controller:
         return evaluated, seconds
 
     def _has_reached(self, evaluated: Mapping[str, Any]) -> bool:
-        """The goal, by what was measured after a step."""
+        """Return whether the goal is reached, by what was measured after a step."""
         goal = self.config.evaluation.stop_at_accuracy
         return goal is not None and (evaluated.get(HELDOUT) or 0.0) >= goal
 
@@ -353,8 +354,8 @@ class Controller:
         return evaluated, time.time() - start
 
     async def _end(self) -> None:
-        """The last checkpoint, then the exported model: it can be made of a checkpoint, and not the other way round.
-        Both are tried, whatever becomes of the first. Raises what they failed with."""
+        """Finish the last checkpoint, then export the model, which can be made of a checkpoint, but not the reverse.
+        Both are tried, whether or not the first fails. Raises what they failed with."""
         failures: list[BaseException] = []
         try:
             await self._saving.finish(strict=True)

@@ -1,7 +1,7 @@
 """Tells the environments which engines there are: whenever one has joined, died, or taken another's place.
 
 An engine is in its role only once it serves the newest weights (`faults/supervisor.py`), so an environment never
-samples under older ones than the store allows. Used by `controller.py`.
+samples under older ones than the store allows.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.ray_calls import outcomes
 
 LOOK_S = 0.1
-"""Between two looks at who is there."""
+"""Seconds between two looks at which engines there are."""
 TELL_S = 10.0
-"""For an environment to answer; one that does not is told again."""
+"""Deadline for an environment to answer; one that does not is told again."""
 
 
 class EngineDirectory:
-    """Lifecycle: `tell` once before they serve, then `run` until it is cancelled."""
+    """Lifecycle: `tell` once before the environments serve, then `run` until it is cancelled."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -25,7 +25,7 @@ class EngineDirectory:
         self._version = 0
         """The list's version: engines are compared once a look, and not once for each environment."""
         self._told: dict[str, tuple[Any, int]] = {}
-        """By environment: its handle, and the version that it knows."""
+        """Handle of each environment, and the version that it knows, by name."""
 
     async def run(self) -> None:
         while True:
@@ -33,7 +33,7 @@ class EngineDirectory:
             await asyncio.sleep(LOOK_S)
 
     async def tell(self) -> None:
-        """Those who do not know yet."""
+        """Tell the environments that do not know the present engines yet."""
         engines = self._fleet.role("rollout")
         if engines != self._engines:
             self._engines, self._version = engines, self._version + 1

@@ -1,7 +1,7 @@
 """Held-out accuracy: responses to problems that are never trained on, greedy and sampled, scored by the run's own
 reward.
 
-Held by the controller, which calls it between two publications: the engines serve exactly one version meanwhile.
+The controller evaluates between two publications: the engines serve exactly one version meanwhile.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ from penstock.workers.rollout.worker import sample_seed
 from penstock.workers.trajectory.trajectory import REJECTED
 
 CORRECT = 1.0
-"""A response counts as right when its reward is at least this: partial credit is none."""
+"""Least reward of a response that counts as right: partial credit does not count."""
 ITSELF = "heldout"
-"""The set of problems that evaluation has without a name."""
+"""Name of the set of problems of evaluation itself."""
 HELDOUT = f"accuracy/{ITSELF}"
-"""Of the greedy responses to it."""
+"""Metric: the accuracy of the greedy responses to it."""
 TRIES = 3
-"""Of an evaluation whose actors die."""
+"""Number of tries of an evaluation whose actors die."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a response has come to."""
+    """The score of a response."""
 
     first: float
     """The reward that says whether it is right: the first of `rewards`."""
@@ -45,21 +45,21 @@ class Score:
 
 
 Scores = Sequence[Score | None]
-"""Of the responses to one problem that count; None: one that has no score, which counts as wrong."""
+"""Scores of the responses to one problem that count; None: a response without a score, which counts as wrong."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The problems, tokenised once."""
+    """The held-out problems, tokenised once."""
 
     prompts: list[list[int]]
-    """None in an environment."""
+    """Prompts of the problems; empty in an environment."""
     tasks: list[str]
 
     @classmethod
     def of(cls, config: RunConfig, model_path: str, name: str | None = None) -> "HeldOut":
-        """Those of evaluation itself, or of one of its `sets`. Reads at most `num_problems`. Raises `DataError` if they
-        cannot be read."""
+        """Read the problems of evaluation itself, or of one of its `sets`, at most `num_problems`. Raises `DataError`
+        if they cannot be read."""
         if name is not None:
             config = config.with_set(name)
         rows_are = "tasks" if config.environment.name is not None else "prompts"
@@ -73,7 +73,7 @@ class Evaluator:
     """Spreads the problems over the engines, and counts the responses that are right."""
 
     def __init__(self, sets: Mapping[str, HeldOut], config: RunConfig) -> None:
-        """`sets`: by name; `heldout` is that of evaluation itself."""
+        """`sets`: the problems by name; `heldout` is the set of evaluation itself."""
         self._sets = sets
         self._sampling = Sampling.of(config.rollout.sampling)
         self._num_samples, self._seed = config.evaluation.num_samples, config.evaluation.seed
@@ -81,14 +81,14 @@ class Evaluator:
 
     @classmethod
     def of(cls, config: RunConfig, model_path: str) -> "Evaluator":
-        """Of all sets of a run. Raises `DataError`."""
+        """The evaluator of all sets of a run. Raises `DataError`."""
         sets = {name: HeldOut.of(config, model_path, name) for name in config.evaluation.sets}
         kind = EnvironmentEvaluator if config.environment.name is not None else cls
         return kind({ITSELF: HeldOut.of(config, model_path), **sets}, config)
 
     async def measure(self, fleet: Fleet) -> dict[str, float]:
-        """Metrics, each in [0, 1]. A response whose reward fails counts as wrong. Where an actor dies meanwhile, all
-        problems are given to those that are there then."""
+        """Measure. Returns metrics, each in [0, 1]. A response whose reward fails counts as wrong. Where an actor dies
+        meanwhile, all problems are given to those that are there then."""
         found: dict[str, float] = {}
         for name, held_out in self._sets.items():
             found |= await self._tried(fleet, name, held_out)
@@ -122,7 +122,7 @@ class Evaluator:
     async def _scores(
         self, fleet: Fleet, held_out: HeldOut, num_samples: int, samplings: Sequence[Sampling]
     ) -> list[Scores]:
-        """Of each problem, those of so many responses. Those of an engine go to one reward actor."""
+        """Scores of `num_samples` responses to each problem. Responses of one engine go to one reward actor."""
         rollouts = await fleet.present("rollout")
         rewards = await fleet.present("reward", fleet.first_stage("reward"))
         shares = [range(index, len(samplings), len(rollouts)) for index in range(len(rollouts))]
@@ -164,7 +164,7 @@ class Evaluator:
 
 
 class EnvironmentEvaluator(Evaluator):
-    """The same in an environment: attempts in the place of responses, and the rewards that are trained on. The greedy
+    """An evaluator in an environment: attempts in place of responses, and the rewards that are trained on. The greedy
     attempt at a task is a group of its own, and the sampled ones are one. What the environment rejects does not count;
     an attempt that fails is wrong."""
 
@@ -206,7 +206,7 @@ class EnvironmentEvaluator(Evaluator):
         return found
 
     async def _rewarded(self, fleet: Fleet, tasks: Sequence[str], attempts: Sequence[Played]) -> list[Score | None]:
-        """The weighted sum of what the environment and the reward stages give. None where one of them fails."""
+        """Weighted sums of what the environment and the reward stages give; None where one of them fails."""
         own = [attempt.reward for attempt in attempts]
         texts = [attempt.text for attempt in attempts]
         if not self._rewards:  # the dataflow's own function, or the environment alone
@@ -238,8 +238,8 @@ class EnvironmentEvaluator(Evaluator):
         return found
 
     def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
-        """The mean reward, of those that have one: an environment's may be more than right or wrong. And the share that
-        was rejected, if any was."""
+        """Mean reward of the attempts that have one, since an environment's may be more than right or wrong; and the
+        share that was rejected, if any was."""
         known = [score.total for of_one in scores for score in of_one if score is not None]
         found = {f"heldout_reward/{name}": sum(known) / len(known)} if known else {}
         rejected = _share(not of_one for of_one in scores)
@@ -247,13 +247,14 @@ class EnvironmentEvaluator(Evaluator):
 
 
 def play_timeout_s(config: RunConfig, num_attempts: int) -> float:
-    """For one actor to play so many: `max_attempts` at a time, once those that are trained have left room."""
+    """Seconds for one actor to play so many attempts: `max_attempts` at a time, once those that are trained have left
+    room."""
     rounds = 1 + math.ceil(num_attempts / config.environment.max_attempts)
     return config.rollout.generate_timeout_s + rounds * config.environment.timeout_s
 
 
 def _each(sampling: Sampling, count: int) -> list[Sampling]:
-    """Of the attempts of a group."""
+    """Sampling of each attempt of a group."""
     return [sampling if sampling.seed is None else sampling.seeded(sampling.seed + index) for index in range(count)]
 
 
@@ -265,7 +266,7 @@ def _summed(values: Sequence[float | None], weights: Sequence[float]) -> Score |
 
 
 def _right(scores: Sequence[Scores]) -> list[list[bool]]:
-    """Which responses to each problem are right."""
+    """True for each response that is right, by problem."""
     return [[score is not None and score.first >= CORRECT for score in of_one] for of_one in scores]
 
 

@@ -1,10 +1,9 @@
-"""Which of several failures is the cause of the others, and how all of them are told. Used by `ray_calls.py`,
-`controller.py`, `checkpointing/saving.py`, and `faults/causes.py`, which asks for a failure's kind.
+"""Finds which of several failures is the cause of the others, and tells all of them.
 
     user's data or code, settings, bugs  ▸  the death of a process  ▸  deadlines  ▸  a partner or the store is gone
 
-Processes that wait for each other fail together, and who hears of it first is chance: a rank's "another rank is gone"
-comes before Ray's notice of the death. So a failure that may be a consequence is held back for `CAUSE_GRACE_S`.
+Processes that wait for each other fail together, and which failure comes first is chance: a rank's "another rank is
+gone" comes before Ray's notice of the death. So a failure that may be a consequence is held back for `CAUSE_GRACE_S`.
 """
 
 import asyncio
@@ -19,17 +18,17 @@ from penstock.store.errors import RowsLost, RowsUnreachable, StoreClosed, StoreU
 T = TypeVar("T")
 
 CAUSE_GRACE_S = 3.0
-"""How long a consequence waits for its cause: Ray tells of a death within a second on a machine that is not
+"""Seconds that a consequence waits for its cause: Ray tells of a death within a second on a machine that is not
 overloaded."""
 MAX_OTHERS = 5
 MAX_OTHER_CHARS = 200
 
 
 class Kind(IntEnum):
-    """Lower ones explain higher ones."""
+    """Kinds of failures: lower ones explain higher ones."""
 
     ERROR = 0
-    """The user's data or code, settings, bugs: it would come again."""
+    """An error of the user's data or code, of settings, or a bug: it would come again."""
     DEATH = 1
     LATE = 2
     CONSEQUENCE = 3
@@ -47,7 +46,7 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def is_cause(error: BaseException) -> bool:
-    """It needs no other failure to be explained."""
+    """Return whether an error needs no other failure to be explained."""
     return kind_of(error) <= Kind.DEATH
 
 
@@ -68,7 +67,7 @@ def cause_of(failures: Sequence[BaseException]) -> BaseException:
 
 
 def leaves(failures: BaseExceptionGroup[Any]) -> list[Any]:
-    """Those in an exception group, in order, also of groups within it."""
+    """Failures in an exception group, in order, also of groups within it."""
     found: list[Any] = []
     for error in failures.exceptions:
         found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
@@ -76,8 +75,8 @@ def leaves(failures: BaseExceptionGroup[Any]) -> list[Any]:
 
 
 async def held_back(work: Awaitable[T], grace_s: float = CAUSE_GRACE_S) -> T:
-    """Its result. In a task group, what may be a consequence is raised once another task has failed, or after the
-    grace."""
+    """Await work and return its result. In a task group, an error that may be a consequence is raised once another task
+    has failed, or after the grace."""
     try:
         return await work
     except PenstockError as error:
@@ -88,7 +87,7 @@ async def held_back(work: Awaitable[T], grace_s: float = CAUSE_GRACE_S) -> T:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message."""
+    """The first line of an error's message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 

@@ -1,7 +1,7 @@
-"""The nodes of the cluster that a run would have, looked at without staying: for `penstock validate`.
+"""Looks at the nodes of the cluster that a run would have without staying connected: for `penstock validate`.
 
 A process of its own joins the cluster, prints its nodes as JSON and leaves, so that this one is connected to nothing
-afterwards, and a cluster that does not answer costs its deadline and no more.
+afterwards, and a cluster that does not answer costs only the deadline.
 """
 
 import json
@@ -19,12 +19,12 @@ from penstock.orchestrator.cluster import join
 from penstock.orchestrator.placement.nodes import Node, cluster_nodes
 
 LOOK_S = 90.0
-"""For Ray to be imported, joined and asked."""
+"""Deadline in seconds for Ray to be imported, joined and asked."""
 
 
 def look(timeout_s: float = LOOK_S) -> list[Node] | None:
-    """The driver's node first. None where there is no cluster: the run would start a local Ray. Raises `ResourceError`
-    if the one that RAY_ADDRESS names does not answer."""
+    """Nodes of the cluster, the driver's first. None where there is no cluster: the run would start a local Ray. Raises
+    `ResourceError` if the cluster that RAY_ADDRESS names does not answer."""
     if ray.is_initialized():
         return cluster_nodes()
     address = os.environ.get("RAY_ADDRESS")
@@ -49,7 +49,7 @@ def look(timeout_s: float = LOOK_S) -> list[Node] | None:
 
 
 def main() -> None:
-    """What the process of its own does."""
+    """Entry of the process of its own: print the nodes."""
     answer: dict[str, Any]
     try:
         join(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)

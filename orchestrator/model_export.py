@@ -1,5 +1,4 @@
-"""The trainer's weights as a HF model on the driver's machine, wherever its ranks are. Used by `controller.py` and
-`session.py`."""
+"""Exports the trainer's weights as a HF model to the driver's machine, wherever its ranks are."""
 
 import asyncio
 
@@ -10,7 +9,7 @@ from penstock.workers.trainer.exported_files import check_exported
 
 
 async def export_model(fleet: Fleet, directory: str) -> None:
-    """Raises `DeadlineExceeded`, `WorkerDied`, `ResourceError`, `WeightError`, `CheckpointError`."""
+    """Export the model. Raises `DeadlineExceeded`, `WorkerDied`, `ResourceError`, `WeightError`, `CheckpointError`."""
     try:
         places = await fleet.places(directory)
         calls = [(name, handle.export.remote(places[name])) for name, handle in fleet.role("trainer")]

@@ -1,10 +1,10 @@
-"""All that is recorded of a run while it goes on, in one place: the controller says what has happened, and others read.
+"""Records all about a run while it goes on, in one place: the controller says what has happened, and others read.
 
     step's numbers   reporting/step_log.py ─▶ metrics.jsonl, sinks, display      its samples   reporting/sample_log.py
-    who was busy     monitoring/step_trace.py ─▶ spans.jsonl                     who waits     monitoring/state.py
+    busy actors      monitoring/step_trace.py ─▶ spans.jsonl                     waiting       monitoring/state.py
     what is printed  monitoring/logs.py ─▶ logs/                                 what is wrong diagnosis/
 
-Decides nothing about the run. Used by `controller.py`.
+The observer decides nothing about the run.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ from penstock.workers.trainer.report import StepReport
 
 
 class Observer:
-    """Lifecycle: `tasks` run until the serving ends. `begin` when the first step does; of each step `updated`,
-    `sample`, `written` and `close`; `finish` after the last one."""
+    """Lifecycle: `tasks` run until the serving ends. `begin` with the first step; for each step `updated`, `sample`,
+    `written` and `close`; `finish` after the last one."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Observer:
         progress: Progress,
         sinks: list[Sink],
     ) -> None:
-        """`counters`: cumulative ones of the controller's own parts."""
+        """`counters`: returns the cumulative counters of the controller's own parts."""
         self._fleet, self._store, self._supervisor = fleet, store, supervisor
         self._directory, self._progress = directory, progress
         self._log = StepLog(
@@ -77,7 +77,7 @@ class Observer:
         )  # fmt: skip
 
     def tasks(self) -> list[Awaitable[None]]:
-        """What looks at the run by itself."""
+        """Tasks that look at the run by themselves."""
         looks = (self._state.run(), self._logs.run(), self._stalls.run())
         return [self._ending_alone(look) for look in looks]
 
@@ -87,7 +87,7 @@ class Observer:
 
     @contextlib.contextmanager
     def _tolerant(self) -> Iterator[None]:
-        """A run is worth more than a look at it: what fails in one is told, and ends that one."""
+        """Let a failed observation end alone: its error is told, and the run goes on."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
@@ -100,19 +100,19 @@ class Observer:
         self._trace.begin()
 
     def is_sampled(self, step: int) -> bool:
-        """Its samples are written, so its ranks record what they know of each token."""
+        """Return whether the step's samples are written, so that its ranks record what they know of each token."""
         return self._samples.is_due(step)
 
     def updated(self, step: int, reports: Sequence[StepReport], end: float) -> None:
-        """All ranks have made the step's update, at `end`."""
+        """Note that all ranks have made the step's update, at `end`."""
         self._trace.updated(step, reports, end)
 
     async def sample(self, step: int, reports: Sequence[StepReport]) -> None:
-        """Before the next step is trained: the store has its rows until then."""
+        """Write the step's samples, before the next step is trained: the store has its rows until then."""
         await self._samples.write(step, sum(len(report.row_ids) for report in reports))
 
     async def flush(self) -> None:
-        """What was given to `sample` is in the directory."""
+        """Wait until what was given to `sample` is in the directory."""
         await self._samples.flush()
 
     async def written(
@@ -122,7 +122,7 @@ class Observer:
         phases: Mapping[str, float],
         evaluated: Mapping[str, float] | None = None,
     ) -> dict[str, Any]:
-        """All of the step is done: its line, and what is wrong by it."""
+        """Note that all of the step is done: write its line, and diagnose by it. Returns the line."""
         metrics = await self._log.write(step, reports, phases, evaluated)
         with self._tolerant():
             self._diagnosis.look(step, metrics)
@@ -130,15 +130,15 @@ class Observer:
         return metrics
 
     async def written_before(self, step: int, reports: Sequence[StepReport]) -> None:
-        """The same of a step that the command before has made: when, nobody knows."""
+        """Write the line of a step that the command before has made, at an unknown time."""
         await self._log.write(step, reports, {})
 
     def emit(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Numbers of no step."""
+        """Write metrics that belong to no training step."""
         self._log.emit(step, metrics)
 
     async def close(self, step: int) -> None:
-        """Nothing waits for the step any more."""
+        """Close the step's trace: nothing waits for the step any more."""
         with self._tolerant():
             await self._trace.close(step)
 
@@ -148,7 +148,7 @@ class Observer:
         await self._samples.flush()
 
     async def described_store(self) -> str:
-        """For the message of an error."""
+        """The store's state, for the message of an error."""
         try:
             return str(await self._asked(self._store.describe(), "describe"))
         except PenstockError as error:

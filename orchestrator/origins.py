@@ -1,4 +1,4 @@
-"""Whose measurements go to Ray, and under which name. Asked by whoever makes an actor, and for the driver itself."""
+"""Origins of measurements that go to Ray, by which their metrics are named: those of actors, and of the driver."""
 
 from penstock.conf.run import RunConfig
 from penstock.metering.ray_export import Origin
@@ -7,5 +7,5 @@ DRIVER = "driver"
 
 
 def origin_of(config: RunConfig, role: str, actor: str) -> Origin | None:
-    """None where the run does not want them."""
+    """The origin of an actor's measurements; None where the run exports none."""
     return Origin(config.name or "", role, actor) if "ray" in config.tracking.sinks else None

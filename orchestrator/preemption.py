@@ -1,9 +1,9 @@
-"""What a scheduler's SIGTERM means to a run that has some time left (`faults.preemption_s`):
+"""Handles a scheduler's SIGTERM in a run that has some time left (`faults.preemption_s`):
 
-    SIGTERM ─▶ the step under way ends ─▶ a checkpoint ─▶ the way out of Ctrl-C
+    SIGTERM ─▶ the step under way ends ─▶ a checkpoint ─▶ the end, as by Ctrl-C
        └────── the time is over, or a second SIGTERM ────▶
 
-Schedulers and machines that are sold by the moment say so before they end a process. Entered by `controller.py`.
+Schedulers and spot machines send it before they end a process.
 """
 
 import asyncio
@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 LEAVE_S = 60.0
-"""For the way out to reach whoever takes it; far more than it needs."""
+"""Seconds for the ending to be delivered; far more than it needs."""
 
 
 class Preemption:
-    """Lifecycle: within `heeded`, `is_due` says that no further step is to begin; then `leave`."""
+    """Lifecycle: within `heeded`, `is_due` is true once no further step is to begin; then `leave`."""
 
     def __init__(self, time_s: float, tell: Callable[[str], None]) -> None:
-        """`time_s`: between the signal and the end; 0: SIGTERM does what it did before."""
+        """`time_s`: seconds between the signal and the end; 0: SIGTERM does what it did before."""
         self.is_due = False
         self._time_s, self._tell = time_s, tell
         self._end: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
     def heeded(self) -> Iterator[None]:
-        """Where this process has a way out at SIGTERM, as the command line has."""
+        """Handle SIGTERM, if this process has a handler of its own for it, as the command line has."""
         before = signal.getsignal(signal.SIGTERM)
         if not (self._time_s and callable(before) and threading.current_thread() is threading.main_thread()):
             yield
@@ -43,7 +43,7 @@ class Preemption:
             signal.signal(signal.SIGTERM, before)
 
     async def leave(self) -> NoReturn:
-        """Take the way out now."""
+        """End now, by the handler that SIGTERM had before."""
         self._end()
         await asyncio.sleep(LEAVE_S)
         raise AssertionError("the way out of SIGTERM leads nowhere")

@@ -1,7 +1,4 @@
-"""Waiting for actors: every wait has a deadline, and every failure arrives as one of Penstock's own errors.
-
-Used by whatever in `orchestrator/` calls an actor.
-"""
+"""Calls of actors: every wait has a deadline, and every failure arrives as one of Penstock's own errors."""
 
 import asyncio
 import concurrent.futures
@@ -29,16 +26,16 @@ MEMORY_KEYS = {
     "Reward": "lower reward.num_processes",
     "Store": "lower store.max_bytes or store.shared_memory_mib",
 }
-"""What an actor's memory goes by, by the first word of its name."""
+"""Keys that an actor's memory depends on, by the first word of its name."""
 
 PRESENT_S = 15.0
-"""Within which an actor that is there says so."""
+"""Seconds within which a living actor answers."""
 _F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
 
 
 def translate(error: Exception, name: str) -> Exception:
-    """What an actor raised, without Ray's wrapping; its death, the failure of its GPU, and whatever else Ray says of
-    it, as `WorkerDied`. Errors of this process are returned as they are."""
+    """The error that an actor raised, without Ray's wrapping. Its death, the failure of its GPU, and all other errors
+    of Ray come as `WorkerDied`. Errors of this process are returned as they are."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, PenstockError):
@@ -58,7 +55,7 @@ def translate(error: Exception, name: str) -> Exception:
 
 
 async def answer(ref: Awaitable[Any], *, name: str, phase: str, timeout_s: float) -> Any:
-    """The result of one actor call. Raises `DeadlineExceeded` naming who did not answer in which phase."""
+    """The result of one actor call. Raises `DeadlineExceeded` naming the actor that did not answer, and the phase."""
     try:
         async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation that comes with the answer
             return await ref
@@ -83,8 +80,8 @@ async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, ti
 
 
 async def answers_or_end(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
-    """The same of calls that nobody but this needs. Where it raises, at the deadline or because it is cancelled, they
-    end in their actors too: else an engine samples to the end for nobody."""
+    """The results of calls as from `answers`, which only this caller needs. Where it raises, at the deadline or because
+    it is cancelled, they end in their actors too: else an engine samples to the end in vain."""
     try:
         return await answers(calls, phase=phase, timeout_s=timeout_s)
     except BaseException:
@@ -95,8 +92,8 @@ async def answers_or_end(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: 
 
 
 async def outcomes(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
-    """Of several actor calls that do not depend on each other, in order: each one's result, or the error that it
-    failed with."""
+    """Outcomes of several actor calls that do not depend on each other, in order: each one's result, or the error that
+    it failed with."""
     tasks = [_future_of(ref) for _, ref in calls]
     try:
         if tasks:  # one deadline for all: a timer a call is a third of what a thousand calls cost
@@ -108,7 +105,7 @@ async def outcomes(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, t
 
 
 def _outcome(task: "asyncio.Future[Any]", name: str, phase: str, timeout_s: float) -> Any:
-    """Raises what is no failure of a call, such as a cancellation."""
+    """The result or the error of a call. Raises what is no failure of a call, such as a cancellation."""
     error = task.exception() if task.done() else TimeoutError()
     if error is None:
         return task.result()
@@ -124,14 +121,14 @@ def _late(name: str, phase: str, timeout_s: float) -> DeadlineExceeded:
 
 
 async def look(members: Iterable[tuple[str, Any]]) -> list[Exception | None]:
-    """Who of these is there, in order: None, or the error of one that does not say so within `PRESENT_S`."""
+    """Look which actors are there, in order: None, or the error of one that does not answer within `PRESENT_S`."""
     calls = [(name, handle.stats.remote()) for name, handle in members]
     found = await outcomes(calls, phase="look who is there", timeout_s=PRESENT_S)
     return [said if isinstance(said, Exception) else None for said in found]
 
 
 def get_all(calls: Iterable[tuple[str, Any]], *, phase: str, timeout_s: float) -> list[Any]:
-    """The same for synchronous callers."""
+    """The results of calls as from `answers`, for synchronous callers."""
     calls = list(calls)
     futures: list[concurrent.futures.Future[Any]] = [ref.future() for _, ref in calls]
     wait = _Wait([name for name, _ in calls], phase, timeout_s)
@@ -141,7 +138,7 @@ def get_all(calls: Iterable[tuple[str, Any]], *, phase: str, timeout_s: float) -
 
 
 class _Wait:
-    """How long to wait for calls that may fail together, and what came of them.
+    """The time to wait for calls that may fail together, and their results.
 
     Lifecycle: wait for the `pending` ones while there are seconds `left_s`, then ask for the `results`.
     """
@@ -155,7 +152,7 @@ class _Wait:
         return [future for future in futures if not future.done()]
 
     def left_s(self, futures: Sequence[_F]) -> float:
-        """0 once all have answered, the time is over, or a failure is there that no other explains."""
+        """Seconds left; 0 once all have answered, the time is over, or a failure is there that no other explains."""
         failures = self._failures(futures)
         if not self.pending(futures) or any(map(is_cause, failures)):
             return 0.0
@@ -165,7 +162,7 @@ class _Wait:
         return max(0.0, self._deadline - time.monotonic())
 
     def results(self, futures: Sequence[_F]) -> list[Any]:
-        """In order. Raises what failed, or `DeadlineExceeded` naming who did not answer in which phase."""
+        """Results in order. Raises what failed, or `DeadlineExceeded` naming the actors that did not answer."""
         failures = self._failures(futures)
         late = [name for name, future in zip(self._names, futures, strict=True) if not future.done()]
         if late and not failures:
@@ -175,7 +172,7 @@ class _Wait:
         return [future.result() for future in futures]
 
     def _failures(self, futures: Sequence[_F]) -> list[Exception]:
-        """Of those that are over. Raises what is no failure of a call, such as a cancellation."""
+        """Failures of the calls that are over. Raises what is no failure of a call, such as a cancellation."""
         found = []
         for name, future in zip(self._names, futures, strict=True):
             error = future.exception() if future.done() else None
@@ -187,14 +184,15 @@ class _Wait:
 
 
 def _usual_reason(name: str) -> str:
-    """Of an actor's death, by its role: what can be done about it."""
+    """The usual reason of an actor's death, and what can be done about it, by its role."""
     kind = name.partition("-")[0]
     keys = MEMORY_KEYS.get(kind)
     return f"Out of memory is the usual reason: {keys}." if keys else "Out of memory is the usual reason."
 
 
 def _future_of(call: Awaitable[Any]) -> "asyncio.Future[Any]":
-    """What Ray answers is a future already: one that is waited for by a task of its own costs as much again."""
+    """The future of a call. Ray's answer is a future already: to wait for it by a task of its own costs twice as
+    much."""
     if isinstance(call, ray.ObjectRef):
         return asyncio.wrap_future(call.future())
     return call if asyncio.isfuture(call) else asyncio.ensure_future(_as_coroutine(call))
@@ -205,7 +203,7 @@ async def _as_coroutine(call: Awaitable[Any]) -> Any:
 
 
 def _reason(death: str) -> str:
-    """Ray's word on an actor's death. Of one that its constructor ended: what that raised, which comes last."""
+    """The reason that Ray gives for an actor's death. If its constructor failed: what that raised, which comes last."""
     lines = [line.strip() for line in death.splitlines() if line.strip()]
     return lines[-1] if lines and "creation task" in lines[0] else _first_line(death)
 

@@ -1,5 +1,5 @@
 """`penstock run --retries N`: the run in a process of its own, and another that goes on with it when that one dies, or
-ends by a failure that a new process may help with. Used by `cli.py`. What it goes on from is `resume=auto`'s to say.
+ends by a failure that a new process may help with. What it goes on from is decided by `resume=auto`.
 
 What is wrong with the configuration, the data or the user's code is told once: it would come again.
 """
@@ -19,13 +19,13 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.run_place import RunPlace
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Between two tries, twice as long each time: what has died may still let go of ports and memory."""
+"""Seconds between two tries, twice as long each time: a dead process may still hold ports and memory for a while."""
 LONG_S = 600.0
-"""A try that has lasted so long is followed by the first pause again."""
+"""Least seconds of a try after which the pause is the first one again."""
 
 
 def run_with_retries(overrides: Sequence[str], retries: int) -> int:
-    """Exit code of the last try."""
+    """Run with up to so many retries. Returns the exit code of the last try."""
     words, config = list(overrides), load_config(overrides)
     if config.name is None:  # tries are of one run
         words.append(f"name={recipe_name(config)}-{datetime.now():%Y%m%d-%H%M%S}")
@@ -49,9 +49,8 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
 
 
 def _run(words: Sequence[str]) -> tuple[int, bool]:
-    """One try: its exit code, negative for a signal, and whether somebody has wanted it to end. Ctrl-C reaches it by
-    itself, unless it is ignored here, and SIGTERM is passed on: to a process that may not have got as far as to hear
-    it, and dies of it as of any accident."""
+    """Make one try. Returns its exit code, negative for a signal, and whether it was asked to end. Ctrl-C reaches it by
+    itself, unless it is ignored here. SIGTERM is passed on: a process that has no handler for it yet dies of it."""
     wanted: list[int] = []
     process = subprocess.Popen([sys.executable, "-m", "penstock.orchestrator.cli", "run", *words])
 
@@ -72,7 +71,7 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:
 
 
 def _may_help(config: RunConfig, code: int) -> bool:
-    """A new process: the last one was killed, or said so itself."""
+    """Return whether a new process may help: the last one was killed, or said so itself."""
     if code < 0:
         return True
     try:

@@ -1,4 +1,4 @@
-"""One run from its configuration to its report: what `penstock run` and `penstock.run` do.
+"""A run from its configuration to its report: what `penstock run` and `penstock.run` do.
 
 Everything that can be wrong without a cluster is checked before one is touched; whatever happens afterwards, the run
 directory is left valid and no process is left behind.
@@ -42,27 +42,27 @@ from penstock.workers.models.fresh import build_fresh_model
 
 @dataclass(frozen=True)
 class RunResult:
-    """Where a run is and what it came to."""
+    """The place and the outcome of a run."""
 
     directory: Path
-    """On this machine: of a run at a URL its working copy."""
+    """The run's directory on this machine: the working copy of a run at a URL."""
     outcome: Outcome
     seconds: float
-    """0 where nothing was left to do."""
+    """Seconds that the run took; 0 where nothing was left to do."""
     url: str | None = None
-    """With a URL as output_dir."""
+    """The run's URL; None without a URL as output_dir."""
 
     @property
     def model(self) -> Path:
-        """HF directory of the final weights (`tracking.export_model`)."""
+        """The HF directory of the final weights (`tracking.export_model`)."""
         return self.directory / "model"
 
 
 def run(
     config: RunConfig, flow: Dataflow | None = None, *, sinks: Sequence[Sink] = (), quiet: bool = False
 ) -> RunResult:
-    """Train. `flow`: a dataflow of one's own; otherwise the one that `config.algorithm` names. `sinks`: further places
-    for the numbers, closed at the end. `quiet`: print nothing.
+    """Train. `flow`: a dataflow of the caller's own; None: the one that `config.algorithm` names. `sinks`: further
+    places for the metrics, closed at the end. `quiet`: print nothing.
 
     Raises `ConfigError`, `DataError`, `ModelError`, `ResourceError` or `RunInUse` before any actor starts (and
     `CheckpointError` for a URL that does not answer), and other `PenstockError`s later.
@@ -122,7 +122,7 @@ def run(
 def _left_behind(
     config: RunConfig, flow: Dataflow, cluster: Cluster, tell: Callable[[str], None], directory: RunDirectory
 ) -> LeftBehind | None:
-    """What a command that has died has left of the run. Raises `ResourceError` if no cluster answers."""
+    """The actors that a dead command has left of the run, if any. Raises `ResourceError` if no cluster answers."""
     if not (directory.cluster_file.is_file() and is_elsewhere()):
         return None
     cluster.connect(directory.run_id, directory.place)
@@ -130,7 +130,7 @@ def _left_behind(
 
 
 def _close(directory: RunDirectory) -> None:
-    """Write the report, bring what is missing to the run's URL, and let go of the directory."""
+    """Write the report, bring what is missing to the run's URL, and release the directory."""
     advice = f"`penstock report {directory.place}` makes it."
     with (
         contextlib.closing(directory),
@@ -141,12 +141,12 @@ def _close(directory: RunDirectory) -> None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """The run was refused as it was asked for: it is for the user to change something."""
+    """Return whether an error refuses the run as it was asked for: the user has to change something."""
     return isinstance(error, PenstockError) and error.exit_code == ConfigError.exit_code
 
 
 def _nothing_left(directory: RunDirectory, console: Console) -> RunResult:
-    """Of a finished run, which stays as it is."""
+    """The result of a finished run, which stays as it is."""
     lines = directory.read_metrics()
     accuracies = [line["accuracy/heldout"] for line in lines if line.get("accuracy/heldout") is not None]
     last = lines[-1] if lines else {}
@@ -171,7 +171,7 @@ def _train(
     goes_on: Checkpoint | LeftBehind | None,
     identity: Identity,
 ) -> Outcome:
-    """With its display and its sinks, which are told how it ends, and closed."""
+    """Train, with the run's display and its sinks, which are told how it ends, and closed."""
     progress = Progress(config, directory.path.name, console=console, losses=directory.losses)
     directory.losses.tell_to(progress.note)
     training = Training(config, flow, plan, directory, model_path, namespace, progress, identity, goes_on)
@@ -203,7 +203,7 @@ def with_other_models(config: RunConfig, directory: RunDirectory, model_path: st
 def _made_by(
     first: WarmStartConfig, name: str, config: RunConfig, directory: RunDirectory, start: Sequence[str] = ()
 ) -> str:
-    """Run a recipe below the run's directory, on the same problems; its model."""
+    """Run a recipe below the run's directory, on the same problems. Returns its model's directory."""
     overrides = [
         f"recipe={first.recipe}", f"seed={config.seed}", f"name={name}", f"output_dir={directory.path}",
         f"evaluation.seed={config.evaluation.seed}", f"evaluation.num_problems={config.evaluation.num_problems}",
@@ -213,7 +213,7 @@ def _made_by(
 
 
 def _with_warm_start(plan: list[ActorPlan], config: RunConfig) -> list[ActorPlan]:
-    """What a local Ray must hold: the largest of all runs' needs, as they come one after the other."""
+    """The plan that a local Ray must hold: the largest of all runs' plans, as they come one after the other."""
     plans = [plan]
     for start in first_runs(config):
         first = load_config([f"recipe={start.recipe}", *start.overrides])

@@ -1,4 +1,4 @@
-"""The imperative API: a `for` loop of one's own over the same actors that the controller drives.
+"""The imperative API: a user's own `for` loop over the same actors that the controller drives.
 
     with penstock.session(penstock.load_config(["recipe=arithmetic"])) as run:
         for step in range(100):
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, ready to be sampled from. `index` counts the prompts of the session and seeds the samples."""
+    """A prompt, ready to be sampled from. `index` counts the prompts of the session and seeds the samples."""
 
     index: int
     prompt_ids: list[int]
@@ -120,7 +120,7 @@ class Policy(Model):
         """Version that the engines serve: the number of `publish` calls."""
 
     def generate(self, prompts: Sequence[Prompt], n: int = 1, sampling: Sampling | None = None) -> Rows:
-        """`n` responses to each prompt: columns prompt_ids, task, response_ids, response_text, finish_reason,
+        """Sample `n` responses to each prompt: columns prompt_ids, task, response_ids, response_text, finish_reason,
         behavior_logprobs, token_versions; `group_ids` are the prompts' indices."""
         chosen = sampling or self._sampling
         seeded = self._config.rollout.sampling.seeded and chosen.temperature > 0
@@ -140,14 +140,14 @@ class Policy(Model):
         return _rows(prompts, groups)
 
     def update(self, rows: Rows, loss: Loss) -> dict[str, float]:
-        """One policy update on these rows. `loss` reads columns by the names of its parameters. Returns the batch's
+        """Make one policy update on the rows. `loss` reads columns by the names of its parameters. Returns the batch's
         metrics."""
         arguments = [(rows.select(share), loss) for share in self._shares(rows)]
         reports = self._all("update", arguments, self._config.trainer.step_timeout_s)
         return dict(reports[0].metrics)
 
     def publish(self) -> int:
-        """Bring the trainer's weights to the engines; returns the new version once every engine serves it."""
+        """Bring the trainer's weights to the engines. Returns the new version once every engine serves it."""
         version = self.version + 1
         _run(self._bring(version))
         self.version = version
@@ -170,10 +170,10 @@ class Reward:
         self._fleet = fleet
         self._timeout_s = config.rollout.generate_timeout_s
         self.last_errors: list[str] = []
-        """Why rewards of the last call failed."""
+        """Reasons why rewards of the last call failed."""
 
     def __call__(self, rows: Rows) -> np.ndarray:
-        """`[len(rows)]` float32; NaN where the reward failed (see `last_errors`)."""
+        """Rewards of the rows, `[len(rows)]` float32; NaN where the reward failed (see `last_errors`)."""
         actors = self._fleet.role("reward", self._fleet.first_stage("reward"))
         tasks, texts, num = rows.strings("task"), rows.strings("response_text"), len(actors)
         calls = [
@@ -188,7 +188,7 @@ class Reward:
 
 
 class Workers:
-    """Actors of one role, of which there may be more and fewer. Between two calls of the session, not beside one."""
+    """Actors of one role, whose number may change between two calls of the session, not during one."""
 
     def __init__(self, members: ByHand) -> None:
         self._members = members
@@ -197,34 +197,35 @@ class Workers:
         return len(self._members)
 
     def add(self, n: int = 1) -> list[str]:
-        """So many more; their names once they serve. Raises `CannotScale`, `ResourceError`; then none has come."""
+        """Add actors. Returns their names once they serve. Raises `CannotScale`, `ResourceError`; then none was
+        added."""
         return _run(self._members.added(n))
 
     def remove(self, n: int = 1, drain_s: float | None = None) -> list[str]:
-        """The last that came leave; their names. `drain_s`: for each to finish calls that are under way in another
-        thread; None: `rollout.drain_s`. Raises `CannotScale`: one stays."""
+        """Remove the actors that came last. Returns their names. `drain_s`: seconds for each to finish calls that are
+        under way in another thread; None: `rollout.drain_s`. Raises `CannotScale`: one has to stay."""
         return _run(self._members.removed(n, drain_s))
 
 
 @dataclass
 class Session:
-    """What `penstock.session` gives: the handles, and where to write numbers."""
+    """The session that `penstock.session` gives: the handles, and where to write metrics."""
 
     config: RunConfig
     directory: Path
-    """On this machine: with a URL as output_dir the run's working copy."""
+    """The run's directory on this machine: with a URL as output_dir the working copy."""
     policy: Policy
     prompts: Prompts
     reward: Reward
     rollouts: Workers
-    """Engines: `add` and `remove` some."""
+    """The engines: `add` and `remove` some."""
     rewards: Workers
-    """The same of reward actors."""
+    """The reward actors: `add` and `remove` some."""
     reference: Model | None
-    """There if the dataflow has a log-probability stage."""
+    """The reference model, if the dataflow has a log-probability stage."""
     sinks: list[Sink]
     losses: Losses
-    """What could not be written."""
+    """Record of what could not be written."""
     started: float
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -241,7 +242,7 @@ class Session:
 
 @contextlib.contextmanager
 def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session]:
-    """Start the actors of a run without its loop; end them on leaving, whatever happened.
+    """Start the actors of a run without its loop, and end them on leaving, whatever happened.
 
     Raises what `penstock.run` raises before it starts. `flow` (default: the configured algorithm's) says which actors
     there are.
@@ -305,7 +306,7 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """In a thread of its own: a notebook has an event loop in this one."""
+    """Run a coroutine in a thread of its own: a notebook has an event loop in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 

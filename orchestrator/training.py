@@ -1,9 +1,9 @@
 """Trains, from the run's start or from a checkpoint, and returns to the last one (to the start, if none was taken yet)
-where members that are lost cannot be replaced while the others go on. Used by `run.py`.
+where members that are lost cannot be replaced while the others go on.
 
     fleet ─▶ controller ─ a failure that a new process may help with ─▶ the fleet ends ─▶ newest checkpoint ─▶ fleet …
 
-What replaces single members is `faults/supervisor.py`; how often a run may return is `faults/recoveries.py`'s to say.
+`faults/supervisor.py` replaces single members; `faults/recoveries.py` decides how often a run may return.
 """
 
 import asyncio
@@ -65,27 +65,27 @@ class Training:
         identity: Identity,
         goes_on: Checkpoint | LeftBehind | None = None,
     ) -> None:
-        """`namespace`: of the first fleet. `identity`: of a command that may go on with it. `goes_on`: what the run
-        goes on from."""
+        """`namespace`: that of the first fleet. `identity`: that of a command that may go on with the run. `goes_on`:
+        what the run goes on from."""
         self._config, self._flow, self._plan = config, flow, plan
         self._directory, self._model_path, self._progress = directory, model_path, progress
         self._identity = identity
         self._left = goes_on if isinstance(goes_on, LeftBehind) else None
-        """Until it is taken up."""
+        """Actors that a dead command has left, until they are taken up."""
         resumed = goes_on.state.resumed if isinstance(goes_on, LeftBehind) else goes_on
         self._namespace, self._resumed, self._first = namespace, resumed, resumed
         self._recoveries = Recoveries(config.faults)
         self._wanted: dict[str, int] = dict(self._left.state.wanted) if self._left is not None else {}
-        """Members that people have wished for, by role."""
+        """Numbers of members that people have asked for, by role."""
         self._has_started = self._left is not None
         self._cause: PenstockError | None = None
-        """What the run returns for, until it has."""
+        """The failure that the run returns for, until it has returned."""
         self._from_step = 0
-        """Which it returns from."""
+        """The step that the run returns from."""
 
     def run(self, sinks: list[Sink]) -> Outcome:
-        """`sinks`: for the numbers. Raises the failure that cannot be recovered from; of a return that fails, the one
-        that it was made for."""
+        """Train. `sinks`: those of the metrics. Raises the failure that cannot be recovered from; if a return fails,
+        the failure that it was made for."""
         with exporting(origin_of(self._config, DRIVER, DRIVER)) as meters:
             return self._run(sinks, meters)
 
@@ -118,7 +118,7 @@ class Training:
 
     @contextlib.contextmanager
     def _fleet(self, left: LeftBehind | None) -> Iterator[Fleet]:
-        """One that has started: `left` behind, or new."""
+        """A fleet that has started: `left` behind, or new."""
         config, owner = self._config, left.owner if left is not None else self._new_owner()
         spill_dir = config.store.spill_dir
         agents = NodeAgents(self._directory.run_id, self._namespace, config.cluster, spill_dir, owner)
@@ -161,13 +161,13 @@ class Training:
                 fleet.close()
 
     def _new_owner(self) -> Owner:
-        """Of the next fleet."""
+        """The owner of the next fleet."""
         if self._config.faults.lease_s and is_elsewhere() and takes_newcomers(self._config):
             return RunOwner.start(self._namespace, self._config.faults.lease_s)
         return ThisProcess()
 
     def _handover(self, fleet: Fleet) -> Handover:
-        """What there is to say of it."""
+        """The handover of a fleet to a command that may come after this one."""
         resumed, namespace, paths = self._resumed, self._namespace, dict(self._config.model.paths)
 
         def describe(owner: RunOwner) -> bytes:
@@ -177,7 +177,7 @@ class Training:
         return Handover(fleet.owner, describe)
 
     def _taken(self, fleet: Fleet, left: LeftBehind) -> Taken:
-        """Where the command before has left off, with its ranks there. Raises what the store fails with."""
+        """The point at which the command before has left off, with its ranks idle. Raises what the store fails with."""
         self._progress.phase("taking over what the command before has left")
         began = time.monotonic()
         step = asyncio.run(take_up(fleet, left.reports))
@@ -190,9 +190,9 @@ class Training:
         return Taken.of(step, left.reports, self._directory.read_metrics())
 
     def _may_return(self, failure: PenstockError, step: int) -> bool:
-        """Whether the last checkpoint is to be returned to. `step`: the last that was logged.
+        """Return whether the run is to return to its last checkpoint. `step`: the last that was logged.
 
-        What fails in a run's very first start is told at once: it comes of the settings more often than not. A run that
+        A failure in a run's very first start is told at once: it comes of the settings more often than not. A run that
         takes no checkpoints ends with what it has; one that has taken none yet begins again.
         """
         if self._cause is not None:
@@ -216,8 +216,8 @@ class Training:
         return True
 
     def _fell_back(self, failure: PenstockError, step: int) -> bool:
-        """The checkpoint that the fleet was to start from is damaged, and the next will start from the one before.
-        `step`: the last that was logged."""
+        """Fall back to the checkpoint before, if the one that the fleet was to start from is damaged. Returns whether
+        it did. `step`: the last that was logged."""
         if self._resumed is None or step > self._resumed.step:
             return False
         damage: PenstockError | None = failure if isinstance(failure, DamagedCheckpoint) else None
@@ -232,7 +232,7 @@ class Training:
         return own is not None
 
     def _has_own(self) -> bool:
-        """A checkpoint of this run that can be read."""
+        """Return whether this run has a checkpoint of its own that can be read."""
         with contextlib.suppress(PenstockError):
             return newest(self._directory, self._config) is not None
         return False

@@ -1,10 +1,9 @@
-"""Versions of the weights, from the trainer's ranks to the engines and to the store's ear, also where ranks are lost on
-the way: the step that a version came from is trained, so others publish it again.
+"""Brings versions of the weights from the trainer's ranks to the engines, and tells the store, also where ranks are
+lost on the way: the step that a version came from is trained, so others publish it again.
 
     publish ─▶ the ranks may go on      load ─▶ every engine serves it      tell ─▶ the store may admit prompts
 
-Which calls that takes is `weight_sync.py`; how ranks are replaced, `faults/trainer_recovery.py`. Used by
-`controller.py`.
+The calls of the transfer are in `weight_sync.py`; ranks are replaced by `faults/trainer_recovery.py`.
 """
 
 import asyncio
@@ -45,25 +44,26 @@ class Versions:
         self._weights, self._ranks, self._turns = weights, ranks, turns
         self._store, self._supervisor, self._stores, self._timeline = store, supervisor, stores, timeline
         self._told = before
-        """The newest that the store has heard of, which every engine serves."""
+        """The newest version that the store was told of, which every engine serves."""
         self._on_its_way: Delivery | None = None
-        """That engines are about to load."""
+        """The delivery that engines are about to load."""
         self._renewing = asyncio.Lock()
 
     def state(self) -> dict[str, Any]:
-        """Which version is told, and which serves where: for people."""
+        """The version that was told, and the one that each engine serves, for people."""
         on_its_way = self._on_its_way.version if self._on_its_way is not None else None
         return {"told": self._told, "loading": on_its_way, "serving": dict(self._weights.serving)}
 
     async def publish(self, version: int) -> tuple[Delivery, float]:
-        """The ranks' weights as this version; seconds. Once it returns they may go on to the next step."""
+        """Publish the ranks' weights as a version. Returns its delivery and the seconds. The ranks may then go on to
+        the next step."""
         start = time.time()
         delivery = await self.with_ranks(lambda: self._weights.publish(version))
         self._timeline.span("trainer", "publish", start, time.time(), version=version)
         return delivery, time.time() - start
 
     async def load(self, delivery: Delivery) -> float:
-        """Every engine loads it; seconds."""
+        """Have every engine load the version. Returns the seconds."""
         await self._turns.generation()
         start, self._on_its_way = time.time(), delivery
         while True:
@@ -83,13 +83,13 @@ class Versions:
         return seconds
 
     async def tell(self, version: int) -> None:
-        """The store, once every engine serves it."""
+        """Tell the store of a version, once every engine serves it."""
         await self._supervisor.with_store(lambda: self._store.published(version))
         self._stores.published(version)
         self._told = version
 
     async def with_ranks(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What the ranks answer, or those that take their place."""
+        """The answer of the ranks, or of those that take their place."""
         while True:
             ranks = self._ranks.generation
             try:
@@ -98,9 +98,8 @@ class Versions:
                 await self.renew(failure, ranks)
 
     async def renew(self, failure: PenstockError, ranks: int) -> None:
-        """Others take the place of ranks that have failed, unless they have done so since there had been `ranks`. If
-        part of the newest version is gone with their node, it is published again. Raises the failure where that cannot
-        be."""
+        """Replace ranks that have failed, unless they have been replaced since generation `ranks`. If part of the
+        newest version is gone with their node, it is published again. Raises the failure where that cannot be."""
         async with self._renewing:
             while ranks == self._ranks.generation:
                 trained = await self._ranks.recover(failure)
@@ -114,8 +113,8 @@ class Versions:
                     failure = another  # these ranks have failed as well
 
     async def _complete(self, trained: int, failure: PenstockError) -> None:
-        """Publish the version of that step again, if part of the newest one is gone. Raises the failure where that is
-        another version, which nobody has any more."""
+        """Publish the version of that step again, if part of the newest one is gone. Raises the failure where the
+        newest is another version, which no rank has any more."""
         if not self._weights.is_cut_off:
             return
         if self._on_its_way is None:

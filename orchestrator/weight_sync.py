@@ -1,11 +1,10 @@
-"""The weight sync: brings versions of the weights from the trainer's ranks to the engines. Used by `controller.py` and
-`session.py`.
+"""The weight sync: brings versions of the weights from the trainer's ranks to the engines.
 
     shm:      ranks write the publication ─▶ (training may go on) ─▶ engines load it
               (between nodes, relays bring it to the engines' while it is written: `nodes/weight_relays.py`)
     streams:  ranks send ‖ engines receive, both before the next update
 
-What the two sides do is `workers/weights/`'s business; here are the order of the calls, and their deadlines.
+What the two sides do is in `workers/weights/`; here are the order of the calls, and their deadlines.
 """
 
 import asyncio
@@ -39,14 +38,14 @@ class WeightSync:
         self._timeout_s = config.weights.phase_timeout_s
         self._relays: WeightRelays | None = None
         self._newest: Delivery | None = None
-        """What engines load, or have loaded, last."""
+        """The delivery that engines load, or have loaded, last."""
         self.loaded: dict[str, float] = {}
-        """When each engine had loaded it, in seconds since the epoch."""
+        """Time at which each engine had loaded it, in seconds since the epoch, by name."""
         self.serving: dict[str, int] = {}
-        """By engine, the version that it has loaded last."""
+        """The version that each engine has loaded last, by name."""
 
     async def connect(self) -> None:
-        """Let trainers and engines meet, where they need to: once they are started, and when the trainer's ranks are
+        """Connect trainers and engines, where they need it: once they are started, and when the trainer's ranks are
         new. Raises `DeadlineExceeded`, `WeightError`."""
         if not self._has_engines:
             return
@@ -63,17 +62,17 @@ class WeightSync:
 
     @property
     def takes_newcomers(self) -> bool:
-        """Engines may come later than at the start: what others load lies there to be loaded."""
+        """True if engines may come later than at the start, as what others have loaded can still be loaded."""
         return not self._streams
 
     @property
     def is_cut_off(self) -> bool:
-        """A node that the newest version comes from has left: where it is not yet, it cannot be brought."""
+        """True if a node that the newest version comes from has left: where it is not yet, it cannot be brought."""
         return self._relays is not None and bool(self._relays.lost_sources)
 
     async def publish(self, version: int) -> Delivery:
-        """All that must be done before weights change again: the publication, or the whole transfer. Nothing where
-        there are no engines: a version that nobody loads is not written."""
+        """Do all that must be done before weights change again: the publication, or the whole transfer. Nothing where
+        there are no engines: a version that none loads is not written."""
         if not self._has_engines:
             return Publication("", version)
         phase = f"publish version {version}"
@@ -88,8 +87,8 @@ class WeightSync:
         return delivery
 
     async def load(self, delivery: Delivery) -> float:
-        """Every engine that is there serves the version afterwards; seconds. One that dies meanwhile, or does not load
-        it in time, is ended: whoever keeps the engines serving makes another."""
+        """Have every engine that is there load and serve the version. Returns the seconds. An engine that dies
+        meanwhile, or does not load it in time, is ended: the supervisor makes another."""
         start = time.time()
         if self._has_engines and not self._streams:
             await self._between_nodes.wait(delivery.version)
@@ -111,8 +110,8 @@ class WeightSync:
         return result
 
     async def catch_up(self, members: Members) -> None:
-        """Engines that have just started load the version that the others serve. From when this returns until they are
-        added to the fleet nothing may be waited for. It is brought to their node first, if it is not there. Raises
+        """Have engines that have just started load the version that the others serve. It is brought to their node
+        first, if it is not there. The caller may await nothing between this and adding them to the fleet. Raises
         `WeightError`, `DeadlineExceeded`, `WorkerDied`."""
         loaded: Delivery | None = None
         while self._newest is not None and loaded is not self._newest:
@@ -136,7 +135,8 @@ class WeightSync:
             await asyncio.sleep(LOOK_S)
 
     def _end_those_that(self, failed: Mapping[str, Any]) -> None:
-        """By name: what each engine's call came to. Raises what no other engine would do better."""
+        """Remove the engines whose call failed. `failed`: the outcome of each call, by name. Raises an error that
+        another engine would have, too."""
         errors = {name: result for name, result in failed.items() if isinstance(result, Exception)}
         for error in errors.values():
             if not is_recoverable(error):
@@ -146,7 +146,8 @@ class WeightSync:
 
     @property
     def _trainers(self) -> Members:
-        """Raises `WorkerDied` where there are none: who drove the run before died when it had just lost them."""
+        """The ranks. Raises `WorkerDied` where there are none: the process that drove the run before died when it had
+        just lost them."""
         if not (ranks := self._fleet.role("trainer")):
             raise WorkerDied("no rank of the trainer is there.")
         return ranks

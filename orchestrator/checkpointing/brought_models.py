@@ -1,8 +1,7 @@
 """Models that a checkpoint names, on the machine that goes on from it.
 
 A model that was made for a run with a URL as output_dir (a fresh one, a warm start's) lies in the run's working copy,
-which is elsewhere on another machine: a checkpoint names it by its URL. Called by `saving.py`, `resuming.py` and
-`export.py`.
+which is elsewhere on another machine: a checkpoint names it by its URL.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ def as_told(path: str, directory: RunDirectory) -> str:
 
 
 def as_here(model: str, directory: RunDirectory) -> str:
-    """The other way round: where this run has it, or is to have it. Raises `CheckpointError`."""
+    """A model's path in this run, where it is or is to be, by its name in a checkpoint. Raises `CheckpointError`."""
     if not is_url(model):
         return model
     copy = MirrorRecord.above(directory.path)
@@ -39,7 +38,8 @@ def as_here(model: str, directory: RunDirectory) -> str:
 
 
 def with_local_models(checkpoint: Checkpoint, directory: RunDirectory) -> Checkpoint:
-    """Those of another run are brought into this one's directory. Raises `CheckpointError`."""
+    """The checkpoint with paths of this run; another run's models are brought into its directory. Raises
+    `CheckpointError`."""
 
     def brought(model: str) -> str:
         path = as_here(model, directory)
@@ -51,7 +51,7 @@ def with_local_models(checkpoint: Checkpoint, directory: RunDirectory) -> Checkp
 
 
 def bring_model(url: str, directory: Path) -> None:
-    """Download it, unless it is there. Raises `CheckpointError`."""
+    """Download a model, unless it is there. Raises `CheckpointError`."""
     if not directory.is_dir():
         directory.parent.mkdir(parents=True, exist_ok=True)
         with replacing(directory) as part:

@@ -1,12 +1,12 @@
-"""The checkpoints of a run as files: what is complete, what may go, what one holds.
+"""The checkpoints of a run as files: which are complete, which may be deleted, what one holds.
 
     checkpoints/global_step_20/
         trainer/         weights and optimizer in shards with an index, and what is no tensor, written by the ranks
         store/           the store's snapshot: groups on their way, with their columns
         manifest.json    step, prompts' place, model, sizes and checksums of the trainer's files
-        COMPLETE         written last: without it, it is none
+        COMPLETE         written last: without it, the checkpoint does not count
 
-Written by `saving.py` while training goes on, opened by `resuming.py` and `export.py`. The place may be an fsspec URL.
+Checkpoints are written while training goes on. The place may be an fsspec URL.
 """
 
 import json
@@ -55,16 +55,16 @@ class Checkpoints:
         return f"{self.place}/{PREFIX}{step}"
 
     def steps(self) -> list[int]:
-        """Of those that are complete, ascending."""
+        """Steps of the complete checkpoints, ascending."""
         return [step for step in self._all() if exists(f"{self.directory(step)}/{MARKER}")]
 
     def clear(self, step: int) -> None:
-        """What a run that died left of this step."""
+        """Remove what a run that died left of this step."""
         if not exists(f"{self.directory(step)}/{MARKER}"):
             remove(self.directory(step))
 
     def unseal(self, step: int) -> None:
-        """One that was complete counts no longer: the run has gone back behind its step, and writes it anew."""
+        """Make a complete checkpoint count no longer: the run has gone back behind its step, and writes it anew."""
         remove(f"{self.directory(step)}/{MARKER}")
 
     def add_directory(self, step: int, name: str, directory: Path) -> None:
@@ -89,7 +89,8 @@ class Checkpoints:
         write_text(f"{checkpoint.directory}/{MARKER}", f"{checkpoint.step}\n")
 
     def prune(self) -> list[int]:
-        """Delete what is neither among the newest nor one that stays for good, marker first. Returns the steps."""
+        """Delete checkpoints that are neither among the newest nor to be kept for good, marker first. Returns their
+        steps."""
         every = self._config.keep_every_steps
         old = [step for step in self.steps()[: -self._config.keep_last] if not (every and step % every == 0)]
         for step in old:
@@ -98,18 +99,18 @@ class Checkpoints:
         return old
 
     def sweep(self) -> None:
-        """Delete what was never completed. Only at the start of a run, when nobody writes."""
+        """Delete what was never completed. Only at the start of a run, when no process writes."""
         for step in self.unfinished():
             remove(self.directory(step))
 
     def unfinished(self) -> list[int]:
-        """Steps of those that are not complete: they are being written, or somebody has died who wrote them."""
+        """Steps of incomplete checkpoints: they are being written, or the process that wrote them has died."""
         complete = self.steps()
         return [step for step in self._all() if step not in complete]
 
     def newest(self, damaged: list[tuple[int, DamagedCheckpoint]] | None = None) -> Checkpoint | None:
-        """The newest that is whole. `damaged`: steps of those after it, and what is wrong with them. Raises
-        `DamagedCheckpoint` if there are some and none is whole."""
+        """The newest checkpoint that is whole. `damaged`: filled with the steps of those after it and their errors.
+        Raises `DamagedCheckpoint` if there are some and none is whole."""
         faults = damaged if damaged is not None else []
         for step in reversed(self.steps()):
             try:
@@ -121,7 +122,7 @@ class Checkpoints:
         return None
 
     def put_aside(self, step: int) -> str:
-        """Give a damaged one a name under which it is none, for people to look at. Where it is now."""
+        """Rename a damaged checkpoint so that it counts no longer, and people can look at it. Returns its new place."""
         name, taken = f"{ASIDE}{PREFIX}{step}", list_names(self.place)
         others = (f"{name}_{number}" for number in count(2))
         aside = f"{self.place}/{next(free for free in chain([name], others) if free not in taken)}"
@@ -143,7 +144,7 @@ def _refuse(place: str, fault: str | None) -> None:
 
 def open_checkpoint(place: str) -> Checkpoint:
     """The checkpoint in a directory, or the newest of a run's or of a `checkpoints/` directory. Its files are there in
-    their sizes; checksums are for whoever reads them.
+    their sizes; checksums are checked when they are read.
 
     Raises `CheckpointError` that names what is wrong, and the one before if there is one: `DamagedCheckpoint` for files
     that are missing or cut.
@@ -179,7 +180,7 @@ def open_checkpoint(place: str) -> Checkpoint:
 
 
 def way_out(place: str) -> str:
-    """Which checkpoint there is before this one."""
+    """Advice for an error message: the checkpoint before this one, if any."""
     parent, _, name = place.rstrip("/").rpartition("/")
     number = name.removeprefix(PREFIX)
     before = [

@@ -49,7 +49,7 @@ def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> str
 
 
 def open_trainer(checkpoint: Checkpoint, dtype: str = "") -> PolicyTrainer:
-    """A single rank, as the run's were made."""
+    """A trainer of a single rank, made as the run's ranks were."""
     sections = checkpoint.config
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainerConfig), sections["trainer"]))
     assert isinstance(config, TrainerConfig)

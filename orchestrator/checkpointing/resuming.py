@@ -1,11 +1,11 @@
-"""Where a run goes on: its directory, and the checkpoint that it starts from, if any.
+"""The start of a run: its directory, and the checkpoint that it goes on from, if any.
 
     resume=never     a new run
     resume=auto      the run called `name`: with the actors that live on, where the command that drove it has died
                      (`takeover/`); else from its newest checkpoint; a new run if there is no such run
     resume=PATH      a new run, from that checkpoint (or the newest of that run)
 
-Called by `run.py` before any actor starts. The directory is locked before anything in it is touched, and so is
+This happens before any actor starts. The directory is locked before anything in it is touched, and so is
 checkpoint.directory if it is a local one: another process may still write there.
 """
 
@@ -74,13 +74,13 @@ def _opened(
 
 
 def newest(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
-    """The run's newest checkpoint that is complete and whole."""
+    """The newest checkpoint of the run that is complete and whole."""
     return Checkpoints(checkpoint_place(config, directory), config.checkpoint).newest()
 
 
 def rewind(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
-    """Set a run that this process drives back to its newest checkpoint that is whole; None: to its beginning. Nobody
-    writes there any more. Raises `CheckpointError`, `ConfigError`."""
+    """Set a run that this process drives back to its newest checkpoint that is whole; None: to its beginning. No
+    process writes there any more. Raises `CheckpointError`, `ConfigError`."""
     resumed = _rewound(directory, config)
     return _with_local_files(resumed, directory) if resumed is not None else None
 
@@ -88,8 +88,8 @@ def rewind(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
 def fall_back(
     directory: RunDirectory, config: RunConfig, damaged: Checkpoint, error: PenstockError
 ) -> Checkpoint | None:
-    """Set the run back to the checkpoint before one that its actors have found damaged, which is put aside. None: that
-    is another run's, or there is none before it. Raises as `rewind` does."""
+    """Set the run back to the checkpoint before one that its actors have found damaged, which is put aside. None: the
+    checkpoint is another run's, or there is none before it. Raises as `rewind` does."""
     checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
     if damaged.directory != checkpoints.directory(damaged.step) or checkpoints.steps()[:1] == [damaged.step]:
         return None
@@ -106,7 +106,7 @@ def _put_aside(checkpoints: Checkpoints, step: int, error: PenstockError, direct
 
 
 def _rewound(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
-    """Of the run in its own directory, which is set back to it."""
+    """The newest whole checkpoint of the run in its own directory, which is set back to it."""
     checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
     checkpoints.sweep()
     damaged: list[tuple[int, DamagedCheckpoint]] = []
@@ -122,8 +122,8 @@ def _rewound(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
 
 
 def finished_run(config: RunConfig) -> RunDirectory | None:
-    """With resume=auto, the run in its directory if nothing is left to do of it: it came to its end with as many
-    steps as are asked for now, or reached its goal, and its model is there."""
+    """The run in its directory, with resume=auto, if nothing is left to do of it: it came to its end with as many steps
+    as are asked for now, or reached its goal, and its model is there."""
     if config.resume != "auto" or not _there(config):
         return None
     place = RunPlace.of_run(config)
@@ -140,8 +140,8 @@ def finished_run(config: RunConfig) -> RunDirectory | None:
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """What must be as it was. The store and the trainers check columns and shapes themselves. Raises `ConfigError`,
-    `CheckpointError`."""
+    """Check that the algorithm is the same and the model is there. The store and the trainers check columns and shapes.
+    Raises `ConfigError`, `CheckpointError`."""
     before, now = checkpoint.config.get("algorithm", {}).get("name"), config.algorithm.name
     if before != now:
         raise ConfigError(
@@ -157,7 +157,7 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 
 def _with_local_files(checkpoint: Checkpoint, directory: RunDirectory) -> Checkpoint:
-    """Actors read files, so that models and the store's part behind a URL come into the run's directory."""
+    """Bring models and the store's part from a URL into the run's directory, since actors read files."""
     checkpoint = with_local_models(checkpoint, directory)
     if not is_url(checkpoint.directory):
         return checkpoint
@@ -168,7 +168,7 @@ def _with_local_files(checkpoint: Checkpoint, directory: RunDirectory) -> Checkp
 
 
 def _there(config: RunConfig) -> bool:
-    """Whether there is such a run. One that went on elsewhere comes from its URL into its working copy."""
+    """Return whether there is such a run. A run that went on elsewhere comes from its URL into its working copy."""
     place = RunPlace.of_run(config)
     bring_here(place)
     return (place.path / "config.yaml").is_file()

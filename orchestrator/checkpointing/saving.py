@@ -1,13 +1,14 @@
-"""Takes checkpoints of a run while it goes on. Called by `controller.py` at step boundaries.
+"""Takes checkpoints of a run while it goes on, at step boundaries.
 
     begin(N):  trainers begin (they copy while the next batch is sampled) ─▶ store.cut ─▶ prompts' place
                   │ all of one moment: no update is under way
     meanwhile: store.snapshot, trainers finish ─▶ collected from other disks ─▶ all there? ─▶ manifest, marker
 
-One at a time: a second waits for the first. One that fails is told and counted, what there is of it is removed (it may
-be what filled the disk), and the run goes on, since its last good checkpoint is still there; only the last of a run
-must not fail. One that missed its deadline may still be on its way somewhere: the trainers begin no other before it has
-ended, which costs those in between, and what it leaves late is removed before the next.
+Checkpoints are taken one at a time: a second waits for the first. If one fails, the failure is told and counted, and
+what there is of it is removed (it may be what filled the disk). The run goes on, since its last good checkpoint is
+still there; only the last checkpoint of a run must not fail. One that missed its deadline may still be being written:
+the trainers begin no other before it has ended, which costs those in between. What it leaves late is removed before the
+next.
 """
 
 import asyncio
@@ -37,11 +38,11 @@ from penstock.workers.files import SavedFile, absolute, is_url
 from penstock.workers.prompts.source import PromptStart
 
 RETRY_S = 1.0
-"""Between two tries to begin the last one."""
+"""Seconds between two tries to begin the last checkpoint."""
 BRING_S = 60.0
-"""For what the run has written to be at its URL. A checkpoint counts all the same after that."""
+"""Longest wait until what the run has written is at its URL. A checkpoint counts all the same after that."""
 GRACE_S = 10.0
-"""A rank has the same deadline, and says more when it is missed; so it is given a moment to."""
+"""Extra seconds for a rank, which has the same deadline and says more when it is missed."""
 
 
 class CheckpointWriter:
@@ -57,25 +58,26 @@ class CheckpointWriter:
         resumed = fleet.resumed
         is_own = resumed is not None and resumed.directory == self._checkpoints.directory(resumed.step)
         self._newest = resumed.step if is_own and resumed is not None else None
-        """Step of the last that was begun, or that the run goes on from: it is not written again."""
+        """Step of the checkpoint that was begun last, or that the run goes on from: it is not written again."""
         self._places: dict[str, str] = {}
-        """Where each rank writes it: its own disk, where it does not see the driver's."""
+        """Directory that each rank writes to, by name: on its own disk, where it does not see the driver's."""
         self._left: set[int] = set()
-        """Steps of failed ones: something of theirs may have come after it was removed."""
+        """Steps of failed checkpoints: a part of them may have come after they were removed."""
         self.failed = 0
-        """Checkpoints that could not be written."""
+        """Number of checkpoints that could not be written."""
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
-        """`is_last`: the run ends with this step, before the steps that were asked for."""
+        """Return whether this step is to be saved. `is_last`: the run ends with it, before the steps that were asked
+        for."""
         every = self._config.checkpoint.every_steps
         if not every or step == self._newest:
             return False
         return is_last or step % every == 0 or step == self._config.trainer.max_steps
 
     async def adopt(self, step: int | None, metrics: Mapping[str, Any]) -> None:
-        """After another process, which may have died while one was written: its ranks may write it still, and it counts
-        for nothing. `step`: whose checkpoint is taken if one is due and is not there; None: that comes later. Raises as
-        `begin` does."""
+        """Go on after another process, which may have died during a checkpoint: its ranks may write it still, and it
+        counts for nothing. `step`: the step whose checkpoint is taken if it is due and not there; None: that comes
+        later. Raises as `begin` does."""
         if not self._config.checkpoint.every_steps:
             return
         with contextlib.suppress(CheckpointError):  # a place that does not answer is told by the next one
@@ -88,9 +90,9 @@ class CheckpointWriter:
                 await self.begin(step, metrics, is_last=True)
 
     async def begin(self, step: int, metrics: Mapping[str, Any], *, is_last: bool = False) -> float:
-        """Take the state of now, after step `step`; what it cost in seconds. `metrics`: of that step, as far as
-        they are known. `is_last`: of the run, so that it waits for an earlier one that is late. Raises
-        `DeadlineExceeded`, `WorkerDied`, `DataflowError` for a state that no checkpoint can keep."""
+        """Take the state of now, after step `step`. Returns its cost in seconds. `metrics`: those of that step, as far
+        as they are known. `is_last`: the checkpoint is the run's last, and waits for an earlier one that is late.
+        Raises `DeadlineExceeded`, `WorkerDied`, `DataflowError` for a state that no checkpoint can keep."""
         started = time.monotonic()
         await self.finish()
         place = self._checkpoints.directory(step)
@@ -132,7 +134,7 @@ class CheckpointWriter:
         return start
 
     async def _trainers_begin(self, step: int, patience_s: float) -> bool:
-        """Whether they do: not while one of them still writes an earlier checkpoint."""
+        """Return whether the trainers begin: they do not while one of them still writes an earlier checkpoint."""
         trainers, deadline = self._fleet.role("trainer"), time.monotonic() + patience_s
         directory = trainer_directory(self._checkpoints.directory(step))
         self._places = dict.fromkeys([name for name, _ in trainers], directory)
@@ -148,22 +150,22 @@ class CheckpointWriter:
             await asyncio.sleep(min(RETRY_S, patience_s))
 
     async def _discard(self, directory: str) -> None:
-        """What ranks have written, or have not, for others to collect. One that still writes removes it itself."""
+        """Remove what ranks may have written on their own disks. A rank that still writes removes its part itself."""
         with contextlib.suppress(PenstockError):  # the nodes remove it at the end of the run
             await self._fleet.discard(directory, self._places)
 
     def _make_room(self, step: int) -> None:
-        """Nothing of an earlier one of this step may be taken for a part of the new one."""
+        """Remove an earlier checkpoint of this step, so that nothing of it is taken for a part of the new one."""
         self._checkpoints.unseal(step)
         self._clear(step)
 
     def _clear(self, step: int) -> None:
-        """What failed ones have left, and what a run that died left of this step."""
+        """Remove what failed checkpoints have left, and what a run that died left of this step."""
         for left in {step, *self._left}:
             self._checkpoints.clear(left)
 
     async def finish(self, *, strict: bool = False) -> None:
-        """Wait for the one that is being written. `strict`: raise what it failed with."""
+        """Wait for the checkpoint that is being written. `strict`: raise what it failed with."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -172,7 +174,7 @@ class CheckpointWriter:
             raise error
 
     async def _write_or_say(self, checkpoint: Checkpoint) -> PenstockError | None:
-        """What it failed with, told and counted."""
+        """Write a checkpoint. Returns its error, which is told and counted, if any."""
         try:
             await self._write(checkpoint)
             return None
@@ -183,7 +185,7 @@ class CheckpointWriter:
         return await self._take_back(checkpoint.step, failure)
 
     async def _take_back(self, step: int, failure: PenstockError) -> PenstockError:
-        """Remove what there is of it."""
+        """Remove what there is of a failed checkpoint, and count and tell its error."""
         await self._discard(trainer_directory(self._checkpoints.directory(step)))
         self._left.add(step)
         with contextlib.suppress(OSError, CheckpointError):  # the next run sweeps what cannot be removed now
@@ -194,7 +196,7 @@ class CheckpointWriter:
         return self._failed(step, CheckpointError(why))
 
     def _failed(self, step: int, failure: PenstockError) -> PenstockError:
-        """Counted and told."""
+        """Count a failure and tell of it."""
         self.failed += 1
         self._directory.event("checkpoint_failed", step=step, error=type(failure).__name__, message=str(failure))
         self._progress.note(f"a checkpoint could not be written, the one before stays: {failure}")
@@ -228,7 +230,7 @@ class CheckpointWriter:
 
 
 async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
-    """Their results. Raises the error that explains the others, once none of them writes any longer."""
+    """Results of the calls. Raises the error that explains the others, once no call writes any longer."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     if failures := [result for result in results if isinstance(result, BaseException)]:
         raise cause_of(failures)
@@ -236,21 +238,21 @@ async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
 
 
 def checkpoint_place(config: RunConfig, directory: RunDirectory) -> str:
-    """Where a run's checkpoints are."""
+    """The directory or URL of a run's checkpoints."""
     if (place := config.checkpoint.directory) is not None:
         return absolute(place)
     return str(directory.checkpoints) if directory.url is None else f"{directory.url}/{directory.checkpoints.name}"
 
 
 def _files_of(snapshot: Path, root: str) -> list[SavedFile]:
-    """Of the store, by their names below `root`."""
+    """Files of the store's snapshot, by their names below `root`."""
     below = snapshot.relative_to(root).as_posix()
     return [SavedFile(f"{below}/{name}", *facts) for name, facts in snapshot_files(snapshot).items()]
 
 
 @contextlib.contextmanager
 def _store_place(checkpoint: Checkpoint) -> Iterator[str]:
-    """Where the store writes: the checkpoint itself, or a directory beside it if that is a URL."""
+    """The place that the store writes to: the checkpoint itself, or a local directory if that is a URL."""
     if not is_url(checkpoint.directory):
         yield checkpoint.store
         return

@@ -1,1 +1,1 @@
-"""From words, recipes and user files to one `RunConfig`, of which all has been checked that can be beforehand."""
+"""Makes one `RunConfig` of words, recipes and user files, and checks all that can be checked beforehand."""

@@ -1,8 +1,8 @@
-"""From words of the command line to one checked `RunConfig`.
+"""Makes one checked `RunConfig` of words of the command line.
 
     defaults (conf/*.py)  <  model preset of the recipe  <  recipe.yaml  <  model=PRESET  <  key=value words
 
-Called by the command line, by a warm start for its first run, and by tests. Hydra composes the config groups
+Hydra composes the config groups
 (`algorithm`, `model`, `recipe`) over the dataclasses; the result is turned into objects once, here. Every fault is a
 `ConfigError` of one sentence.
 """
@@ -59,7 +59,7 @@ def load_config(overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Every key, resolved: what `config.yaml` of a run holds."""
+    """The content of a run's `config.yaml`: every key, resolved."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -216,7 +216,7 @@ def _refuse(recipe: Recipe, values: dict[str, Any], config_class: type[Algorithm
 
 
 def _infer_jsonl(config: RunConfig, typed: set[str]) -> None:
-    """`data.path=train.jsonl` alone turns a recipe that reads the hub into one that reads the file."""
+    """Make a recipe that reads the hub read a file, if `data.path=train.jsonl` alone was given."""
     data = config.data
     if data.source != "huggingface" or "data.source" in typed or not str(data.path).endswith((".jsonl", ".json")):
         return
@@ -229,8 +229,8 @@ def _infer_jsonl(config: RunConfig, typed: set[str]) -> None:
 
 
 def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
-    """Files and directories that exist get their absolute path: actors run elsewhere. Names of the hub stay as they
-    are."""
+    """Give files and directories that exist their absolute path, since actors run elsewhere. Names of the hub stay as
+    they are."""
 
     def absolute(value: str | None) -> str | None:
         if not value:
@@ -260,6 +260,6 @@ def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
 
 
 def _of_code(name: str | None, absolute: Callable[[str], str | None]) -> str | None:
-    """`file.py:function` with the file's path; anything else as it is."""
+    """The name of a function: `file.py:function` with the file's absolute path; anything else as it is."""
     file, colon, function = (name or "").rpartition(":")
     return f"{absolute(file)}:{function}" if colon and file.endswith(".py") else name

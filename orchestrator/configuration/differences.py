@@ -1,4 +1,4 @@
-"""What of a configuration is not as the defaults have it: what a person wants to see of it."""
+"""The part of a configuration that differs from the defaults, which is what a person wants to see."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,7 +22,8 @@ def differences_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _algorithm_defaults(name: str) -> dict[str, Any]:
-    """None of an algorithm that is not known here: one of the user's own, in a report of a run of another process."""
+    """Defaults of an algorithm; empty if it is not known here: a user's own, in a report of a run of another
+    process."""
     config_class = known_algorithms().get(name)
     if config_class is None:
         return {}

@@ -1,5 +1,4 @@
-"""The configuration classes of all algorithms, by name. `compose.py` fills one from words and recipes, `differences.py`
-compares with its defaults."""
+"""The configuration classes of all algorithms, by name."""
 
 import sys
 
@@ -8,9 +7,9 @@ from penstock.conf.algorithms.base import AlgorithmConfig
 
 
 def known_algorithms() -> dict[str, type[AlgorithmConfig]]:
-    """Those of `algorithms/catalogue.py`. Penstock's own are known by their dataclass: the catalogue would import
-    torch, and neither a wrong key nor a report should take seconds. A file of one's own has imported the registry by
-    now."""
+    """Configuration classes of the algorithms in `algorithms/catalogue.py`, by name. Penstock's own are known by their
+    dataclass: the catalogue would import torch, and neither a wrong key nor a report should take seconds. A user's file
+    has imported the registry by now."""
     known = {
         cls.name: cls
         for module in (base, policy_gradient, ppo, preference)

@@ -1,7 +1,5 @@
-"""Does the model's directory hold what the run needs? Read from its JSON files; no weights are loaded.
-
-Called by `validate.py`, before anything starts.
-"""
+"""Checks before anything starts that the model's directory holds what the run needs. No weights are loaded: the check
+reads the directory's JSON files."""
 
 import json
 from pathlib import Path
@@ -18,7 +16,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def check_model(config: RunConfig) -> str:
-    """What the policy is, in a few words. Raises `ModelError` naming the missing file, or `ConfigError` for lengths
+    """Describe the policy in a few words. Raises `ModelError` naming the missing file, or `ConfigError` for lengths
     that do not fit."""
     if config.model.reference_path is not None:
         _describe(config.model.reference_path, "model.reference_path", config.rollout.max_model_len)
@@ -29,7 +27,7 @@ def check_model(config: RunConfig) -> str:
 
 
 def starting_model_config(config: RunConfig) -> ModelConfig:
-    """Of the run that brings the first weights: this one, or its warm start."""
+    """The model's configuration in the run that brings the first weights: this one, or its warm start."""
     if config.model.path is not None or config.warm_start.recipe is None:
         return config.model
     return starting_model_config(load_config([f"recipe={config.warm_start.recipe}", *config.warm_start.overrides]))
@@ -47,7 +45,7 @@ def _fresh(model: FreshModelConfig, max_model_len: int) -> str:
 
 
 def num_parameters(model: FreshModelConfig) -> int:
-    """Of the Qwen2 that `build_fresh_model` makes, tied embeddings counted once."""
+    """Number of parameters of the Qwen2 that `build_fresh_model` makes, tied embeddings counted once."""
     hidden, key_value = model.hidden_size, model.hidden_size // model.num_heads * model.num_kv_heads
     attention = 2 * hidden * hidden + 2 * hidden * key_value + hidden + 2 * key_value  # q, k, v have biases
     layer = attention + 3 * hidden * model.intermediate_size + 2 * hidden

@@ -1,7 +1,7 @@
-"""Words of the command line, `trainer.max_steps=20`: parsed, held against the schema, explained when they do not fit.
+"""Words of the command line, `trainer.max_steps=20`: parsed, checked against the schema, explained when they do not
+fit.
 
-Used by `compose.py` alone. Hydra's grammar reads the values, OmegaConf converts them; neither's own errors reach a
-user.
+Hydra's grammar reads the values, OmegaConf converts them; neither's own errors reach a user.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ class Override:
     key: str
     value: Any
     text: str
-    """As typed."""
+    """The word as typed."""
 
 
 def parse(words: Iterable[str]) -> list[Override]:
-    """`key=value` words. Raises `ConfigError` for a word that is none."""
+    """Parse `key=value` words. Raises `ConfigError` for a word that is none."""
     parser = OverridesParser.create()
     return [_parse_word(word, parser) for word in words]
 
@@ -54,7 +54,8 @@ def _parse_word(word: str, parser: OverridesParser) -> Override:
 
 
 def _list_of_words(text: str) -> list[Any] | None:
-    """`[trainer.max_steps=300]`: Hydra's grammar wants quotes around such words, YAML does not."""
+    """Parse a list of words as YAML, such as `[trainer.max_steps=300]`: Hydra's grammar wants quotes around such
+    words."""
     try:
         value = yaml.safe_load(text) if text.startswith("[") else None
     except yaml.YAMLError:
@@ -78,8 +79,8 @@ def keys_of(tree: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def check_keys(tree: DictConfig, values: dict[str, Any], where: str = "", path: str = "") -> None:
-    """Every key of nested `values` must be in the schema `tree`. Raises `ConfigError` with the nearest key; `where`
-    opens the message."""
+    """Check that every key of nested `values` is in the schema `tree`. Raises `ConfigError` with the nearest key;
+    `where` opens the message."""
     _walk(tree, tree, values, where, path)
 
 
@@ -99,7 +100,7 @@ def _walk(root: DictConfig, node: DictConfig, values: dict[str, Any], where: str
 
 
 def nearest_key(dotted: str, tree: DictConfig) -> str:
-    """Half a sentence: the key that was probably meant, or the section's keys."""
+    """The key that was probably meant, or the section's keys, as half a sentence."""
     known = list(keys_of(tree))
     leaf = dotted.rpartition(".")[2]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
@@ -158,7 +159,7 @@ def _show(value: Any) -> str:
 
 
 def expected_type(tree: DictConfig, dotted: str) -> str:
-    """The annotation of that key, as text: `int | None`."""
+    """The annotation of a key, as text: `int | None`."""
     section, _, leaf = dotted.rpartition(".")
     parent = OmegaConf.select(tree, section) if section else tree
     owner = OmegaConf.get_type(parent) if isinstance(parent, DictConfig) else None

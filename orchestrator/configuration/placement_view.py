@@ -1,4 +1,4 @@
-"""Which actor goes to which node of the cluster that is there, as `penstock validate` prints it."""
+"""The placement of actors on the nodes of the present cluster, as `penstock validate` prints it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from penstock.orchestrator.placement.nodes import NODE_ID, Node, titles
 class PlacementView:
     plan: Sequence[ActorPlan]
     nodes: Sequence[Node] = ()
-    """The driver's first. Empty without a cluster, and if it does not answer."""
+    """Nodes of the cluster, the driver's first. Empty without a cluster, and if it does not answer."""
     assignment: Assignment | None = None
     refused: ResourceError | None = None
-    """Why there is none."""
+    """The reason why there is no assignment."""
 
     @classmethod
     def of(cls, plan: Sequence[ActorPlan], config: RunConfig) -> "PlacementView":
@@ -33,11 +33,11 @@ class PlacementView:
 
     @property
     def is_of_cluster(self) -> bool:
-        """Or else a local Ray is started by the run."""
+        """True if there is a cluster; else the run starts a local Ray."""
         return bool(self.nodes or self.refused)
 
     def found(self) -> str:
-        """In a few words. Raises `ResourceError` for what cannot be placed."""
+        """Describe the placement in a few words. Raises `ResourceError` for what cannot be placed."""
         if self.assignment is None:
             raise self.refused or ResourceError("There is no cluster.")
         cpus, gpus = needed(self.plan)
@@ -45,7 +45,7 @@ class PlacementView:
         return f"{len(self.plan)} actors on {there} reserve {cpus:g} logical CPU(s) and {gpus:g} GPU(s)"
 
     def actors(self) -> Table:
-        """What each reserves, and its node."""
+        """A table of the actors: what each reserves, and its node."""
         table = _table("actor", "stage", "CPUs", "GPUs", *(["node"] if self.assignment else []))
         names = titles(self.nodes)
         for actor in self.plan:
@@ -56,7 +56,7 @@ class PlacementView:
         return table
 
     def reserved(self) -> Table:
-        """The cluster's nodes, and how much of each the run reserves."""
+        """A table of the cluster's nodes, and how much of each the run reserves."""
         table = _table("node", "address", "CPUs", "GPUs", "labels", "")
         names = titles(self.nodes)
         for index, node in enumerate(self.nodes):

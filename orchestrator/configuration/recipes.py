@@ -1,5 +1,5 @@
-"""Recipes: directories with a `recipe.yaml` that says what differs from the defaults. Found here, composed in
-`compose.py`.
+"""Recipes: directories with a `recipe.yaml` that says what differs from the defaults. They are found here, and composed
+in `compose.py`.
 
     recipe=arithmetic          a directory of the package `penstock.recipes`
     recipe=path/to/directory   any other one, or its YAML file
@@ -18,12 +18,12 @@ from penstock.conf.errors import ConfigError, suggest
 
 FILE_NAME = "recipe.yaml"
 FREE = ("options", "tags", "labels")
-"""Mappings with keys of the user's own, which may have dots in them."""
+"""Names of mappings with keys of the user's own, which may have dots in them."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe as written. `values` holds keys of `RunConfig`; `directory` is what its relative paths are relative
+    """A recipe as written. `values` holds keys of `RunConfig`; `directory` is what its relative paths are relative
     to."""
 
     name: str
@@ -78,7 +78,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def _with_base(directory: Path, values: dict[str, Any], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values over those of the recipe that `base` names. An `algorithm` section of another name replaces the
+    """The values merged over those of the recipe that `base` names. An `algorithm` section of another name replaces the
     base's."""
     if "base" not in values:
         return values
@@ -117,7 +117,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _expand(values: dict[str, Any]) -> dict[str, Any]:
-    """`trainer.max_steps: 5` is the same as the nested form; both may be mixed."""
+    """Expand dotted keys: `trainer.max_steps: 5` is the same as the nested form; both may be mixed."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         *parents, leaf = key.split(".")

@@ -1,7 +1,7 @@
-"""The fences that a run's code of models needs: with which limits, and whether they hold on this machine.
+"""The sandbox that a run's code of models needs: its limits, and a check that it holds on this machine.
 
-They are to hold where the code runs. On a cluster that was there before the run the nodes' agents try them, when the
-run starts (`orchestrator/fleet/fence_trial.py`).
+It has to hold where the code runs. On a cluster that was there before the run the nodes' agents try it when the run
+starts (`orchestrator/fleet/fence_trial.py`).
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ SANDBOXED = ("python_tests", "sql_result")
 
 
 def runs_code(config: RunConfig) -> bool:
-    """That a model wrote, as far as the configuration tells."""
+    """Return whether the run runs code that a model wrote, as far as the configuration tells."""
     return bool(_options_of_rewards(config)) or _environment_runs_code(config)
 
 
 def limits_of_code(config: RunConfig) -> list[Limits]:
-    """Each once; none for a run that runs no code. Raises `ConfigError`."""
+    """Limits of the code that models write, each once; empty for a run that runs no code. Raises `ConfigError`."""
     found = [limits_of(options.get("limits")) for options in _options_of_rewards(config)]
     if _environment_runs_code(config):
         found.append(Limits.of(config.environment.sandbox))
@@ -31,13 +31,14 @@ def limits_of_code(config: RunConfig) -> list[Limits]:
 
 
 def check_sandbox(config: RunConfig) -> str:
-    """Try the fences, if they are to hold on this machine. Raises `SandboxUnavailable`, `ConfigError`."""
+    """Try the sandbox, if it has to hold on this machine. Returns what was found. Raises `SandboxUnavailable`,
+    `ConfigError`."""
     all_limits = limits_of_code(config)
     return "tried on the cluster's nodes when the run starts" if is_elsewhere() else tried_here(all_limits)
 
 
 def _options_of_rewards(config: RunConfig) -> list[Mapping[str, Any]]:
-    """Of those that run code."""
+    """Options of the rewards that run code."""
     of_environment = config.environment.options
     rewards = [
         (config.reward.function, config.reward.options),
@@ -48,6 +49,6 @@ def _options_of_rewards(config: RunConfig) -> list[Mapping[str, Any]]:
 
 
 def _environment_runs_code(config: RunConfig) -> bool:
-    """One of the user's own does not say so; that it must have a control group does."""
+    """Return whether the environment runs code. A user's own does not say so, unless it requires a control group."""
     environment = config.environment
     return "python" in (environment.options.get("tools") or ()) or environment.sandbox.require_cgroup

@@ -1,5 +1,5 @@
-"""Whether the experiment trackers that a run asks for can be used: their packages are there, and what they need of the
-user. Nothing is sent. Called by `validate.py` before anything starts.
+"""Checks before anything starts that the experiment trackers of a run can be used: their packages are there, and what
+they need of the user. Nothing is sent.
 """
 
 import os
@@ -11,12 +11,12 @@ from penstock.conf.errors import ConfigError
 
 
 def check_trackers(tracking: TrackingConfig) -> str:
-    """What is known of them, in a few words. Raises `ConfigError`."""
+    """Describe the trackers in a few words. Raises `ConfigError`."""
     return ", ".join(CHECKS[name](tracking) for name in tracking.sinks if name in CHECKS)
 
 
 def need(sink: str, modules: str, packages: str) -> None:
-    """Raises `ConfigError` if a module of a sink cannot be found."""
+    """Raise `ConfigError` if a module of a sink cannot be found."""
     if any(find_spec(module) is None for module in modules.split()):
         raise ConfigError(
             f"tracking.sinks: {sink} needs what is not installed. `pip install {packages}`, or leave {sink} out."
@@ -24,7 +24,7 @@ def need(sink: str, modules: str, packages: str) -> None:
 
 
 def _wandb(tracking: TrackingConfig) -> str:
-    """With a key, or W&B would ask for one while the run goes on."""
+    """Check that W&B has a key, or it would ask for one while the run goes on."""
     need("wandb", "wandb", "wandb")
     import wandb  # late: half a second
 

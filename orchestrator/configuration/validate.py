@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run and can be known without starting anything.
+"""Checks all that can be wrong with a run and can be known without starting anything.
 
 `check_run` is the last thing that `run` does before it makes a directory: the first fault ends it. `penstock validate`
 shows the same checks one by one, with the resolved configuration, the dataflow and the plan of actors.
@@ -42,16 +42,16 @@ RESOURCES = "resources"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to look at: `look` returns what it found, in a few words, or raises a `PenstockError`."""
+    """A check: `look` returns what it found, in a few words, or raises a `PenstockError`."""
 
     name: str
     look: Callable[[], str]
     is_told: bool = False
-    """A run says when it starts what was found; others are told by `penstock validate` alone."""
+    """True if a run says what was found when it starts; else only `penstock validate` tells it."""
 
 
 def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator[Check]:
-    """In the order in which a fault is most worth hearing of; cheap ones first."""
+    """All checks, in the order in which a fault is most worth hearing of; cheap ones first."""
     yield Check(RESOURCES, lambda: _resources(config, plan))
     if CHECKS.keys() & set(config.tracking.sinks):
         yield Check("trackers", lambda: check_trackers(config.tracking))
@@ -90,8 +90,8 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
 def check_run(
     config: RunConfig, flow: Dataflow, plan: list[ActorPlan], tell: Callable[[str], None] | None = None
 ) -> None:
-    """Raise the first fault: `ConfigError`, `DataError`, `ModelError` or `ResourceError`. `tell`: takes what a run says
-    of what was found."""
+    """Raise the first fault: `ConfigError`, `DataError`, `ModelError` or `ResourceError`. `tell`: called with what a
+    run says of what was found."""
     for check in checks(config, flow, plan):
         found = check.look()
         if found and check.is_told and tell is not None:
@@ -134,12 +134,12 @@ def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
 
 
 def _output_dir(url: str) -> str:
-    """Whether there is a file system for it, and it answers."""
+    """Check that there is a file system for the URL, and that it answers."""
     return f"{url} answers: {len(list_names(url))} runs are there"
 
 
 def _weights(config: RunConfig) -> str:
-    """The transport, and why that one where it was not asked for by name."""
+    """The transport, and the reason for it where it was not asked for by name."""
     transport = choose_transport(config)
     if config.weights.transport != "auto":
         return f"{transport}, as asked for"
@@ -150,7 +150,7 @@ def _weights(config: RunConfig) -> str:
 
 
 def _states(states: dict[str, Any]) -> str:
-    """What per-batch functions start with is what a checkpoint can keep."""
+    """Check that a checkpoint can keep the states that per-batch functions start with."""
     states_to_text(states, states)
     return f"{', '.join(states)}: plain data, as checkpoints keep it"
 
@@ -190,7 +190,8 @@ def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
 
 
 def _left_out(config: RunConfig) -> str:
-    """What a source has beyond what is trained on; empty for nothing. Raises `DataError` where most is held out."""
+    """Describe what a source has beyond what is trained on; empty for nothing. Raises `DataError` where most is held
+    out."""
     try:
         dataset, apart = open_rows(config), open_apart(config)
     except PenstockError:  # told by the look at the data, or at what is held out

@@ -1,1 +1,1 @@
-"""What is wrong with a run, by its own numbers."""
+"""Diagnosis of a run: what is wrong with it, by its own metrics."""

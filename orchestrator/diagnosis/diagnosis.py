@@ -1,4 +1,4 @@
-"""Looks at a run after each step, and tells what it finds once. Called by `observer.py`."""
+"""Looks at a run after each step, and tells what it finds once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from penstock.orchestrator.reporting.progress import Progress
 
 
 class Diagnosis:
-    """Lifecycle: `look` with each step's numbers. A finding is told when it is there, and again only after it was gone
+    """Lifecycle: `look` with each step's metrics. A finding is told when it appears, and again only after it was gone
     for a whole window."""
 
     def __init__(
@@ -21,10 +21,10 @@ class Diagnosis:
         self._directory, self._progress = directory, progress
         self._seen = Seen(config.window)
         self._told: dict[str, int] = {}
-        """By rule, the step at which it was last found."""
+        """The step at which each rule last found something, by rule."""
 
     def look(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
-        """What is new."""
+        """Look at a step's metrics. Returns new findings."""
         if not self._config.enabled:
             return []
         self._seen.add(metrics)

@@ -9,7 +9,7 @@ from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.orchestrator.diagnosis.seen import HINT, Finding, Seen
 
 SAME = 1e-9
-"""Rewards that differ by no more are the same."""
+"""Largest difference of rewards that count as the same."""
 
 
 def no_spread(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:

@@ -1,4 +1,4 @@
-"""What is wrong with a run, rule by rule, from the numbers of its steps. Pure. Asked by `diagnosis.py` after each step.
+"""All rules of the diagnosis, which find what is wrong with a run from the metrics of its steps. Pure.
 
 A warning says that something is broken or wasted; a hint, that it could be faster.
 """
@@ -15,7 +15,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def findings(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> list[Finding]:
-    """Of all rules."""
+    """Findings of all rules."""
     if not seen.is_long_enough:
         return []
     return [found for rule in RULES if (found := rule(seen, config, max_staleness)) is not None]

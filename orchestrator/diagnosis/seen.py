@@ -1,4 +1,5 @@
-"""What rules look at, and what they say. Pure. Rules are in `learning.py` and `waste.py`, all of them in `rules.py`."""
+"""The input of rules, and their findings. Pure. Rules are in `learning.py` and `waste.py`, all of them in
+`rules.py`."""
 
 import math
 from collections import deque
@@ -15,23 +16,23 @@ WARNING, HINT = "warning", "hint"
 class Finding:
     rule: str
     text: str
-    """What was seen, with its numbers."""
+    """A sentence on what was seen, with its numbers."""
     advice: str
     level: str = WARNING
 
 
 class Seen:
-    """The numbers of a run's first steps and of its last ones: all that rules look at, so that a long run's memory
+    """The metrics of a run's first steps and of its last ones: rules look at no others, so that a long run's memory
     stays bounded."""
 
     def __init__(self, window: int) -> None:
         self.window = window
         self._first: dict[str, list[float]] = {}
-        """By metric."""
+        """Values of the first steps, by metric."""
         self._last: deque[Mapping[str, Any]] = deque(maxlen=window + 1)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Those of the next step."""
+        """Add the metrics of the next step."""
         for key in metrics:
             known = self._first.setdefault(key, [])
             if len(known) < self.window:
@@ -39,22 +40,22 @@ class Seen:
         self._last.append(metrics)
 
     def last(self, key: str) -> list[float]:
-        """Of those of the last steps that have it."""
+        """Values of a metric in those of the last steps that have it."""
         return _values(list(self._last)[-self.window :], key)
 
     def first(self, key: str) -> list[float]:
-        """Of the first steps that have it: as many as `last` at least."""
+        """Values of a metric in the first steps that have it: as many as `last` at least."""
         return self._first.get(key, [])
 
     def grown(self, key: str) -> float:
-        """By how much a counter that only grows has grown within the window. 0 where it began anew."""
+        """Growth of a counter within the window, for counters that only grow. 0 where it began anew."""
         newest = next(_each(reversed(self._last), key), None)
         if newest is None:
             return 0.0
         return max(0.0, newest - (next(_each(self._last, key)) if len(self._last) > self.window else 0.0))
 
     def is_throughout(self, key: str) -> bool:
-        """All of the last steps have it."""
+        """Return whether all of the last steps have a metric."""
         return self.is_long_enough and all(line.get(key) is not None for line in list(self._last)[-self.window :])
 
     def named(self, prefix: str) -> list[str]:
@@ -66,7 +67,7 @@ class Seen:
 
 
 Rule = Callable[[Seen, DiagnosisConfig, int], Finding | None]
-"""The last argument is `max_staleness`."""
+"""A rule; its last argument is `max_staleness`."""
 
 
 def _values(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:

@@ -1,8 +1,8 @@
-"""A step that takes far longer than the others: who waits for whom is told while it does, with what they are at.
+"""Finds a step that takes far longer than the others, and tells meanwhile which actors wait for which, with stacks.
 
     Pace       when a step is too long, by those before it                    pure
     chain_of   whose work the oldest group lacks, from what the store says    pure
-    Stalls     looks now and then, and tells                                  run by `observer.py`
+    Stalls     looks now and then, and tells
 
 Deadlines end a run that hangs for good; this says earlier, and without ending anything, where it hangs.
 """
@@ -22,13 +22,13 @@ from penstock.orchestrator.reporting.progress import Progress
 
 LOOK_S = 1.0
 MOST_STACKS = 8
-"""Members whose stacks are read for one stall."""
+"""Most members whose stacks are read for one stall."""
 TWICE = 2.0
-"""The longest step so far: some have an evaluation or a checkpoint in them."""
+"""Least multiple of the longest step so far that counts as a stall: some steps have an evaluation or a checkpoint."""
 
 
 class Pace:
-    """Of a run's steps."""
+    """The usual duration of a run's steps."""
 
     def __init__(self, config: DiagnosisConfig) -> None:
         self._config = config
@@ -41,7 +41,7 @@ class Pace:
 
     @property
     def limit_s(self) -> float | None:
-        """A step that takes longer is stalled. None: there were too few to tell."""
+        """Seconds after which a step counts as stalled. None: there were too few steps to tell."""
         if len(self._last) < self._config.window:
             return None
         usual = self._config.stall_factor * statistics.median(self._last)
@@ -50,16 +50,17 @@ class Pace:
 
 @dataclass(frozen=True)
 class Chain:
-    """Who waits for whom."""
+    """A chain of waits."""
 
     text: str
     members: tuple[str, ...] = ()
-    """Whose turn it is."""
+    """Members whose turn it is."""
 
 
 def chain_of(described: Mapping[str, Any], writers: Mapping[str, str], ranks: Sequence[str]) -> Chain:
-    """`described`: what `StoreClient.describe` says. `writers`: by column the stage that writes it, in the order of the
-    dataflow. `ranks`: of the trainer, whose turn it is where nothing is lacking."""
+    """The chain of waits of the oldest group. `described`: what `StoreClient.describe` says. `writers`: the stage that
+    writes each column, by column, in the order of the dataflow. `ranks`: the trainer's, whose turn it is where nothing
+    is lacking."""
     group, lacking = described.get("oldest_group"), described.get("oldest_group_waits_for") or {}
     column = next((name for name in writers if name in lacking), None)
     if group is None or column is None:
@@ -96,7 +97,8 @@ class Stalls:
         progress: Progress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stacks`: has what members are at written; the files' names. `ranks`: names of the trainer's, of now."""
+        """`stacks`: writes the stacks of members and returns the files' names. `ranks`: returns the trainer's present
+        ones."""
         self._config, self._describe, self._stacks = config, describe, stacks
         self._writers, self._ranks = writers, ranks
         self._directory, self._progress, self._clock = directory, progress, clock
@@ -104,7 +106,7 @@ class Stalls:
         self._step, self._since, self._is_told = 0, clock(), False
 
     def finished(self, step: int, seconds: float | None) -> None:
-        """`seconds`: that the step took; None: not known."""
+        """Note that a step is over. `seconds`: its duration; None: not known."""
         if seconds is not None:
             self._pace.add(seconds)
         self._step, self._since, self._is_told = step, self._clock(), False

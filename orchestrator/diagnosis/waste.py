@@ -11,22 +11,22 @@ from penstock.orchestrator.diagnosis.seen import HINT, Finding, Seen
 
 FILTERED = "no_signal"
 OF_THE_TASK = (FILTERED, "prompt_too_long", "held_out")
-"""Reasons of drops that nothing is wrong with: an algorithm's filter, and rows that were never meant to be trained
-on."""
+"""Reasons of drops that are no fault: an algorithm's filter, and rows that were never meant to be trained on."""
 ENGINE = "rollout/groups/Rollout-"
-"""What each engine has sampled. Where environments play, they lease the groups and engines only answer."""
+"""Prefix of the metrics of what each engine has sampled. Where environments play, they lease the groups, and engines
+only answer."""
 LEAST_GROUPS = 10
-"""Of an engine in a window, on the average: fewer are spread by chance."""
+"""Least number of groups of an engine in a window, on average: fewer are spread by chance."""
 SLOW_STAGES = {
     "reward": "rewards are slow. Raise reward.num_workers or reward.num_processes.",
     "reference": "the scorers are slow. Give the models that judge more ranks, or a smaller model.",
     "compute": "the stage compute is slow. Make its functions faster.",
 }
-"""By phase of `timing_s/`, what can be done about it."""
+"""Advice for slow stages, by phase of `timing_s/`."""
 SAME_RANK = 0.8
-"""Of the steps in which one rank has to be the slowest."""
+"""Least share of the steps in which one rank has to be the slowest."""
 HELD_UP = 0.1
-"""Of the step that the others have to wait for it."""
+"""Least share of the step that the other ranks have to wait for it."""
 
 
 def dropped(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
@@ -128,7 +128,7 @@ def idle(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | N
 
 
 def _feeding(seen: Seen, ranks: float, engines_wait: bool) -> str:
-    """What would give the ranks their samples sooner. `ranks`: the share of the step that they wait."""
+    """Advice on how to give the ranks their samples sooner. `ranks`: the share of the step that they wait."""
     if engines_wait:
         others = {name: sum(seen.last(f"timing_s/{name}")) for name in SLOW_STAGES}
         slowest = max(others, key=lambda name: others[name])

@@ -1,1 +1,1 @@
-"""A run that gets more members and fewer while it goes on: engines and rewards (`docs/elastic.md`)."""
+"""Adding and removing members of a run while it goes on: engines and rewards (`docs/elastic.md`)."""

@@ -2,7 +2,7 @@
 of it.
 
 The run is found by its `cluster.json`; the agent on the driver's node has the mailbox that the controller empties
-(`ear.py`). The wish is granted whether or not anybody waits for the answer.
+(`ear.py`). The wish is granted whether or not the asking process waits for the answer.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.turns import ENDS, last_turn
 
 PATIENCE_S = 60.0
-"""Beyond what starting and draining may take."""
+"""Seconds to wait for the answer beyond what starting and draining may take."""
 
 
 def ask(run: str, texts: Sequence[str], drain_s: float | None = None) -> tuple[list[str], list[str]]:
-    """What was done, one line a role, and what was not. `run`: its directory or URL. Raises `CannotScale` for what
-    cannot be, `ConfigError` if `run` is no run, `ResourceError` if it does not answer, `CheckpointError` for a URL
-    that does not."""
+    """Ask a run for a change. Returns what was done, one line a role, and what was not. `run`: its directory or URL.
+    Raises `CannotScale` for what cannot be, `ConfigError` if `run` is no run, `ResourceError` if it does not answer,
+    `CheckpointError` for a URL that does not."""
     for text in texts:
         Wish.of(text)
     with at_place(run) as directory:
@@ -37,7 +37,7 @@ def ask(run: str, texts: Sequence[str], drain_s: float | None = None) -> tuple[l
 
 
 def _answer(directory: RunDirectory, texts: Sequence[str], drain_s: float | None) -> Any:
-    """The controller's; None if the run ends meanwhile."""
+    """The controller's answer; None if the run ends meanwhile."""
     last = last_turn(directory.read_events())
     if last.get("kind") in ENDS:
         raise CannotScale(f"{directory.path.name}: the run is over ({last['kind']} at {last['time']}).")

@@ -1,4 +1,4 @@
-"""`session.rollouts` and `session.rewards`: more or fewer of them, in a loop of one's own. Used by `session.py`."""
+"""`session.rollouts` and `session.rewards`: more or fewer of them, in a user's own loop."""
 
 import asyncio
 
@@ -18,14 +18,15 @@ class ByHand:
     """
 
     def __init__(self, role: str, fleet: Fleet, config: RunConfig, catch_up: CatchUp | None) -> None:
-        """`catch_up`: what new ones do before they are there; None: there can be none."""
+        """`catch_up`: what new members do before they serve; None: there can be none."""
         self._role, self._fleet, self._config, self._catch_up = role, fleet, config, catch_up
 
     def __len__(self) -> int:
         return len(self._names)
 
     async def added(self, count: int) -> list[str]:
-        """Their names. Raises `CannotScale`, `ResourceError`, and what one of them failed with; then none has come."""
+        """Add members. Returns their names. Raises `CannotScale`, `ResourceError`, and what one of them failed with;
+        then none was added."""
         self._check(count, is_more=True)
         assert self._catch_up is not None
         names: list[str] = []
@@ -43,7 +44,7 @@ class ByHand:
         return names
 
     async def removed(self, count: int, drain_s: float | None) -> list[str]:
-        """Their names. Raises `CannotScale`."""
+        """Remove the members that came last. Returns their names. Raises `CannotScale`."""
         self._check(-count, is_more=False)
         drain_s = self._config.rollout.drain_s if drain_s is None else drain_s
         leaving = who_leaves(self._names, count)

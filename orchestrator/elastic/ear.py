@@ -1,5 +1,5 @@
-"""The controller's ear: wishes from outside, one after the other. They come by the mailbox of the agent on the driver's
-node; `asking.py` is the other end. Used by `controller.py`.
+"""The controller's listener for wishes from outside, which it grants one after the other. They come by the mailbox of
+the agent on the driver's node; `asking.py` is the sender.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ class Ear:
     """Lifecycle: `run` until it is cancelled."""
 
     def __init__(self, agent: Any, members: Members, config: RunConfig) -> None:
-        """`agent`: the handle of that on the driver's node."""
+        """`agent`: the handle of the agent on the driver's node."""
         self._agent, self._members, self._config = agent, members, config
 
     async def run(self) -> None:
@@ -27,7 +27,7 @@ class Ear:
                 await self._agent.answer.remote(number, await self._answer(texts, drain_s))
 
     async def _answer(self, texts: list[str], drain_s: float | None) -> dict[str, Any]:
-        """Plain data, as it goes through the agent."""
+        """The answer to wishes, as plain data, since it goes through the agent."""
         try:
             wishes = [Wish.of(text) for text in texts]
             if self._config.rollout.follows_cluster and any(wish.role == "rollout" for wish in wishes):

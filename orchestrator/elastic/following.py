@@ -1,7 +1,7 @@
 """`rollout.num_workers=auto`: looks every few seconds whether the cluster has room for more engines.
 
-Nodes that leave take their engines with them (`members.py`); here is what happens when there is room again, or for the
-first time. Used by `controller.py`.
+Nodes that leave take their engines with them (`members.py`); engines are added here when there is room again, or for
+the first time.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from penstock.orchestrator.elastic.wishes import Wish
 from penstock.orchestrator.fleet.growth import Growth
 
 FOLLOW_S = 5.0
-"""Between two looks: nodes come and go by minutes, and a look costs milliseconds."""
+"""Seconds between two looks: nodes come and go by minutes, and a look costs milliseconds."""
 LONGEST_S = 300.0
-"""After engines that did not start: whatever keeps them from it is not gone soon."""
+"""Longest pause in seconds after engines that did not start: what keeps them from it is not gone soon."""
 
 
 def next_look_s(pause_s: float, wanted: int, came: int) -> float:
-    """How long to wait until the next look: longer each time that none of those wanted came.
+    """Seconds to wait until the next look: more each time that none of the wanted engines came.
 
     >>> next_look_s(5.0, 2, 0), next_look_s(40.0, 2, 1), next_look_s(200.0, 1, 0)
     (10.0, 5.0, 300.0)

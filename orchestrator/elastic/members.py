@@ -1,10 +1,10 @@
-"""Who serves in a run: those of the start, those that join while it goes on, and those that leave.
+"""The members that serve in a run: those of the start, those that join while it goes on, and those that leave.
 
     join   room and a node (`fleet/growth.py`) ─▶ another starts ─▶ it loads the newest weights ─▶ serving
     leave  it takes no more leases ─▶ finishes what it has ─▶ gives back the rest ─▶ its process ends
 
-Nobody else waits for any of it. Who joins is kept serving like the others (`faults/supervisor.py`). A node that is
-there for members that joined may leave: they are gone with it, and the run goes on. Used by `controller.py`.
+No other member waits for any of it. A member that joins is kept serving like the others (`faults/supervisor.py`). A
+node that is there for members that joined may leave: they are gone with it, and the run goes on.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ class Members:
         wanted: dict[str, int] | None = None,
     ) -> None:
         """`catch_up`: what new members of a role do before they serve; roles that are not in it take none. `wanted`:
-        how many of each role have been wished for, by role; kept up to date for who comes after a return."""
+        numbers of members that were asked for, by role; kept up to date for the `Members` after a return."""
         self.staying = asyncio.Lock()
-        """Held by who needs those that are there to stay for a while."""
+        """Lock of a caller that needs the present members to stay for a while."""
         self._fleet, self._flow, self._config, self._store = fleet, flow, config, store
         self._supervisor, self._catch_up = supervisor, catch_up
         self._directory, self._progress = directory, progress
@@ -57,9 +57,9 @@ class Members:
         self._nodes = Nodes(fleet, store, supervisor, directory, self.until_end, self._lose, self._make_up_for)
         self._changing, self._making_room = asyncio.Lock(), asyncio.Lock()
         self._joining: dict[str, asyncio.Task[str]] = {}
-        """By name."""
+        """Tasks of members that join, by name."""
         self._kept: set[str] = set()
-        """Names of those that are kept serving, or were: none comes again."""
+        """Names of members that are kept serving, or were: no name comes again."""
         self._wanted = wanted if wanted is not None else {}
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
@@ -67,7 +67,7 @@ class Members:
         self._nodes.look()
 
     def until_end(self, work: Any) -> None:
-        """A task that ends with the serving, and whose failure ends the run."""
+        """Start a task that ends with the serving, and whose failure ends the run."""
         assert self._tasks is not None
         self._until_end.append(self._tasks.create_task(work))
 
@@ -81,18 +81,18 @@ class Members:
                         self._keep(role, team)
 
     def close(self) -> None:
-        """Nobody joins or leaves any more."""
+        """Cancel the tasks of `until_end`: no member joins or leaves any more."""
         for task in self._until_end:
             task.cancel()
 
     def num_present(self, role: str) -> int:
-        """Those that are there or to come: of one stage."""
+        """Number of members of a role that are there or to come, in one stage."""
         stages = self._stages(role)
         return len(stages[0][1]) if stages else 0
 
     async def change(self, wishes: Sequence[Wish], drain_s: float | None = None) -> list[Done]:
-        """Grant wishes, one role each, all of them or none: what came of each. `drain_s`: for those that leave to
-        finish what they have; None: `rollout.drain_s`. Raises `CannotScale`."""
+        """Grant wishes, one role each, all of them or none. Returns the result of each. `drain_s`: seconds for leaving
+        members to finish what they have; None: `rollout.drain_s`. Raises `CannotScale`."""
         async with self._changing:
             if len({wish.role for wish in wishes}) < len(wishes):
                 raise CannotScale(f"{' '.join(map(str, wishes))}: one wish a role.")
@@ -104,7 +104,8 @@ class Members:
             return list(await asyncio.gather(*(self._change(role, change, drain_s) for role, change in changes)))
 
     async def grant_again(self) -> None:
-        """What was wished for before the run returned to its checkpoint, which begins with the members of the start."""
+        """Grant what was asked for before the run returned to its checkpoint, as it begins with the members of the
+        start."""
         if wishes := [Wish(role, number) for role, number in self._wanted.items()]:
             with contextlib.suppress(CannotScale):
                 await self.change(wishes)
@@ -138,7 +139,8 @@ class Members:
         return done
 
     async def _make_room(self, role: str, count: int, done: Done) -> list[str]:
-        """Names of those that can join, one after the other planned. What keeps others from it is a problem."""
+        """Plan members that can join, one after the other. Returns their names. What keeps others from it is a
+        problem."""
         names: list[str] = []
         for _ in range(count):
             for stage, _ in self._stages(role):
@@ -153,7 +155,7 @@ class Members:
         return names
 
     async def _join(self, role: str, name: str) -> str:
-        """Its node. Raises why it does not serve."""
+        """Start a member that joins. Returns its node. Raises the reason why it does not serve."""
         began, place = time.monotonic(), self._fleet.growth.place_of(name)
         try:
             members = await self._fleet.replace([name])
@@ -206,7 +208,7 @@ class Members:
         return list(stages.items())
 
     def _refusals(self) -> dict[str, str]:
-        """Of roles that cannot change, why."""
+        """Reasons for the roles that cannot change, by role."""
         found = {}
         for role in ROLES:
             if not self._flow.of_kind(role):
@@ -216,8 +218,8 @@ class Members:
         return found
 
     def _lose(self, names: Sequence[str]) -> list[str]:
-        """They are gone with their node. Some leave, whose names are returned; the others start again elsewhere, which
-        those see to who miss them."""
+        """End members that are gone with their node. Some leave for good, whose names are returned. The others start
+        again elsewhere, which the callers that miss them see to."""
         growth = self._fleet.growth
         leaving = [actor.name for actor in self._fleet.plan if actor.name in names and growth.can_leave(actor)]
         for name in leaving:
@@ -229,7 +231,7 @@ class Members:
         return leaving
 
     async def _make_up_for(self, leaving: Sequence[str]) -> None:
-        """They have left with their node: others take the places of those of the start, where there is room."""
+        """Take out members that have left with their node. Others replace those of the start, where there is room."""
         to_come: Counter[str] = Counter()
         for name in leaving:
             if not self._is_planned(name):  # it has left meanwhile
@@ -247,7 +249,7 @@ class Members:
                     await self._change(role, count, 0.0)
 
     def _follows(self, wishes: Sequence[Wish]) -> bool:
-        """Engines that come and go with the room on the cluster, and not as anybody wishes."""
+        """Return whether a wish is about engines whose number follows the room on the cluster."""
         return self._config.rollout.follows_cluster and any(wish.role == "rollout" for wish in wishes)
 
     def _is_planned(self, name: str) -> bool:
@@ -258,8 +260,8 @@ class Members:
 
 
 def catching_up(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:
-    """What actors of each role that take the place of others, or join, do before they serve. Roles that are not in it
-    cannot be replaced alone: engines that share their devices with trainers, or are sent weights by them, have met
+    """The calls by which actors that replace others or join catch up before they serve, by role. Roles that are not in
+    it cannot be replaced alone: engines that share their devices with trainers, or are sent weights by them, have met
     these at the start."""
     catching: dict[str, CatchUp] = dict.fromkeys(
         ("prompts", "environment", "reward", "compute", "scorer"), nothing_to_catch_up

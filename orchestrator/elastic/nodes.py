@@ -1,6 +1,6 @@
-"""Watches the agents of a run's nodes. What the run stands on may not end before it. A node that it can do without may
-leave: its members are gone with it, what it had of rows is made again, and others take their place where there is room.
-Used by `members.py`.
+"""Watches the agents of a run's nodes. A node that the run depends on may not end before it. A node that it can do
+without may leave: its members are gone with it, what it had of rows is made again, and others take their place where
+there is room.
 """
 
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ from penstock.store.client.client import StoreClient
 
 
 class Nodes:
-    """Lifecycle: `look` at the start; from then on it hears of nodes that are new."""
+    """Lifecycle: `look` at the start; from then on it is called for new nodes."""
 
     def __init__(
         self,
@@ -28,14 +28,14 @@ class Nodes:
         lose: Callable[[list[str]], list[str]],
         make_up_for: Callable[[list[str]], Awaitable[None]],
     ) -> None:
-        """`start`: has something go on until the serving ends. `lose`: these members are gone; those that do not start
-        again, for which it is to `make_up`."""
+        """`start`: runs a task until the serving ends. `lose`: notes that members are gone, and returns those that do
+        not start again, which `make_up_for` is then called with."""
         self._fleet, self._store, self._supervisor, self._directory = fleet, store, supervisor, directory
         self._start, self._lose, self._make_up_for = start, lose, make_up_for
         self._watched: set[str] = set()
 
     def look(self) -> None:
-        """Watch those that are there and are not watched yet."""
+        """Watch the nodes that are there and are not watched yet."""
         self._fleet.growth.on_node = self.look
         for node, name, handle in self._fleet.growth.nodes:
             if node not in self._watched:
@@ -57,7 +57,7 @@ class Nodes:
 
 
 async def _ended(name: str, handle: Any) -> Exception:
-    """What an agent's end came to: it ends with its run and not before."""
+    """The failure of an agent that ends: it is to end with its run and not before."""
     try:
         await handle.run.remote()
     except Exception as error:  # noqa: BLE001 - every way in which an actor can fail has a named error

@@ -1,9 +1,7 @@
-"""What people wish: more or fewer members of a role. Pure: what a wish means for those that are there, why one cannot
-be granted, and how what came of it is told.
+"""Wishes of people: more or fewer members of a role. Pure: what a wish means for the present members, why it cannot be
+granted, and how its result is told.
 
     rollout=+2   two more       rollout=3   three in all       reward=-1   one less, of each reward stage
-
-Used by `members.py`, which does it, and by `asking.py`, which carries a wish there.
 """
 
 import re
@@ -13,18 +11,18 @@ from dataclasses import dataclass, field
 from penstock.conf.errors import CannotScale, suggest
 
 ROLES = ("rollout", "reward")
-"""That may have more members, and fewer."""
+"""Roles that may have more members, and fewer."""
 MET_AT_START = (
     "engines and the trainer's ranks met at the start, as they share devices (placement=colocated) or stream weights "
     "(weights.transport). Start with another rollout.num_workers."
 )
-"""Why there can be no more of a role, and no fewer."""
+"""Reason why there can be no more of a role, and no fewer."""
 PATTERN = re.compile(r"(?P<role>[a-z]+)=(?P<sign>[+-]?)(?P<number>\d+)")
 
 
 @dataclass(frozen=True)
 class Wish:
-    """`number` members in all, or so many more than there are."""
+    """A wish for `number` members in all, or for so many more than there are."""
 
     role: str
     number: int
@@ -32,7 +30,7 @@ class Wish:
 
     @classmethod
     def of(cls, text: str) -> "Wish":
-        """As it is typed. Raises `CannotScale`."""
+        """Parse a wish as it is typed. Raises `CannotScale`."""
         found = PATTERN.fullmatch(text)
         if found is None:
             raise CannotScale(f"{text}: no wish. Write rollout=+2 for two more, rollout=-1 for one less, rollout=3.")
@@ -46,7 +44,8 @@ class Wish:
 
 
 def change_of(wish: Wish, num_present: int, refusals: Mapping[str, str]) -> int:
-    """How many more there are to be, or fewer. `refusals`: of roles that cannot change, why. Raises `CannotScale`."""
+    """Number of members to add, negative to remove. `refusals`: reasons for roles that cannot change. Raises
+    `CannotScale`."""
     if wish.role in refusals:
         raise CannotScale(f"{wish}: {refusals[wish.role]}")
     change = wish.number if wish.is_change else wish.number - num_present
@@ -56,25 +55,26 @@ def change_of(wish: Wish, num_present: int, refusals: Mapping[str, str]) -> int:
 
 
 def who_leaves(names: Sequence[str], count: int) -> list[str]:
-    """The last that came: what the others reserve stays the run's. `names`: in the order in which they came."""
+    """The last members that came: what the others reserve stays the run's. `names`: in the order in which they came."""
     return list(reversed(names[len(names) - count :]))
 
 
 @dataclass
 class Done:
-    """What came of a wish."""
+    """The result of a wish."""
 
     role: str
     before: int
     after: int = 0
     joined: list[str] = field(default_factory=list)
-    """With their nodes: `Rollout-1 on node-2`."""
+    """Members that joined, with their nodes: `Rollout-1 on node-2`."""
     left: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """Why it is not all that was wished for."""
+    """Reasons why not all that was asked for was done."""
 
     def __str__(self) -> str:
-        """
+        """The result as text.
+
         >>> str(Done("rollout", 1, 3, ["Rollout-1 on node-2", "Rollout-2 on node-1"]))
         'rollout: 1 -> 3 (Rollout-1 on node-2, Rollout-2 on node-1)'
         """

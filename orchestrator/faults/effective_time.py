@@ -1,11 +1,11 @@
-"""The share of a run's time in which it trained, faults considered. Pure: time is an argument.
+"""The share of a run's time in which it trained, taking faults into account. Pure: time is an argument.
 
     effective = 1 - lost seconds / seconds since the run began its first step
 
 A second is lost wholly while the run is behind: from the loss of the trainer, the store or the whole fleet, until it is
-again where it was then. That is when all steps that had been trained have been trained again, and the next one has gone
-on for as long as it had, or is done. A second in which a of n engines are away, and the run is not behind, is lost to
-a/n. What the loss of others costs shows as waiting, and is not counted. Kept by `recoveries.py`.
+where it was before the loss. That is when all steps that had been trained have been trained again, and the next one has
+gone on for as long as it had, or is done. A second in which a of n engines are away, and the run is not behind, is lost
+to a/n. What the loss of others costs shows as waiting, and is not counted.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 @dataclass
 class _Place:
-    """How far a run had come."""
+    """The point that a run had come to."""
 
     step: int
-    """That was trained last."""
+    """The step that was trained last."""
     further_s: float
-    """Since then."""
+    """Seconds since then."""
     reached: float | None = None
-    """When the step was there again, and somebody to go on with it."""
+    """Time at which the step was trained again, and the members to go on with it were there."""
 
 
 class EffectiveTime:
@@ -37,7 +37,7 @@ class EffectiveTime:
     def __init__(self) -> None:
         self._began: float | None = None
         self._counted = 0.0
-        """Up to here."""
+        """Time up to which lost seconds have been counted."""
         self._lost_s = 0.0
         self._num_engines = 1
         self._away: set[str] = set()
@@ -45,12 +45,12 @@ class EffectiveTime:
         self._step_began = 0.0
         self._behind: _Place | None = None
         self._is_down = False
-        """Nobody takes steps."""
+        """True while no steps are taken."""
         self._tokens: dict[int, int] = {}
-        """That each step has trained."""
+        """Response tokens that were trained, by step."""
 
     def begin(self, step: int, num_engines: int, now: float) -> None:
-        """Steps are taken, from the one after `step` on."""
+        """Note that steps are taken, from the one after `step` on."""
         self._elapse(now)
         if self._began is None:
             self._began = self._counted = now
@@ -65,7 +65,7 @@ class EffectiveTime:
         return len(again), sum(again)
 
     def trained(self, step: int, tokens: int, now: float, num_serving: int | None = None) -> None:
-        """Step `step` is trained, with so many response tokens. `num_serving`: engines that are there, which
+        """Note that a step is trained, with its number of response tokens. `num_serving`: engines that are there, which
         come and go; None: as many as before."""
         self._elapse(now)
         if num_serving is not None:
@@ -78,7 +78,7 @@ class EffectiveTime:
             self._behind.reached = now
 
     def lost(self, now: float) -> None:
-        """The trainer is gone, the store, or the whole fleet. What is lost on the way back changes nothing."""
+        """Note that the trainer, the store or the whole fleet is gone. What is lost on the way back changes nothing."""
         if self._began is None or self._is_down:
             return
         self._elapse(now)
@@ -89,7 +89,7 @@ class EffectiveTime:
         self._behind.reached = None
 
     def found(self, now: float) -> None:
-        """It is there again, as after the step that was trained last."""
+        """Note that what was lost is there again, as after the step that was trained last."""
         if self._began is not None:
             self._elapse(now)
             self._goes_on(now)
@@ -107,7 +107,7 @@ class EffectiveTime:
         return self._lost_s
 
     def share(self, now: float) -> float | None:
-        """Of the time so far; None before the first step."""
+        """The effective share of the time so far; None before the first step."""
         lost_s = self.lost_s(now)
         if self._began is None or now <= self._began:
             return None

@@ -1,12 +1,11 @@
-"""Whether a member is alive, silent or stuck, by the answers to its heartbeats. Pure: time is an argument. Fed and
-asked by `watch.py`.
+"""Judges by the answers to heartbeats whether a member is alive, silent or stuck. Pure: time is an argument.
 
     SILENT   no answer for faults.heartbeat_timeout_s: stopped, its node is gone, or one call holds Python's lock
     STUCK    it answers, but has been in one phase for longer than that phase may take; or it is an engine that has
              samples in flight and makes no token for faults.stall_s
 
-Time counts as the watcher lived it: where it was not there itself for a while (its machine was suspended, its process
-stopped), nobody is blamed for the gap. How long a member has been in a phase is told by the member's own clock.
+Time counts as the watcher lived it: where it did not run itself for a while (its machine was suspended, its process
+stopped), no member is blamed for the gap. The member's own clock tells how long it has been in a phase.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from penstock.workers.progress import (
 )
 
 MOST_BEATS = 2
-"""Heartbeats that may pass between two looks; what is beyond them was a gap in the watcher's own life."""
+"""Most heartbeats that may pass between two looks; a longer time was a gap in the watcher's own life."""
 
 
 class State(Enum):
@@ -41,14 +40,14 @@ class State(Enum):
 class Verdict:
     state: State
     reason: str = ""
-    """Of SILENT and STUCK, in words."""
+    """The reason of SILENT and STUCK, in words."""
 
 
 ALIVE = Verdict(State.ALIVE)
 
 
 def deadlines_of(role: str, config: RunConfig) -> dict[str, float]:
-    """By phase, the seconds that a member of this role may be in it. Phases that have none end when others do."""
+    """Seconds that a member of this role may be in a phase, by phase. Phases that have none end when others do."""
     sync_s = SYNC_PHASES * config.weights.phase_timeout_s
     deadlines = {STARTING: config.rollout.start_timeout_s}
     if role == "rollout":
@@ -63,7 +62,8 @@ def deadlines_of(role: str, config: RunConfig) -> dict[str, float]:
 
 
 class Liveness:
-    """Of one incarnation of a member. Lifecycle: `heard` for each answer, `judge` at least once a heartbeat."""
+    """The liveness of one incarnation of a member. Lifecycle: `heard` for each answer, `judge` at least once a
+    heartbeat."""
 
     def __init__(self, role: str, config: RunConfig, now: float) -> None:
         self._faults, self._deadlines = config.faults, deadlines_of(role, config)
@@ -81,7 +81,7 @@ class Liveness:
 
     @property
     def tokens_in_flight(self) -> int:
-        """By its last answer."""
+        """Tokens in flight, as of the member's last answer."""
         return self._last.tokens_in_flight if self._last is not None else 0
 
     def judge(self, now: float) -> Verdict:
@@ -100,14 +100,15 @@ class Liveness:
         return ALIVE
 
     def _moves(self, progress: Progress) -> bool:
-        """It makes tokens, or has none to make at the moment. A phase with a deadline is judged by that alone."""
+        """Return whether the member makes tokens, or has none to make now. A phase with a deadline is judged by that
+        alone."""
         if not self._is_engine or self._last is None or not self._last.num_in_flight or not progress.num_in_flight:
             return True
         return progress.num_done != self._last.num_done or progress.phase in self._deadlines
 
 
 class _Lived:
-    """Seconds that the watcher has been there."""
+    """Counts the seconds in which the watcher itself ran."""
 
     def __init__(self, faults: FaultsConfig, now: float) -> None:
         self._most_s = MOST_BEATS * faults.heartbeat_s

@@ -1,4 +1,4 @@
-"""Whether a member that is lost is restarted, or the run returns to its last checkpoint. Pure: time and steps are
+"""Decides whether a lost member is restarted, or the run returns to its last checkpoint. Pure: time and steps are
 arguments, decisions are plain data.
 
     SERVING ─lost─▶ LOST ─starting─▶ STARTING ─started─▶ CATCHING_UP ─caught_up─▶ SERVING
@@ -8,7 +8,7 @@ arguments, decisions are plain data.
     Return    where a new process does not remove the cause: the budget of restarts is spent; restarts fail; or a step
               is lost again by the member that was restarted for it
 
-One `Recovery` a member; `recoveries.py` keeps those of a run, and says when it ends.
+There is a `Recovery` for each member; `recoveries.py` keeps those of a run, and says when it ends.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from enum import Enum
 from penstock.conf.faults import LONGEST_PAUSE_S, FaultsConfig
 
 FAILED_RESTARTS = 2
-"""In a row, for one loss: so many are enough."""
+"""Failed restarts in a row, for one loss, after which the run returns."""
 
 
 class State(Enum):
@@ -30,37 +30,38 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Restart:
-    """Make a new incarnation of the member."""
+    """The decision to make a new incarnation of the member."""
 
     after_s: float
 
 
 @dataclass(frozen=True)
 class Return:
-    """Start the whole fleet anew from the last checkpoint."""
+    """The decision to start the whole fleet anew from the last checkpoint."""
 
     reason: str
-    """What the member was, in words: lost again at step 7."""
+    """What happened to the member, in words: lost again at step 7."""
 
 
 class Recovery:
-    """Of one member, over all its incarnations."""
+    """The recovery of one member, over all its incarnations."""
 
     def __init__(self, config: FaultsConfig) -> None:
         self.state = State.SERVING
         self.lost_at = 0.0
         self._config = config
         self._restarts: deque[float] = deque()
-        """Within the window."""
+        """Times of the restarts within the window."""
         self._last = float("-inf")
         self._in_row = 0
-        """Losses and failed restarts, each within a window after the last."""
+        """Number of losses and failed restarts in a row, each within a window after the last."""
         self._step: int | None = None
-        """That the last restart was made for."""
+        """The step that the last restart was made for."""
         self._failed = 0
 
     def lost(self, now: float, step: int | None) -> Restart | Return:
-        """It died or hangs. `step`: that was lost with it, of a trainer; None for members that hold no step."""
+        """Decide after the member died or hangs. `step`: the step lost with a trainer; None for members that hold no
+        step."""
         self._check(State.SERVING)
         self.lost_at, self._failed = now, 0
         return self._decided(now, step, f"lost again at step {step}" if step is not None and step == self._step else "")
@@ -75,7 +76,7 @@ class Recovery:
         self._go(State.CATCHING_UP, State.SERVING)
 
     def failed(self, now: float, step: int | None) -> Restart | Return:
-        """The restart under way has not brought it back."""
+        """Decide after the restart under way has not brought the member back."""
         self._check(State.LOST, State.STARTING, State.CATCHING_UP)
         self._failed += 1
         return self._decided(
@@ -83,11 +84,11 @@ class Recovery:
         )
 
     def returned(self) -> None:
-        """The run has returned to a checkpoint, and makes its steps anew. The budget stays as it is."""
+        """Note that the run has returned to a checkpoint, and makes its steps anew. The budget stays as it is."""
         self.state, self._step = State.SERVING, None
 
     def _decided(self, now: float, step: int | None, hopeless: str) -> Restart | Return:
-        """`hopeless`: why another restart would not help."""
+        """Count the loss, and decide. `hopeless`: why another restart would not help; empty: it may help."""
         config, self.state = self._config, State.LOST
         self._in_row = self._in_row + 1 if now - self._last < config.window_s else 1
         self._last = now

@@ -1,11 +1,11 @@
 """Brings the store back when its process is lost, beside members that stay: another goes on from its last snapshot, and
-hears what was trained since.
+is told what was trained since.
 
     snapshots, by themselves      every faults.store_snapshot_s
     store lost ─▶ another from the snapshot ─▶ catch_up(rows trained since, by step) ─▶ members serve it
 
 Which rows each step has trained is known from the ranks' reports. What was not trained comes again, with its number and
-its seed (`store/ledger/catching_up.py`). Used by `supervisor.py`; told by `controller.py`.
+its seed (`store/ledger/catching_up.py`).
 """
 
 import asyncio
@@ -31,23 +31,24 @@ class StoreRecovery:
     `bring_back` when the store is gone."""
 
     def __init__(self, fleet: Fleet, store: StoreClient, before: int, every_s: float, timeout_s: float) -> None:
-        """`before`: the last step before this process. `every_s`: seconds between snapshots; 0: none is taken, and it
-        is what the run began with that is gone back to. `timeout_s`: for one to be written, and read."""
+        """`before`: the last step before this process. `every_s`: seconds between snapshots; 0: none is taken, and the
+        store goes back to what the run began with. `timeout_s`: deadline for a snapshot to be written, and to be
+        read."""
         self.generation = 0
-        """Stores before this one."""
+        """Number of stores before this one."""
         self._fleet, self._store = fleet, store
         self._every_s, self._timeout_s = every_s, timeout_s
         self._rows: dict[int, np.ndarray] = {}
-        """Row ids by step, since the snapshot."""
+        """Row ids of the steps since the snapshot, by step."""
         self._last = self._told = self._version = before
         """The step trained last, the last that the store knows, and the version published last."""
         self._snapshot = fleet.resumed.store if fleet.resumed is not None else None
         self._lock = asyncio.Lock()
 
     async def trained(self, step: int, reports: Sequence[StepReport], generation: int) -> None:
-        """Tell the store that this step was trained: its rows end. `generation`: of the one that its batch came from;
-        one that has taken its place meanwhile hears of it by `tell`, as does one that takes its place because this
-        raises."""
+        """Tell the store that this step was trained: its rows end. `generation`: that of the store that its batch came
+        from. A store that has taken its place meanwhile hears of it by `tell`, as does one that takes its place because
+        this raises."""
         self._rows[step] = np.concatenate([report.row_ids for report in reports])
         self._last = step
         if generation != self.generation:
@@ -58,8 +59,8 @@ class StoreRecovery:
         self._told = step
 
     async def adopt(self) -> None:
-        """The store was there before this process: from now on there is a snapshot to bring it back from. Raises what
-        the store fails with."""
+        """Take a first snapshot of a store that was there before this process, to bring it back from. Raises what the
+        store fails with."""
         async with self._lock:
             await self._take(0)
 
@@ -67,7 +68,7 @@ class StoreRecovery:
         self._version = version
 
     async def take_snapshots(self) -> None:
-        """One that cannot be taken is left out: the one before stays, and whoever needs the store hears that it is
+        """Take snapshots. One that fails is left out: the one before stays, and callers of the store hear that it is
         gone. The first is taken at once where the run goes on from a checkpoint, which may be gone after the next."""
         number, pause_s = 1, 0.0 if self._snapshot is not None else self._every_s
         while self._every_s:
@@ -79,7 +80,7 @@ class StoreRecovery:
                 number += 1  # only now: one that is not heard of must not push out the one before
 
     async def bring_back(self) -> None:
-        """Another store is there, and ranks are attached to it. Raises what starting it raised."""
+        """Start another store, and attach the ranks to it. Raises what starting it raised."""
         async with self._lock:
             await self._process.replace(self._snapshot, self._timeout_s)
             await self._store.move(self._fleet.store)
@@ -89,7 +90,7 @@ class StoreRecovery:
             self.generation += 1
 
     async def tell(self) -> None:
-        """The store of all steps that were trained and that it does not know."""
+        """Tell the store of all steps that were trained and that it does not know."""
         last = self._last
         steps = [self._rows[step].tolist() for step in range(self._told + 1, last + 1)]
         await self._in_time(self._store.catch_up(steps, self._version))

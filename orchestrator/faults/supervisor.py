@@ -1,9 +1,9 @@
-"""Keeps the members of a run serving: what dies is replaced while the others go on, and what it costs is told.
+"""Keeps the members of a run serving: one that dies is replaced while the others go on, and its cost is told.
 
     serving ─ its call fails ─▶ lost ─ a pause ─▶ another starts ─▶ it catches up ─▶ serving
 
-What to do about a loss is `recovery.py`'s to decide. What it leaves to others is raised: `run.py` then returns to the
-last checkpoint, or ends the run. Used by `controller.py`.
+What to do about a loss is decided in `recovery.py`. What cannot be helped here is raised: the run then returns to its
+last checkpoint, or ends.
 """
 
 import asyncio
@@ -50,19 +50,19 @@ class Supervisor:
         tokens_in_flight: Callable[[Sequence[str]], int] = lambda names: 0,
         meters: Meters | None = None,
     ) -> None:
-        """`stores`: brings the store back; None where it cannot be. `tokens_in_flight`: that members had under way.
-        `meters`: for losses."""
+        """`stores`: brings the store back; None where it cannot be. `tokens_in_flight`: the number that given members
+        had under way. `meters`: those that count losses."""
         self._meters = meters or Meters()
         for role in MEMBER_ROLES:
             self._meters.add(RUN_LOST, 0, member_role=role)
             self._meters.add(RUN_REPLACED, 0, member_role=role)
         self.step = 0
-        """That the run is at."""
+        """The step that the run is at."""
         self._fleet, self._store, self._recoveries = fleet, store, recoveries
         self._directory, self._progress, self._clock = directory, progress, clock
         self._closing = False
         self._replacing: dict[str, asyncio.Task[None]] = {}
-        """By title, restarts under way."""
+        """Restarts under way, by title."""
         self._leaving: set[str] = set()
         self._stores, self._tokens_in_flight = stores, tokens_in_flight
         self._looking = asyncio.Lock()
@@ -70,8 +70,8 @@ class Supervisor:
     async def keep(self, role: str, team: Sequence[str], catch_up: CatchUp | None = None) -> None:
         """Serve with an actor, or with all ranks of a gang, and with others in their place when they fail.
 
-        `catch_up`: what new ones do before they serve. None: nobody can take their place, and a failure is raised.
-        Raises whatever ends the run, or takes it back to its checkpoint.
+        `catch_up`: what new members do before they serve. None: no other can take their place, and a failure is raised.
+        Raises what ends the run, or takes it back to its checkpoint.
         """
         while True:
             stores = self.stores_before
@@ -98,7 +98,7 @@ class Supervisor:
                 replacing.cancel()
 
     async def with_store(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What the store answers, or the one that takes its place."""
+        """The answer of the store, or of the one that takes its place."""
         while True:
             stores = self.stores_before
             try:
@@ -109,13 +109,13 @@ class Supervisor:
 
     @property
     def stores_before(self) -> int:
-        """That were lost."""
+        """Number of stores that were lost."""
         return self._stores.generation if self._stores is not None else 0
 
     async def check_partners(self, failure: Exception, stores: int) -> bool:
-        """Whether it comes of the loss of a store that another has taken the place of: it did since there had been
-        `stores`, or does now. Where neither can be, or a node is gone with all that is on it, nobody can be helped
-        alone: raises the failure."""
+        """Return whether the failure comes of the loss of a store that has been replaced since there had been `stores`,
+        or is now. Raises the failure where the store cannot be replaced, or a node is gone with all that is on it: no
+        member can be helped alone then."""
         if kind_of(failure) is not Kind.CONSEQUENCE:
             return False
         async with self._looking:
@@ -144,8 +144,8 @@ class Supervisor:
         return True
 
     async def replace(self, role: str, team: Sequence[str], failure: Exception, catch_up: CatchUp) -> None:
-        """Start others in the place of a team that has failed. Raises the failure if that is not to be tried, or tried
-        again."""
+        """Start other actors in place of a team that has failed. Raises the failure if that is not to be tried, or
+        tried again."""
         title = title_of(team)
 
         async def start() -> None:
@@ -159,8 +159,8 @@ class Supervisor:
     async def _bring_back(
         self, role: str, title: str, failure: Exception, start: Callable[[], Awaitable[None]], tokens: int = 0
     ) -> None:
-        """Start what takes the place of a member that is lost, as often as that is to be tried. Raises the failure if
-        it is not, or not any more. `tokens`: that were under way, and are made again."""
+        """Start what takes the place of a lost member, as often as that is to be tried. Raises the failure if it is
+        not, or not any more. `tokens`: the number that were under way, and are made again."""
         began = self._clock()
         self._note_fault(role, title, failure)
         self._progress.note(f"{title} is lost, another takes its place: {first_line(failure)}")
@@ -185,7 +185,7 @@ class Supervisor:
         self._progress.note(f"{title} serves again after {seconds:.1f} s")
 
     def beyond_help(self, role: str, title: str, failure: Exception) -> None:
-        """It is lost, and nobody can take its place alone: note it, for the failure to be raised."""
+        """Note a loss after which no new process alone can help, before the failure is raised."""
         if is_recoverable(failure):
             self._note_fault(role, title, failure)
             self._recoveries.beyond_help(title, role, self._clock(), self.step)
@@ -195,21 +195,21 @@ class Supervisor:
         self._meters.add(RUN_LOST, member_role=role)
 
     def close(self) -> None:
-        """From now on members end because the store has closed, and nobody takes their place."""
+        """Replace no member from now on: they end because the store has closed."""
         self._closing = True
         for replacing in self._replacing.values():
             replacing.cancel()
 
     def let_go(self, name: str) -> None:
-        """A member leaves because it was asked to, or with its node: its end is no fault, and nobody takes its
-        place."""
+        """Note that a member leaves because it was asked to, or with its node: its end is no fault, and it is not
+        replaced."""
         self._leaving.add(name)
         if name in self._replacing:
             self._replacing[name].cancel()
         self._recoveries.gone(name, self._clock())
 
     async def _serve(self, team: Sequence[str]) -> Exception | None:
-        """Why they serve no more; None: there is nothing more to serve."""
+        """Serve with a team. Returns the failure that ended it; None: there is nothing more to serve."""
         tasks = [asyncio.ensure_future(self._run(name)) for name in team]
         try:
             _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -227,7 +227,7 @@ class Supervisor:
         return cause
 
     async def _run(self, name: str) -> None:
-        """One member's pull loop: it ends when the store closes, or it was asked to leave, and not before."""
+        """Run a member's pull loop. It ends when the store closes or the member was asked to leave, and not before."""
         if (handle := self._fleet.actors.get(name)) is None:
             raise WorkerDied(f"{name} was gone before it served.")
         try:
@@ -253,11 +253,11 @@ class Supervisor:
 
 
 async def nothing_to_catch_up(members: Members) -> None:
-    """For members that have no state."""
+    """Do nothing, for members that have no state."""
 
 
 def title_of(team: Sequence[str]) -> str:
-    """What people are told that it is: one name, or the first and last of a gang.
+    """The name that people read: that of the member, or the first and last of a gang.
 
     >>> title_of(["Scorer-reference-0", "Scorer-reference-1"])
     'Scorer-reference-0 to Scorer-reference-1'

@@ -5,7 +5,7 @@
 A step is trained once the store has been told so, after all ranks have copied their state. So the ledger decides:
 either every rank has the copy of the step, or the batch is formed again of the same groups, and every rank has the copy
 of the step before. Ranks whose node has left start elsewhere, from the copies that another node has
-(`orchestrator/nodes/kept_states.py`). Used by `controller.py`.
+(`orchestrator/nodes/kept_states.py`).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from penstock.workers.progress import WAITING, Progress
 
 ROLE, STAGE = "trainer", "train"
 LOOK_S = 10.0
-"""Within which a rank that is there says what it does."""
+"""Seconds within which a rank that is alive says what it does."""
 
 
 class TrainerRecovery:
@@ -40,15 +40,16 @@ class TrainerRecovery:
         timeout_s: float,
     ) -> None:
         """`base`: the step that the run's actors were started after. `met`: what new ranks and the engines do before
-        weights go between them; None where ranks cannot be replaced. `timeout_s`: for each to read its copies."""
+        weights go between them; None where ranks cannot be replaced. `timeout_s`: deadline for each to read its
+        copies."""
         self.generation = 0
-        """Ranks before these."""
+        """Number of times that ranks were replaced."""
         self._fleet, self._store, self._supervisor, self._states = fleet, store, supervisor, states
         self._base, self._met, self._timeout_s = base, met, timeout_s
 
     async def recover(self, failure: PenstockError) -> int:
-        """New ranks are there, with the state after the last step that was trained, which is returned. Raises the
-        failure where that cannot be."""
+        """Start new ranks, with the state after the last step that was trained, which is returned. Raises the failure
+        where that cannot be."""
         team = [name for name, _ in self._fleet.role(ROLE)] or self._fleet.teams(ROLE)[0]
         if not is_recoverable(failure):
             raise failure
@@ -86,7 +87,7 @@ class TrainerRecovery:
         return trained
 
     async def _all_wait(self) -> bool:
-        """Every rank is there and waits for its batch: others than the ranks are late."""
+        """Return whether every rank is there and waits for its batch: others than the ranks are late."""
         calls = [(name, handle.progress.remote()) for name, handle in self._fleet.role(ROLE)]
         found = await outcomes(calls, phase="look at the ranks", timeout_s=LOOK_S)
         return all(isinstance(progress, Progress) and progress.phase == WAITING for progress in found)

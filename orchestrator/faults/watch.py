@@ -1,10 +1,10 @@
-"""Watches the actors of a run: who does not answer, or is stuck, is ended, and with that as lost as if it had died.
+"""Watches the actors of a run: one that does not answer, or is stuck, is ended, and counts as lost as if it had died.
 
-    every faults.heartbeat_s: progress of everybody ─▶ liveness.py ─ silent or stuck ─▶ its stacks into the run's
+    every faults.heartbeat_s: progress of each actor ─▶ liveness.py ─ silent or stuck ─▶ its stacks into the run's
                                                                                         directory ─▶ SIGKILL
 
-Whoever waits for a member hears of its death, and `supervisor.py` or `trainer_recovery.py` has another take its place;
-so it is with the store. An agent that is ended is a node that is lost. Used by `controller.py`.
+A caller that waits for a member hears of its death, and `supervisor.py` or `trainer_recovery.py` has another take its
+place; so it is with the store. An agent that is ended is a node that is lost.
 """
 
 import asyncio
@@ -29,26 +29,26 @@ from penstock.workers.progress import SERVING, Progress
 
 AGENT = "agent"
 SERVES = Progress(SERVING, 0.0)
-"""Of who answers, and has nothing to be stuck in."""
+"""The progress of an actor that answers, and has nothing to be stuck in."""
 MEMBER_S = 0.02
-"""Between two heartbeats for each member: more than five hundred are asked more seldom than every ten seconds."""
+"""Seconds between two heartbeats for each member: more than 500 are asked more seldom than every ten seconds."""
 LEAST_BEATS = 3
-"""Within the time in which a member has to answer one."""
+"""Fewest heartbeats within the time in which a member has to answer one."""
 STACKS_S = 60.0
-"""For an agent to read stacks, and for one to end a process."""
+"""Deadline for an agent to read stacks, or to end a process."""
 
 
 @dataclass
 class _Watched:
-    """One incarnation of a member."""
+    """An incarnation of a member."""
 
     handle: Any
     role: str
     liveness: Liveness
     process: ProcessId | None = None
-    """None until it has said so: one that never does is ended by Ray."""
+    """The process; None until the member has told it. A member that never does is ended by Ray."""
     said: Progress | None = None
-    """At the last heartbeat that it answered."""
+    """The progress at the last heartbeat that the member answered."""
 
 
 class Watch:
@@ -74,15 +74,16 @@ class Watch:
             await asyncio.sleep(max(0.0, began + beat_s - time.monotonic()))
 
     def tokens_in_flight(self, names: Sequence[str]) -> int:
-        """Response tokens that these had under way at their last heartbeats."""
+        """Response tokens that the given members had under way at their last heartbeats."""
         return sum(self._watched[name].liveness.tokens_in_flight for name in names if name in self._watched)
 
     def heard(self) -> dict[str, Progress]:
-        """What everybody said at the last heartbeat that was answered, by name."""
+        """Progress of each member at the last heartbeat that it answered, by name."""
         return {name: one.said for name, one in self._watched.items() if one.said is not None}
 
     async def stacks(self, names: Sequence[str]) -> list[str]:
-        """What these are at, written into the run's directory: the files' names. They go on meanwhile."""
+        """Write the stacks of the given members into the run's directory. Returns the files' names. The members go on
+        meanwhile."""
         known = [(name, one) for name in names if (one := self._watched.get(name)) is not None]
         written = []
         for name, watched in known:
@@ -92,7 +93,7 @@ class Watch:
         return written
 
     def _look_around(self) -> None:
-        """Who is there now: those that have come anew are watched anew."""
+        """Update the list of members: those that have come anew are watched anew."""
         there = self._present()
         for name in list(self._watched):
             if name not in there or there[name][0] is not self._watched[name].handle:
@@ -102,11 +103,11 @@ class Watch:
                 self._watched[name] = _Watched(handle, role, Liveness(role, self._config, time.monotonic()))
 
     def _present(self) -> dict[str, tuple[Any, str]]:
-        """Handle and role of everybody, by name."""
+        """Handle and role of each member, by name."""
         return {name: (handle, role) for role, name, handle in self._fleet.watched}
 
     async def _ask(self, timeout_s: float) -> None:
-        """Everybody at once. Who does not answer in time is asked again."""
+        """Ask all members at once. One that does not answer in time is asked again."""
         members = list(self._watched.items())
         unknown = [(name, watched) for name, watched in members if watched.process is None]
         calls = [(name, watched.handle.process.remote(self._fleet.stacks_root)) for name, watched in unknown]
@@ -136,7 +137,7 @@ class Watch:
             ray.kill(watched.handle)
 
     async def _do(self, name: str, watched: _Watched, method: str, *arguments: Any) -> str:
-        """What the agent of its node says; or why it says nothing. An agent has none: Ray ends it."""
+        """The answer of the agent of the member's node; or why there is none. An agent has no agent: Ray ends it."""
         found = None if watched.role == AGENT else self._fleet.agent_of(name)
         if found is None or found[0] not in self._watched:
             return "there is no agent on its node that could tell its stacks"
@@ -150,7 +151,7 @@ class Watch:
 
 def beat_of(num_members: int, faults: FaultsConfig) -> float:
     """Seconds between two heartbeats. Asking thousands costs more than learning of a hang a little later: they are
-    asked up to `MOST_BEATS` times more seldom, as far as silence is still told from one lost answer.
+    asked up to `MOST_BEATS` times more seldom, as long as silence can be told from one lost answer.
 
     >>> [beat_of(count, FaultsConfig()) for count in (8, 600, 4096)]
     [10.0, 12.0, 20.0]

@@ -1,6 +1,4 @@
-"""Makes the actors of a run, one at a time: what each is told, and where it goes. Used by `fleet.py`, also for those
-that take the place of one that died.
-"""
+"""Makes the actors of a run, one at a time, also in place of those that died: what each is told, and where it goes."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +30,7 @@ from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 
 READERS = ("rollout", "trainer", "scorer", "reward", "environment")
-"""Roles that read files which the driver has."""
+"""Roles that read files of the driver."""
 MANY_CALLS = 10_000
 """Concurrency of async actors: calls wait inside, they do not compute."""
 
@@ -55,15 +53,15 @@ class ActorMaker:
         owner: Owner,
         trials: Mapping[SharedNode, Trial],
     ) -> None:
-        """`cores`: of each node, by Ray's id. `states_root`: where the trainer's ranks keep copies of their state.
-        `trials`: of numbers of threads; the fleet adds to them."""
+        """`cores`: the number on each node, by Ray's id. `states_root`: where the trainer's ranks keep copies of their
+        state. `trials`: those of numbers of threads; the fleet adds to them."""
         self._plan, self._config, self._flow = plan, config, flow
         self._model_path, self._resumed, self._namespace = model_path, resumed, namespace
         self._reservation, self._files, self._cores = reservation, files, cores
         self._states_root, self._owner, self._trials = states_root, owner, trials
 
     def bring_files(self) -> None:
-        """What actors read from the driver's disk, to the nodes that they are on. Raises `ResourceError`,
+        """Bring what actors read from the driver's disk to the nodes that they are on. Raises `ResourceError`,
         `DeadlineExceeded`."""
         nodes = {role: {self._node_of(actor.name) for actor in self._plan if actor.role == role} for role in READERS}
         self._files.provide(self._model_path, nodes["rollout"] | nodes["trainer"] | nodes["environment"])
@@ -77,7 +75,7 @@ class ActorMaker:
         self._bring_code(nodes["reward"] | nodes["environment"])
 
     def bring_files_of(self, actor: ActorPlan, node: str) -> None:
-        """The same for one that joins or moves, on a node that may be new."""
+        """Bring the files of an actor that joins or moves to its node, which may be new."""
         if actor.role in ("rollout", "trainer", "environment"):
             self._files.provide(self._model_path, {node})
         elif actor.role == "scorer":
@@ -97,11 +95,11 @@ class ActorMaker:
             self._files.provide(file, nodes, is_code=True)
 
     def local(self, name: str, path: str) -> str:
-        """A path of the driver's, as the actor of that name is to say it."""
+        """The path under which the actor of that name finds a file of the driver."""
         return self._files.local(self._node_of(name), path)
 
     def make(self, actor: ActorPlan, name: str) -> Any:
-        """Its handle. `name`: that Ray is to know it by."""
+        """Make an actor. Returns its handle. `name`: its name in Ray."""
         options = {
             "name": name,
             "namespace": self._namespace,
@@ -140,7 +138,8 @@ class ActorMaker:
         )  # fmt: skip
 
     def _code_of(self, actor: ActorPlan, function: str) -> str:
-        """`file.py:function` where the actor finds it; another name as it is."""
+        """The name of a function, where the actor finds it: `file.py:function` with a local path; another name as it
+        is."""
         file = _file_of(function)
         return function.replace(file, self.local(actor.name, file)) if file else function
 
@@ -173,7 +172,7 @@ class ActorMaker:
         )
 
     def _judges(self, actor: ActorPlan) -> bool:
-        """It has an engine, and scores by it."""
+        """Return whether the actor scores by an engine of its own."""
         if actor.role != "reward":
             return False
         return has_own_judge(*reward_of(self._flow, str(actor.stage), self._config))
@@ -214,7 +213,7 @@ class ActorMaker:
         )
 
     def _of_rank(self, actor: ActorPlan, stage: Stage) -> dict[str, Any]:
-        """What trainers and scorers are told alike."""
+        """Arguments that trainers and scorers have in common."""
         config = self._config
         return {
             "name": actor.name,
@@ -231,7 +230,7 @@ class ActorMaker:
         }
 
     def _origin_of(self, actor: ActorPlan) -> Origin | None:
-        """Of what it measures."""
+        """The origin of what the actor measures."""
         return origin_of(self._config, actor.role, actor.name)
 
     def _scored_by(self, stage: Stage) -> str:
@@ -239,7 +238,7 @@ class ActorMaker:
         return self._config.model.path_of(str(stage.model), self._model_path)
 
     def threads_of(self, actor: ActorPlan) -> int:
-        """CPU threads that an engine or a rank computes by."""
+        """Number of CPU threads of an engine or a rank."""
         chosen = {node: trial.threads for node, trial in self._trials.items()}
         return threads_of(actor, self._plan, self._reservation.assignment, self._cores, self._config, chosen)
 
@@ -248,13 +247,13 @@ class ActorMaker:
 
 
 def is_exact(config: RunConfig, flow: Dataflow) -> bool:
-    """Whether the weights that a run ends with are to depend on nothing but its settings: without staleness, and if
-    responses are sampled by an engine that does not batch groups."""
+    """Return whether the weights that a run ends with are to depend on nothing but its settings: without staleness, and
+    if responses are sampled by an engine that does not batch groups."""
     return config.max_staleness == 0 and (config.rollout.engine != "vllm" or not flow.of_kind("rollout"))
 
 
 def cores_here() -> int:
-    """Of the driver's machine, that this process may use."""
+    """Number of cores of the driver's machine that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -263,6 +262,6 @@ def _is_code(value: Any) -> bool:
 
 
 def _file_of(function: str) -> str:
-    """Of `file.py:function`; nothing of another name."""
+    """The file of `file.py:function`; empty for another name."""
     file = function.rpartition(":")[0]
     return file if file.endswith(".py") else ""

@@ -1,5 +1,5 @@
-"""Whether the fences for code of models hold on the nodes of a cluster that was there before the run: their agents try
-them, before models are loaded. Called by `training.py`; of a local cluster `configuration/sandbox_check.py` knows it.
+"""Tries the sandbox for code of models on the nodes of a cluster that was there before the run: their agents try it,
+before models are loaded. For a local cluster `configuration/sandbox_check.py` does it.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from penstock.orchestrator.ray_calls import get_all
 from penstock.workers.sandbox.limits import Limits
 
 ROLES = ("reward", "environment")
-"""Those that run code."""
+"""Roles that run code."""
 
 
 def try_fences(fleet: Fleet, all_limits: Sequence[Limits]) -> list[str]:
-    """What there is to say, a line for nodes on which the same holds. Raises `SandboxUnavailable` naming a node,
+    """Try the sandbox. Returns a line for all nodes on which the same holds. Raises `SandboxUnavailable` naming a node,
     `DeadlineExceeded`."""
     timeout_s = fleet.config.rollout.start_timeout_s
     facts, members = fleet.agents.facts(timeout_s), fleet.agents.members

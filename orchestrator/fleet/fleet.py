@@ -44,9 +44,9 @@ class Fleet(Roster):
     """Lifecycle: `create` makes the actors, `start` loads models and engines side by side, `close` ends them. Or it is
     `adopt`ed from a process that has died, with actors that live on.
 
-    `actors` maps the plan's names to handles; `role(...)` picks those of one role, in rank order. Those that died are
-    `remove`d, and others that `replace` them are there once they are `add`ed. One more is planned by `growth`, and
-    started by `replace`; one that is to leave is `take_out`, then `end`ed.
+    `actors` maps the plan's names to handles; `role(...)` picks those of one role, in rank order. Dead actors are
+    `remove`d, and others that `replace` them are there once they are `add`ed. A further actor is planned by `growth`,
+    and started by `replace`; one that is to leave is `take_out`, then `end`ed.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Fleet(Roster):
         owner: Owner | None = None,
         trials: Mapping[SharedNode, Trial] | None = None,
     ) -> None:
-        """`resumed`: what the run goes on from. `owner`: with whom the actors end; None: this process. `trials`: of
-        numbers of threads that the run has made before."""
+        """`resumed`: what the run goes on from. `owner`: the process that the actors end with; None: this one.
+        `trials`: those of numbers of threads that the run has made before."""
         super().__init__(plan, config.rollout.start_timeout_s)
         self.config, self.flow, self.model_path, self.namespace = config, flow, model_path, namespace
         self.agents, self.with_store, self.resumed = agents, with_store, resumed
@@ -74,9 +74,9 @@ class Fleet(Roster):
         self._maker: ActorMaker | None = None
         self._growth: Growth | None = None
         self.cores: dict[str, int] = {}
-        """That processes may use, by node."""
+        """Number of cores that processes may use, by node."""
         self.trials: dict[SharedNode, Trial] = dict(trials or {})
-        """Of numbers of threads: those of `thread_trial.py` join them."""
+        """Trials of numbers of threads: those of `thread_trial.py` are added."""
         self.store_process: StoreProcess | None = None
         self.roll_call = RollCall(self.actors, agents, self.node_of)
 
@@ -93,7 +93,7 @@ class Fleet(Roster):
 
     @property
     def growth(self) -> Growth:
-        """Of members that join."""
+        """The growth of the fleet: what makes room for members that join."""
         if self._growth is None:
             raise NotStarted("Nobody can join before the fleet's `create`.")
         return self._growth
@@ -118,7 +118,7 @@ class Fleet(Roster):
             self.actors[actor.name] = self._make(actor.name)
 
     def _put_together(self) -> ActorMaker:
-        """What makes actors, once it is known where they go."""
+        """Make what makes actors, once it is known where they go."""
         self._maker = ActorMaker(
             self.plan, self.config, self.flow, self.model_path, self.resumed, self.namespace, self.reservation,
             self._files, self.cores, f"{self.agents.root}/{STATES}/{POLICY}", self.owner, self.trials,
@@ -135,7 +135,7 @@ class Fleet(Roster):
         return self._maker
 
     def state(self, owner: RunOwner) -> FleetState:
-        """Of now, for a process that goes on with it."""
+        """The fleet's present state, for a process that goes on with it."""
         names = {name: owner.name_of(handle) for name, handle in self.actors.items()}
         store = self.store_process.state if self.store_process is not None else None
         return FleetState(
@@ -144,7 +144,7 @@ class Fleet(Roster):
         )  # fmt: skip
 
     def adopt(self, state: FleetState, handles: Mapping[str, Any]) -> None:
-        """Instead of `create` and `start`: go on with actors that are there, or have died since. `handles`: by the
+        """Go on with actors that are there, or have died since, instead of `create` and `start`. `handles`: by the
         names that Ray knows them by."""
         self.plan[:] = state.plan
         self.made.update(state.made)
@@ -175,14 +175,15 @@ class Fleet(Roster):
             get_all(loads, phase=phase, timeout_s=self.config.checkpoint.timeout_s)
 
     def take_out(self, name: str) -> tuple[ActorPlan, Any]:
-        """It has left, and is in no role any more: its plan and its handle, for `end`. None: it was dead."""
+        """Take a member that has left out of its role. Returns its plan and its handle, for `end`. None: it was
+        dead."""
         actor = self.plan_of(name)
         self.plan.remove(actor)
         starting = self.starting.pop(name, None)
         return actor, self.actors.pop(name, starting)
 
     async def end(self, actor: ActorPlan, handle: Any) -> None:
-        """End the process of one that has left, and give its reservation back."""
+        """End the process of a member that has left, and give its reservation back."""
         if handle is not None:
             grace_s = self.config.cluster.shutdown_timeout_s
             await outcomes([(actor.name, handle.close.remote())], phase="close", timeout_s=grace_s)
@@ -191,7 +192,7 @@ class Fleet(Roster):
         self.growth.vacate(actor)
 
     async def replace(self, names: Sequence[str]) -> Members:
-        """Start others in the place of a team that was removed, elsewhere if its node has left. They are in no role
+        """Start other actors in place of a team that was removed, elsewhere if its node has left. They are in no role
         before they are added. Raises what one of them raised; then all of them are removed again."""
         await self.growth.settle(names)
         self.starting |= {name: self._make(name) for name in names}
@@ -215,7 +216,7 @@ class Fleet(Roster):
             await answers(self._resumes(trainers), phase=phase, timeout_s=self.config.checkpoint.timeout_s)
 
     async def attach_trainers(self) -> None:
-        """To the store that is there now. Ranks that are dead are missed by who waits for them."""
+        """Attach the ranks to the present store. Dead ranks are skipped: the callers that wait for them notice."""
         timeout_s = self.config.rollout.start_timeout_s
         found = await outcomes(self._attaches(self.role("trainer")), phase="attach", timeout_s=timeout_s)
         for error in found:
@@ -224,37 +225,39 @@ class Fleet(Roster):
 
     @property
     def weights_root(self) -> Path:
-        """Where publications lie on every node of the run."""
+        """The directory of publications on every node of the run."""
         return Path(self.agents.root) / WEIGHTS
 
     async def places(self, directory: str) -> dict[str, str]:
-        """Where each of the trainer's ranks is to write what belongs into a directory of the driver's."""
+        """Directory that each of the trainer's ranks is to write to, for what belongs into one of the driver's, by
+        name."""
         nodes = {name: self._node_of(name) for name, _ in self.role("trainer")}
         places = await self._files.places(directory, sorted(set(nodes.values())))
         return {name: places[node] for name, node in nodes.items()}
 
     async def collect(self, directory: str, places: Mapping[str, str]) -> None:
-        """Bring what ranks have written there to the driver's machine. Raises `ResourceError`, `DeadlineExceeded`."""
+        """Bring what ranks have written to `places` to the driver's machine. Raises `ResourceError`,
+        `DeadlineExceeded`."""
         await self._files.collect(directory, {self._node_of(name): place for name, place in places.items()})
 
     async def discard(self, directory: str, places: Mapping[str, str]) -> None:
-        """Leave what ranks have written there, and the driver's machine does not see, to nobody."""
+        """Have nodes remove what ranks have written to `places` that the driver's machine does not see."""
         await self._files.discard(directory, {self._node_of(name): place for name, place in places.items()})
 
     @property
     def state_nodes(self) -> StateNodes:
-        """Between which copies of the trainer's state go."""
+        """The nodes that copies of the trainer's state go between."""
         node_of_rank = {actor.rank: self._node_of(actor.name) for actor in self.plan if actor.role == "trainer"}
         return self.agents.state_nodes(node_of_rank, self.config.rollout.start_timeout_s)
 
     @property
     def stacks_root(self) -> str:
-        """Where processes write their stacks on every node."""
+        """The directory on every node that processes write their stacks to."""
         return f"{self.agents.root}/{STACKS}"
 
     @property
     def machines(self) -> list[Node]:
-        """Those that the run has, the driver's first."""
+        """The nodes of the run, the driver's first."""
         return list(self.reservation.assignment.nodes)
 
     def node_of(self, name: str) -> str | None:
@@ -263,25 +266,25 @@ class Fleet(Roster):
         return node.id if node is not None else None
 
     def threads_of(self, name: str) -> int:
-        """CPU threads that an engine or a rank computes by."""
+        """Number of CPU threads of an engine or a rank."""
         assert self._maker is not None
         return self._maker.threads_of(self.plan_of(name))
 
     def agent_of(self, name: str) -> tuple[str, Any] | None:
-        """Name and handle, of the node that the actor of a name is on; None: the node has left."""
+        """Name and handle of the agent on the node of an actor, by its name; None: the node has left."""
         node = self.node_of(name)
         return self.agents.members.get(node) if node is not None else None
 
     @property
     def watched(self) -> list[tuple[str, str, Any]]:
-        """Role, name and handle of everybody who is there: members, agents and the store."""
+        """Role, name and handle of every actor that is there: members, agents and the store."""
         found = [("agent", name, handle) for name, handle in self.agents.members.values()]
         found += [(actor.role, actor.name, self.actors[actor.name]) for actor in self.plan if actor.name in self.actors]
         return found + ([("store", STORE, self.store)] if self.store is not None else [])
 
     @property
     def relay_nodes(self) -> RelayNodes:
-        """Between which publications go."""
+        """The nodes that publications go between."""
         node_of = {name: node.id for name, node in self.reservation.assignment.node_of.items()}
         engines = [actor.name for actor in self.plan if actor.role == "rollout"]
         return self.agents.relay_nodes(node_of, engines, self.config.rollout.start_timeout_s)
@@ -318,20 +321,21 @@ class Fleet(Roster):
         self.starting.clear()
 
     def let_go(self) -> None:
-        """Another process drives it now."""
+        """Give the fleet up: another process drives it now."""
         self.owner.let_go()
         self.actors.clear()
         self.starting.clear()
 
     def _make(self, name: str) -> Any:
-        """The first of a name has it in Ray, too; names of dead actors are free late, so the others have a number."""
+        """Make an actor. The first of a name has it in Ray, too; names of dead actors are free late, so later ones have
+        a number."""
         assert self._maker is not None
         self.made[name] += 1
         count = self.made[name]
         return self._maker.make(self.plan_of(name), name if count == 1 else f"{name}.{count}")
 
     def _starts(self, members: Members, address: str | None) -> Members:
-        """Their calls of `start`. `address`: where several meet."""
+        """The members' calls of `start`. `address`: where several meet."""
         told = (address,) if self.plan_of(members[0][0]).role in GANGS else ()
         return [(name, handle.start.remote(*told)) for name, handle in members]
 
@@ -348,7 +352,8 @@ class Fleet(Roster):
         return self.reservation.assignment.node_of[name].id
 
     def _cores_of(self, nodes: Sequence[Node]) -> Mapping[str, int]:
-        """By node id. Where there is but the driver's, this process knows them and no agent is waited for."""
+        """Number of cores, by node id. If the driver's is the only one, this process knows it and waits for no
+        agent."""
         if len(nodes) == 1:
             return {nodes[0].id: cores_here()}
         facts = self.agents.facts(self.config.rollout.start_timeout_s)
@@ -356,6 +361,6 @@ class Fleet(Roster):
 
 
 def _address(ranks: Members) -> tuple[str, Any]:
-    """The call that says where they meet: of the first."""
+    """The call that says where the ranks meet: that of the first."""
     name, first = ranks[0]
     return name, first.address.remote()

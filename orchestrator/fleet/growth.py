@@ -2,8 +2,7 @@
 
     enlarge ─▶ a reservation of its own ─▶ the node's agent, where it has none ─▶ model or code ─▶ the plan has one more
 
-The same for members that start again because their node has left. Made by `fleet.py`; called by it, by `elastic/` and
-by `session.py`.
+The same is done for members that start again because their node has left.
 """
 
 import asyncio
@@ -28,12 +27,13 @@ from penstock.orchestrator.ray_calls import look
 CHANGING = ("rollout", "reward")
 """Roles that take any number of members."""
 LOOK_S = 0.2
-"""Between two looks at one that did not."""
+"""Seconds between two looks at agents that did not answer."""
 Claims = Callable[[ActorPlan, Sequence[ActorPlan], RunConfig, str], Claim]
 
 
 class Growth:
-    """Lifecycle: `enlarge` for each that joins, `vacate` for each that has left. `plan` is the fleet's, and changes."""
+    """Lifecycle: `enlarge` for each member that joins, `vacate` for each that left. `plan` is the fleet's, and
+    changes."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class Growth:
         namespace: str,
         names: Iterable[str],
     ) -> None:
-        """`cores`: of each node, which `maker` reads as well. `names`: that members ever had."""
+        """`cores`: the number on each node, which `maker` reads as well. `names`: those that members ever had."""
         self._plan, self._reservation, self._agents, self._maker = plan, reservation, agents, maker
         self._cores, self._config, self._namespace, self._names = cores, config, namespace, names
         self._may_change = takes_newcomers(config)
         self._making_room = asyncio.Lock()
         self.on_node: Callable[[], None] = lambda: None
-        """Called when a node may be new, or have a new agent."""
+        """Callback for when a node may be new, or have a new agent."""
 
     def fill(self) -> None:
-        """As many engines as there is room for (`rollout.num_workers=auto`), to start with the others."""
+        """Plan as many engines as there is room for (`rollout.num_workers=auto`), to start with the others."""
         for _ in range(self.num_engines_more()):
             actor = replace(next_of(self._plan, "rollout", "rollout", []), joins=False)
             try:
@@ -64,7 +64,7 @@ class Growth:
                 return
 
     def num_engines_more(self) -> int:
-        """How many more there is room for now, and use. None while Ray does not say."""
+        """Number of further engines that there is room for now, and use; 0 while Ray does not say."""
         try:
             return engines_to_add(self._plan, free_nodes(), self._config)
         except RayError:
@@ -72,29 +72,30 @@ class Growth:
 
     async def enlarge(self, role: str, stage: str | None) -> str:
         """Plan one more member like those of a role and stage, on a node that has room now and is made ready for it.
-        Its name, for `Fleet.replace`. Raises `ResourceError`, `DeadlineExceeded`."""
+        Returns its name, for `Fleet.replace`. Raises `ResourceError`, `DeadlineExceeded`."""
         actor = next_of(self._plan, role, stage, list(self._names))
         self._accept(actor, await self._found(actor, self._reservation.claim))
         return actor.name
 
     def vacate(self, actor: ActorPlan) -> None:
-        """It has ended."""
+        """Give back the room of a member that has ended."""
         self._reservation.vacate(actor)
 
     def place_of(self, name: str) -> str:
-        """The node that a member is on, for people."""
+        """The name that people read of the node that a member is on."""
         return self._reservation.assignment.titles[name]
 
     def can_lose(self, node: str) -> bool:
-        """The run goes on without that node: its members leave, or start again elsewhere. Never the driver's, nor one
-        with ranks of whose state no other node has a copy."""
+        """Return whether the run can go on without a node: its members leave, or start again elsewhere. It cannot
+        without the driver's, nor without one with ranks whose state no other node has a copy of."""
         is_first = node == next(iter(self._agents.members), node)
         has_ranks = any(actor.role == "trainer" for actor in self._on(node))
         keeps = self._config.faults.keep_state and self._config.faults.partner_share > 0
         return self._may_change and not is_first and (keeps or not has_ranks)
 
     def can_leave(self, actor: ActorPlan) -> bool:
-        """It need not start again where its node is lost: it joined, or others do elsewhere what it does."""
+        """Return whether a member need not start again when its node is lost: it joined, or others elsewhere do the
+        same."""
         node = self._reservation.assignment.node_of[actor.name].id
         alike = (actor.role, actor.stage)
         here = {other.name for other in self._on(node)}
@@ -102,7 +103,7 @@ class Growth:
         return actor.joins or (actor.role in CHANGING and alike in others)
 
     async def settle(self, names: Sequence[str]) -> None:
-        """Before these start again: it is certain that each one's node is there, or it has another. Raises
+        """Make certain, before members start again, that the node of each is there, or give it another. Raises
         `WorkerDied` where no other has room, `DeadlineExceeded`."""
         deadline = time.monotonic() + self._config.rollout.start_timeout_s
         while late := await self._unknown(names):
@@ -117,14 +118,14 @@ class Growth:
                 await self._move(actor)
 
     async def _unknown(self, names: Sequence[str]) -> list[str]:
-        """Agents that do not answer, and that are not given up yet."""
+        """Names of agents that do not answer, and are not given up yet."""
         nodes = {self._reservation.assignment.node_of[name].id for name in names}
         agents = [member for node, member in self._agents.members.items() if node in nodes]
         silent = [agent for agent, error in zip(agents, await look(agents), strict=True) if error is not None]
         return [name for name, handle in silent if any(handle is one for _, one in self._agents.members.values())]
 
     async def _move(self, actor: ActorPlan) -> None:
-        """Its node has left: find another."""
+        """Find another node for a member whose node has left."""
         try:
             claim = await self._found(actor, self._reservation.claim_again)
         except ResourceError as error:
@@ -132,7 +133,7 @@ class Growth:
         self._reservation.accept(actor, claim)
 
     async def _found(self, actor: ActorPlan, claims: Claims) -> Claim:
-        """Room for one, by one of the ways to claim it. Given back if nobody waits for it any more."""
+        """Room for a member, by one of the ways to claim it. It is given back if the caller is cancelled."""
         async with self._making_room:
             finding = asyncio.ensure_future(asyncio.to_thread(self._room_for, actor, claims))
             try:
@@ -149,20 +150,20 @@ class Growth:
 
     @property
     def nodes(self) -> list[tuple[str, str, Any]]:
-        """All of the run: Ray's id, name and handle of the agent."""
+        """The nodes of the run: Ray's id, name and handle of the agent."""
         return [(node, *member) for node, member in list(self._agents.members.items())]
 
     def names_on(self, node: str) -> list[str]:
-        """Members on a node."""
+        """Names of the members on a node."""
         return [actor.name for actor in self._on(node)]
 
     def forget_node(self, node: str) -> None:
-        """It has left, and so have its members."""
+        """Forget a node that has left, and its members with it."""
         self._agents.forget(node)
         self._cores.pop(node, None)
 
     def _room_for(self, actor: ActorPlan, claims: Claims) -> Claim:
-        """Blocks: a node's agent starts and fetches files."""
+        """Claim room, and make its node ready. Blocks: a node's agent starts and fetches files."""
         try:
             claim = claims(actor, self._plan, self._config, self._namespace)
         except RayError as error:
@@ -187,6 +188,6 @@ class Growth:
 
 
 def _give_back(finding: "asyncio.Future[Claim]") -> None:
-    """Nobody waits for the room any more."""
+    """Give back room that no caller waits for any more."""
     if not finding.cancelled() and finding.exception() is None:
         finding.result().release()

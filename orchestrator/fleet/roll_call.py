@@ -1,12 +1,12 @@
-"""One question to many members, such as a heartbeat: by way of their nodes' agents where there are many.
+"""Asks many members the same, such as a heartbeat: by way of their nodes' agents where there are many.
 
     few members    controller ─▶ each of them
     many           controller ─▶ the agent of each node ─▶ its members: one call and one answer a node
-                   controller ─▶ each whom no agent has brought an answer of
+                   controller ─▶ each that no agent has brought an answer of
 
-An agent brings answers and nothing else: who is silent, failed or dead is what a member's own call says, so an agent
-that is slow, cut off or dead makes nobody seem so. Used by `faults/watch.py` and `reporting/usage.py`: a call of an
-actor costs its caller 0.3 ms of CPU, and a thousand engines are on a hundred nodes.
+An agent brings answers and nothing else: a member's own call says whether it is silent, failed or dead. So an agent
+that is slow, cut off or dead makes no member seem so. The reason for the detour: a call of an actor costs its caller
+0.3 ms of CPU, and a thousand engines are on a hundred nodes.
 """
 
 import time
@@ -18,32 +18,33 @@ from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.orchestrator.ray_calls import outcomes
 
 MANY = 100
-"""Members. Fewer are asked without a detour."""
+"""Least number of members for which agents are asked. Fewer are asked themselves."""
 AGENT_S = 5.0
-"""For an agent to answer, however long members have."""
+"""Deadline for an agent to answer, even if members have longer."""
 SHARE = 0.25
-"""Of the time that members have, for agents at most: the rest is for those that are asked themselves."""
+"""Largest share of the members' time that is for agents: the rest is for members that are asked themselves."""
 MEMBERS_SHARE = 0.5
-"""Of the agent's time, for its members."""
+"""Share of the agent's time that is for its members."""
 
 
 class RollCall:
-    """Lifecycle: `ask` whenever something is to be known of many. Agents hear who their members are as that changes."""
+    """Lifecycle: `ask` whenever something is to be known of many. Agents are told their members whenever these
+    change."""
 
     def __init__(
         self, actors: Mapping[str, Any], agents: NodeAgents, node_of: Callable[[str], str | None], many: int = MANY
     ) -> None:
-        """`actors`: handles by name, of now. `node_of`: each actor's."""
+        """`actors`: present handles by name. `node_of`: the node of an actor, by its name."""
         self._actors, self._agents, self._node_of, self._many = actors, agents, node_of, many
         self._seen: tuple[dict[str, Any], dict[str, tuple[str, Any]]] = {}, {}
-        """Actors and agents, when was looked last who is whose neighbour."""
+        """Actors and agents, as they were when `_neighbours` was made."""
         self._neighbours: dict[str, dict[str, Any]] = {}
-        """By node, handles of the actors there, by name."""
+        """Handles of the actors on each node, by node and name."""
         self._told: dict[str, tuple[Any, dict[str, Any]]] = {}
-        """By node, its agent and what that one knows of the actors there."""
+        """Agent of each node, and the actors there that it knows, by node."""
 
     async def ask(self, members: Members, method: str, *, phase: str, timeout_s: float) -> list[Any]:
-        """As `outcomes` of their calls of `method`, which takes nothing: in order, what each says, or its error."""
+        """Answers of the members to `method`, which takes no arguments, in order: the answer of each, or its error."""
         deadline = time.monotonic() + timeout_s
         found: dict[str, Any] = {}
         if len(members) >= self._many:
@@ -55,7 +56,7 @@ class RollCall:
         return [found[name] for name, _ in members]
 
     async def _by_agents(self, members: Members, method: str, phase: str, timeout_s: float) -> dict[str, Any]:
-        """What each has said that an agent has brought an answer of."""
+        """Answers that agents have brought, by the member's name."""
         self._look_around()
         wanted = dict(members)
         asked: dict[str, tuple[Any, dict[str, Any]]] = {}

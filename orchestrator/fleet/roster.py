@@ -1,6 +1,4 @@
-"""Who is in a fleet: members by role and stage, those that start in the place of others, and those that are gone. What
-`fleet.py` has of it is looked at all over `orchestrator/`.
-"""
+"""The members of a fleet: by role and stage, those that start in place of others, and those that are gone."""
 
 import asyncio
 import contextlib
@@ -20,27 +18,27 @@ Members = list[tuple[str, Any]]
 GANGS = ("trainer", "scorer")
 """Roles whose ranks meet: they start together, and one of them is worth nothing without the others."""
 LOOK_S = 0.1
-"""Between two looks for a role that is empty."""
+"""Seconds between two looks for a role that is empty."""
 
 
 class Roster:
-    """Names are the plan's, and stay when another takes a member's place. Lifecycle: `starting` has those that begin;
-    once they serve, `add` puts them into their role; `remove` ends them.
+    """Members by the plan's names, which stay when another takes a member's place. Lifecycle: `starting` has members
+    that begin; once they serve, `add` puts them into their role; `remove` ends them.
     """
 
     def __init__(self, plan: Collection[ActorPlan], patience_s: float) -> None:
-        """`patience_s`: for a role that is empty."""
+        """`patience_s`: longest wait for a role that is empty."""
         self.plan = list(plan)  # it changes, and a fleet after this one begins as this one did
         self.actors: dict[str, Any] = {}
         """Handles by name."""
         self.starting: dict[str, Any] = {}
-        """Of those that replace others, and are not added yet."""
+        """Handles of actors that replace others and are not added yet, by name."""
         self.made: Counter[str] = Counter()
-        """Actors so far, by name."""
+        """Number of actors made so far, by name."""
         self._patience_s = patience_s
 
     def teams(self, *roles: str) -> list[list[str]]:
-        """Who starts together: all ranks of a model, or one actor. All roles if none is named."""
+        """Names of actors that start together: all ranks of a model, or one actor. All roles if none is named."""
         teams: dict[tuple[str, str], list[str]] = {}
         for actor in self.plan:
             if actor.name in self.made and (not roles or actor.role in roles):
@@ -49,7 +47,7 @@ class Roster:
         return list(teams.values())
 
     def kill(self, names: Collection[str]) -> None:
-        """These are dead, or of no use: they are ended. Whoever calls them hears that they are gone."""
+        """End actors that are dead, or of no use. Their callers hear that they are gone."""
         for name in names:
             for members in (self.actors, self.starting):
                 if name in members:
@@ -57,20 +55,20 @@ class Roster:
                         ray.kill(members[name])
 
     def remove(self, names: Collection[str]) -> None:
-        """The same, and they are in their role no more."""
+        """End actors, and take them out of their role."""
         self.kill(names)
         for name in names:
             for members in (self.actors, self.starting):
                 members.pop(name, None)
 
     def add(self, members: Members) -> None:
-        """They have taken the place of those before them."""
+        """Put members into their role, in place of those before them."""
         for name, handle in members:
             self.actors[name] = handle
             self.starting.pop(name, None)
 
     def first_stage(self, role: str) -> str | None:
-        """Of several that have members of a role."""
+        """The first stage that has members of a role."""
         return next((actor.stage for actor in self.plan if actor.role == role), None)
 
     def role(self, role: str, stage: str | None = None) -> Members:
@@ -82,8 +80,8 @@ class Roster:
         ]
 
     async def present(self, role: str, stage: str | None = None) -> Members:
-        """Those of a role that is never empty for long: where all have died, waits for the first that takes their
-        place. Raises `DeadlineExceeded`."""
+        """Members of a role that is never empty for long: where all have died, waits for the first replacement. Raises
+        `DeadlineExceeded`."""
         deadline = time.monotonic() + self._patience_s
         while not (members := self.role(role, stage)):
             if time.monotonic() > deadline:

@@ -1,5 +1,5 @@
-"""What a process needs to know to go on with a fleet that another one has started: plain data, no handles. Made and
-taken up by `fleet.py`; kept where a process finds it that drives the run after this one (`takeover/`).
+"""The facts that a process needs to go on with a fleet that another one has started: plain data, no handles. They are
+kept where the process finds them that drives the run after this one (`takeover/`).
 """
 
 from collections import Counter
@@ -13,23 +13,23 @@ from penstock.orchestrator.placement.reservation import Reservation
 
 @dataclass(frozen=True)
 class FleetState:
-    """Of one moment. Members that start or join at that moment are not in it."""
+    """The fleet at one moment. Members that start or join at that moment are not in it."""
 
     plan: list[ActorPlan]
     names: dict[str, str]
-    """Of members that are there, by the plan's name: what Ray knows them by."""
+    """Names in Ray of the members that are there, by the plan's name."""
     made: Counter[str]
-    """Actors so far, by the plan's name."""
+    """Number of actors made so far, by the plan's name."""
     reservation: Reservation
     agents: AgentsState
     places: dict[tuple[str, str], str]
-    """Of the driver's files on other nodes."""
+    """Places of the driver's files on other nodes, by node and the driver's path."""
     store: StoreState | None
     cores: dict[str, int]
-    """By node."""
+    """Number of cores, by node."""
 
     @property
     def all_names(self) -> list[str]:
-        """Of all actors, as Ray knows them."""
+        """Names of all actors in Ray."""
         stores = [self.store.name] if self.store is not None else []
         return [*self.names.values(), *self.agents.members.values(), *stores]

@@ -1,6 +1,4 @@
-"""The store of a run: its actor is made, and made again where it is lost. Used by `fleet.py`, and through it by
-`faults/store_recovery.py`.
-"""
+"""The store of a run: its actor is made, and made again where it is lost."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -17,15 +15,15 @@ from penstock.store.service.actor import STORE, create_store_actor, end_store_ac
 from penstock.store.spec import StoreSpec
 
 DEAD_S = 1.0
-"""For a store that is lost to say that it is there all the same, before it is killed."""
+"""Seconds for a store that seems lost to answer all the same, before it is killed."""
 
 
 @dataclass(frozen=True)
 class StoreState:
-    """What another process needs to go on with a store."""
+    """The facts that another process needs to go on with a store."""
 
     name: str
-    """That Ray knows it by."""
+    """The store's name in Ray."""
     num_made: int
 
 
@@ -43,8 +41,8 @@ class StoreProcess:
         crosses_nodes: bool,
         owner: Owner,
     ) -> None:
-        """`node`: Ray's id of the one that it is on. `options`: for Ray, at each start. `crosses_nodes`: large batches
-        may lie on several."""
+        """`node`: Ray's id of the store's node. `options`: those for Ray, at each start. `crosses_nodes`: large batches
+        may lie on several nodes."""
         self.handle: Any = None
         self._owner = owner
         self._config, self._flow, self._namespace = config, flow, namespace
@@ -54,7 +52,7 @@ class StoreProcess:
         self._scratch = ""
 
     def start(self, snapshot: str | None) -> None:
-        """`snapshot`: what it goes on from; None: nothing."""
+        """Start the store. `snapshot`: what it goes on from; None: nothing."""
         self._num_made += 1
         timeout_s = self._config.rollout.start_timeout_s
         self.handle = create_store_actor(
@@ -71,20 +69,21 @@ class StoreProcess:
 
     @property
     def state(self) -> StoreState:
-        """Of now."""
+        """The present state."""
         return StoreState(self._name, self._num_made)
 
     def adopt(self, state: StoreState, handles: Mapping[str, Any]) -> None:
-        """`handles`: by the names that Ray knows actors by."""
+        """Go on with a store that is there. `handles`: by the actors' names in Ray."""
         self.handle, self._num_made = handles[state.name], state.num_made
 
     @property
     def _name(self) -> str:
-        """Names of dead actors are free late, so later ones have a number."""
+        """The store's name in Ray. Names of dead actors are free late, so later stores have a number."""
         return STORE if self._num_made == 1 else f"{STORE}.{self._num_made}"
 
     async def replace(self, snapshot: str | None, timeout_s: float) -> None:
-        """End it, with all rows that lie on nodes, and start another. Raises what that raises, `DeadlineExceeded`."""
+        """End the store, with all rows that lie on nodes, and start another. Raises what that raises,
+        `DeadlineExceeded`."""
         await asyncio.to_thread(end_store_actor, self.handle, self._config.store.spill_dir, DEAD_S)
         calls = [(name, handle.clear_rows.remote()) for name, handle in self._agents.members.values()]
         await outcomes(calls, phase="clear rows", timeout_s=timeout_s)  # of a node that is gone, all are
@@ -92,14 +91,14 @@ class StoreProcess:
         await answer(self.handle.endpoint.remote(), name=STORE, phase="start", timeout_s=timeout_s)
 
     async def scratch(self, timeout_s: float) -> str:
-        """A directory on its node that stays until the run ends. Raises `ResourceError`, `DeadlineExceeded`."""
+        """A directory on the store's node that stays until the run ends. Raises `ResourceError`, `DeadlineExceeded`."""
         if not self._scratch:
             name, agent = self._agents.members[self._node]
             self._scratch = await answer(agent.scratch.remote(), name=name, phase="scratch", timeout_s=timeout_s)
         return self._scratch
 
     def end(self, grace_s: float) -> None:
-        """Nobody reads its files any more."""
+        """End the store, once no process reads its files any more."""
         if self.handle is not None:
             end_store_actor(self.handle, self._config.store.spill_dir, grace_s)
         self.handle = None

@@ -1,11 +1,11 @@
-"""Which engines and ranks compute by how many CPU threads, found by trying before the first step, where they share the
-cores of a node and run at the same time. Called by `training.py` once a fleet has started.
+"""Finds the number of CPU threads of engines and ranks that share the cores of a node and run at the same time, by
+trying. This happens once a fleet has started, before the first step.
 
     an engine's decode steps ─┐
                               ├─ seconds a token, by threads ─▶ placement/threads.py: best ─▶ use_threads, threads.json
     the ranks' micro-batch   ─┘
 
-Nobody else computes meanwhile, and nothing that is tried is trained. A run that goes on keeps what was found.
+No other process computes meanwhile, and nothing that is tried is trained. A run that goes on keeps what was found.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ PHASE = "trying numbers of threads"
 
 
 def try_threads(fleet: Fleet, directory: RunDirectory) -> None:
-    """Raises what an engine or a rank fails with, `DeadlineExceeded`."""
+    """Try, and use what is found. Raises what an engine or a rank fails with, `DeadlineExceeded`."""
     if not are_tried(fleet.config):
         return
     found = shared_nodes(fleet.plan, fleet.reservation.assignment, fleet.cores)
@@ -34,7 +34,7 @@ def try_threads(fleet: Fleet, directory: RunDirectory) -> None:
 
 
 def _tried(fleet: Fleet, node: SharedNode, members: Sequence[ActorPlan]) -> Trial:
-    """`members`: an engine, and the ranks on its node. Those on other nodes compute along, as they always do."""
+    """Try on one node. `members`: an engine, and the ranks there. Ranks on other nodes compute along, as always."""
     engine, ranks = members[0], members[1:]
     config, timeout_s = fleet.config, fleet.config.rollout.start_timeout_s
     groups = (config.max_staleness + 1) * config.trainer.groups_per_step // len(fleet.role("rollout"))
@@ -49,7 +49,7 @@ def _tried(fleet: Fleet, node: SharedNode, members: Sequence[ActorPlan]) -> Tria
 
 
 def _tell(fleet: Fleet) -> None:
-    """All engines and ranks what was found for them."""
+    """Tell all engines and ranks what was found for them."""
     calls = [
         (name, handle.use_threads.remote(fleet.threads_of(name)))
         for role in ("rollout", "trainer")

@@ -1,5 +1,5 @@
 """The panels as a dashboard of Grafana's, of the same shape as those that Ray brings: two panels a row, Ray's variable
-for sessions, and one to choose the Prometheus. Called by `writing.py`.
+for sessions, and one to choose the Prometheus.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from penstock.orchestrator.grafana.panels import ROWS, Panel
 
 UID, TITLE = "penstock", "Penstock"
 WIDTH, HEIGHT = 12, 8
-"""Of a panel, on Grafana's grid of 24 columns."""
+"""Size of a panel, on Grafana's grid of 24 columns."""
 SOURCE = DataSourceRef("prometheus", "${datasource}")
 
 
@@ -43,7 +43,7 @@ def dashboard_json() -> str:
 
 
 def _variable(label: str, description: str, where: str) -> builders.QueryVariable:
-    """The values of a label, all of them chosen at first."""
+    """A variable of the values of a label, all of them chosen at first."""
     return (
         builders.QueryVariable(label).description(description).datasource(SOURCE)
         .query(f"label_values({STORE_SEEN.exported}{{{where}}}, {label})")

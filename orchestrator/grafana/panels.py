@@ -1,4 +1,4 @@
-"""What the dashboard shows, row by row. Read by `dashboard.py`, and by the test that asks a real Prometheus for it."""
+"""The panels of the dashboard, row by row."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ SECONDS, BYTES, SHARE, PER_SECOND, PLAIN = "s", "bytes", "percentunit", "cps", "
 RUN, ACTOR = ("run",), ("run", "actor")
 BY_ACTOR = "{{run}} {{actor}}"
 BUSY = f"{ASK.rate(table.ROLLOUT_BUSY, ACTOR)} and on (run, actor) {ASK.value(table.ROLLOUT_RUNNING, ACTOR)}"
-"""Of engines that are there: counters of ended ones stay, gauges do not."""
+"""Query of the busy share of engines that are there: counters of ended ones stay, gauges do not."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class Panel:
     description: str
     queries: tuple[Query, ...]
     condition: str = ""
-    """When there is something to show; empty: always."""
+    """Condition under which there is something to show; empty: always."""
 
 
 def _gauge(metric: Metric, title: str, unit: str) -> Panel:
-    """One line an actor."""
+    """A panel of a gauge, with a line for each actor."""
     return Panel(title, unit, metric.description, (Query(ASK.value(metric, ACTOR), BY_ACTOR),), metric.condition)
 
 
 def _rates(metric: Metric, title: str, unit: str, label: str = "actor") -> Panel:
-    """By the second, one line an actor, or a value of another label."""
+    """A panel of a rate by the second, with a line for each actor, or for each value of another label."""
     query = Query(ASK.rate(metric, ("run", label)), f"{{{{run}}}} {{{{{label}}}}}")
     return Panel(title, unit, metric.description, (query,), metric.condition)
 
 
 def _spread(metric: Metric, title: str, unit: str = SECONDS, labels: tuple[str, ...] = ()) -> Panel:
-    """Median and 95th percentile of all runs that are chosen."""
+    """A panel of the median and the 95th percentile of all runs that are chosen."""
     of = "".join(f" {{{{{label}}}}}" for label in labels)
     queries = (
         Query(ASK.quantile(0.5, metric, labels), f"median{of}"), Query(ASK.quantile(0.95, metric, labels), f"95%{of}"),
@@ -52,7 +52,7 @@ def _spread(metric: Metric, title: str, unit: str = SECONDS, labels: tuple[str, 
 
 
 def _ratio(part: Metric, whole: Metric) -> str:
-    """Of two counters, by actor."""
+    """The ratio of two counters, by actor."""
     return f"{ASK.rate(part, ACTOR)} / {ASK.rate(whole, ACTOR)}"
 
 
@@ -153,4 +153,4 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Run": OVERVIEW, "Engines": ENGINES, "Trainer": TRAINER, "Store": STORE, "Rewards": REWARDS,
     "Environments": ENVIRONMENTS,
 }  # fmt: skip
-"""By their titles, in the order of the dashboard."""
+"""Panels of each row, by the row's title, in the order of the dashboard."""

@@ -1,5 +1,4 @@
-"""PromQL over declared metrics, so that no query names a metric or a label that is not there. Pure; used by `panels.py`
-and `rules.py`.
+"""PromQL over declared metrics, so that no query names a metric or a label that is not there. Pure.
 
 A series of Ray's is one process's. A member that was replaced leaves the counters of its processes behind, which grow
 no more, so rates are summed by actor before anything else is made of them.
@@ -13,43 +12,43 @@ from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, ORIGIN, Metric
 
 @dataclass(frozen=True)
 class Scope:
-    """Which series, and over what time rates are taken."""
+    """A selection of series, and the time over which rates are taken."""
 
     where: str
     window: str
 
     def value(self, metric: Metric, by: Sequence[str], how: str = "max") -> str:
-        """Of a gauge."""
+        """Value of a gauge."""
         _check(metric, GAUGE, by)
         return f"{how} by ({', '.join(by)}) ({self._series(metric.exported)})"
 
     def average(self, metric: Metric, by: Sequence[str]) -> str:
-        """Of a gauge, over the window."""
+        """Average of a gauge, over the window."""
         _check(metric, GAUGE, by)
         return f"max by ({', '.join(by)}) (avg_over_time({self._series(metric.exported)}[{self.window}]))"
 
     def rate(self, metric: Metric, by: Sequence[str], having: str = "") -> str:
-        """Of a counter, by the second. `having`: a further condition on labels."""
+        """Rate of a counter, by the second. `having`: a further condition on labels."""
         _check(metric, COUNTER, by)
         return self._rate(metric.exported, by, having)
 
     def growth(self, metric: Metric, by: Sequence[str], window: str = "") -> str:
-        """Of a counter, within the window, or within another."""
+        """Growth of a counter, within the window, or within another."""
         _check(metric, COUNTER, by)
         return f"sum by ({', '.join(by)}) (increase({self._series(metric.exported)}[{window or self.window}]))"
 
     def sum_rate(self, metric: Metric, by: Sequence[str], having: str = "") -> str:
-        """Of a histogram: what all values add up to, by the second."""
+        """Rate of the sum of a histogram's values, by the second."""
         _check(metric, HISTOGRAM, by)
         return self._rate(f"{metric.exported}_sum", by, having)
 
     def mean(self, metric: Metric, by: Sequence[str]) -> str:
-        """Of the values of a histogram."""
+        """Mean of the values of a histogram."""
         _check(metric, HISTOGRAM, by)
         return f"{self.sum_rate(metric, by)} / {self._rate(f'{metric.exported}_count', by)}"
 
     def quantile(self, share: float, metric: Metric, by: Sequence[str] = ()) -> str:
-        """Of the values of a histogram, as exact as its buckets are."""
+        """Quantile of the values of a histogram, as exact as its buckets are."""
         _check(metric, HISTOGRAM, by)
         return f"histogram_quantile({share:g}, {self._rate(f'{metric.exported}_bucket', (*by, 'le'))})"
 
@@ -62,17 +61,17 @@ class Scope:
 
 
 WAITING = 'phase="wait"'
-"""Of a rank's step: for its batch."""
+"""Condition on the phase of a rank's step in which it waits for its batch."""
 PANELS = Scope('run=~"$run",SessionName=~"$SessionName"', "$__rate_interval")
-"""Of a dashboard: what its variables choose."""
+"""Scope of a dashboard: the series that its variables choose."""
 
 
 def over(window: str) -> Scope:
-    """Of a rule: all runs."""
+    """The scope of a rule: all runs, over a window."""
     return Scope("", window)
 
 
 def _check(metric: Metric, kind: str, by: Sequence[str]) -> None:
-    """Raises `ValueError` for a query that the declaration does not bear."""
+    """Raise `ValueError` for a query that does not fit the metric's declaration."""
     if metric.kind != kind or not set(by) <= {*ORIGIN, *metric.labels}:
         raise ValueError(f"{metric.name} is a {metric.kind} with {metric.labels}; asked for as a {kind} by {by}.")

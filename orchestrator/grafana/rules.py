@@ -1,4 +1,4 @@
-"""What an alert is sent for: rules for Prometheus over all runs. Written by `writing.py`.
+"""Rules of alerts for Prometheus over all runs.
 
 A rule compares what a query says with a bound. What is low because a process has ended is no alert. Its counters stay,
 and its gauges do not, so rules about what is low ask for a gauge as well.
@@ -14,7 +14,7 @@ GROUP = "penstock"
 LATELY = over("10m")
 RUN, ACTOR = ("run",), ("run", "actor")
 NOT_OF_THE_TASK = 'reason!="no_signal"'
-"""Groups without a signal are dropped because an algorithm means to."""
+"""Condition on rows that an algorithm did not drop on purpose, as it does with groups without a signal."""
 THERE = LATELY.value(table.ROLLOUT_RUNNING, ACTOR)
 GOES_ON = f"and on (run) {LATELY.value(table.STORE_SEEN, RUN)}"
 
@@ -24,12 +24,12 @@ class Rule:
     name: str
     query: str
     comparison: str
-    """With its bound, such as `> 0.9`."""
+    """The comparison with its bound, such as `> 0.9`."""
     holds: str
-    """For so long before it is sent."""
+    """Time for which the rule has to hold before the alert is sent."""
     severity: str
     summary: str
-    """With Prometheus' templates."""
+    """A sentence with Prometheus' templates."""
     advice: str
 
     @property

@@ -1,4 +1,4 @@
-"""`penstock grafana DIR`: the files that Prometheus and Grafana read, and what to do with them. Called by `cli.py`."""
+"""`penstock grafana DIR`: the files that Prometheus and Grafana read, and what to do with them."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from penstock.orchestrator.grafana.rules import rules_file
 
 DASHBOARD, RULES, SETTINGS = "penstock_dashboard.json", "penstock_rules.yml", "prometheus.yml"
 DISCOVERY = "/tmp/ray/prom_metrics_service_discovery.json"
-"""Where the head node of Ray writes the addresses of all nodes."""
+"""File to which the head node of Ray writes the addresses of all nodes."""
 HOW = """\
 {directory}: {dashboard}, {rules}, {settings}
 
@@ -27,8 +27,8 @@ that of Ray looks into /tmp/ray/session_latest/metrics/grafana/dashboards.
 
 
 def write(directory: str, discovery: str = DISCOVERY, scrape_s: int = 10) -> str:
-    """What to do next. `discovery`: the file with Ray's nodes. `scrape_s`: between two looks of Prometheus. Raises
-    `ConfigError` for a directory that cannot be written."""
+    """Write the files. Returns a text on what to do next. `discovery`: the file with Ray's nodes. `scrape_s`: seconds
+    between two looks of Prometheus. Raises `ConfigError` for a directory that cannot be written."""
     place = Path(directory)
     files = {
         DASHBOARD: dashboard_json(), RULES: _yaml(rules_file()),
@@ -46,8 +46,8 @@ def write(directory: str, discovery: str = DISCOVERY, scrape_s: int = 10) -> str
 
 
 def settings(discovery: str, scrape_s: int) -> dict[str, Any]:
-    """Of Prometheus. It is to read the nodes again and again: the file's name may be a link to where it changes, which
-    Prometheus would not see."""
+    """Settings of Prometheus, which is to read the nodes again and again: the file's name may be a link to where it
+    changes, which Prometheus would not notice."""
     nodes = {"files": [discovery], "refresh_interval": f"{scrape_s}s"}
     return {
         "global": {"scrape_interval": f"{scrape_s}s", "evaluation_interval": f"{scrape_s}s"},

@@ -1,1 +1,1 @@
-"""What a run tells of itself while it goes on: who was busy when, who waits for whom, what actors printed."""
+"""Monitoring of a run while it goes on: which actors were busy when, which wait for which, and what they printed."""

@@ -1,10 +1,10 @@
-"""What a step spent its time on, one thing at a time: the chain of what each next thing waited for. Pure.
+"""The critical path of a step: the chain of what each next thing waited for, one thing at a time. Pure.
 
     ranks wait for the batch ◀─ the last write of its rows ◀─ what that one had waited for ◀─ … ◀─ its admission
     then: update, save, publish, load, evaluate
 
-Walked backwards from the moment that the batch was complete, as in the analysis of critical paths of programs that run
-in parallel: whatever is not on the path could have been faster without the step being shorter.
+The path is walked backwards from the moment that the batch was complete, as in the analysis of critical paths of
+parallel programs: what is not on the path could have been faster without the step being shorter.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,16 +16,16 @@ WAIT = "wait for batch"
 CONTROLLER = "Controller"
 PROMPTS = "Prompts"
 LEAST_S = 0.001
-"""Shorter segments are left out."""
+"""Least seconds of a segment; shorter ones are left out."""
 TOLD = 3
-"""Things that the sentence names."""
+"""Most things that the sentence names."""
 TOLD_SHARE = 0.03
-"""Of the step, that each of them takes at least."""
+"""Least share of the step that each of them takes."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Of the path: in this time the step waited for this lane."""
+    """A segment of the path: in this time the step waited for this lane."""
 
     lane: str
     what: str
@@ -47,9 +47,9 @@ def critical_path(
     admitted: Mapping[int, float],
     groups: Collection[int],
 ) -> list[Segment]:
-    """From `start` to `end` without gaps but for what is shorter than `LEAST_S`. `rank`: of the slowest rank of the
-    trainer, its wait among them. `others`: what the controller waits for between. `groups`: of the step's batch; the
-    `work` on others is not looked at."""
+    """The path from `start` to `end`, without gaps but for what is shorter than `LEAST_S`. `rank`: spans of the
+    trainer's slowest rank, its wait among them. `others`: spans that the controller waits for in between. `groups`:
+    those of the step's batch; the `work` on others is not looked at."""
     path: list[Segment] = []
     at = start
     for span in sorted(rank, key=lambda span: span.start):
@@ -67,7 +67,7 @@ def critical_path(
 
 
 def sentence(step: int, seconds: float, path: Iterable[Segment]) -> str:
-    """Where the step's time went, the longest first.
+    """A sentence about where the step's time went, the longest first.
 
     >>> path = [Segment("Rollout-1", "rollout", 0.0, 1.9, 7), Segment("Trainer-policy-0", "update", 1.9, 2.9)]
     >>> sentence(4, 3.1, path)
@@ -91,7 +91,7 @@ def words_of(segment: Segment) -> str:
 
 
 def _between(start: float, end: float, others: Sequence[Span]) -> list[Segment]:
-    """What the controller waited for while the ranks had nothing to do."""
+    """Segments for which the controller waited while the ranks had nothing to do."""
     found, at = [], start
     for span in sorted(others, key=lambda span: span.start):
         first, last = max(at, span.start), min(span.end, end)
@@ -102,7 +102,7 @@ def _between(start: float, end: float, others: Sequence[Span]) -> list[Segment]:
 
 
 def _chain(start: float, end: float, work: Sequence[Work], admitted: Mapping[int, float]) -> list[Segment]:
-    """What the batch waited for, from its last write back."""
+    """Segments for which the batch waited, from its last write back."""
     found: list[Segment] = []
     at, current = end, _latest(work, end)
     if current is None:
@@ -123,7 +123,7 @@ def _chain(start: float, end: float, work: Sequence[Work], admitted: Mapping[int
 
 
 def _latest(work: Iterable[Work], end: float) -> Work | None:
-    """Which ended last of those that began before that moment; one that went on longer was not waited for."""
+    """The work that ended last, of that which began before `end`; what went on longer was not waited for."""
     before = [one for one in work if one.start < end]
     return max(before, key=lambda one: (min(one.end, end), -one.start), default=None)
 

@@ -1,7 +1,7 @@
-"""The spans of a step by lane, few enough to be kept of every step. Pure.
+"""The spans of a step by lane, few enough to be kept for every step. Pure.
 
-Engines keep groups apart that took different times, as stragglers are to be seen; what other stages do in a row becomes
-one span.
+Groups of an engine that took different times stay apart, so that stragglers are seen; what other stages do in a row
+becomes one span.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,19 +10,19 @@ from typing import Any
 from penstock.orchestrator.recording.spans import Span, Work
 
 FINE = 150
-"""Groups of an engine are one span if they begin and end in the same one of so many parts of the step."""
+"""Number of parts of a step: groups of an engine that begin in one part and end in one part are one span."""
 TOUCH_S = 0.005
-"""Work with no longer gap between is one span."""
+"""Longest gap in seconds between work that is one span."""
 WAIT_SHARE = 0.02
-"""Of the step: gaps that are longer are told as waits."""
+"""Share of the step beyond which a gap is told as a wait."""
 SEPARATE = "rollout"
-"""The stage whose groups are told apart."""
+"""The stage whose groups are kept apart."""
 
 Lanes = dict[str, list[Span]]
 
 
 def lanes_of(spans: Iterable[Span], work: Sequence[Work], members: Mapping[str, Sequence[str]]) -> Lanes:
-    """`members`: lanes that a lane of all of a role stands for."""
+    """Spans by lane. `members`: the lanes that a lane for all members of a role stands for."""
     lanes: Lanes = {}
     for span in spans:
         for lane in members.get(span.lane, (span.lane,)):
@@ -35,7 +35,7 @@ def lanes_of(spans: Iterable[Span], work: Sequence[Work], members: Mapping[str, 
 
 
 def with_waits(lanes: Lanes, start: float, end: float, awaited: Mapping[str, str]) -> Lanes:
-    """The same with what members waited for while they did nothing. `awaited`: by lane."""
+    """The lanes with what members waited for while they did nothing. `awaited`: that, by lane."""
     found: Lanes = {}
     for lane in sorted(lanes.keys() | awaited.keys()):
         spans, at = lanes.get(lane, []), start
@@ -49,7 +49,7 @@ def with_waits(lanes: Lanes, start: float, end: float, awaited: Mapping[str, str
 
 
 def _by_owner(work: Iterable[Work]) -> dict[tuple[str, str], list[Work]]:
-    """And by stage."""
+    """Work by owner and stage."""
     found: dict[tuple[str, str], list[Work]] = {}
     for one in work:
         found.setdefault((one.owner, one.stage), []).append(one)
@@ -57,7 +57,7 @@ def _by_owner(work: Iterable[Work]) -> dict[tuple[str, str], list[Work]]:
 
 
 def _alike(owner: str, stage: str, work: Sequence[Work], part_s: float) -> list[Span]:
-    """`group`: the last one of those that a span stands for."""
+    """Spans of groups that took nearly the same time. `group`: the last one of those that a span stands for."""
     parts: dict[tuple[int, int], list[Work]] = {}
     for one in work:
         place = (round(one.start / part_s), round(one.end / part_s)) if part_s else (0, 0)

@@ -1,9 +1,9 @@
-"""What actors print, brought into the run's directory while they do: `logs/NAME.log`, a line a line.
+"""Brings what actors print into the run's directory while the run goes on: `logs/NAME.log`, line by line.
 
     an actor's stdout and stderr ─▶ files of Ray's on its node ─ the node's agent ─▶ Logs ─▶ logs/Rollout-0.log
 
-So the last words of an actor that died are there with its run, whatever became of its node's files. Used by
-`training.py` from before the actors start, and run by `observer.py`.
+So the last output of an actor that died is there with its run, even if its node's files are gone. Logs are read from
+before the actors start.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.workers.processes import ProcessId
 
 LOOK_S = 2.0
-"""Between two looks."""
+"""Seconds between two looks."""
 NODE_S = 0.1
-"""More for each node: a hundred are read every ten seconds."""
+"""Seconds that each node adds to the pause: a hundred nodes are read every ten seconds."""
 ANSWER_S = 2.0
-"""For a member to say which process it is; one that is busy is asked again."""
+"""Deadline for a member to say which process it is; one that is busy is asked again."""
 READ_S = 10.0
-"""For an agent to read what its node's members printed."""
+"""Deadline for an agent to read what its node's members printed."""
 MEET_S = 60.0
-"""For all actors to be there, before they load anything."""
+"""Deadline for all actors to be there, before they load anything."""
 MOST_BYTES = 1 << 24
-"""Of a member's file. A longer one becomes NAME.before.log, and that of before is gone."""
+"""Largest size of a member's file. A larger one becomes NAME.before.log, in place of the one before."""
 
 
 class Logs:
@@ -39,15 +39,15 @@ class Logs:
     def __init__(self, fleet: Fleet, directory: RunDirectory) -> None:
         self._fleet, self._directory = fleet, directory
         self._known: dict[str, tuple[Any, ProcessId]] = {}
-        """By name: handle and process of the member that has it now."""
+        """Handle and process of each present member, by name."""
 
     def meet(self) -> None:
-        """Learn which processes there are, and keep what they have printed so far. Waits for those that start; one that
-        fails to is told of by whoever starts it."""
+        """Learn which processes there are, and keep what they have printed so far. Waits for those that start; the
+        caller that starts them tells of one that fails."""
         asyncio.run(self._look(MEET_S))
 
     def last(self) -> None:
-        """The same for what was printed until now, from where no loop runs."""
+        """Keep what was printed until now, called where no event loop runs."""
         asyncio.run(self._look(ANSWER_S))
 
     async def run(self) -> None:

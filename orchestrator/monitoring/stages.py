@@ -1,4 +1,4 @@
-"""The stages that rows pass, with who serves each: what waits are told by. Pure but for a look at the fleet."""
+"""The stages that rows pass, with the actors that serve each. Pure but for a look at the fleet."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class StageView:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     members: tuple[str, ...]
-    """Actors that serve it now."""
+    """Actors that serve the stage now."""
 
 
 def stages_of(flow: Dataflow, fleet: Fleet) -> list[StageView]:
-    """The source first, the train stage last."""
+    """Views of the stages, the source first, the train stage last."""
     serving: dict[str, list[str]] = {}
     for actor in fleet.plan:
         if actor.stage is not None and actor.name in fleet.actors:
@@ -29,7 +29,7 @@ def stages_of(flow: Dataflow, fleet: Fleet) -> list[StageView]:
 
 
 def views_of(flow: Dataflow, serving: Mapping[str, Sequence[str]]) -> list[StageView]:
-    """`serving`: members by stage."""
+    """Views of the stages. `serving`: members by stage."""
     stages = [stage for stage in flow.stages if stage.kind in ("source", "train") or not stage.is_in_trainer]
     return [
         StageView(
@@ -43,13 +43,13 @@ def views_of(flow: Dataflow, serving: Mapping[str, Sequence[str]]) -> list[Stage
 
 
 def before(stage: StageView, stages: Sequence[StageView]) -> list[StageView]:
-    """Those that write what it reads."""
+    """Stages that write what a stage reads."""
     return [one for one in stages if one.name != stage.name and set(one.writes) & set(stage.reads)]
 
 
 def awaited(stages: Sequence[StageView]) -> dict[str, str]:
-    """By member, what it has nothing to do without: the stages before its own, or prompts. Those that bring the prompts
-    wait for nobody's rows."""
+    """Names of what each member waits for when idle, by member: the stages before its own, or prompts. The members that
+    bring the prompts wait for no rows."""
     found: dict[str, str] = {}
     for stage in (one for one in stages if one.name != SOURCE):
         names = [one.name for one in before(stage, stages) if one.name != SOURCE]

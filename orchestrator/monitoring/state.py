@@ -1,7 +1,7 @@
-"""The state of a run that goes on, written to `state.json` every few seconds: who is there and what each does, the rows
-of the store by stage, who holds which lease, who waits for whom, and which version of the weights serves where.
+"""Writes the state of a run to `state.json` every few seconds: which actors are there and what each does, the store's
+rows by stage, the holder of each lease, which actors wait for which, and the version that each engine serves.
 
-Read by the page's *Cluster*. Run by `observer.py`; what does not answer in time is left out, and the run never waits.
+The page's *Cluster* shows it. What does not answer in time is left out, and the run never waits.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.workers.progress import Progress
 
 LEAST_S = 2.0
-"""Between two looks."""
+"""Least seconds between two looks."""
 MEMBER_S = 0.02
-"""More for each member: a thousand are looked at every twenty seconds."""
+"""Seconds of the pause for each member: a thousand are looked at every twenty seconds."""
 SHARE = 50.0
-"""A look that takes long is followed by a pause of so many times that."""
+"""Least pause after a look, in multiples of the time that it took."""
 ANSWER_S = 2.0
-"""For members to say what they do."""
+"""Deadline for members to say what they do."""
 MOST_LEASES = 200
-"""That are written."""
+"""Most leases that are written."""
 
 
 class StateLog:
@@ -44,8 +44,8 @@ class StateLog:
         heard: Callable[[], Mapping[str, Progress]],
         directory: RunDirectory,
     ) -> None:
-        """`describe`: of the store. `weights`: versions that are published, told, and served by engine. `step`: that is
-        under way. `heard`: what members said at their last heartbeats, by name."""
+        """`describe`: asks the store for its state. `weights`: returns the versions that are told, loaded, and served
+        by each engine. `step`: the one under way. `heard`: what members said at their last heartbeats, by name."""
         self._fleet, self._flow, self._directory = fleet, flow, directory
         self._describe, self._weights, self._step, self._heard = describe, weights, step, heard
 
@@ -58,7 +58,7 @@ class StateLog:
 
     @property
     def _pause_s(self) -> float:
-        """Between two looks that take no time."""
+        """Seconds between two looks that take no time."""
         return max(LEAST_S, MEMBER_S * len(self._fleet.watched))
 
     async def _state(self) -> dict[str, Any]:
@@ -99,7 +99,8 @@ class StateLog:
         return found
 
     async def _said(self, watched: Sequence[tuple[str, str, Any]]) -> Mapping[str, Progress]:
-        """By name, of those that answer. Where heartbeats come as often as these looks, nobody is asked again."""
+        """Progress of the actors that answer, by name. Where heartbeats come as often as these looks, none is asked
+        again."""
         if self._pause_s >= self._fleet.config.faults.heartbeat_s:
             return self._heard()
         calls = [(name, handle.progress.remote()) for _, name, handle in watched]

@@ -1,10 +1,10 @@
-"""The timeline of a run, a line of `spans.jsonl` a step: who was busy when, and what the step waited for.
+"""Writes the timeline of a run, a line of `spans.jsonl` a step: busy times of actors, and what the step waited for.
 
     the controller's spans ┐
     the store's work log   ├─▶ lanes, critical path ─▶ spans.jsonl ─▶ the page; at the end timeline.json
     the ranks' reports     ┘
 
-Used by `observer.py`, beside the next step: no step waits for it.
+Lines are written during the next step: no step waits for it.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ ENGINES, TRAINER = "engines", "trainer"
 
 @dataclass(frozen=True)
 class ClosedStep:
-    """One that is over, and not written yet."""
+    """A step that is over, and not written yet."""
 
     step: int
     start: float
     end: float
     rank: Sequence[Span]
-    """What the slowest rank did."""
+    """Spans of the slowest rank."""
     groups: Collection[int]
-    """Of its batch."""
+    """Groups of the step's batch."""
 
 
 class StepTrace:
@@ -50,23 +50,23 @@ class StepTrace:
         group_size: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`work`: asks the store what was done. `names`: of the members of a role, now. `awaited`: by member, what it
-        waits for when it does nothing; ranks say that themselves."""
+        """`work`: asks the store what was done. `names`: returns the present members of a role. `awaited`: returns what
+        each member waits for when it does nothing, by member; ranks say that themselves."""
         self._directory, self._work, self._names, self._group_size = directory, work, names, group_size
         self._awaited = awaited
         self._clock = clock
         self._began = clock()
         self._rank: list[Span] = []
-        """What the slowest rank did in this step."""
+        """Spans of the slowest rank in this step."""
         self._groups: set[int] = set()
-        """Of the batch of this step."""
+        """Groups of the batch of this step."""
         self._writing: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         self._began = self._clock()
 
     def updated(self, step: int, reports: Sequence[StepReport], end: float) -> None:
-        """All ranks have made the step's update, at `end`."""
+        """Note that all ranks have made the step's update, at `end`."""
         names = self._names(TRAINER)
         slowest = max(range(len(reports)), key=lambda rank: reports[rank].wait_s + reports[rank].train_s)
         for rank, report in enumerate(reports):
@@ -84,7 +84,7 @@ class StepTrace:
         self._groups = {row // self._group_size for row in ids}
 
     async def close(self, step: int) -> None:
-        """The step is over. Its line is written while the next one is made."""
+        """Close a step that is over. Its line is written while the next step is made."""
         await self.finish()
         now = self._clock()
         closed = ClosedStep(step, self._began, now, self._rank, self._groups)
@@ -92,7 +92,7 @@ class StepTrace:
         self._writing = asyncio.create_task(self._write(closed))
 
     async def finish(self) -> None:
-        """What is being written is there."""
+        """Wait until the line that is being written is there."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
@@ -115,7 +115,7 @@ class StepTrace:
         members: Mapping[str, Sequence[str]],
         awaited: Mapping[str, str],
     ) -> None:
-        """In a thread: nobody waits for it but the next step's."""
+        """Write the line, in a thread: only the next step's line waits for it."""
         work, admitted = (told.work, told.admitted) if told is not None else ((), {})
         mine = [span for span in spans if span.lane == TRAINER and span.name != WAIT]
         lane = closed.rank[0].lane if closed.rank else TRAINER
@@ -131,7 +131,7 @@ class StepTrace:
 
 
 def line_of(closed: ClosedStep, lanes: Lanes, path: Sequence[Segment], text: str, missed: int | None) -> dict[str, Any]:
-    """As `spans.jsonl` has it: times of lanes and path in milliseconds from the step's start."""
+    """The line of `spans.jsonl` of a step: times of lanes and path in milliseconds from the step's start."""
 
     def ms(at: float) -> int:
         return round((at - closed.start) * 1000)

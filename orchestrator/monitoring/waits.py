@@ -1,4 +1,4 @@
-"""Who waits for whom, from what the store says of its leases and of who asks for some. Pure.
+"""Finds which actors wait for which, from what the store says of its leases and of the actors that ask for some. Pure.
 
 an engine without prompts ─▶ Prompts ─▶ ranks that have not published ─▶ the reward that has the last rows ─▶ …
 """
@@ -10,10 +10,10 @@ from typing import Any
 from penstock.orchestrator.monitoring.stages import SOURCE, StageView, before
 
 A_PROMPT = "a prompt"
-"""What is waited for where nothing is under way."""
+"""The thing that is waited for where nothing is under way."""
 MOST_AWAITED = 32
-"""Of those that hold what a stage lacks: those that have held it longest. Sixty-four ranks that wait for a thousand
-engines would be as many waits as both numbers make."""
+"""Most actors that are told of as holding what a stage lacks: those that have held it longest. 64 ranks that wait for a
+thousand engines would be 64,000 waits."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Wait:
 
 
 def waits_of(described: Mapping[str, Any], stages: Sequence[StageView]) -> list[Wait]:
-    """`described`: what `StoreClient.describe` says. `stages`: in the order of the dataflow, its source and its train
-    stage among them. Each wait once."""
+    """All waits, each once. `described`: what `StoreClient.describe` says. `stages`: in the order of the dataflow, its
+    source and its train stage among them."""
     found: dict[Wait, None] = {}
     by_name = {stage.name: stage for stage in stages}
     for name, count in (described.get("waiting") or {}).items():
@@ -42,12 +42,12 @@ def waits_of(described: Mapping[str, Any], stages: Sequence[StageView]) -> list[
 
 
 def longest_first(leases: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that have been held longest first; of which that is not known, last."""
+    """Leases, the longest held first; those of unknown time come last."""
     return sorted(leases, key=lambda lease: -(lease.get("held_s") or 0.0))
 
 
 def _idle(described: Mapping[str, Any], stage: StageView) -> list[str]:
-    """Those that ask for rows of a stage and hold none of it. Ranks that share rounds are counted by the store and not
+    """Actors that ask for rows of a stage and hold none of it. Ranks that share rounds are counted by the store and not
     named: all of them ask for each."""
     busy = {lease["owner"] for lease in described.get("leases") or () if lease["stage"] == stage.name}
     named = dict.fromkeys((described.get("waiters") or {}).get(stage.name) or stage.members)
@@ -57,7 +57,7 @@ def _idle(described: Mapping[str, Any], stage: StageView) -> list[str]:
 def _blockers(
     described: Mapping[str, Any], stages: Sequence[StageView], stage: StageView, seen: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
-    """Who has what the stage lacks: those that hold it, or else those before them."""
+    """Actors that hold what the stage lacks, or else those before them, each with what it holds."""
     for one in before(stage, stages):
         if one.name in seen:
             continue
@@ -78,7 +78,7 @@ def _blockers(
 
 
 def _for_credits(described: Mapping[str, Any], stages: Sequence[StageView]) -> Iterator[Wait]:
-    """Prompts wait until a version is out that trained what is under way."""
+    """Waits of the prompts until a version is out that trained what is under way."""
     credits = described.get("credits") or {}
     under_way = f"{credits.get('active')} of {credits.get('max')} groups are under way"
     what = f"version {int(credits.get('published') or 0) + 1} ({under_way})"

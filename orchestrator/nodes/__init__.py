@@ -1,1 +1,2 @@
-"""What a run has on every node that takes part: an agent, files, weights on their way, copies of trainers' states."""
+"""The parts of a run on every node that takes part: an agent, files, weights on their way, copies of trainers'
+states."""

@@ -1,7 +1,7 @@
-"""The agents of a run: one light actor on every node that takes part. Made and ended by `fleet/fleet.py`.
+"""The agents of a run: a light actor on every node that takes part.
 
-They come first and go last: what ranks, engines and the store write into a node's shared memory lies in the directory
-that its agent owns. What an agent does is in `workers/node/agent.py`.
+Agents start first and end last: what ranks, engines and the store write into a node's shared memory lies in the
+directory that its agent owns. What an agent does is in `workers/node/agent.py`.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ MANY_CALLS = 1_000
 
 @dataclass(frozen=True)
 class AgentsState:
-    """What another process needs to go on with agents."""
+    """The facts that another process needs to go on with agents."""
 
     root: str
     token: bytes
     members: dict[str, str]
-    """Names by node, the driver's first."""
+    """Agents' names by node, the driver's first."""
     names: set[str]
     facts: dict[str, NodeFacts]
 
@@ -53,27 +53,27 @@ class NodeAgents:
         spill_dir: str | None = None,
         owner: Owner | None = None,
     ) -> None:
-        """`spill_dir`: `store.spill_dir`. `owner`: with whom they end; None: this process."""
+        """`spill_dir`: `store.spill_dir`. `owner`: the process that the agents end with; None: this one."""
         self._owner = owner or ThisProcess()
         self.root = f"{SHARED_MEMORY}/{PREFIX}{run_id}-{uuid.uuid4().hex[:12]}"
         """The run's directory in the shared memory of each of its nodes."""
         self._namespace, self._config, self._spill_dir = namespace, config, spill_dir
         self._token = new_token()
         self.members: dict[str, tuple[str, Any]] = {}
-        """Name and handle, by Ray's id of the node."""
+        """Name and handle of each agent, by Ray's id of the node."""
         self._names: set[str] = set()
-        """That agents ever had."""
+        """Names that agents ever had."""
         self._facts: dict[str, NodeFacts] = {}
         self._is_closed = False
 
     def create(self, nodes: Sequence[tuple[str, str]]) -> None:
-        """`nodes`: Ray's id and the address of each."""
+        """Create an agent on each node. `nodes`: Ray's id and the address of each."""
         for node, address in nodes:
             self.members[node] = self._made(node, address)
 
     def add(self, node: str, address: str, timeout_s: float) -> None:
-        """One more, while others serve: nobody sees it before its facts are known, as whoever does asks for them and
-        must not wait. Blocks. Raises what the agent raised, and `DeadlineExceeded`; then it is ended."""
+        """Add an agent, while others serve. Other threads see it once its facts are known, so they need not wait for
+        them. Blocks. Raises what the agent raised, and `DeadlineExceeded`; then it is ended."""
         name, handle = self._made(node, address)
         try:
             (found,) = get_all([(name, handle.facts.remote())], phase="start", timeout_s=timeout_s)
@@ -103,18 +103,19 @@ class NodeAgents:
 
     @property
     def state(self) -> AgentsState:
-        """Of now."""
+        """The present state."""
         members = {node: name for node, (name, _) in self.members.items()}
         return AgentsState(self.root, self._token, members, set(self._names), dict(self._facts))
 
     def adopt(self, state: AgentsState, handles: Mapping[str, Any]) -> None:
-        """`handles`: by name."""
+        """Go on with the agents of another process. `handles`: by name."""
         self.root, self._token = state.root, state.token
         self.members = {node: (name, handles[name]) for node, name in state.members.items()}
         self._names, self._facts = set(state.names), dict(state.facts)
 
     def facts(self, timeout_s: float) -> dict[str, NodeFacts]:
-        """By node. Raises what an agent raised, and `DeadlineExceeded` naming those that did not start."""
+        """Facts of each node, by node. Raises what an agent raised, and `DeadlineExceeded` naming those that did not
+        start."""
         if new := {node: member for node, member in self.members.items() if node not in self._facts}:
             calls = [(name, handle.facts.remote()) for name, handle in new.values()]
             answers = get_all(calls, phase="start", timeout_s=timeout_s)
@@ -122,7 +123,7 @@ class NodeAgents:
         return self._facts
 
     def forget(self, node: str) -> None:
-        """The node has left, or cannot be made ready."""
+        """Forget a node that has left, or cannot be made ready."""
         self._facts = {other: fact for other, fact in self._facts.items() if other != node}
         _, handle = self.members[node]
         self.members = {other: member for other, member in self.members.items() if other != node}
@@ -130,8 +131,8 @@ class NodeAgents:
             ray.kill(handle)
 
     def relay_nodes(self, node_of: Mapping[str, str], engines: Sequence[str], timeout_s: float) -> RelayNodes:
-        """`node_of`: each actor's. `engines`: all that there are to be. Nodes that share their memory have one relay.
-        Actors on nodes that have left are left out."""
+        """The nodes that may have weights. `node_of`: the node of each actor. `engines`: all that there are to be.
+        Nodes that share their memory have one relay. Actors on nodes that have left are left out."""
         facts, speaker = self.facts(timeout_s), self._speakers(timeout_s)
         places = {name: speaker[node] for name, node in node_of.items() if node in speaker}
         return RelayNodes(
@@ -143,7 +144,7 @@ class NodeAgents:
         )
 
     def state_nodes(self, node_of_rank: Mapping[int, str], timeout_s: float) -> StateNodes:
-        """Where copies of the trainer's state may lie. Nodes that share their memory are one."""
+        """The nodes that copies of the trainer's state may lie on. Nodes that share their memory are one."""
         facts, speaker = self.facts(timeout_s), self._speakers(timeout_s)
         there = dict.fromkeys(speaker.values())
         return StateNodes(
@@ -153,8 +154,8 @@ class NodeAgents:
         )
 
     def rows_nodes(self, timeout_s: float) -> RowsNodes:
-        """Where the store's large batches may lie: on nodes that are there now. Nodes that share their memory have one
-        server."""
+        """The nodes that the store's large batches may lie on: those that are there now. Nodes that share their memory
+        have one server."""
         facts, speaker = self.facts(timeout_s), self._speakers(timeout_s)
         servers = {node: RowsNode(node, facts[node].rows, facts[node].address) for node in speaker.values()}
         return RowsNodes({node: servers[other] for node, other in speaker.items()}, self._token)
@@ -166,7 +167,7 @@ class NodeAgents:
         return {node: of_memory[fact.memory] for node, fact in facts.items()}
 
     def close(self, grace_s: float) -> None:
-        """Have them remove the run's directories. Never raises for one that is dead: its directory goes with it."""
+        """Have agents remove the run's directories. Never raises for a dead agent: its directory goes with it."""
         refs, self._is_closed = [], True
         for _, handle in self.members.values():
             with contextlib.suppress(RayError):

@@ -1,8 +1,8 @@
-"""The driver's files on every node that reads them: models, checkpoints, a user's code. Used by `fleet/fleet.py`.
+"""The driver's files on every node that reads them: models, checkpoints, a user's code.
 
-Nothing reads a path of another machine and hopes: a path means its content. A node where the same path has the same
-content (a shared file system) uses it; another gets a copy from the agents, each of which passes it on. And the other
-way round: what actors of other nodes write to the driver's disk is collected there.
+A path stands for its content. A node where the same path has the same content (a shared file system) uses it; another
+gets a copy from the agents, each of which passes it on. In the other direction, what actors of other nodes write to the
+driver's disk is collected there.
 """
 
 import tempfile
@@ -19,8 +19,8 @@ from penstock.workers.node.file_set import FileSet
 
 
 def waves(has: Collection[str], wants: Collection[str]) -> list[list[tuple[str, str]]]:
-    """Who fetches from whom, one list after the other: `(source, target)`. Whoever has it is a source of the next
-    wave, so their number doubles."""
+    """Transfers in waves, each a list of `(source, target)`. Each node that has the files is a source of the next wave,
+    so the number of sources doubles."""
     sources, left = list(has), [node for node in wants if node not in has]
     planned = []
     while left:
@@ -35,14 +35,14 @@ class NodeFiles:
     """Lifecycle: `provide` for each path before the actors that read it are made, then `local`."""
 
     def __init__(self, agents: NodeAgents, timeout_s: float) -> None:
-        """`timeout_s`: for one set of files to be everywhere."""
+        """`timeout_s`: deadline for one set of files to be everywhere."""
         self._agents, self._timeout_s = agents, timeout_s
         self._places: dict[tuple[str, str], str] = {}
-        """By node and path as the driver knows it."""
+        """Place of a path on a node, by node and the driver's path."""
 
     def provide(self, path: str, nodes: Collection[str], *, is_code: bool = False) -> None:
-        """Have the directory, or a Python file with what lies beside it, on these nodes. Nothing happens for what is
-        no path of this machine, such as a model hub's id. Raises `ResourceError`, `DeadlineExceeded`."""
+        """Bring a directory, or a Python file with what lies beside it, to nodes. Nothing happens for what is no path
+        of this machine, such as a model hub's id. Raises `ResourceError`, `DeadlineExceeded`."""
         others = [node for node in nodes if self._is_elsewhere(node) and (node, path) not in self._places]
         source = Path(path).expanduser().resolve()
         if not others or not (source.is_file() if is_code else source.is_dir()):
@@ -58,20 +58,20 @@ class NodeFiles:
 
     @property
     def state(self) -> dict[tuple[str, str], str]:
-        """Of now, for another process."""
+        """The present state, for another process."""
         return dict(self._places)
 
     def adopt(self, places: Mapping[tuple[str, str], str]) -> None:
-        """What another process has brought to nodes."""
+        """Go on with what another process has brought to nodes."""
         self._places = dict(places)
 
     def local(self, node: str, path: str) -> str:
-        """Where that node has it."""
+        """The path of the same content on a node."""
         return self._places.get((node, path), path)
 
     async def places(self, directory: str, nodes: Collection[str]) -> dict[str, str]:
-        """Where actors on these nodes are to write what belongs into a directory of the driver's: there, if they see
-        it, else into one of their own, for `collect`. A URL is itself everywhere."""
+        """Directory that actors on each node are to write to, for what belongs into one of the driver's: that one, if
+        they see it, else one of their own, for `collect`. A URL is the same everywhere."""
         places = dict.fromkeys(nodes, directory)
         others = [node for node in nodes if not is_url(directory) and self._is_elsewhere(node)]
         if not others:
@@ -93,21 +93,21 @@ class NodeFiles:
         await self.discard(directory, places)
 
     async def discard(self, directory: str, places: Mapping[str, str]) -> None:
-        """Let nodes remove what they were given to write into in place of the directory."""
+        """Have nodes remove the places that they were given to write to instead of the directory."""
         await self._all("discard", {node: (place,) for node, place in places.items() if place != directory})
 
     def _is_elsewhere(self, node: str) -> bool:
-        """The driver's paths may mean something else there."""
+        """Return whether the driver's paths may mean something else on a node."""
         facts = self._agents.facts(self._timeout_s)
         return facts[node].memory != facts[ray.get_runtime_context().get_node_id()].memory
 
     def _wait(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """By node, at the same time."""
+        """Call a method on nodes at the same time. Returns the answers by node."""
         results = get_all(self._calls(method, arguments), phase="bring files to nodes", timeout_s=self._timeout_s)
         return dict(zip(arguments, results, strict=True))
 
     async def _all(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """The same, where others wait as well."""
+        """Do the same as `_wait` without blocking the event loop."""
         calls = self._calls(method, arguments)
         results = await answers(calls, phase="collect files", timeout_s=self._timeout_s) if calls else []
         return dict(zip(arguments, results, strict=True))

@@ -3,8 +3,7 @@
     each step     ranks keep copies ─▶ partners' agents fetch them ─▶ the step counts as trained
     a node lost   are_there ─▶ ranks start elsewhere ─▶ bring ─▶ they restore
 
-What fetches is `workers/node/states.py`; which node is whose partner, `workers/node/partners.py`. Used by
-`controller.py` and `faults/trainer_recovery.py`.
+Copies are fetched in `workers/node/states.py`; the partner of each node is chosen in `workers/node/partners.py`.
 """
 
 import time
@@ -20,11 +19,11 @@ from penstock.orchestrator.ray_calls import answers, look, outcomes
 from penstock.workers.node.partners import partners
 
 POLICY = "policy"
-"""The trainer whose states are kept, as agents call it."""
+"""Name by which agents call the trainer whose states are kept."""
 FREE_S = 10.0
-"""That copies may take beyond their share: those of a run's first steps tell little."""
+"""Seconds that copies may take beyond their share: those of a run's first steps tell little."""
 MAX_FAILURES = 3
-"""Copies in a row that fail, after which no more are made."""
+"""Number of copies that fail in a row after which no more are made."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,16 @@ class StateNodes:
     """Nodes that may have copies, each with shared memory of its own."""
 
     node_of_rank: Mapping[int, str]
-    """Also of a rank whose node has left."""
+    """Node of each rank, also where the node has left."""
     agents: Mapping[str, tuple[str, Any]]
-    """Name and handle, by node."""
+    """Name and handle of each agent, by node."""
     addresses: Mapping[str, Address]
-    """Of each node's listener."""
+    """Address of each node's listener, by node."""
 
 
 @dataclass
 class Cost:
-    """What copies take of a run's time. Pure.
+    """The share of a run's time that copies take. Pure.
 
     >>> cost = Cost(most=0.1)
     >>> [cost.is_too_high(seconds=8.0, now=now) for now in (100.0, 120.0, 140.0)]
@@ -49,14 +48,14 @@ class Cost:
     """
 
     most: float
-    """Share of the time."""
+    """Largest share of the time."""
     spent_s: float = 0.0
-    """By all copies but the first, which takes room as well."""
+    """Seconds that all copies took but the first, which allocates memory as well."""
     began: float | None = None
-    """When the first had ended."""
+    """Time at which the first had ended."""
 
     def is_too_high(self, seconds: float, now: float) -> bool:
-        """With one that has just ended, at `now`."""
+        """Add a copy that has just ended, at `now`. Returns whether the cost is too high."""
         if self.began is None:
             self.began = now
             return False
@@ -78,18 +77,18 @@ class KeptStates:
         tell: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`look`: what is where now. `max_share`: of the run's time that copies may take; 0: none are made.
-        `timeout_s`: for one. `tell`: hears why no more are made."""
+        """`look`: the present nodes. `max_share`: largest share of the run's time for copies; 0: none are made.
+        `timeout_s`: deadline of a copy. `tell`: called with the reason when no more are made."""
         self._look, self._timeout_s, self._tell, self._clock = look, timeout_s, tell, clock
         self._cost = Cost(max_share)
         self._is_off, self._failures = max_share == 0, 0
 
     async def copy(self, step: int) -> float:
-        """Bring every rank's copy of a step to its partner's node; seconds. Where there is no partner, or copies were
-        given up, nothing is done.
+        """Bring every rank's copy of a step to its partner's node. Returns the seconds. Where there is no partner, or
+        copies were given up, nothing is done.
 
-        Raises what tells that a node with ranks is gone: then the step is lost, and is made again. Any other failure
-        leaves this step without its second copies.
+        Raises an error if a node with ranks is gone: then the step is lost, and is made again. Any other failure leaves
+        this step without its second copies.
         """
         if self._is_off:
             return 0.0
@@ -120,11 +119,11 @@ class KeptStates:
         return now - began
 
     def end(self) -> None:
-        """Ranks keep no copies any more."""
+        """Make no more copies: ranks keep none any more."""
         self._is_off = True
 
     async def are_there(self, step: int) -> bool:
-        """Whether some node that is there has a copy of each rank's state after a step."""
+        """Return whether present nodes have a copy of each rank's state after a step."""
         nodes = self._look()
         holders = await self._holders(nodes, step)
         return all(holders[rank] for rank in nodes.node_of_rank)
@@ -152,7 +151,7 @@ class KeptStates:
         await outcomes(calls, phase="remove old copies", timeout_s=self._timeout_s)
 
     async def _fetch(self, nodes: StateNodes, step: int, ways: Mapping[int, tuple[str, str]]) -> None:
-        """`ways`: from which node to which, by rank."""
+        """Fetch copies. `ways`: source and target node, by rank."""
         ranks: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
         for rank, way in ways.items():
             ranks[way][rank] = step
@@ -163,7 +162,7 @@ class KeptStates:
         await answers(calls, phase=f"copy the state after step {step}", timeout_s=self._timeout_s)
 
     async def _holders(self, nodes: StateNodes, step: int) -> dict[int, list[str]]:
-        """Nodes that have each rank's copy of a step. One that does not answer has none."""
+        """Nodes that have each rank's copy of a step, by rank. A node that does not answer counts as having none."""
         calls = [(name, handle.kept_states.remote(POLICY)) for name, handle in nodes.agents.values()]
         found = await outcomes(calls, phase="look for kept states", timeout_s=self._timeout_s)
         holders: dict[int, list[str]] = defaultdict(list)
@@ -174,7 +173,7 @@ class KeptStates:
         return holders
 
     async def _check_ranks_nodes(self, nodes: StateNodes) -> None:
-        """Raises the failure of one that is gone."""
+        """Raise the failure of a node with ranks that is gone."""
         for error in await look(nodes.agents[node] for node in dict.fromkeys(nodes.node_of_rank.values())):
             if error is not None:
                 raise error

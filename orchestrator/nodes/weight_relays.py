@@ -1,11 +1,11 @@
-"""The way of weights between nodes: which relays there are, and what they are told of each version.
+"""Transfer of weights between nodes: which relays there are, and what they are told of each version.
 
     ranks are new  every rank: plan_chunks ─▶ plan ─▶ every relay; a node that joins is told the plan later
     each version   begin on every relay ─▶ ranks publish ─▶ wait on those of nodes with engines ─▶ engines load
     a node joins   bring: its relay alone begins the newest version, which the others still have
 
 A node's relay is in its agent (`workers/weights/chain/relay.py`). Where all ranks and engines see the same shared
-memory none is needed. Used by `weight_sync.py`; what is where is the fleet's to say.
+memory none is needed.
 """
 
 import asyncio
@@ -24,30 +24,30 @@ from penstock.workers.weights.chain.routes import Broadcast
 Members = Sequence[tuple[str, Any]]
 """Names and handles of actors."""
 LOOK_S = 0.2
-"""Between two looks for nodes that a version comes from."""
+"""Seconds between two looks for nodes that a version comes from."""
 EPOCH_BITS = 32
-"""Of a broadcast's number, below those that say which process has begun it."""
+"""Number of low bits in a broadcast's number that count; those above say which process has begun it."""
 PASSED_ON_S = 3.0
-"""In which what a node has sent before it was gone comes to all others."""
+"""Seconds within which all others get what a node had sent before it was gone."""
 
 
 @dataclass(frozen=True)
 class RelayNodes:
-    """Nodes that may have weights. Of several that share their memory one is there for all."""
+    """Nodes that may have weights. Where several share their memory, one stands for all."""
 
     node_of: Mapping[str, str]
-    """By the actor's name; none of one whose node has left."""
+    """Node of each actor, by its name; actors whose node has left are not in it."""
     agents: Mapping[str, tuple[str, Any]]
-    """Name and handle of each node's agent."""
+    """Name and handle of each node's agent, by node."""
     addresses: Mapping[str, Address]
-    """Of each node's listener."""
+    """Address of each node's listener, by node."""
     engines: Sequence[str] = ()
-    """Names of those that there are to be: also of one that is lost or joins, and has no handle yet."""
+    """Names of the engines that there are to be: also of those that are lost or join, and have no handle yet."""
     epoch: int = 0
-    """Of the process that tells them of versions: what it says comes after all that those before it have said."""
+    """Epoch of the process that tells relays of versions: its calls count as later than those of all before it."""
 
     def agents_of(self, nodes: Iterable[str]) -> dict[str, Any]:
-        """Handles, of those that are there."""
+        """Handles of the agents that are there, by node."""
         return {node: self.agents[node][1] for node in nodes if node in self.agents}
 
 
@@ -60,37 +60,37 @@ class WeightRelays:
     """
 
     def __init__(self, look: Callable[[], RelayNodes], timeout_s: float) -> None:
-        """`look`: what is where now. `timeout_s`: of each phase."""
+        """`look`: the present nodes. `timeout_s`: deadline of each phase."""
         self._look, self._timeout_s = look, timeout_s
         self._nodes = look()
-        """When the newest version began."""
+        """Nodes as they were when the newest version began."""
         self._sources: list[str] = []
         self._receivers: list[str] = []
-        """Of the newest version that has begun."""
+        """Receivers of the newest version that has begun."""
         self._reached: dict[str, Any] = {}
-        """Nodes that have the newest version that was waited for, and the agent of each."""
+        """Agent of each node that has the newest version that was waited for."""
         self._plan: ChunkPlan | None = None
         self._crosses_nodes = False
-        """Then there is a plan; it stays so."""
+        """True once ranks and engines were on several nodes: then there is a plan; it stays so."""
         self._told: dict[str, Any] = {}
-        """Nodes that know the plan, and the agent of each."""
+        """Agent of each node that knows the plan."""
         self._number = 0
         self._begun: Broadcast | None = None
-        """The newest."""
+        """The newest broadcast."""
         self._whole: Broadcast | None = None
-        """The newest that was waited for, and that nodes still send."""
+        """The newest broadcast that was waited for, and that nodes still send."""
         self._bringing = asyncio.Lock()
         self._sending: dict[str, Any] = {}
-        """Nodes that the newest version comes from, and the agent of each."""
+        """Agent of each node that the newest version comes from."""
 
     async def plan(self, trainers: Members, engines: Members) -> None:
-        """The ranks are new. Raises `WeightError`, `DeadlineExceeded`."""
+        """Have new ranks plan their chunks, if several nodes take part. Raises `WeightError`, `DeadlineExceeded`."""
         self._crosses_nodes, self._whole = False, None
         self._look_around(trainers, engines)
         await self._plan_if_needed(trainers)
 
     async def begin(self, version: int, trainers: Members, engines: Members) -> None:
-        """Before the ranks publish it. Raises `WeightError`, e.g. where a node has no room."""
+        """Begin a version, before the ranks publish it. Raises `WeightError`, e.g. where a node has no room."""
         self._look_around(trainers, engines)
         await self._plan_if_needed(trainers)
         if not self._crosses_nodes:
@@ -101,8 +101,8 @@ class WeightRelays:
         await self._tell(self._nodes, self._used, "begin_version", self._begun, phase=f"begin version {version}")
 
     async def wait(self, version: int) -> None:
-        """Until every node with engines has all of it. Raises `WeightError`, `DeadlineExceeded`, and `WorkerDied` where
-        it cannot be, as a node that it comes from is gone."""
+        """Wait until every node with engines has all of a version. Raises `WeightError`, `DeadlineExceeded`, and
+        `WorkerDied` where that cannot be, as a node that it comes from is gone."""
         if self._crosses_nodes:
             phase = f"bring version {version} to nodes"
             await self._while_sources_stay(
@@ -113,13 +113,14 @@ class WeightRelays:
 
     @property
     def lost_sources(self) -> list[str]:
-        """Nodes that the newest version has come from, or was to, and that are gone."""
+        """Nodes that the newest version has come from, or was to come from, and that are gone."""
         now = self._look()
         there = now.agents_of(self._sending)
         return [node for node, agent in self._sending.items() if there.get(node) is not agent]
 
     async def _while_sources_stay(self, telling: Awaitable[None]) -> None:
-        """What nodes have already sent, others pass on without them. What they have not, nobody has."""
+        """Wait while the sources are there. Once one is gone, others pass on what it had sent; what it had not is
+        lost."""
         waiting, lost_at = asyncio.ensure_future(telling), None
         try:
             while not waiting.done():
@@ -139,10 +140,9 @@ class WeightRelays:
         await self._tell(self._nodes, self._used, "reclaim_versions", phase="reclaim publications", needed=())
 
     async def bring(self, engines: Members) -> bool:
-        """The newest version to the nodes of engines that have come since it began. False: it cannot be brought there,
-        as a newer one is under way, none has been between nodes so far, or part of it is lost with a node; the next
-        one will be there by itself.
-        Raises `WeightError`, `DeadlineExceeded`."""
+        """Bring the newest version to the nodes of engines that have come since it began. False: it cannot be brought
+        there, as a newer one is under way, none has been between nodes so far, or part of it is lost with a node; the
+        next one will be there by itself. Raises `WeightError`, `DeadlineExceeded`."""
         async with self._bringing:
             now, whole = self._look(), self._whole
             there = now.agents_of({now.node_of[name] for name, _ in engines if name in now.node_of})
@@ -177,7 +177,7 @@ class WeightRelays:
         self._receivers = sorted({node_of[name] for name in names if name in node_of})
 
     async def _plan_if_needed(self, trainers: Members) -> None:
-        """The ranks plan once; a node that is new is told what they have planned."""
+        """Have the ranks plan once, and tell the plan to nodes that do not know it."""
         if not self._crosses_nodes:
             if len(self._used) == 1:
                 return
@@ -191,13 +191,13 @@ class WeightRelays:
         await self._tell_plan(self._nodes, self._used)
 
     async def _tell_plan(self, now: RelayNodes, nodes: Sequence[str]) -> None:
-        """Those that do not know it."""
+        """Tell the plan to those of the nodes that do not know it."""
         if new := [node for node, agent in now.agents_of(nodes).items() if self._told.get(node) is not agent]:
             await self._tell(now, new, "plan_chunks", self._plan, phase="plan publications")
             self._told |= now.agents_of(new)
 
     def _broadcast(self, now: RelayNodes, version: int, receivers: Sequence[str]) -> Broadcast:
-        """Of the newest number, between nodes that are there."""
+        """A broadcast of the newest number, between nodes that are there."""
         used = [node for node in dict.fromkeys([*self._sources, *receivers]) if node in now.addresses]
         there = [node for node in receivers if node in used]
         return Broadcast(self._number, version, there, {node: now.addresses[node] for node in used})
@@ -211,8 +211,8 @@ class WeightRelays:
         phase: str,
         needed: Collection[str] | None = None,
     ) -> None:
-        """A node that is gone and is not `needed` is told nothing: its engines are gone with it, and others do without.
-        None: those with ranks are."""
+        """Call a method on the relays of nodes. The failure of a node that is gone is ignored unless it is `needed`:
+        its engines are gone with it, and others do without. `needed` None: nodes with ranks."""
         needed = self._sources if needed is None else needed
         calls = []
         for node in nodes:

@@ -1,1 +1,1 @@
-"""Who owns the actors of a run, in Ray's sense: they end with it. A process of a run, or an actor that outlives it."""
+"""Owners of a run's actors, in Ray's sense: actors end with their owner, a process or an actor that outlives it."""

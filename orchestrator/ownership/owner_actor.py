@@ -2,8 +2,8 @@
 
 Ray ends an actor with the process that has made it. This one is detached: it ends by itself once no command has been
 heard of for `faults.lease_s`, and all that it has made, reservations too, ends with it, however it ends. It needs no
-CPU, and does nothing by itself. What it keeps for the next command are bytes that it cannot read. The command's end of
-it is `owners.py`; what it keeps is `takeover/`'s to say.
+CPU, and does nothing by itself. What it keeps for the next command are bytes that it cannot read. The command's side is
+in `owners.py`; what is kept is decided in `takeover/`.
 """
 
 import asyncio
@@ -19,20 +19,20 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from penstock.orchestrator.ownership.tenure import Tenure
 
 LOOK_S = 0.5
-"""Between two looks whether the lease is over."""
+"""Seconds between two looks whether the lease is over."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a command has left for the next one."""
+    """The state that a command has left for the next one."""
 
     epoch: int
-    """Of the next one."""
+    """Epoch of the next command."""
     state: bytes
     step: bytes | None
     """The step that was made last, if any was."""
     silent_s: float
-    """Since the command before was heard of last."""
+    """Seconds since the command before was heard of last."""
 
 
 class OwnerActor:
@@ -48,12 +48,12 @@ class OwnerActor:
         self._ending: asyncio.Task[None] | None = None
 
     async def begin(self) -> int:
-        """The epoch of the command that has started it."""
+        """Begin the lease. Returns the epoch of the command that has started the owner."""
         self._ending = asyncio.create_task(self._end_with_lease())
         return self._tenure.take(time.monotonic())
 
     async def take(self) -> Kept | None:
-        """The run, from the command that drove it. None: it has left nothing to go on with."""
+        """Take the run from the command that drove it. None: that has left nothing to go on with."""
         if self._state is None:
             return None
         now = time.monotonic()
@@ -61,11 +61,11 @@ class OwnerActor:
         return Kept(self._tenure.take(now), self._state, self._step, silent_s)
 
     async def renew(self, epoch: int) -> None:
-        """The command is there. Raises `TakenOver`, as everything below does."""
+        """Renew the lease: the command is alive. Raises `TakenOver`, as everything below does."""
         self._tenure.renew(epoch, time.monotonic())
 
     async def make(self, epoch: int, cls: type, options: Mapping[str, Any], arguments: Sequence[Any]) -> Any:
-        """An actor's handle. `arguments`: references, which this process does not look into."""
+        """Make an actor. Returns its handle. `arguments`: references, which this process does not look into."""
         self._tenure.check(epoch)
         handle = actor_class(cls).options(**options).remote(*arguments)
         self._actors[options["name"]] = handle
@@ -80,18 +80,19 @@ class OwnerActor:
         return group
 
     async def keep(self, epoch: int, state: bytes) -> None:
-        """For a command that takes the run over."""
+        """Keep the state for a command that takes the run over."""
         self._tenure.check(epoch)
         self._state = state
 
     async def note(self, epoch: int, step: bytes) -> None:
-        """All ranks have made a step. Whoever has noted one and was not refused may complete its rows."""
+        """Note a step that all ranks have made. A command that has noted one and was not refused may complete its
+        rows."""
         self._tenure.check(epoch)
         self._step = step
 
     async def keep_only(self, epoch: int, names: Collection[str], groups: Collection[PlacementGroup]) -> dict[str, Any]:
-        """Actors of these names; all others end, and so do other reservations: of members that came or went as the
-        command before died."""
+        """Keep the actors of these names and return them. All others end, and so do other reservations: those of
+        members that came or went as the command before died."""
         self._tenure.check(epoch)
         for name in self._actors.keys() - set(names):
             ray.kill(self._actors.pop(name))
@@ -102,7 +103,7 @@ class OwnerActor:
         return {name: handle for name, handle in self._actors.items() if name in names}
 
     async def leave(self, epoch: int) -> None:
-        """The run is over, or its actors are: there is nothing to take over any more."""
+        """Drop the state: the run is over, or its actors are, and there is nothing to take over any more."""
         self._tenure.check(epoch)
         self._state = None
 
@@ -120,5 +121,5 @@ def reserved(bundles: list[dict[str, float]], labels: list[dict[str, str]], name
 
 @cache
 def actor_class(cls: type) -> Any:
-    """Ray sends each of these to the cluster once."""
+    """The class as Ray's actor class, made once: Ray sends each of these to the cluster once."""
     return ray.remote(cls)

@@ -1,9 +1,7 @@
-"""Who makes the actors of a run, and so owns them: this process, or an actor that outlives it (`owner_actor.py`).
+"""Makers, and so owners, of a run's actors: this process, or an actor that outlives it (`owner_actor.py`).
 
-    ThisProcess   on a Ray that ends with this process; of a session
-    RunOwner      on a cluster: actors live on for `faults.lease_s` when the command dies, for the next one
-
-Made by `training.py`; used by whatever makes actors and reservations.
+ThisProcess   on a Ray that ends with this process; for a session
+RunOwner      on a cluster: actors live on for `faults.lease_s` when the command dies, for the next one
 """
 
 import contextlib
@@ -22,41 +20,41 @@ from penstock.orchestrator.ownership.owner_actor import Kept, OwnerActor, actor_
 from penstock.orchestrator.ray_calls import answer, get_all
 
 OWNER = "Owner"
-"""Its name, in the namespace of the run."""
+"""The owner's name, in the namespace of the run."""
 ANSWER_S = 60.0
-"""For it to answer, also where its process is only starting."""
+"""Deadline for the owner to answer, also where its process is only starting."""
 RENEWALS = 10
-"""Within a lease."""
+"""Number of renewals within a lease."""
 LONGEST_S = 10.0
-"""Between two of them."""
+"""Most seconds between two renewals."""
 MANY_CALLS = 1_000
 
 
 class Owner(Protocol):
-    """Makes what ends with it."""
+    """Makes actors and reservations that end with the owner."""
 
     epoch: int
-    """Of the commands that have driven the run with it, which one this is; 0: with this process all of it ends."""
+    """Number of this command among those that have driven the run with the owner; 0: all ends with this process."""
 
     def make(self, cls: type, options: Mapping[str, Any], *arguments: Any) -> Any:
-        """An actor; its handle. `options`: Ray's, its name among them. Blocks for moments."""
+        """Make an actor. Returns its handle. `options`: Ray's, the actor's name among them. Blocks for moments."""
         ...
 
     def reserve(self, bundles: list[dict[str, float]], labels: list[dict[str, str]], name: str) -> PlacementGroup:
-        """`labels`: of the node that each bundle is to be on."""
+        """Reserve bundles. `labels`: those of the node that each bundle is to be on."""
         ...
 
     def close(self) -> None:
-        """Nobody needs what it has made."""
+        """End what the owner has made: it is not needed any more."""
         ...
 
     def let_go(self) -> None:
-        """Another process has taken it."""
+        """Give the owner up: another process has taken it."""
         ...
 
 
 class ThisProcess:
-    """Actors end with it."""
+    """This process as the owner: actors end with it."""
 
     epoch = 0
 
@@ -67,15 +65,15 @@ class ThisProcess:
         return reserved(bundles, labels, name)
 
     def close(self) -> None:
-        """They are ended one by one."""
+        """Do nothing: actors are ended one by one."""
 
     def let_go(self) -> None:
-        """Nobody can take them."""
+        """Do nothing: no other process can take the actors."""
 
 
 class RunOwner:
-    """This process's end of an `Owner`. From when it is made until `close` or `let_go` its lease is renewed by a
-    thread, whatever else this process does.
+    """This process's side of an `Owner`. Until `close` or `let_go` a thread renews its lease, whatever else this
+    process does.
 
     Lifecycle: `start` one, or `take` that of a command that has died; then `keep` and `note`; `leave`, `close`.
     """
@@ -83,7 +81,7 @@ class RunOwner:
     def __init__(self, handle: Any, epoch: int, lease_s: float) -> None:
         self._handle, self.epoch = handle, epoch
         self._names: dict[Any, str] = {}
-        """By handle: the names that Ray knows actors by."""
+        """Names of the actors in Ray, by handle."""
         self._refusal: TakenOver | None = None
         self._stopped = threading.Event()
         pause_s = min(LONGEST_S, lease_s / RENEWALS)
@@ -91,7 +89,7 @@ class RunOwner:
 
     @classmethod
     def start(cls, namespace: str, lease_s: float) -> "RunOwner":
-        """On this node. Raises `DeadlineExceeded`, `WorkerDied`."""
+        """Start an owner on this node. Raises `DeadlineExceeded`, `WorkerDied`."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options: dict[str, Any] = {
             "name": OWNER, "namespace": namespace, "lifetime": "detached", "num_cpus": 0,
@@ -102,8 +100,8 @@ class RunOwner:
 
     @classmethod
     def take(cls, namespace: str, lease_s: float) -> "tuple[RunOwner, Kept] | None":
-        """That of a run whose command has died, with what it has left. None: there is none, or nothing to go on with;
-        then what there is of it ends. Raises `WorkerDied`, and `DeadlineExceeded` for one that does not answer: that
+        """Take the owner of a run whose command has died, with what that has left. None: there is none, or nothing to
+        go on with; then the owner ends. Raises `WorkerDied`, and `DeadlineExceeded` for one that does not answer: that
         ends too, or it would keep what the run has reserved."""
         try:
             handle = ray.get_actor(OWNER, namespace=namespace)
@@ -131,37 +129,37 @@ class RunOwner:
         return group
 
     def name_of(self, handle: Any) -> str:
-        """That Ray knows one of its actors by."""
+        """The name of one of its actors in Ray."""
         return self._names[handle]
 
     def keep_only(self, names: Collection[str], groups: Collection[PlacementGroup]) -> dict[str, Any]:
-        """Handles of these actors, by name, as far as they were ever made. Other actors and reservations end."""
+        """Handles of the named actors, by name, as far as they were ever made. Other actors and reservations end."""
         with self._heeding():
             found: dict[str, Any] = _asked(self._handle.keep_only.remote(self.epoch, list(names), list(groups)))
         self._names = {handle: name for name, handle in found.items()}
         return found
 
     async def keep(self, state: bytes) -> None:
-        """What the next command is to know. Raises `TakenOver`, `DeadlineExceeded`, `WorkerDied`."""
+        """Keep the state for the next command. Raises `TakenOver`, `DeadlineExceeded`, `WorkerDied`."""
         await self._told(self._handle.keep.remote(self.epoch, state))
 
     async def note(self, step: Any) -> None:
-        """A step that all ranks have made, before its rows are completed. Raises as `keep` does."""
+        """Note a step that all ranks have made, before its rows are completed. Raises as `keep` does."""
         await self._told(self._handle.note.remote(self.epoch, pickle.dumps(step)))
 
     async def leave(self) -> None:
-        """Nobody can take the run over from now on. Raises as `keep` does."""
+        """Drop the state, so that no command can take the run over from now on. Raises as `keep` does."""
         await self._told(self._handle.leave.remote(self.epoch))
 
     def close(self) -> None:
-        """End it, with all that it has made. Never raises for one that is dead."""
+        """End the owner, with all that it has made. Never raises for one that is dead."""
         self._stopped.set()
         if self._refusal is None:
             with contextlib.suppress(RayError):
                 ray.kill(self._handle)
 
     def let_go(self) -> None:
-        """Another process drives the run: leave everything as it is."""
+        """Leave everything as it is: another process drives the run."""
         self._stopped.set()
 
     async def _told(self, ref: Any) -> None:
@@ -169,14 +167,15 @@ class RunOwner:
             await answer(ref, name=OWNER, phase="keep", timeout_s=ANSWER_S)
 
     def _renew(self, pause_s: float) -> None:
-        """One that fails is tried again: of its death, all hear whose actors it has made."""
+        """Renew the lease until the end. A failed renewal is tried again: callers of the actors hear of the owner's
+        death."""
         while not self._stopped.wait(pause_s) and ray.is_initialized():
             with contextlib.suppress(PenstockError), self._heeding():
                 _asked(self._handle.renew.remote(self.epoch))
 
     @contextlib.contextmanager
     def _heeding(self) -> Iterator[None]:
-        """Another process has taken it: nothing is renewed, and nothing ended, from then on."""
+        """Remember if another process has taken the owner: from then on nothing is renewed, and nothing ended."""
         if self._refusal is not None:
             raise TakenOver(str(self._refusal))
         try:

@@ -1,8 +1,7 @@
-"""Who drives a run: one process after the other, each with an epoch of its own. Pure, with time as an argument; kept by
-`owner_actor.py`.
+"""The processes that drive a run, one after the other, each with an epoch of its own. Pure, with time as an argument.
 
-    take ─▶ epoch 1 ─ renew, renew, … silence ─▶ take ─▶ epoch 2 ─ …        who comes with an older epoch is refused
-                                         └─ for longer than the lease ─▶ over: nobody comes any more
+take ─▶ epoch 1 ─ renew, renew, … silence ─▶ take ─▶ epoch 2 ─ …        an older epoch is refused
+                                     └─ for longer than the lease ─▶ over: no process takes it any more
 """
 
 from penstock.conf.errors import TakenOver
@@ -19,20 +18,20 @@ class Tenure:
     """
 
     def __init__(self, lease_s: float) -> None:
-        """`lease_s`: for how long nobody needs to be heard of."""
+        """`lease_s`: how long the process that drives the run may be silent."""
         self._lease_s = lease_s
         self.epoch = 0
-        """Of who drives the run now; 0: nobody has yet."""
+        """Epoch of the process that drives the run now; 0: none has yet."""
         self._heard = 0.0
 
     def take(self, now: float) -> int:
-        """The epoch of a process that drives the run from now on."""
+        """Give a process that drives the run from now on its epoch."""
         self.epoch += 1
         self._heard = now
         return self.epoch
 
     def check(self, epoch: int) -> None:
-        """Raises `TakenOver` unless that one still drives it."""
+        """Raise `TakenOver` unless the process of that epoch still drives the run."""
         if epoch != self.epoch:
             raise TakenOver(
                 "Another process has taken this run over, and goes on with it. This one ends here, and leaves its "
@@ -40,12 +39,12 @@ class Tenure:
             )
 
     def renew(self, epoch: int, now: float) -> None:
-        """It is there. Raises `TakenOver`."""
+        """Note that the process is alive. Raises `TakenOver`."""
         self.check(epoch)
         self._heard = now
 
     def silent_s(self, now: float) -> float:
-        """For how long nobody has been heard of."""
+        """Seconds since the process that drives the run was heard of."""
         return now - self._heard
 
     def is_over(self, now: float) -> bool:

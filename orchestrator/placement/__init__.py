@@ -1,1 +1,1 @@
-"""Where actors go: which there are, what each reserves, on which node each is, and one reservation for all of them."""
+"""Placement of actors: which there are, what each reserves, the node of each, and one reservation for all of them."""

@@ -1,4 +1,4 @@
-"""Which actors a dataflow needs, and what each reserves: decided before anything starts, from the graph and the
+"""The actors that a dataflow needs, and what each reserves: decided before anything starts, from the graph and the
 configuration.
 
 `penstock validate` prints the plan, `assignment.py` gives each actor its node, `fleet/` carries it out.
@@ -17,7 +17,7 @@ from penstock.store.service.actor import STORE
 
 @dataclass(frozen=True)
 class ActorPlan:
-    """One actor. `name` is what Ray's dashboard shows."""
+    """The plan of an actor. `name` is what Ray's dashboard shows."""
 
     name: str
     role: str  # store, prompts, rollout, environment, reward, scorer, compute, trainer
@@ -26,7 +26,7 @@ class ActorPlan:
     stage: str | None = None
     rank: int = 0
     joins: bool = False
-    """It comes while the run goes on."""
+    """True if the actor joins while the run goes on."""
 
 
 def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
@@ -62,7 +62,7 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
 
 
 def reward_of(flow: Dataflow, stage: str, config: RunConfig) -> tuple[str, Mapping[str, Any]]:
-    """Name and options of what scores in a reward stage; no name where the dataflow brings a function."""
+    """Name and options of the reward of a stage; an empty name where the dataflow brings a function."""
     found = [one for one in flow.of_kind("reward") if one.name == stage]  # none: for evaluation alone
     if found and found[0].function is not None:
         return "", config.reward.options
@@ -71,12 +71,12 @@ def reward_of(flow: Dataflow, stage: str, config: RunConfig) -> tuple[str, Mappi
 
 
 def needed(actors: Sequence[ActorPlan]) -> tuple[float, float]:
-    """CPUs and GPUs that the plan reserves in all."""
+    """Numbers of CPUs and GPUs that the plan reserves in all."""
     return sum(actor.num_cpus for actor in actors), sum(actor.num_gpus for actor in actors)
 
 
 def check_fits(actors: Sequence[ActorPlan], num_cpus: float, num_gpus: float, where: str = "the cluster has") -> None:
-    """Raise `ResourceError` unless so much is there as the plan reserves in sum."""
+    """Raise `ResourceError` unless as much is there as the plan reserves in sum."""
     cpus, gpus = needed(actors)
     if gpus > num_gpus:
         raise ResourceError(

@@ -1,4 +1,4 @@
-"""Which node each actor of a run goes to. Pure: from the plan, the cluster's nodes and the configuration.
+"""Assigns each actor of a run to a node. Pure: from the plan, the cluster's nodes and the configuration.
 
     Store, Prompts     on the driver's node (the controller is the driver)
     ranks              of the trainer, then of each scorer: on few nodes, filled one after the other in rank order
@@ -9,7 +9,7 @@
 Ranks and engines share a node only where they must, or share devices (`sharing.py`: rank i and engine i are on one
 node). `cluster.nodes` and `cluster.labels` say which nodes may be taken. Several ways to fill the nodes are tried,
 preferred ones first, since what one kind takes may be all that another could have. If none works, the refusal is that
-of the plainest. Called by `reservation.py`, which holds Ray to it, and for `penstock validate`.
+of the simplest. `reservation.py` makes Ray keep to the assignment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,40 +25,40 @@ from penstock.orchestrator.placement.sharing import pairs
 
 RANKS, ENGINES, REWARDS, COMPUTE = "ranks", "engines", "rewards", "compute"
 ORDERS = ((RANKS, ENGINES, REWARDS), (ENGINES, RANKS, REWARDS), (REWARDS, RANKS, ENGINES))
-"""Who is placed first."""
+"""Orders in which the kinds are placed."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Every actor of a plan on its node."""
+    """An assignment: every actor of a plan on its node."""
 
     nodes: tuple[Node, ...]
-    """Those that take part: the driver's first, then the others that have an actor, by address."""
+    """Nodes that take part: the driver's first, then the others that have an actor, by address."""
     node_of: Mapping[str, Node]
-    """By the actor's name, in the plan's order."""
+    """Node of each actor, by the actor's name, in the plan's order."""
 
     @property
     def titles(self) -> dict[str, str]:
-        """What a reader knows each actor's node by."""
+        """The name that people read of each actor's node, by the actor's name."""
         known = titles(self.nodes)
         return {name: known[node.id] for name, node in self.node_of.items()}
 
     def with_one(self, name: str, node: Node) -> "Assignment":
-        """The same with one more actor."""
+        """The assignment with one more actor."""
         is_known = any(other.id == node.id for other in self.nodes)
         return Assignment(self.nodes if is_known else (*self.nodes, node), {**self.node_of, name: node})
 
     def without(self, name: str) -> "Assignment":
-        """The same with one actor less. Its node still takes part."""
+        """The assignment with one actor less. Its node still takes part."""
         return Assignment(self.nodes, {other: node for other, node in self.node_of.items() if other != name})
 
     def names_on(self, node: Node) -> list[str]:
-        """In the plan's order."""
+        """Names of the actors on a node, in the plan's order."""
         return [name for name, its in self.node_of.items() if its.id == node.id]
 
 
 def assign(actors: Sequence[ActorPlan], nodes: Sequence[Node], config: RunConfig) -> Assignment:
-    """`nodes`: the driver's first; the order of the others changes nothing.
+    """Assign actors to nodes. `nodes`: the driver's first; the order of the others changes nothing.
 
     Raises `ResourceError` naming what does not fit, and the key to change.
     """
@@ -91,7 +91,7 @@ def _assignment(actors: Sequence[ActorPlan], nodes: Sequence[Node], filling: Fil
 
 
 def _fill(filling: Filling, order: Sequence[str], actors: Sequence[ActorPlan], driver: Node, config: RunConfig) -> None:
-    """Raises `NoRoom`."""
+    """Place all kinds of actors, in an order. Raises `NoRoom`."""
     of_kind: dict[str, Callable[[], None]] = {
         RANKS: lambda: _place_ranks(filling, actors, config),
         ENGINES: lambda: _place_engines(filling, actors, config),
@@ -103,7 +103,7 @@ def _fill(filling: Filling, order: Sequence[str], actors: Sequence[ActorPlan], d
 
 
 def _place_ranks(filling: Filling, actors: Sequence[ActorPlan], config: RunConfig) -> None:
-    """And the engines that share their devices."""
+    """Place the ranks, and the engines that share their devices."""
     blocks = (config.trainer.shard_size, config.trainer.ranks_per_row)
     together = pairs(actors, config)
     filling.gang(together or [[actor] for actor in actors if actor.role == "trainer"], blocks)
@@ -117,7 +117,8 @@ def _place_engines(filling: Filling, actors: Sequence[ActorPlan], config: RunCon
 
 
 def _place_near_rows(filling: Filling, roles: Sequence[str], actors: Sequence[ActorPlan], driver: Node) -> None:
-    """Rows come from the engines; those of a dataset, from the prompts. Each role begins with the first node."""
+    """Place actors near the rows that they read, which come from the engines; those of a dataset, from the prompts.
+    Each role begins with the first node."""
     engines = [actor.name for actor in actors if actor.role == "rollout"]
     near = filling.nodes_of(engines) or [driver]
     for role in roles:

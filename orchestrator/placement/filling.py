@@ -1,4 +1,4 @@
-"""Filling nodes with the actors of a run, kind by kind: one of the ways that `assignment.py` tries. Pure."""
+"""Fills nodes with the actors of a run, kind by kind: one of the ways that `assignment.py` tries. Pure."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -11,11 +11,11 @@ from penstock.orchestrator.placement.room import Need, Room
 Unit = Sequence[ActorPlan]
 """Actors that go to one node, on one device if they have part of one."""
 COMPUTING = {"trainer": "rank", "scorer": "rank", "rollout": "engine"}
-"""Whom it takes long: not on one node unless they must."""
+"""Kinds of actors that compute for long, by role: two kinds are on one node only where they must."""
 
 
 class NoRoom(Exception):
-    """This way does not work: `units` are not placed, and `rooms` are as they were before these."""
+    """The error of a way that does not work: `units` are not placed, and `rooms` are as they were before these."""
 
     def __init__(self, units: Sequence[Unit], rooms: Sequence[Room]) -> None:
         super().__init__(units, rooms)
@@ -28,18 +28,18 @@ class Filling:
 
     def __init__(self, nodes: Sequence[Node], labels: Mapping[str, Mapping[str, str]], *, apart: bool, tight: bool):
         """`labels`: what the nodes of a role must have. `apart`: no engine beside a rank, unless they share a device.
-        `tight`: the smallest nodes that do are taken, so that larger ones stay whole for others."""
+        `tight`: the smallest nodes that suffice are taken, so that larger ones stay whole for others."""
         self.room_of: dict[str, Room] = {}
-        """By the actor's name."""
+        """Room of each placed actor, by the actor's name."""
         self._rooms = [Room.of(node) for node in nodes]
         self._room_of_node = {room.node.id: room for room in self._rooms}
         self._labels, self._apart, self._tight = labels, apart, tight
         self._kinds: dict[str, set[str]] = {node.id: set() for node in nodes}
-        """Who computes on each node."""
+        """Kinds of actors that compute on each node, by node id."""
 
     def gang(self, units: Sequence[Unit], blocks: Sequence[int] = ()) -> None:
-        """Node-wise in their order, on few nodes. `blocks`: so many in a row stay together if that is possible, or else
-        as many as the next one says."""
+        """Place units in their order, node by node, on few nodes. `blocks`: so many in a row stay together if that is
+        possible, or else as many as the next number says."""
         if not units:
             return
         rooms = self._open_to(units[0])
@@ -53,7 +53,7 @@ class Filling:
         raise NoRoom(units, rooms)
 
     def spread(self, actors: Sequence[ActorPlan]) -> None:
-        """Actors that are alike: each where the most room is; where that is the same, where the fewest of them are."""
+        """Place like actors: each where the most room is; where that is the same, where the fewest of them are."""
         if not actors:
             return
         need, kind, rooms = Need.of(actors[:1]), self._kind(actors[:1]), self._open_to(actors[:1])
@@ -73,7 +73,7 @@ class Filling:
             preferences[place] = preference(rooms[place])
 
     def near(self, actor: ActorPlan, nodes: Sequence[Node]) -> None:
-        """On the first of `nodes` that has room, or else where the most room is."""
+        """Place an actor on the first of `nodes` that has room, or else where the most room is."""
         need, labels = Need.of([actor]), self._labels.get(actor.role, {})
         rooms = (self._room_of_node[node.id] for node in nodes if node.id in self._room_of_node and node.has(labels))
         room = next((room for room in rooms if room.fits(need)), None)
@@ -85,12 +85,12 @@ class Filling:
         self._take([actor], room)
 
     def nodes_of(self, names: Sequence[str]) -> list[Node]:
-        """Of those that have been placed, in the order of the actors, each once."""
+        """Nodes of the named actors that have been placed, in the order of the actors, each node once."""
         nodes = [self.room_of[name].node for name in names if name in self.room_of]
         return list({node.id: node for node in nodes}.values())
 
     def _open_to(self, unit: Unit) -> list[Room]:
-        """Rooms that these actors may have, whether or not there is any left. Those without the other kind first."""
+        """Rooms that these actors may have, also full ones. Those without the other kind come first."""
         wanted = [self._labels.get(actor.role, {}) for actor in unit]
         rooms = [room for room in self._rooms if all(room.node.has(labels) for labels in wanted)]
         kind = self._kind(unit)
@@ -99,7 +99,7 @@ class Filling:
         return sorted(rooms, key=lambda room: self._is_shared(room, kind))
 
     def _choices(self, chunks: Sequence[Sequence[Unit]], rooms: Sequence[Room]) -> Iterator[Sequence[Room]]:
-        """Sequences of rooms to try, those of the fewest first."""
+        """Sequences of rooms to try, those of the fewest rooms first."""
         need, size = Need.of(chunks[0][0]), len(chunks[0])
         times = {room.node.id: room.times(need) // size for room in rooms}
         if self._tight:
@@ -116,7 +116,7 @@ class Filling:
         self._kinds[room.node.id] |= {self._kind([actor]) for actor in unit} - {""}
 
     def _kind(self, unit: Unit) -> str:
-        """Of actors that share a device: none."""
+        """The kind of a unit; empty for actors that share a device."""
         kinds = {COMPUTING.get(actor.role, "") for actor in unit}
         return kinds.pop() if len(kinds) == 1 else ""
 
@@ -125,7 +125,7 @@ class Filling:
 
 
 def _fewest(rooms: Sequence[Room], times: Mapping[str, int], wanted: int) -> list[Room]:
-    """The first ones in order of which as few as possible hold `wanted`."""
+    """The fewest rooms that hold `wanted`; of such choices, the first in order."""
     sizes = sorted(times[room.node.id] for room in rooms)
     most = next((count for count in range(1, len(sizes) + 1) if sum(sizes[-count:]) >= wanted), 0)
     taken: list[Room] = []
@@ -140,7 +140,7 @@ def _fewest(rooms: Sequence[Room], times: Mapping[str, int], wanted: int) -> lis
 
 
 def _in_sequence(chunks: Sequence[Sequence[Unit]], rooms: Sequence[Room]) -> list[Room] | None:
-    """A room for each unit: one is filled, then the next. None if they do not hold all."""
+    """A room for each unit: one room is filled, then the next. None if they do not hold all."""
     places: list[Room] = []
     index, trial = -1, None
     for chunk in chunks:

@@ -1,8 +1,6 @@
-"""The nodes of the Ray cluster that this process is connected to, as plain data: what `assignment.py` decides from.
+"""The nodes of the Ray cluster that this process is connected to, as plain data.
 
-    cluster_nodes()  living nodes and all that they have     free_nodes()  the same nodes and what nobody has reserved
-
-Called by `reservation.py` and `look.py`.
+cluster_nodes()  living nodes and all that they have     free_nodes()  the same nodes and what is not reserved
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,26 +11,26 @@ import ray
 from ray._private.state import available_resources_per_node  # Ray's public call has the whole cluster's sum only
 
 NODE_ID = "ray.io/node-id"
-"""Label that Ray gives each node, by which a reservation is held to it."""
+"""Label that Ray gives each node, which holds a reservation to it."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One Ray node. A machine has one, but for tests."""
+    """A Ray node. A machine has one, except in tests."""
 
     id: str
-    """Ray's."""
+    """Ray's id."""
     name: str
-    """Of its host."""
+    """Name of the node's host."""
     address: str
     cpus: float = 0.0
-    """Logical ones, as Ray counts them."""
+    """Number of logical CPUs, as Ray counts them."""
     gpus: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """`ray start --labels`, and those that Ray gives by itself."""
+    """Labels of `ray start --labels`, and those that Ray gives by itself."""
 
     def is_called(self, name: str) -> bool:
-        """`name`: as a user would write it."""
+        """Return whether a name means this node. `name`: as a user would write it."""
         return name in (self.name, self.address, self.id)
 
     def has(self, labels: Mapping[str, str]) -> bool:
@@ -40,8 +38,8 @@ class Node:
 
 
 def titles(nodes: Sequence[Node]) -> dict[str, str]:
-    """What a reader knows each node by, by its id: the host's name, with the address or the id where several nodes have
-    that one."""
+    """The name that people read of each node, by its id: the host's name, with the address or the id where several
+    nodes have the same."""
     result = {}
     for node in nodes:
         same = [other for other in nodes if other.name == node.name]
@@ -55,19 +53,19 @@ def titles(nodes: Sequence[Node]) -> dict[str, str]:
 
 
 def cluster_nodes() -> list[Node]:
-    """The driver's first, then by address."""
+    """Living nodes, the driver's first, then by address."""
     driver = ray.get_runtime_context().get_node_id()
     entries: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return in_order([node_of(entry) for entry in entries if entry["Alive"]], driver)
 
 
 def in_order(nodes: Iterable[Node], driver: str) -> list[Node]:
-    """The driver's node first, the others by address."""
+    """Sort nodes: the driver's first, the others by address."""
     return sorted(nodes, key=lambda node: (node.id != driver, _sortable(node.address), node.id))
 
 
 def node_of(entry: Mapping[str, Any]) -> Node:
-    """`entry`: one of `ray.nodes()`."""
+    """The node of an entry of `ray.nodes()`."""
     resources = entry["Resources"]
     return Node(
         entry["NodeID"], entry["NodeManagerHostname"], entry["NodeManagerAddress"],
@@ -76,12 +74,12 @@ def node_of(entry: Mapping[str, Any]) -> Node:
 
 
 def free_nodes() -> list[Node]:
-    """With what of their CPUs and GPUs nobody has reserved."""
+    """Living nodes with those of their CPUs and GPUs that are not reserved."""
     free: Mapping[str, Mapping[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
     left = [(node, free.get(node.id, {})) for node in cluster_nodes()]
     return [replace(node, cpus=has.get("CPU", 0.0), gpus=has.get("GPU", 0.0)) for node, has in left]
 
 
 def _sortable(address: str) -> tuple[tuple[int, str], ...]:
-    """10.0.0.9 comes before 10.0.0.10."""
+    """The sort key of an address: 10.0.0.9 comes before 10.0.0.10."""
     return tuple((int(part), "") if part.isdigit() else (0, part) for part in address.split("."))

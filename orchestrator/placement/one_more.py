@@ -1,10 +1,8 @@
-"""Where an actor goes that joins a run, or that has lost its node. Pure: from what is free on the cluster's nodes now.
+"""The place of an actor that joins a run, or has lost its node. Pure: from what is free on the cluster's nodes now.
 
-    engines   a node without ranks, if one has room; of these one with the fewest engines, then with the most room
-    ranks     a node with ranks: those of a node that has left stay together
-    others    a node with engines, whose rows they read; of these one with the fewest of them
-
-Called by `reservation.py` and `fleet/growth.py`.
+engines   a node without ranks, if one has room; of these one with the fewest engines, then with the most room
+ranks     a node with ranks: those of a node that has left stay together
+others    a node with engines, whose rows they read; of these one with the fewest of them
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ RANKS = ("trainer", "scorer")
 
 
 def next_of(plan: Sequence[ActorPlan], role: str, stage: str | None, names: Sequence[str]) -> ActorPlan:
-    """The plan of one more actor like those of a role and stage. `names`: that there ever were: none is used again."""
+    """The plan of one more actor like those of a role and stage. `names`: all ever used: none is used again."""
     like = next(actor for actor in plan if actor.role == role and actor.stage == stage)
     kind = like.name.rpartition("-")[0]
     taken = {*names, *(actor.name for actor in plan)}
@@ -30,14 +28,14 @@ def next_of(plan: Sequence[ActorPlan], role: str, stage: str | None, names: Sequ
 
 
 def open_nodes(role: str, nodes: Sequence[Node], config: ClusterConfig) -> list[Node]:
-    """Those that the role may be on. One that `cluster.nodes` names and that has left is none."""
+    """Nodes that the role may be on. A node that `cluster.nodes` names and that has left is not among them."""
     chosen = [node for node in nodes if not config.nodes or any(node.is_called(name) for name in config.nodes)]
     return [node for node in chosen if node.has(config.labels.get(role, {}))]
 
 
 def place_one(actor: ActorPlan, free: Sequence[Node], roles_on: Mapping[str, Sequence[str]]) -> Node | None:
-    """The node for it; None where it fits nowhere. `free`: nodes that it may be on, with what nobody has reserved.
-    `roles_on`: of the run's actors on each node, by its id."""
+    """The node for an actor; None where it fits nowhere. `free`: nodes that it may be on, with what is not reserved.
+    `roles_on`: roles of the run's actors on each node, by its id."""
     need = Need.of([actor])
     rooms = [room for room in map(Room.of, free) if room.fits(need)]
 
@@ -52,14 +50,15 @@ def place_one(actor: ActorPlan, free: Sequence[Node], roles_on: Mapping[str, Seq
 
 
 def num_more(actor: ActorPlan, free: Sequence[Node]) -> int:
-    """How many like it fit at the same time. One that reserves nothing fits without end."""
+    """Number of such actors that fit at the same time. One that reserves nothing fits any number of times."""
     need = Need.of([actor])
     return sum(Room.of(node).times(need) for node in free)
 
 
 def engines_to_add(plan: Sequence[ActorPlan], free: Sequence[Node], config: RunConfig) -> int:
-    """`rollout.num_workers=auto`: as many as there is room for, and no more than there are groups under way at a time:
-    one more would have nothing to do. `free`: of the cluster's nodes, what nobody has reserved."""
+    """Number of engines to add for `rollout.num_workers=auto`: as many as there is room for, but no more than there are
+    groups under way at a time: one more would have nothing to do. `free`: the cluster's nodes, with what is not
+    reserved."""
     engines = [actor for actor in plan if actor.role == "rollout"]
     if not engines:
         return 0

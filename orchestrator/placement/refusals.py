@@ -1,4 +1,4 @@
-"""What cannot be placed on the nodes that there are, told by name with the key to change. Used by `assignment.py`."""
+"""Errors for actors that cannot be placed on the present nodes, with the key to change."""
 
 from collections.abc import Sequence
 
@@ -18,11 +18,11 @@ KEYS = {
     "reward": "reward.num_workers, reward.judge.num_gpus or reward.cpus_per_worker (0 reserves none)",
     "environment": "environment.num_workers or environment.cpus_per_worker (0 reserves none)",
 }
-"""What an actor's reservation goes by. Others reserve nothing."""
+"""Keys that an actor's reservation depends on, by role. Other roles reserve nothing."""
 
 
 def chosen_nodes(nodes: Sequence[Node], config: ClusterConfig) -> list[Node]:
-    """Those of `cluster.nodes`; all of them where it is empty."""
+    """The nodes of `cluster.nodes`; all nodes where it is empty."""
     for name in config.nodes:
         if not any(node.is_called(name) for node in nodes):
             known = sorted({name for node in nodes for name in (node.name, node.address)})
@@ -31,7 +31,7 @@ def chosen_nodes(nodes: Sequence[Node], config: ClusterConfig) -> list[Node]:
 
 
 def check_labels(actors: Sequence[ActorPlan], nodes: Sequence[Node], config: ClusterConfig) -> None:
-    """A label that none of the nodes has, and labels that none has together."""
+    """Refuse a label that none of the nodes has, and labels that none has together."""
     for role in dict.fromkeys(actor.role for actor in actors):
         wanted = config.labels.get(role, {})
         what = f"cluster.labels.{role}={_labels(wanted)}"
@@ -48,7 +48,7 @@ def check_labels(actors: Sequence[ActorPlan], nodes: Sequence[Node], config: Clu
 
 
 def check_widths(actors: Sequence[ActorPlan], nodes: Sequence[Node], config: RunConfig) -> None:
-    """An actor that none of its nodes could hold, were it empty."""
+    """Refuse an actor that none of its nodes could hold, even if it were empty."""
     alike = {(actor.role, Need.of([actor])): actor for actor in reversed(actors)}
     for actor in reversed(alike.values()):
         rooms = [Room.of(node) for node in nodes if node.has(config.cluster.labels.get(actor.role, {}))]
@@ -61,7 +61,7 @@ def check_widths(actors: Sequence[ActorPlan], nodes: Sequence[Node], config: Run
 
 
 def refusal(error: NoRoom, nodes: Sequence[Node], config: RunConfig) -> ResourceError:
-    """What fits in sum, and not node by node."""
+    """The error for what fits in sum, but not node by node."""
     unit, names, rooms = error.units[0], titles(nodes), error.rooms
     need, whose = Need.of(unit), _whose(unit[0], config)
     keys = " or ".join(dict.fromkeys(KEYS[actor.role] for actor in unit if actor.role in KEYS))
@@ -87,7 +87,7 @@ def refusal(error: NoRoom, nodes: Sequence[Node], config: RunConfig) -> Resource
 
 
 def _whose(actor: ActorPlan, config: RunConfig) -> str:
-    """The nodes that it may have, in words."""
+    """The nodes that an actor may have, in words."""
     labels = config.cluster.labels.get(actor.role)
     if labels:
         return f"the nodes with {_labels(labels)} (cluster.labels.{actor.role})"
@@ -95,7 +95,7 @@ def _whose(actor: ActorPlan, config: RunConfig) -> str:
 
 
 def _freest(rooms: Sequence[Room], unit: Unit) -> Room:
-    """Of what the unit wants most of."""
+    """The room with most left of what the unit needs: GPUs if it needs any, else CPUs."""
     by_gpus = any(actor.num_gpus for actor in unit)
     return max(rooms, key=lambda room: (sum(room.devices), room.cpus) if by_gpus else (room.cpus, 0))
 
@@ -106,7 +106,7 @@ def _amount(need: Need) -> str:
 
 
 def _left(room: Room, need: Need) -> str:
-    """Of what is needed."""
+    """The amount that is left in a room of what is needed, in words."""
     kinds = ((need.gpus, sum(room.devices), "GPU"), (need.cpus, room.cpus, "CPU"))
     return " and ".join(f"{left / UNIT:g} {kind}(s)" for wanted, left, kind in kinds if wanted)
 

@@ -1,12 +1,12 @@
-"""One reservation of all that a run's actors need, on the nodes that `assignment.py` gives them: all of it or nothing.
+"""Reserves all that a run's actors need, on the nodes that `assignment.py` gives them: all of it or nothing.
 
     bundle 0: node A, 1 CPU          Rollout-0
     bundle 1: node B, 1 CPU, 1 GPU   Trainer-policy-0 (0.5), Rollout-1 (0.5): placement=colocated
     …                                actors that reserve nothing are held to their node without one
 
-It is one placement group of Ray's, each bundle pinned to its node by a label. Two runs that start on one cluster at the
-same time cannot hold a half each and wait for the other: the second waits for what it planned, takes other nodes when
-they are free, and is told in the end who has what it wants. Made by `fleet/fleet.py`.
+The reservation is one placement group of Ray's, each bundle pinned to its node by a label. Two runs that start on one
+cluster at the same time cannot hold a half each and wait for the other: the second waits for what it planned, takes
+other nodes when they are free, and is told in the end which runs have what it wants.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from penstock.orchestrator.placement.one_more import open_nodes, place_one
 from penstock.orchestrator.placement.sharing import plan_sharing
 
 PATIENCE_S = 5.0
-"""How long a run waits for the nodes that it planned, before it looks whether others are free."""
+"""Seconds that a run waits for the nodes that it planned, before it looks whether others are free."""
 RUN_PREFIX = "penstock-"
-"""Of a reservation's name: the namespace of its run."""
+"""Beginning of a reservation's name, which is the namespace of its run."""
 OF_MEMBER = "/"
-"""Between that and the name of a member that has a reservation of its own."""
+"""Separator between the namespace and the name of a member that has a reservation of its own."""
 _LOG = logging.getLogger("penstock")
 
 
@@ -49,17 +49,17 @@ class Claim:
     is_own: bool = False
 
     def release(self) -> None:
-        """Give it back to the cluster, where it is a reservation of its own."""
+        """Give the room back to the cluster, where it is a reservation of its own."""
         if self.group is not None and self.is_own:
             remove_placement_group(self.group)
 
 
 class Reservation:
     """Lifecycle: `make` before the actors are created, `options` for each of them, `release` at the end. Meanwhile
-    others may join: `claim`, then `accept`; and whoever leaves is `vacate`d.
+    others may join: `claim`, then `accept`; and members that leave are `vacate`d.
 
-    What one that was there from the start has reserved stays the run's, for the next that joins in its role; what one
-    that joined has reserved is its own, and goes back to the cluster with it.
+    The room of a member of the start stays the run's, for the next that joins in its role. The room of a member that
+    joined is its own, and goes back to the cluster with it.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class Reservation:
         self._owner = owner
         self._group = group
         self._claims = {name: Claim(assignment.node_of[name], group, bundle) for name, bundle in index.items()}
-        """Of those that have reserved something."""
+        """Claims of the actors that have reserved something, by name."""
         self._vacant: list[tuple[ActorPlan, Claim]] = []
-        """Those of the start, and who had them."""
+        """Free claims of the start, each with the actor that had it."""
 
     @classmethod
     def make(
         cls, actors: Sequence[ActorPlan], config: RunConfig, name: str, timeout_s: float, owner: Owner | None = None
     ) -> "Reservation":
-        """`name`: the namespace of the run. `owner`: with whom it ends; None: this process. Raises `ResourceError` if
-        the cluster can never hold it, and if what it wants is not free in time."""
+        """Reserve. `name`: the namespace of the run. `owner`: the process that it ends with; None: this one. Raises
+        `ResourceError` if the cluster can never hold it, and if what it wants is not free in time."""
         owner = owner or ThisProcess()
         bundles = bundles_of(actors, config)
         index = {actor.name: number for number, unit in enumerate(bundles) for actor in unit}
@@ -101,7 +101,7 @@ class Reservation:
         )
 
     def options(self, actor: ActorPlan) -> dict[str, Any]:
-        """What Ray is told about where the actor goes."""
+        """Ray's options for the place of an actor."""
         claim = self._claims.get(actor.name)
         if claim is not None and claim.group is not None:
             return {"scheduling_strategy": PlacementGroupSchedulingStrategy(claim.group, claim.bundle)}
@@ -109,8 +109,8 @@ class Reservation:
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
 
     def claim(self, actor: ActorPlan, actors: Sequence[ActorPlan], config: RunConfig, name: str) -> Claim:
-        """Room for one more actor, now. `actors`: of the run; `name`: its namespace. Blocks for seconds. Raises
-        `ResourceError` if there is none."""
+        """Claim room for one more actor, now. `actors`: those of the run; `name`: its namespace. Blocks for seconds.
+        Raises `ResourceError` if there is none."""
         living = {node.id for node in cluster_nodes()}
         for number, (like, claim) in enumerate(self._vacant):
             is_alike = (like.role, like.num_cpus, like.num_gpus) == (actor.role, actor.num_cpus, actor.num_gpus)
@@ -134,8 +134,8 @@ class Reservation:
         )
 
     def claim_again(self, actor: ActorPlan, actors: Sequence[ActorPlan], config: RunConfig, name: str) -> Claim:
-        """The same for one whose node has left: it may have the room that it had, if only its agent was lost. What it
-        has stays its own until the claim is accepted. Raises `ResourceError`."""
+        """Claim room for an actor whose node has left: it may get the room that it had, if only its agent was lost. It
+        keeps what it has until the claim is accepted. Raises `ResourceError`."""
         own = self._claims.get(actor.name)
         if own is None or own.group is None or own.is_own:
             return self.claim(actor, actors, config, name)
@@ -147,14 +147,14 @@ class Reservation:
             raise
 
     def accept(self, actor: ActorPlan, claim: Claim) -> None:
-        """It has joined or moved, or is about to."""
+        """Take a claim as the room of an actor that has joined or moved, or is about to."""
         before, self._claims[actor.name] = self._claims.get(actor.name), claim
         if before is not None:
             before.release()
         self.assignment = self.assignment.with_one(actor.name, claim.node)
 
     def vacate(self, actor: ActorPlan) -> None:
-        """It has left."""
+        """Give back the room of an actor that has left."""
         self.assignment = self.assignment.without(actor.name)
         if (claim := self._claims.pop(actor.name, None)) is None:
             return
@@ -164,16 +164,16 @@ class Reservation:
 
     @property
     def groups(self) -> list[PlacementGroup]:
-        """All that it has of the cluster."""
+        """All placement groups of the run."""
         claims = [*self._claims.values(), *(claim for _, claim in self._vacant)]
         return [*filter(None, {self._group, *(claim.group for claim in claims)})]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the next process that drives the run: all but this one's owner."""
+        """The state for the next process that drives the run: all but this one's owner."""
         return {key: value for key, value in self.__dict__.items() if key != "_owner"}
 
     def belong_to(self, owner: Owner) -> "Reservation":
-        """Of the process that it has come to."""
+        """Set the owner in the process that has taken the reservation over."""
         self._owner = owner
         return self
 
@@ -187,14 +187,14 @@ class Reservation:
 
 
 def bundles_of(actors: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
-    """Who reserves something, one list a bundle: those that share a GPU together, others alone."""
+    """Actors that reserve something, one list a bundle: those that share a GPU together, others alone."""
     shared = plan_sharing(actors, config)
     sharing = {actor.name for unit in shared for actor in unit}
     return shared + [[actor] for actor in actors if actor.name not in sharing and (actor.num_cpus or actor.num_gpus)]
 
 
 def wanted(bundles: Sequence[Sequence[ActorPlan]], assignment: Assignment) -> str:
-    """`2 CPU(s) on node-1, 1 CPU(s) and 1 GPU(s) on node-2`."""
+    """The reservation in words: `2 CPU(s) on node-1, 1 CPU(s) and 1 GPU(s) on node-2`."""
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for unit in bundles:
         for kind, amount in _resources(unit).items():
@@ -204,7 +204,7 @@ def wanted(bundles: Sequence[Sequence[ActorPlan]], assignment: Assignment) -> st
 
 
 def holders() -> str:
-    """Who has reserved what on the cluster, one sentence each, runs by their names."""
+    """Reservations on the cluster, a sentence for each holder, runs by their names."""
     nodes, free = cluster_nodes(), {node.id: node for node in free_nodes()}
     names, used = titles(nodes), {}
     of_owner: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
@@ -226,8 +226,8 @@ def holders() -> str:
 
 
 def _plans(actors: Sequence[ActorPlan], config: RunConfig) -> Iterator[Assignment]:
-    """The one for the cluster by itself, then again and again one for what is free, if that holds the run. Raises
-    `ResourceError` if the cluster could not hold it even if it were empty."""
+    """Assignments to try, without end: one for the whole cluster, then one for what is free if that holds the run.
+    Raises `ResourceError` if the cluster could not hold the run even if it were empty."""
     while True:
         yield assign(actors, cluster_nodes(), config)
         with contextlib.suppress(ResourceError):
@@ -237,7 +237,7 @@ def _plans(actors: Sequence[ActorPlan], config: RunConfig) -> Iterator[Assignmen
 def _reserved(
     bundles: Sequence[Sequence[ActorPlan]], assignment: Assignment, name: str, timeout_s: float, owner: Owner
 ) -> PlacementGroup | None:
-    """None if it is not free in time."""
+    """Reserve bundles as one placement group; None if they are not free in time."""
     labels = [{NODE_ID: assignment.node_of[unit[0].name].id} for unit in bundles]
     group = owner.reserve([_resources(unit) for unit in bundles], labels, name)
     try:
@@ -258,7 +258,7 @@ def _groups() -> list[dict[str, Any]]:
 
 
 def _owner(name: str) -> str:
-    """Of a reservation, by its name."""
+    """The holder of a reservation in words, by its name."""
     is_run, name = name.startswith(RUN_PREFIX), name.partition(OF_MEMBER)[0]
     return f"Run {name.removeprefix(RUN_PREFIX).rpartition('-')[0]}" if is_run else f"Placement group {name!r}"
 
@@ -268,7 +268,7 @@ def _places(amounts: Mapping[str, Mapping[str, float]], names: Mapping[str, str]
 
 
 def _resources(unit: Sequence[ActorPlan]) -> dict[str, float]:
-    """As Ray takes them: without zeros."""
+    """Resources of a unit as Ray takes them: without zeros."""
     sums = {"CPU": sum(actor.num_cpus for actor in unit), "GPU": sum(actor.num_gpus for actor in unit)}
     return {kind: round(amount, 4) for kind, amount in sums.items() if amount}
 

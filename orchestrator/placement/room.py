@@ -1,4 +1,4 @@
-"""What is left of one node while `assignment.py` fills it. In Ray's own units, so that sums of parts come out even."""
+"""The room that is left on a node while it is filled, in Ray's own units, so that sums of parts come out even."""
 
 import math
 from collections.abc import Iterable
@@ -9,19 +9,19 @@ from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import Node
 
 UNIT = 10_000
-"""Of one CPU or GPU: Ray counts in parts of this size."""
+"""Number of units in one CPU or GPU: Ray counts in these parts."""
 UNLIMITED = 1 << 40
 
 
 class Need(NamedTuple):
-    """Of one actor, or of those that go together. Units; GPUs are whole ones, or a part of a single one."""
+    """The need of one actor, or of those that go together, in units. GPUs are whole ones, or a part of a single one."""
 
     cpus: int
     gpus: int
 
     @classmethod
     def of(cls, actors: Iterable[ActorPlan]) -> "Need":
-        """Together: a GPU that they share is one."""
+        """The need of actors together: a GPU that they share is one."""
         actors = list(actors)
         return cls(round(UNIT * sum(a.num_cpus for a in actors)), round(UNIT * sum(a.num_gpus for a in actors)))
 
@@ -44,12 +44,12 @@ class Room:
         return self.times(need) > 0
 
     def times(self, need: Need) -> int:
-        """How many of it fit."""
+        """Number of such needs that fit."""
         by_cpus = self.cpus // need.cpus if need.cpus else UNLIMITED
         return min(by_cpus, self._times_on_devices(need.gpus))
 
     def with_all(self, needs: Iterable[Need]) -> "Room | None":
-        """What would be left; None if not all of them fit."""
+        """The room that would be left with all needs taken; None if not all of them fit."""
         left = Room(self.node, self.cpus, list(self.devices))
         for need in needs:
             if not left.fits(need):

@@ -1,8 +1,8 @@
-"""Who shares a device with whom: rank i and engine i, where they take turns (`placement=colocated`) or weights are
-handed over in the memory of one GPU (`weights.transport=ipc`).
+"""Actors that share a device: rank i and engine i, where they take turns (`placement=colocated`) or weights are handed
+over in the memory of one GPU (`weights.transport=ipc`).
 
-Called by `assignment.py`, which keeps them on one node, and by `reservation.py`, which reserves one GPU for both. When
-each has it is `colocation.py`'s.
+`assignment.py` keeps them on one node, and `reservation.py` reserves one GPU for both. `colocation.py` decides when
+each has it.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ ROLES = ("trainer", "rollout")
 
 
 def pairs(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
-    """Those that belong together, by rank; nothing where nobody does. The last ones may be alone, where there are more
-    engines than ranks or the other way round."""
+    """Actors that belong together, by rank; empty where none do. The last ones may be alone, where there are more
+    engines than ranks or fewer."""
     members = [actor for actor in plan if actor.role in ROLES]
     if not members or (config.placement != "colocated" and choose_transport(config) != "ipc"):
         return []
@@ -27,5 +27,5 @@ def pairs(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]
 
 
 def plan_sharing(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
-    """Who shares a GPU with whom, one list a GPU; nothing where nobody has one."""
+    """Actors that share a GPU, one list a GPU; empty where none has one."""
     return pairs([actor for actor in plan if actor.num_gpus], config)

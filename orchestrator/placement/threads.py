@@ -1,4 +1,4 @@
-"""CPU threads of engines and ranks, from the cores of the node that each is on. Called by `fleet/`.
+"""Numbers of CPU threads of engines and ranks, from the cores of the node that each is on.
 
 max_staleness=0     they take turns: each side divides all cores among its own kind
 otherwise           they run at the same time: as `best` finds by what `fleet/thread_trial.py` has measured there;
@@ -14,7 +14,7 @@ from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.assignment import Assignment
 
 NEARLY = 1.05
-"""Fewer threads are taken where more would gain less than this: trials differ by as much."""
+"""Factor of time below which fewer threads are taken instead of more: trials differ by as much."""
 
 
 class SharedNode(NamedTuple):
@@ -26,7 +26,7 @@ class SharedNode(NamedTuple):
 
 
 class Threads(NamedTuple):
-    """Of each engine, and of each rank."""
+    """Numbers of CPU threads of each engine, and of each rank."""
 
     rollout: int
     trainer: int
@@ -43,7 +43,8 @@ def threads_of(
     config: RunConfig,
     chosen: Chosen,
 ) -> int:
-    """`cores`: those that processes may use, by node id. An actor's ranks are those of its stage, on its node."""
+    """Number of CPU threads of an actor. `cores`: those that processes may use, by node id. The ranks that count are
+    those of the actor's stage, on its node."""
     node = assignment.node_of[actor.name]
     here = [other for other in actors if assignment.node_of[other.name].id == node.id]
     engines = sum(other.role == "rollout" for other in here)
@@ -56,7 +57,8 @@ def threads_of(
 
 
 def threads_per_worker(role: str, config: RunConfig, num_cores: int, num_engines: int, num_ranks: int) -> int:
-    """CPU threads of an engine (`rollout`) or of a rank (`trainer`, `scorer`) on a node with so many, by division."""
+    """CPU threads of an engine (`rollout`) or rank (`trainer`, `scorer`) on a node with so many of them, by
+    division."""
     workers = num_engines if role == "rollout" else num_ranks
     if config.max_staleness > 0:
         workers = num_engines + num_ranks
@@ -69,7 +71,8 @@ def _given(role: str, config: RunConfig) -> int:
 
 
 def are_tried(config: RunConfig) -> bool:
-    """Engines and ranks compute on the same CPUs at the same time, and somebody's number is not given."""
+    """Return whether numbers of threads are tried: engines and ranks compute on the same CPUs at the same time, and a
+    number of theirs is not given."""
     on_gpus = config.rollout.num_gpus_per_worker or config.trainer.num_gpus_per_rank
     given = config.rollout.num_threads and config.trainer.num_threads
     return config.max_staleness > 0 and config.rollout.engine == "vllm" and not on_gpus and not given
@@ -78,8 +81,8 @@ def are_tried(config: RunConfig) -> bool:
 def shared_nodes(
     actors: Sequence[ActorPlan], assignment: Assignment, cores: Mapping[str, int]
 ) -> dict[SharedNode, list[ActorPlan]]:
-    """Those that have several cores to share, each with one engine of it and all of its ranks: of nodes that are alike
-    the first."""
+    """Kinds of nodes that have several cores to share, each with one engine and all ranks of the first node of its
+    kind."""
     found: dict[SharedNode, list[ActorPlan]] = {}
     for node, num_cores in cores.items():
         here = [actor for actor in actors if assignment.node_of[actor.name].id == node]
@@ -91,7 +94,8 @@ def shared_nodes(
 
 
 def counts_to_try(given: int, num_cores: int) -> list[int]:
-    """1, 2, 4, … and all cores; of a number that is given, no other. `given`: 0 for none."""
+    """Numbers of threads to try: 1, 2, 4, … and all cores; only the given number if there is one. `given`: 0 for
+    none."""
     if given:
         return [given]
     doubled = [2**power for power in range(num_cores.bit_length()) if 2**power < num_cores]
@@ -99,8 +103,8 @@ def counts_to_try(given: int, num_cores: int) -> list[int]:
 
 
 def best(shared: SharedNode, engine_s: Mapping[int, float], rank_s: Mapping[int, float]) -> Threads:
-    """The threads by which a token is soonest through both sides, which work at the same time. `engine_s`, `rank_s`:
-    seconds a token on one engine and one rank alone, by threads.
+    """The numbers of threads with which a token is through both sides soonest, as they work at the same time.
+    `engine_s`, `rank_s`: seconds a token on one engine and one rank alone, by threads.
 
     More threads than cores slow down both sides alike, until the one with less to do is done; then the other has its
     threads to itself. So a token takes what it takes on the slower side, and longer by what the faster one has lost.

@@ -1,7 +1,4 @@
-"""A file to which records are appended: whole, in order, each once, though its disk be full or away for a while.
-
-Used by `run_directory.py` (metrics.jsonl, events.jsonl) and by TensorBoard's sink.
-"""
+"""A file to which records are appended: whole, in order, each once, even if its disk is full or away for a while."""
 
 import contextlib
 import os
@@ -12,7 +9,7 @@ from pathlib import Path
 from penstock.orchestrator.recording.losses import Losses
 
 MAX_WAITING = 10_000
-"""Records of one file that are kept in memory, tens of MiB at most; then the oldest is lost."""
+"""Most records of one file that are kept in memory, tens of MiB; beyond that the oldest is lost."""
 KEPT = f"Up to {MAX_WAITING:,} of its records wait in memory until it can."
 
 
@@ -24,13 +21,13 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path, kind: str, losses: Losses, open_file: Callable[[Path], int]) -> None:
-        """`open_file`: a descriptor for appending, after the last whole record of an earlier process. It may raise
-        `OSError`, and what else it raises `append` raises."""
+        """`open_file`: returns a descriptor for appending, after the last whole record of an earlier process. It may
+        raise `OSError`, and what else it raises `append` raises."""
         self.waiting: deque[bytes] = deque()
         self._path, self._kind, self._losses, self._open_file = path, kind, losses, open_file
         self._descriptor: int | None = None
         self._end: int | None = None
-        """Size with all whole records; None before the file was first opened."""
+        """Size of the file with all whole records; None before the file was first opened."""
 
     def append(self, record: bytes) -> None:
         self.waiting.append(record)
@@ -40,7 +37,8 @@ class AppendedFile:
         self._write_what_waits()
 
     def rewind(self, is_kept: Callable[[bytes], bool]) -> list[bytes]:
-        """Forget records that wait and are not to be kept, after the file itself was cut; those that still wait."""
+        """Forget waiting records that are not to be kept, after the file itself was cut. Returns those that still
+        wait."""
         self._let_go()
         self._end = None
         self.waiting = deque(filter(is_kept, self.waiting))
@@ -85,7 +83,7 @@ class AppendedFile:
         self._end += len(record)
 
     def _open(self, record: bytes) -> None:
-        """`record`: what comes next, and may have been begun before the last error."""
+        """Open the file. `record`: the next one, which may have been begun before the last error."""
         self._descriptor = self._open_file(self._path)
         size = os.lseek(self._descriptor, 0, os.SEEK_END)
         end = size if self._end is None else min(size, self._end)
@@ -95,7 +93,7 @@ class AppendedFile:
         self._end = size  # what is there and not of this record is somebody else's
 
     def _cut_off(self) -> None:
-        """What is half written, for those who read meanwhile; `_open` makes sure of it."""
+        """Cut off what is half written, for processes that read meanwhile; `_open` makes sure of it."""
         if self._descriptor is not None and self._end is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._end)

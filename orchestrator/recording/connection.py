@@ -1,5 +1,5 @@
-"""Where a run can be found while it goes on: `cluster.json` in its directory, written by the process that drives it,
-and read by others that ask it something (`penstock status`, `penstock scale`).
+"""The address of a run while it goes on: `cluster.json` in its directory, written by the process that drives it, and
+read by others that ask it something (`penstock status`, `penstock scale`).
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from penstock.conf.errors import ResourceError
 from penstock.orchestrator.recording.run_directory import RunDirectory
 
 AUTH_MODE = "RAY_AUTH_MODE"
-"""Ray sets it in the process that starts a cluster; whoever joins must have the same."""
+"""Environment variable that Ray sets in the process that starts a cluster; one that joins must have the same."""
 
 
 def note_connection(directory: RunDirectory, namespace: str) -> None:
@@ -35,7 +35,7 @@ def note_connection(directory: RunDirectory, namespace: str) -> None:
 
 @contextlib.contextmanager
 def at_run(directory: RunDirectory, whom: str) -> Iterator[dict[str, Any]]:
-    """Connected to the Ray of a run that goes on, by its `cluster.json`, which this yields. A process that is connected
+    """Connect to the Ray of a run that goes on, by its `cluster.json`, which this yields. A process that is connected
     already stays so. Raises `ResourceError` where it is not there, or `whom` does not answer in the block."""
     found = json.loads(directory.cluster_file.read_text())
     if found["auth_mode"] is not None:

@@ -1,5 +1,5 @@
-"""Brings a run from its URL into its working copy, to go on with it on this machine. Called by
-`checkpointing/resuming.py`; `penstock report` and the like look at a run by `at_place`.
+"""Brings a run from its URL into its working copy, to go on with it on this machine. `penstock report` and the like
+look at a run by `at_place`.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from penstock.orchestrator.recording.run_place import RunPlace
 from penstock.workers.files import download, exists, find, read_if_there
 
 RECORDS = ("config.yaml", METRICS, "cluster.json", EVENTS)
-"""What a run is looked at by."""
+"""Files by which a run is looked at."""
 
 
 def bring_here(place: RunPlace) -> None:
-    """Have the run's newest state in its working copy: what is at the URL replaces it if another machine went on since.
-    Raises `RunInUse`, `CheckpointError`."""
+    """Bring the run's newest state into its working copy: what is at the URL replaces it if another machine went on
+    since. Raises `RunInUse`, `CheckpointError`."""
     if place.url is None or not _is_ahead(place.path, place.url):
         return
     lock = RunLock.take(place.path, place.url)
@@ -45,9 +45,9 @@ def bring_here(place: RunPlace) -> None:
 
 @contextlib.contextmanager
 def at_place(run: str, *, more: Callable[[Sequence[str]], Iterable[str]] = lambda names: ()) -> Iterator[RunDirectory]:
-    """The run in a directory or at a URL, to be looked at: there in its working copy if that is as new, else in a copy
-    that is gone after the block. `more`: of all files' names, those that are wanted beside the records. Raises
-    `ConfigError` if there is no run, `CheckpointError` if that cannot be told."""
+    """The run in a directory or at a URL, to be looked at. A run at a URL is looked at in its working copy if that is
+    as new, else in a copy that is gone after the block. `more`: selects, from all files' names, those that are wanted
+    beside the records. Raises `ConfigError` if there is no run, `CheckpointError` if that cannot be told."""
     place = RunPlace.at(run)
     if place.url is None:
         yield RunDirectory.open(run)
@@ -65,7 +65,7 @@ def at_place(run: str, *, more: Callable[[Sequence[str]], Iterable[str]] = lambd
 
 def bring_all(directory: RunDirectory) -> None:
     """Bring to a run's URL what is in its working copy, or was made in a copy of it, and is not there. A process that
-    works in it does so itself. Raises `CheckpointError` that names what does not come."""
+    works in it does so itself. Raises `CheckpointError` that names what could not be brought."""
     assert directory.url is not None
     try:
         lock = RunLock.take(directory.path, directory.url)
@@ -94,7 +94,7 @@ def _local(file: Path) -> bytes:
 
 
 def _replace(path: Path, url: str) -> None:
-    """Events come last: a copy without them is fetched again."""
+    """Replace a working copy by what is at the URL. Events come last: a copy without them is fetched again."""
     for entry in path.iterdir():
         if entry.name == FILE:
             continue

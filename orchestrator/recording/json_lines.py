@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, whole whenever their writer stops. Used by `run_directory.py`.
+"""Files of one JSON object a line, whole whenever their writer stops.
 
 A line is appended by one call (`appended_file.py`). A kill can cut the last one short: readers leave such an end out,
 and the next writer removes it.
@@ -14,7 +14,7 @@ from typing import Any
 _TAIL = 1 << 16
 """Bytes read at a time when looking for the end of the last whole line."""
 MOST_LEVELS = 100
-"""Lists and mappings in each other: Python's own limit is at a thousand calls, some of which are taken."""
+"""Deepest nesting of lists and mappings: Python's own limit is a thousand calls, some of which are taken."""
 
 
 def line_of(values: Mapping[str, Any]) -> str:
@@ -22,7 +22,7 @@ def line_of(values: Mapping[str, Any]) -> str:
 
 
 def json_of(value: Any) -> str:
-    """JSON, whatever the value has in it."""
+    """The JSON of a value, whatever is in it."""
     try:  # what has neither NaN nor infinity needs no copy: nearly all, and thousands of values each step
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain)
     except (TypeError, ValueError, RecursionError):
@@ -30,8 +30,8 @@ def json_of(value: Any) -> str:
 
 
 def plain(value: Any, levels: int = MOST_LEVELS) -> Any:
-    """As JSON has it: NaN, infinity and integers beyond any float, which it lacks, become null; numpy's numbers become
-    Python's. `levels`: of lists and mappings; a deeper one becomes "…"."""
+    """The value as JSON can hold it: NaN, infinity and integers beyond any float, which JSON lacks, become null;
+    numpy's numbers become Python's. `levels`: most levels of lists and mappings; a deeper one becomes "…"."""
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         value = value.item()
     if isinstance(value, int | float):
@@ -46,7 +46,7 @@ def plain(value: Any, levels: int = MOST_LEVELS) -> Any:
 
 
 def open_for_lines(file: Path) -> int:
-    """Open for appending, after the last whole line: what a killed writer left of another is cut away."""
+    """Open a file for appending, after the last whole line: what a killed writer left of another is cut away."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     end = os.lseek(descriptor, 0, os.SEEK_END)
     kept = end
@@ -60,7 +60,8 @@ def open_for_lines(file: Path) -> int:
 
 
 def cut_lines(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Cut a JSONL file off before its first line that is not to be kept; those that stay. Takes no room on the disk."""
+    """Cut a JSONL file off before its first line that is not to be kept. Returns the lines that stay. Takes no room on
+    the disk."""
     lines, kept, end = read_lines(file), [], 0
     if all(map(is_kept, lines)):
         return lines
@@ -81,7 +82,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def each_line(file: Path) -> Iterator[dict[str, Any]]:
-    """The same, one at a time."""
+    """The objects of a JSONL file, one at a time; a last line that was cut off is left out."""
     if not file.is_file():
         return
     with file.open("rb") as opened:
@@ -92,7 +93,7 @@ def each_line(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def object_of(line: str | bytes) -> dict[str, Any] | None:
-    """None: it is no JSON object."""
+    """The JSON object of a line; None if it is none."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):  # of bytes that are no UTF-8, too

@@ -1,9 +1,9 @@
-"""What could not be written of a run: told, counted, and no reason to end it while training can go on.
+"""Counts and tells what could not be written of a run, which is no reason to end it while training can go on.
 
     with losses.tolerating("samples"):      # an OSError in here costs these samples
         parquet.write_table(…)
 
-Held by `RunDirectory`. `appended_file.py` reports its records to it, which wait instead of being lost.
+`appended_file.py` reports its records to it, which wait instead of being lost.
 """
 
 import contextlib
@@ -15,28 +15,28 @@ TRIED_AGAIN = "It is lost, and the next is tried."
 
 
 class Losses:
-    """Kinds are `metrics`, `events`, `samples`, `timeline`, `tensorboard`, …, the names of trackers, and the class of a
-    user's own sink.
+    """Losses by kind. Kinds are `metrics`, `events`, `samples`, `timeline`, `tensorboard`, …, the names of trackers,
+    and the class of a user's own sink.
 
     A kind fails from its first error until it can be written again. Both are told once, and the error becomes an event;
     those in between are only counted.
     """
 
     def __init__(self, note: Callable[[str, Exception], None]) -> None:
-        """`note`: hears of the first error of a kind, for events.jsonl."""
+        """`note`: called with the first error of a kind, for events.jsonl."""
         self.lost: Counter[str] = Counter()
-        """By kind, what will never be written."""
+        """Number of things that will never be written, by kind."""
         self.waiting: Counter[str] = Counter()
-        """By kind, records that are kept in memory until they can be written."""
+        """Number of records that are kept in memory until they can be written, by kind."""
         self._note = note
         self._failing: set[str] = set()
         self._lock = threading.Lock()
-        """Uploads fail in a thread of their own. Nobody is told while it is held."""
+        """Lock for uploads, which fail in a thread of their own. Nothing is told while it is held."""
         self._tell: Callable[[str], None] | None = None
         self._untold: list[str] = []
 
     def tell_to(self, tell: Callable[[str], None]) -> None:
-        """Who tells the person; what came before is told now."""
+        """Set the function that tells the user; earlier messages are told now."""
         self._tell = tell
         untold, self._untold = self._untold, []
         for text in untold:
@@ -44,8 +44,8 @@ class Losses:
 
     @contextlib.contextmanager
     def tolerating(self, kind: str, advice: str = TRIED_AGAIN, *, is_renewed: bool = False) -> Iterator[None]:
-        """The block writes one thing of this kind. `advice`: what is told of one that cannot be written. `is_renewed`:
-        the next one has all that it would have had, so that nothing is lost with it."""
+        """Tolerate an `OSError` in the block, which writes one thing of this kind. `advice`: what is told if it cannot
+        be written. `is_renewed`: the next one has all that it would have had, so that nothing is lost with it."""
         try:
             yield
         except OSError as error:

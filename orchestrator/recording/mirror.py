@@ -2,10 +2,10 @@
 
     every few seconds:  look ─▶ what is due (`mirrored.py`) ─▶ upload: models, samples, report, …, then metrics, events
 
-Held by `RunDirectory`. Training never waits for it. What cannot be uploaded is told once and counted (`losses.py`), and
-tried again; at the end there is one last pass, and a person is told what did not come. A file is seen whole at the URL,
-and one of lines up to a whole line. That a run is over is told there once everything else of it is there: whoever finds
-its last event finds its model.
+Training never waits for it. What cannot be uploaded is told once and counted (`losses.py`), and tried again; at the end
+there is one last pass, and the user is told what did not arrive. A file is seen whole at the URL, and one of lines up
+to a whole line. The event that a run is over comes there once everything else of it is there: a reader that finds the
+last event finds the model.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ from penstock.workers.files import remove, upload, write_bytes
 
 KIND = "upload"
 LONGEST_PAUSE_S = 60.0
-"""Between two passes while the URL does not take what it is given."""
+"""Longest pause between two passes while uploads to the URL fail."""
 LAST_PASSES, LAST_PAUSE_S = 3, 2.0
-"""At the end, while something is missing."""
+"""Number of passes at the end while something is missing, and the pause between two."""
 DISCARD_S = 30.0
-"""For the upload that is under way when a run is refused."""
+"""Deadline for the upload that is under way when a run is refused."""
 TELL_AFTER_S = 5.0
-"""A last pass that takes longer is told of."""
+"""Seconds after which the user is told of a last pass that is not over."""
 TOLD_NAMES = 3
 
 
@@ -50,15 +50,15 @@ class Mirror:
         self._every_s, self._timeout_s = tracking.upload_every_s, tracking.upload_timeout_s
         self._record = MirrorRecord.of(directory, url)
         self._before: dict[str, Seen] = {}
-        """What the last look has seen."""
+        """Files as the last look has seen them, by name."""
         self._uploaded_at: dict[str, float] = {}
         self._missing: list[str] = []
-        """What the last pass has left."""
+        """Names of the files that the last pass has left."""
         self._num_failures = 0
-        """Passes, since the last that brought what was due."""
+        """Number of passes since the last that brought what was due."""
         self._turn = threading.Condition()
         self._asked, self._done = 0, 0
-        """Passes that were asked for by `bring`, and those of them that are over."""
+        """Numbers of passes that were asked for by `bring`, and of those that are over."""
         self._closing, self._abandoned = False, False
         self._thread: threading.Thread | None = None
 
@@ -69,7 +69,8 @@ class Mirror:
         self._thread.start()
 
     def bring(self, timeout_s: float) -> bool:
-        """Upload what is there now; whether it is there in time. One that hangs is not waited for again."""
+        """Upload what is there now. Returns whether it is at the URL in time. An upload that hangs is not waited for
+        again."""
         with self._turn:
             if self._thread is None or self._closing or self._asked > self._done:
                 return False
@@ -82,7 +83,7 @@ class Mirror:
         return False
 
     def close(self) -> list[str]:
-        """The last pass, within its deadline; what has not come. May be called twice."""
+        """Make the last pass, within its deadline. Returns the names of what is missing. May be called twice."""
         if self._thread is None:
             return []
         thread, self._thread = self._thread, None
@@ -137,7 +138,7 @@ class Mirror:
         return max(self._every_s, min(LONGEST_PAUSE_S, self._every_s * 2.0**self._num_failures))
 
     def pass_over(self, *, everything: bool) -> list[str]:
-        """Upload what is due; what is missing at the URL now. Called by the thread, and by `penstock report`."""
+        """Upload what is due. Returns the names of what is missing at the URL after that."""
         seen, lines = self._look()
         waited_s = {name: time.monotonic() - at for name, at in self._uploaded_at.items()}
         files, failures, has_changed = self._record.files, 0, False
@@ -173,8 +174,8 @@ class Mirror:
         return self._missing
 
     def _look(self) -> tuple[dict[str, Seen], dict[str, bytes]]:
-        """All files, and the whole lines of those of lines that have changed. Lines are read before others are looked
-        at, so that they tell of nothing that is not seen."""
+        """All files, and the whole lines of changed files of lines. Lines are read before other files are looked at, so
+        that they tell of nothing that is not seen."""
         first = {name: facts for name, facts in look(self._directory).items() if is_lines(name)}
         lines = {}
         for name, facts in first.items():
@@ -184,7 +185,7 @@ class Mirror:
         return {name: facts for name, facts in look(self._directory).items() if not is_lines(name)} | first, lines
 
     def _upload(self, name: str, seen: Seen, data: bytes | None) -> None:
-        """Raises `CheckpointError`, `OSError`."""
+        """Upload a file. Raises `CheckpointError`, `OSError`."""
         if data is None and is_appended(name):
             with (self._directory / name).open("rb") as file:
                 data = file.read(seen.num_bytes)
@@ -211,7 +212,7 @@ class Mirror:
 
 
 def _others(events: str, seen: dict[str, Seen], uploaded: dict[str, Seen]) -> bool:
-    """Whether something else of the same run is not at the URL."""
+    """Return whether something else of the same run is not at the URL."""
     folder = PurePosixPath(events).parent
     return any(
         name != events and uploaded.get(name) != facts

@@ -1,7 +1,7 @@
 """`mirror.json` in a run's directory: the URL that it is mirrored to, and what was uploaded last.
 
-It stays on the machine. Without it everything is uploaded again. Runs before the run, whose directories lie below, know
-by it where they are at the URL (`run_place.py`).
+The file stays on the machine. Without it everything is uploaded again. Runs before the run, whose directories lie
+below, know by it where they are at the URL (`run_place.py`).
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from penstock.workers.whole_files import write_whole
 class MirrorRecord:
     url: str
     files: dict[str, Seen] = field(default_factory=dict)
-    """As they were when they were uploaded."""
+    """Files as they were when they were uploaded, by name."""
 
     @classmethod
     def read(cls, directory: Path) -> "MirrorRecord | None":
-        """None: it is not mirrored, or that is not known any more."""
+        """Read the record of a directory; None if it is not mirrored, or that is not known any more."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             values = json.loads((directory / RECORD).read_text(encoding="utf-8"))
             return cls(values["url"], {name: Seen(*facts) for name, facts in values["files"].items()})
@@ -30,26 +30,26 @@ class MirrorRecord:
 
     @classmethod
     def of(cls, directory: Path, url: str) -> "MirrorRecord":
-        """The one that is there, if it is about this URL."""
+        """The record that is there, if it is about this URL; else a new one."""
         found = cls.read(directory)
         return found if found is not None and found.url == url else cls(url)
 
     @classmethod
     def above(cls, path: Path) -> "tuple[Path, MirrorRecord] | None":
-        """The working copy that `path` lies in, or is."""
+        """The working copy that `path` lies in, or is, with its record."""
         for directory in (path, *path.parents):
             if (found := cls.read(directory)) is not None:
                 return directory, found
         return None
 
     def write(self, directory: Path) -> None:
-        """Raises `OSError`."""
+        """Write the record. Raises `OSError`."""
         files: Mapping[str, Seen] = self.files
         write_whole(directory / RECORD, json.dumps({"url": self.url, "files": files}) + "\n")
 
 
 def url_of(path: Path) -> str | None:
-    """Of what lies in a run's working copy."""
+    """The URL of what lies in a run's working copy; None elsewhere."""
     if (found := MirrorRecord.above(path)) is None:
         return None
     directory, record = found

@@ -1,5 +1,5 @@
-"""What of a run's directory is to be at its URL, when a file is due to be uploaded, and which copy of a run is the
-newer one. Pure, but for `look`. Used by `mirror.py` and `fetching.py`.
+"""Rules of mirroring: which files of a run's directory are to be at its URL, when a file is due to be uploaded, and
+which copy of a run is the newer one. Pure, but for `look`.
 """
 
 import contextlib
@@ -16,31 +16,33 @@ RECORD = "mirror.json"
 EVENTS, METRICS, SPANS = "events.jsonl", "metrics.jsonl", "spans.jsonl"
 LOGS, STATE = "logs", "state.json"
 NOT_MIRRORED = frozenset({"run.lock", "resumed_store", "checkpoints", RECORD})
-"""At any depth: runs before the run lie below its directory. Checkpoints go to the URL by themselves."""
+"""Names that are not mirrored, at any depth, as runs before the run lie below its directory. Checkpoints go to the URL
+by themselves."""
 NOT_FETCHED = NOT_MIRRORED | {
     "samples", "plots", "tensorboard", "wandb", "stacks", "report.html", "cluster.json", LOGS, STATE,
 }  # fmt: skip
-"""Of a run at a URL that goes on elsewhere."""
+"""Names that are not fetched when a run at a URL goes on elsewhere."""
 PACE_BYTES = 2**20
-"""A file that is appended to is uploaded whole each time: every so many bytes of it make it wait once more."""
+"""Bytes of an appended file that make it wait one interval more, since it is uploaded whole each time."""
 
 
 class Seen(NamedTuple):
-    """What tells a file from what it was."""
+    """The facts by which a changed file is noticed."""
 
     num_bytes: int
     modified_ns: int
 
 
 class Lines(NamedTuple):
-    """Of one copy of a run."""
+    """The lines of one copy of a run."""
 
     events: bytes
     metrics: bytes
 
 
 def is_mirrored(name: str) -> bool:
-    """`name`: from the run's directory on. Files on their way into their place begin with a dot."""
+    """Return whether a file is mirrored. `name`: relative to the run's directory. Files that are still being written
+    begin with a dot."""
     return not any(part in NOT_MIRRORED or part.startswith(".") for part in PurePosixPath(name).parts)
 
 
@@ -68,8 +70,8 @@ def due(
 ) -> list[str]:
     """The files to upload now, in order: lines come last, since they tell of the others.
 
-    `before`: what the last look has seen; a file that still changes is not whole. `waited_s`: since the last upload of
-    a file, for those that are appended to. `everything`: nothing is written any more.
+    `before`: what the last look has seen; a file that still changes is not whole. `waited_s`: seconds since the last
+    upload of a file, for those that are appended to. `everything`: nothing is written any more.
     """
 
     def is_due(name: str) -> bool:
@@ -91,8 +93,8 @@ def due(
 
 
 def gone(seen: Mapping[str, Seen], uploaded: Mapping[str, Seen]) -> list[str]:
-    """What was uploaded of a model that has been written anew in other files. Of a directory that is away nothing is
-    gone."""
+    """Uploaded files of a model that has been written anew in other files. Nothing counts as gone while the directory
+    itself cannot be seen."""
     if "config.yaml" not in seen:
         return []
     return [name for name in uploaded if name not in seen and "model" in PurePosixPath(name).parent.parts]
@@ -103,7 +105,7 @@ def whole_lines(data: bytes) -> bytes:
 
 
 def without_end(data: bytes) -> bytes:
-    """Whole lines of events, up to the one that says that the run is over, if nobody has taken it up since."""
+    """Whole lines of events, without the one that says that the run is over, if no process has taken it up since."""
     kept = len(data)
     for line in reversed(data.splitlines(keepends=True)):
         kept -= len(line)
@@ -115,7 +117,7 @@ def without_end(data: bytes) -> bytes:
 
 
 def is_ahead(far: Lines | None, local: Lines | None) -> bool:
-    """Whether a run is to go on from the copy at its URL, and not from the one on this machine.
+    """Return whether a run is to go on from the copy at its URL, and not from the one on this machine.
 
     Events are appended and never cut, and each process that takes a run up begins with one. So a copy that begins with
     all events of the other is as new, or newer; where neither does, another machine went on from what was at the URL,
@@ -129,7 +131,7 @@ def is_ahead(far: Lines | None, local: Lines | None) -> bool:
 
 
 def look(directory: Path) -> dict[str, Seen]:
-    """All files that are mirrored."""
+    """All files that are mirrored, by name."""
     found = {}
     for root, folders, names in os.walk(directory):
         folders[:] = [folder for folder in folders if is_mirrored(folder)]
@@ -141,6 +143,6 @@ def look(directory: Path) -> dict[str, Seen]:
 
 
 def seen_of(path: Path) -> Seen:
-    """Raises `OSError`."""
+    """The present facts of a file. Raises `OSError`."""
     facts = path.stat()
     return Seen(facts.st_size, facts.st_mtime_ns)

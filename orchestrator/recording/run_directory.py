@@ -1,14 +1,14 @@
-"""The files of one run, under `runs/<name>/`: who may write what, and how it stays valid whenever the run stops.
+"""The files of one run, under `runs/<name>/`: what is written how, and how it stays valid whenever the run stops.
 
     config.yaml     resolved                  metrics.jsonl   one object a step
     events.jsonl    start, failures, …        samples/        step_N.parquet: what was trained
-    spans.jsonl     who was busy when         model/          final weights as a HF model
-    timeline.json   the same, Chrome trace    state.json      who waits for whom, of now
+    spans.jsonl     busy times of actors      model/          final weights as a HF model
+    timeline.json   the same, Chrome trace    state.json      present waits of actors
     report.html     plots/                    tensorboard/
     cluster.json    where its actors are      checkpoints/    global_step_N: to go on from
-    run.lock        who works in it           stacks/         of members that did not answer any more
-    logs/           what actors printed       threads.json    by how many threads actors compute
-    trackers/       as what they know it      wandb/          what W&B keeps
+    run.lock        the process in it         stacks/         of members that did not answer any more
+    logs/           what actors printed       threads.json    numbers of actors' threads
+    trackers/       their ids of the run      wandb/          files of W&B
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
 (`appended_file.py`), any other file written whole (`workers/whole_files.py`): a run that is killed leaves whole files,
@@ -53,11 +53,12 @@ MADE_AT_START = (
     "resumed_store", "resumed_models", "tensorboard", "trackers", "wandb", METRICS, RECORD, SPANS, STATE, LOGS,
     "threads.json",
 )  # fmt: skip
-"""What may be there of a run that has come to nothing yet."""
+"""Names of what may be there of a run that has no results yet."""
 
 
 class RunDirectory:
-    """Created at the start of a run, appended to while it lasts, closed at its end; afterwards opened to be read.
+    """The directory of a run: created at its start, appended to while it lasts, closed at its end; later opened to be
+    read.
 
     directory = RunDirectory.create(config)
     directory.mirror(config.tracking)
@@ -68,7 +69,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, url: str | None = None) -> None:
-        """`url`: what it is a working copy of."""
+        """`url`: the URL that the directory is a working copy of."""
         self.path, self.url = path, url
         self.timeline = Timeline()
         self.losses = Losses(lambda kind, error: self.event("recording_failed", what=kind, error=str(error)))
@@ -76,15 +77,15 @@ class RunDirectory:
         self._locks: list[RunLock] = []
         self._mirror: Mirror | None = None
         self._appending = threading.RLock()
-        """Events come from the mirror's thread too."""
+        """Lock for appending, since events come from the mirror's thread too."""
         self._is_anothers = False
-        """Another process has taken it while its file system was away."""
+        """True once another process has taken the directory while its file system was away."""
 
     @classmethod
     def create(cls, config: RunConfig, *, now: Callable[[], float] = time.time) -> "RunDirectory":
         """Make the directory of a new run, lock it and write its config.yaml. Sets `config.name` if it was null.
 
-        What a run left that came to nothing is replaced. Raises `ConfigError` when a run of that name is there already,
+        What a run without results left is replaced. Raises `ConfigError` when a run of that name is there already,
         or the place cannot be written, `RunInUse` when another process has it, `CheckpointError` for a silent URL.
         """
         if config.name is None:
@@ -114,7 +115,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path, url: str | None = None) -> "RunDirectory":
-        """An existing run, to be read. Raises `ConfigError` if `path` is none."""
+        """Open an existing run, to be read. Raises `ConfigError` if `path` is none."""
         found = Path(path).expanduser().resolve()
         if not found.is_dir():
             raise ConfigError(f"{path}: there is no such directory. A run is a directory under runs/.")
@@ -124,7 +125,7 @@ class RunDirectory:
 
     @property
     def place(self) -> str:
-        """Where people find it."""
+        """The place where people find the run: its URL, or its directory."""
         return str(self.path) if self.url is None else self.url
 
     @property
@@ -135,7 +136,7 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """Something of the run is there that one would not make again for nothing, or may be: it cannot be seen."""
+        """True if results of the run are there that would be costly to make again, or if that cannot be seen."""
         if self._is_anothers or self.losses.waiting["metrics"]:
             return True
         try:
@@ -161,21 +162,21 @@ class RunDirectory:
             )
 
     def mirror(self, tracking: TrackingConfig) -> None:
-        """From now on bring to its URL, if it has one, what is written here. The directory of a run before a run is
+        """Begin to bring what is written here to the run's URL, if it has one. The directory of a run before a run is
         brought there with the other's."""
         if self.url is not None and url_of(self.path.parent) is None:
             self._mirror = Mirror(self.path, self.url, tracking, self.losses)
             self._mirror.begin()
 
     def bring(self, timeout_s: float) -> None:
-        """Have what is here at the URL, as far as that can be in time."""
+        """Bring what is here to the URL, as far as that can be done in time."""
         if self._mirror is not None:
             self._mirror.bring(timeout_s)
 
     def rewind(self, config: RunConfig, step: int | None = None, metrics: Mapping[str, Any] | None = None) -> None:
-        """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again; None: none are.
-        config.yaml becomes this run's. `metrics`: of that step, for a run that was killed before it had written its
-        line. Raises `ConfigError`."""
+        """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again; None: none go.
+        config.yaml becomes this run's. `metrics`: those of that step, for a run that was killed before it had written
+        its line. Raises `ConfigError`."""
 
         def is_kept(line: Mapping[str, Any]) -> bool:
             return step is None or int(line.get("step", 0)) <= step
@@ -194,7 +195,7 @@ class RunDirectory:
             self.log_metrics(metrics)
 
     def _rewind(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
-        """Cut a file of lines, and what waits to be written to it; what stays. Raises `OSError`."""
+        """Cut a file of lines, and what waits to be written to it. Returns what stays. Raises `OSError`."""
         kept = cut_lines(self.path / name, is_kept)
         if (file := self._files.get(name)) is not None:
             kept += map(json.loads, file.rewind(lambda line: is_kept(json.loads(line))))
@@ -213,7 +214,7 @@ class RunDirectory:
             self.path.rmdir()
 
     def close(self) -> None:
-        """Write the timeline, and what lines still wait; bring the rest to the URL; let go of files and locks. May be
+        """Write the timeline, and what lines still wait; bring the rest to the URL; release files and locks. May be
         called twice."""
         with contextlib.ExitStack() as let_go:  # of all, whatever one of them raises
             for lock in self._locks:
@@ -262,7 +263,7 @@ class RunDirectory:
 
     @property
     def model(self) -> Path:
-        """Final weights."""
+        """The directory of the final weights."""
         return self.path / "model"
 
     @property
@@ -271,7 +272,7 @@ class RunDirectory:
 
     @property
     def initial_model(self) -> Path:
-        """A model that was made for this run, `model.path=null`."""
+        """The directory of a model that was made for this run, `model.path=null`."""
         return self.path / "initial_model"
 
     @property
@@ -280,7 +281,7 @@ class RunDirectory:
 
     @property
     def cluster_file(self) -> Path:
-        """For `penstock status`."""
+        """The file with the address of the run's cluster."""
         return self.path / "cluster.json"
 
     @property
@@ -294,11 +295,11 @@ class RunDirectory:
     # Writing.
 
     def log_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Append one step. Values that are no finite numbers become null."""
+        """Append the metrics of one step. Values that are no finite numbers become null."""
         self._append(METRICS, metrics)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append to events.jsonl with the time in UTC."""
+        """Append an event to events.jsonl with the time in UTC."""
         stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         self._append(EVENTS, {"time": stamp, "kind": kind, **fields})
 
@@ -307,7 +308,7 @@ class RunDirectory:
         self._append(SPANS, line)
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        """Who is there and who waits for whom, at this moment."""
+        """Write the present state: which actors are there, and which wait for which."""
         with self.losses.tolerating("state", is_renewed=True):
             self.write_text(STATE, line_of(state))
 
@@ -323,7 +324,7 @@ class RunDirectory:
                 parquet.write_table(table, part, compression="zstd")
 
     def write_stacks(self, name: str, text: str) -> str:
-        """What the threads of a member were at when it was ended; the file's name in this directory."""
+        """Write the stacks of a member's threads. Returns the file's name in this directory."""
         file = f"stacks/{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.txt"
         with self.losses.tolerating("stacks"):
             (self.path / file).parent.mkdir(exist_ok=True)
@@ -350,7 +351,8 @@ class RunDirectory:
             self._files[name].append(line_of(values).encode())
 
     def _open_for_lines(self, file: Path) -> int:
-        """Raises `OSError`; `RunInUse`, the first time, if the directory is another process's by now."""
+        """Open a file of lines. Raises `OSError`; `RunInUse`, the first time, if another process has the directory by
+        now."""
         if self._is_anothers:
             raise OSError(errno.EBUSY, f"{self.path} is in use by another process")
         for lock in self._locks[:1]:  # its own: the first that was taken
@@ -374,5 +376,5 @@ class RunDirectory:
         return read_lines(self.events_file)
 
     def sample_files(self) -> list[Path]:
-        """By step."""
+        """Files of samples, by step."""
         return sorted(self.samples.glob("step_*.parquet"), key=lambda file: int(re.sub(r"\D", "", file.stem) or 0))

@@ -1,10 +1,10 @@
-"""Who works in a run's directory: one process at a time, by a lock that ends with it however it ends.
+"""The lock of a run's directory: one process at a time works in it, and the lock ends with the process.
 
-The lock is the kernel's (`flock`), so that a killed process leaves none; the file says who holds it. Taken by
-`RunDirectory` and, for `checkpoint.directory`, by `checkpointing/resuming.py`. It holds between machines where their
-shared file system has such locks (NFSv4, Lustre); one that has none is used without, and the run says so. A place
-behind a URL cannot be locked: two runs must not share one. With `filelock` most of this would remain: who holds it,
-file systems without locks, and a file that its last holder removes.
+The lock is the kernel's (`flock`), so that a killed process leaves none; the file names the process that holds it.
+There is one for `checkpoint.directory` as well. It holds between machines where their shared file system has such locks
+(NFSv4, Lustre); one that has none is used without, and the run says so. A place behind a URL cannot be locked: two runs
+must not share one. With `filelock` most of this would remain: the name of the holder, file systems without locks, and a
+file that its last holder removes.
 """
 
 import fcntl
@@ -22,19 +22,19 @@ FILE = "run.lock"
 
 
 class RunLock:
-    """Held from `take` to `release`, or to the end of the process."""
+    """A lock that is held from `take` to `release`, or to the end of the process."""
 
     def __init__(self, path: Path, descriptor: int, holder: dict[str, str | int], keeps_out: bool) -> None:
-        """`holder`: what the file says of this process. `keeps_out`: no other process can take it meanwhile, which a
-        file system without locks cannot promise."""
+        """`holder`: what the file says of this process. `keeps_out`: True if no other process can take the lock
+        meanwhile, which a file system without locks cannot promise."""
         self.keeps_out = keeps_out
         self._path, self._descriptor, self._holder = path, descriptor, holder
         self._is_lost = False
 
     @classmethod
     def take(cls, directory: Path, what: str) -> "RunLock":
-        """`what`: the directory in the user's words, as `name=sums`. Makes it where it is not there. Raises `RunInUse`
-        naming the holder; `OSError` if nothing can be written there."""
+        """Take the lock of a directory, which is made if it is not there. `what`: the directory in the user's words, as
+        `name=sums`. Raises `RunInUse` naming the holder; `OSError` if nothing can be written there."""
         path = directory / FILE
         while True:
             directory.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ class RunLock:
                 os.close(descriptor)
 
     def check_held(self, what: str) -> None:
-        """Raise `RunInUse` if another process has taken the place: a file system that was away may have let go of the
+        """Raise `RunInUse` if another process has taken the place: a file system that was away may have dropped the
         lock. Raises `OSError` if that cannot be told."""
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
@@ -66,7 +66,8 @@ class RunLock:
             )
 
     def release(self, *, remove: bool = False) -> None:
-        """May be called twice. `remove`: the file as well. Whatever becomes of the file, the lock is gone."""
+        """Release the lock. May be called twice. `remove`: remove the file as well. The lock is gone even if that
+        fails."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
@@ -80,7 +81,7 @@ class RunLock:
 
 
 def _lock(descriptor: int, path: Path, what: str) -> bool:
-    """False: the file system has no locks."""
+    """Lock a file; False: the file system has no locks. Raises `RunInUse`."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -93,7 +94,7 @@ def _lock(descriptor: int, path: Path, what: str) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Not so if the last holder has removed the file while this process waited to open it."""
+    """Return whether the open file is still at its path: the last holder may have removed it meanwhile."""
     return os.path.samestat(os.fstat(descriptor), path.stat())
 
 

@@ -1,9 +1,7 @@
-"""Where a run is: its directory on this machine, and its URL if it has one.
+"""The place of a run: its directory on this machine, and its URL if it has one.
 
-    output_dir=runs              runs/<name>
-    output_dir=s3://bucket/runs  s3://bucket/runs/<name>, with a working copy in ~/.cache/penstock/runs/<hash>/<name>
-
-Used by `run_directory.py`, and by whoever is told a run by its place.
+output_dir=runs              runs/<name>
+output_dir=s3://bucket/runs  s3://bucket/runs/<name>, with a working copy in ~/.cache/penstock/runs/<hash>/<name>
 """
 
 import hashlib
@@ -28,7 +26,7 @@ class RunPlace:
     path: Path
     """The directory that the run works in."""
     url: str | None = None
-    """What it is mirrored to."""
+    """The URL that the directory is mirrored to."""
 
     @classmethod
     def of(cls, output_dir: str, name: str) -> "RunPlace":
@@ -39,12 +37,12 @@ class RunPlace:
 
     @classmethod
     def of_run(cls, config: RunConfig) -> "RunPlace":
-        """`config.name` is set."""
+        """The place of a configured run, whose `config.name` is set."""
         return cls.of(config.output_dir, str(config.name))
 
     @classmethod
     def at(cls, run: str) -> "RunPlace":
-        """Of a run's directory or URL."""
+        """The place of a run, by its directory or URL."""
         if not is_url(run):
             path = Path(run).expanduser().resolve()
             return cls(path)
@@ -54,7 +52,7 @@ class RunPlace:
 
 
 def working_copies(url: str) -> Path:
-    """Where runs work whose output_dir is this URL."""
+    """The directory of the working copies of runs whose output_dir is this URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve()
     return cache / "penstock" / "runs" / hashlib.sha256(_without_slash(url).encode()).hexdigest()[:HASH_LENGTH]
 
@@ -70,7 +68,7 @@ def _without_slash(url: str) -> str:
 
 
 def checked_name(name: str) -> str:
-    """Raises `ConfigError`."""
+    """The name, if it can be a directory's. Raises `ConfigError`."""
     if not re.fullmatch(r"[\w.+@=-][\w.+@= -]*", name) or name in (".", ".."):
         raise ConfigError(
             f"name={name}: is to be a directory's name: letters, digits, '-', '_', '.'. Its place is output_dir."
@@ -85,8 +83,8 @@ def cannot_make(path: Path, error: OSError) -> ConfigError:
 
 
 def new_place(config: RunConfig, time_s: float, is_taken: Callable[[str], bool]) -> RunPlace:
-    """Of a run without a name, in a directory that was not there before: two runs of the same second get two.
-    `is_taken`: whether there is a run at a URL. Sets `config.name`. Raises `ConfigError`."""
+    """A new place for a run without a name, in a new directory: two runs of the same second get two. `is_taken`: tells
+    whether there is a run at a URL. Sets `config.name`. Raises `ConfigError`."""
     stem = f"{recipe_name(config)}-{datetime.fromtimestamp(time_s):%Y%m%d-%H%M%S}"
     for count in range(1, 1000):
         place = RunPlace.of(config.output_dir, stem if count == 1 else f"{stem}-{count}")

@@ -1,4 +1,4 @@
-"""What somebody did from when to when: the words of the timeline. Pure.
+"""The types of the timeline: what an actor did from when to when. Pure.
 
 `Span`s come from the controller's own calls (`recording/timeline.py`); `Work` from the store, which gives out all
 leases (`store/service/work_log.py`).
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CLOCKS_DIFFER_S = 0.5
-"""Between two machines; below that it may be the time that the answer took."""
+"""Least difference that counts as one between the clocks of two machines; below, it may be the answer's delay."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Times are seconds since the epoch on the driver's machine."""
+    """A span of time in a lane. Times are seconds since the epoch on the driver's machine."""
 
     lane: str
-    """An actor, or a part of the controller."""
+    """Name of an actor, or of a part of the controller."""
     name: str
     start: float
     end: float
@@ -30,31 +30,31 @@ class Span:
 
 @dataclass(frozen=True)
 class Work:
-    """One group, or the rows of it that one lease had."""
+    """The work on one group, or on the rows of it that one lease had."""
 
     stage: str
     owner: str
     group: int
     start: float
-    """The lease was granted."""
+    """Time at which the lease was granted."""
     end: float
-    """The last of its rows was written."""
+    """Time at which the last of its rows was written."""
     rows: float = 1.0
 
 
 @dataclass(frozen=True)
 class Worked:
-    """What the store has seen since the last time."""
+    """The work that the store has seen since the last time."""
 
     work: tuple[Work, ...] = ()
     admitted: Mapping[int, float] = field(default_factory=dict)
-    """When each group came in."""
+    """Time at which each group was admitted, by group."""
     missed: int = 0
-    """Entries that the store had no room for."""
+    """Number of entries that the store had no room for."""
 
     @classmethod
     def of(cls, told: Mapping[str, Any], now: float) -> "Worked":
-        """`told`: `StoreClient.work()`. `now`: by the clock here, as it answered."""
+        """The work as the store tells it. `told`: `StoreClient.work()`. `now`: this machine's time at the answer."""
         differs = now - float(told["now"])
         shift = differs if abs(differs) > CLOCKS_DIFFER_S else 0.0
         work = tuple(

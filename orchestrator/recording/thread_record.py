@@ -1,5 +1,5 @@
-"""`threads.json` in a run's directory: how many threads engines and ranks compute by, and what was measured to find it.
-Written by `fleet/thread_trial.py`; read by whoever goes on with the run, which keeps what is there.
+"""`threads.json` in a run's directory: numbers of threads of engines and ranks, and what was measured to find them. A
+process that goes on with the run keeps what is there.
 
     [{"cpu": "AMD EPYC", "cores": 2, "engines": 1, "ranks": 1, "threads": {"rollout": 1, "trainer": 2},
       "s_per_token": {"rollout": {"1": 1.4e-4, "2": 1.6e-4}, "trainer": {"1": 2.9e-4, "2": 1.7e-4}}}]
@@ -20,7 +20,8 @@ FILE = "threads.json"
 
 @dataclass(frozen=True)
 class Trial:
-    """What was chosen for those of one node, and why: seconds a token on one engine and one rank alone, by threads."""
+    """The numbers of threads chosen on one node, and why: seconds a token on one engine and one rank alone, by
+    threads."""
 
     threads: Threads
     engine_s: Mapping[int, float]
@@ -34,7 +35,7 @@ def write_trials(directory: RunDirectory, trials: Mapping[SharedNode, Trial]) ->
 
 
 def read_trials(directory: RunDirectory) -> dict[SharedNode, Trial]:
-    """Nothing where there are none that can be read, or they are of another CPU."""
+    """Read the trials; empty where there are none that can be read, or they are of another CPU."""
     try:
         lines = json.loads((directory.path / FILE).read_text(encoding="utf-8"))
         return dict(_trial_of(line) for line in lines if line["cpu"] == cpu_name())
@@ -43,7 +44,7 @@ def read_trials(directory: RunDirectory) -> dict[SharedNode, Trial]:
 
 
 def cpu_name() -> str:
-    """Of the driver's machine; those of the other nodes are taken to be alike."""
+    """Name of the driver's CPU; those of the other nodes are assumed to be the same."""
     return cpu_entry("model name") or platform.processor()
 
 

@@ -1,7 +1,7 @@
-"""Who did what when: the controller's spans until they are written, and all of a run's as a Chrome trace.
+"""The timeline of a run: the controller's spans until they are written, and all of a run's as a Chrome trace.
 
-`timeline.json` opens in chrome://tracing or ui.perfetto.dev, one track an actor. `RunDirectory.close` makes it of
-`spans.jsonl`.
+`timeline.json` opens in chrome://tracing or ui.perfetto.dev, one track an actor. It is made of `spans.jsonl` at the
+end.
 """
 
 import json
@@ -18,13 +18,13 @@ class Timeline:
         self._spans: list[Span] = []
         self._max_spans = max_spans
         self.num_dropped = 0
-        """Spans beyond `max_spans`, left out so that memory stays bounded where nobody takes them."""
+        """Number of spans beyond `max_spans`, left out so that memory stays bounded where they are never taken."""
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def span(self, lane: str, name: str, start: float, end: float, **details: Any) -> None:
-        """`lane`: an actor; `trainer` and `engines` stand for all of them."""
+        """Add a span. `lane`: an actor; `trainer` and `engines` stand for all of them."""
         self.add(Span(lane, name, start, max(start, end), details))
 
     def add(self, span: Span) -> None:
@@ -34,12 +34,12 @@ class Timeline:
             self._spans.append(span)
 
     def take(self) -> list[Span]:
-        """Those since the last time."""
+        """Take the spans since the last time."""
         taken, self._spans = self._spans, []
         return taken
 
     def rest(self) -> list[dict[str, Any]]:
-        """What nobody has taken, as a line of `spans.jsonl`: after the last step, or of a run without steps."""
+        """Take what is left after the last step, or of a run without steps, as a line of `spans.jsonl`."""
         spans = self.take()
         start = min((span.start for span in spans), default=0.0)
         lanes: dict[str, list[Any]] = {}
@@ -50,8 +50,8 @@ class Timeline:
 
 
 def chrome_trace(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """`steps`: lines of `spans.jsonl`, one at a time: all of a long run's are more than memory should hold. Chrome's
-    trace-event format, piece by piece: complete events in microseconds from the first step on, a thread name a lane."""
+    """Chrome's trace-event format, piece by piece: complete events in microseconds from the first step on, a thread
+    name a lane. `steps`: lines of `spans.jsonl`, one at a time, since all of a long run's are too large for memory."""
     tracks: dict[str, int] = {}
     origin: float | None = None
     yield '{"traceEvents": ['
@@ -69,7 +69,7 @@ def chrome_trace(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _events(step: Mapping[str, Any], origin: float, tracks: dict[str, int]) -> list[dict[str, Any]]:
-    """`tracks`: numbers by lane; those that are new are added."""
+    """Events of a step. `tracks`: numbers by lane; those that are new are added."""
     found: list[dict[str, Any]] = []
     for lane, spans in step["lanes"].items():
         number = tracks.setdefault(lane, len(tracks) + 1)

@@ -1,1 +1,1 @@
-"""What people see of a run: metrics and where they go, the live display, the page, `penstock status`."""
+"""Reports of a run for people: metrics and where they go, the live display, the page, `penstock status`."""

@@ -1,4 +1,4 @@
-"""The last screen of `penstock run`: what came out, where it lies, and what to try next, or how to go on."""
+"""The last screen of `penstock run`: the results, where they lie, and what to try next, or how to go on."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from penstock.orchestrator.reporting.summary import cards_of
 
 
 def print_summary(directory: Path, config: RunConfig, console: Console | None = None) -> None:
-    """Called once, after the progress display has closed."""
+    """Print the summary of a finished run, after the progress display has closed."""
     console = console or Console(highlight=False)
     try:
         run = RunDirectory.open(directory)
@@ -44,7 +44,7 @@ def print_summary(directory: Path, config: RunConfig, console: Console | None = 
 
 
 def print_unfinished(config: RunConfig, run: RunDirectory, console: Console) -> None:
-    """Called when a run has failed or was interrupted, before its error is told: where it lies, and how it goes on."""
+    """Print where a failed or interrupted run lies, and how it goes on, before its error is told."""
     name = run.path.name
     if config.checkpoint.every_steps:
         way_on = f"the same command with name={name} resume=auto goes on from the newest checkpoint, if there is one"
@@ -88,12 +88,12 @@ def next_steps(config: RunConfig, run: RunDirectory) -> list[tuple[str, str]]:
 
 
 def _at(url: str | None, path: Path) -> str:
-    """A file or directory of the run."""
+    """The place of a file or directory of the run, for people."""
     return _short(path) if url is None else f"{url}/{path.name}"
 
 
 def _short(path: Path) -> str:
-    """Relative to where the user is, if that is shorter."""
+    """The path relative to the working directory, if it lies below that."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

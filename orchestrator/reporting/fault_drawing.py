@@ -1,4 +1,4 @@
-"""Faults in pixels: who was away when, by wall time. Called by `report.py`; `templates/faults.html.j2` draws it."""
+"""Faults in pixels: when members were away, by wall time. `templates/faults.html.j2` draws it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MOST_LANES = 12
 
 @dataclass(frozen=True)
 class Label:
-    """Who it was and how long it was away, beside the band, towards the middle of the drawing."""
+    """The label of a bar, beside it towards the middle of the drawing: the member's role, and how long it was away."""
 
     x: float
     anchor: str
@@ -32,16 +32,16 @@ class Bar:
     left: float
     width: float
     lane: float
-    """y of its upper edge."""
+    """y of the lane's upper edge."""
     is_open: bool
-    """Nobody came in its place."""
+    """True if no other member took the place."""
     text: str
     label: Label
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Who was away when. Members in lanes, those that were lost first on top."""
+    """The times at which members were away. Members in lanes, those that were lost first on top."""
 
     WIDTH: ClassVar = 1060
     LEFT: ClassVar = 170
@@ -58,7 +58,7 @@ class Timeline:
 
     @classmethod
     def of(cls, faults: Sequence[Fault], total_s: float) -> "Timeline | None":
-        """None without faults. `total_s`: of the run so far."""
+        """The timeline; None without faults. `total_s`: seconds of the run so far."""
         if not faults:
             return None
         members = list(dict.fromkeys(fault.member for fault in faults))[:MOST_LANES]

@@ -1,4 +1,4 @@
-"""The numbers of one step, under the names that `metrics.jsonl`, TensorBoard and Ray's gauges share.
+"""The metrics of one step, under the names that `metrics.jsonl`, TensorBoard and Ray's gauges share.
 
 Pure: arrays and dictionaries in, one flat dictionary out. The controller collects the parts (rows trained, the
 trainer's report, seconds by phase, the store's counters) and calls `step_metrics` once a step.
@@ -15,33 +15,33 @@ import numpy as np
 from penstock.workers.trainer.report import StepReport, TrainedRows
 
 PHASES = ("rollout", "reward", "reference", "train", "publish", "checkpoint")
-"""What `timing_s/` and the report's plot of time know, besides `step`."""
+"""Phases of `timing_s/` and of the report's plot of time, besides `step`."""
 
 
 REWARDS = "rewards_N"
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
-"""Told of what differs from sample to sample."""
+"""Quantiles that are told of what differs from sample to sample."""
 
 
 class StepArrays(TrainedRows):
-    """What the metrics need of each trained row, over all trainer ranks."""
+    """Facts of each trained row that the metrics need, over all trainer ranks."""
 
     def __len__(self) -> int:
         return len(self.response_tokens_N)
 
     @classmethod
     def of_report(cls, report: StepReport) -> "StepArrays":
-        """One rank's rows."""
+        """The arrays of one rank's rows."""
         return cls(**vars(report.rows))
 
     @classmethod
     def of_reports(cls, reports: "Sequence[StepReport]") -> "StepArrays":
-        """Of all ranks."""
+        """The arrays of all ranks' rows."""
         return cls.concat([cls.of_report(report) for report in reports])
 
     @classmethod
     def concat(cls, parts: "Sequence[StepArrays]") -> "StepArrays":
-        """All ranks' shares as one."""
+        """Join all ranks' shares."""
         arrays = [field.name for field in fields(cls) if field.name != REWARDS]
         joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays}
         names = dict.fromkeys(name for part in parts for name in part.rewards_N)
@@ -51,11 +51,11 @@ class StepArrays(TrainedRows):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where a step's wall time went. Phases overlap when `max_staleness > 0`, so they need not sum to `step_s`."""
+    """Times of a step. Phases overlap when `max_staleness > 0`, so they need not sum to `step_s`."""
 
     step_s: float
     phase_s: Mapping[str, float]
-    """Seconds by name of `PHASES`, as the controller or the workers saw them."""
+    """Seconds of each phase, by name of `PHASES`, as the controller or the workers saw them."""
     busy_s: Mapping[str, float]
     """Seconds that the workers of a side computed, averaged over them: rollout, train."""
 
@@ -71,7 +71,7 @@ def step_metrics(
     generated_length_mean: float | None = None,
     evaluated: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl.
+    """The line of metrics.jsonl of a step.
 
     `trainer`: the update's own metrics (`actor/…`, `mismatch/…`), taken as they are. `store`: its counters (`store/…`,
     `dropped/…`). `generated_length_mean`: mean length of all responses sampled since the last step, for the length bias
@@ -88,14 +88,14 @@ def update_metrics(
     trainer: Mapping[str, float] | None = None,
     generated_length_mean: float | None = None,
 ) -> dict[str, Any]:
-    """What there is to say of a step as soon as its update is made: its rows, and the update's own metrics."""
+    """Metrics of a step that are known as soon as its update is made: those of its rows, and the update's own."""
     metrics: dict[str, Any] = {"step": step, "policy_version": policy_version}
     metrics |= reward_metrics(arrays) | length_metrics(arrays, generated_length_mean) | staleness_metrics(arrays)
     return metrics | dict(trainer or {})
 
 
 def reward_metrics(arrays: StepArrays) -> dict[str, float]:
-    """Over samples. Empty for a dataflow without rewards."""
+    """Statistics of the rewards, over samples. Empty for a dataflow without rewards."""
     reward_N = arrays.reward_N[np.isfinite(arrays.reward_N)]
     if not len(reward_N):
         return {}
@@ -130,7 +130,7 @@ def length_metrics(arrays: StepArrays, generated_length_mean: float | None = Non
 
 
 def staleness_metrics(arrays: StepArrays) -> dict[str, float]:
-    """Over tokens, in versions; quantiles over samples, each by the mean of its tokens."""
+    """Staleness over tokens, in versions; quantiles over samples, each by the mean of its tokens."""
     tokens = int(arrays.response_tokens_N.sum())
     if not tokens:
         return {}
@@ -141,7 +141,7 @@ def staleness_metrics(arrays: StepArrays) -> dict[str, float]:
 
 
 def quantiles(name: str, values_N: np.ndarray) -> dict[str, float]:
-    """Over samples; at least one.
+    """Quantiles over samples, of which there is at least one.
 
     >>> quantiles("reward", np.array([0.0, 1.0, 2.0]))
     {'reward/p10': 0.2, 'reward/p50': 1.0, 'reward/p90': 1.8}
@@ -151,8 +151,8 @@ def quantiles(name: str, values_N: np.ndarray) -> dict[str, float]:
 
 
 def rank_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
-    """Which of several ranks is the slowest, and by how much: seconds of its forward passes, and the median of the
-    others'. `ranks/tokens_spread`: the most tokens of a rank over the mean, which a slow one may be slow by."""
+    """The slowest of several ranks, and by how much: seconds of its forward passes, and the median of the others'.
+    `ranks/tokens_spread`: the most tokens of a rank over the mean, which may be why a rank is slow."""
     forward = np.array([report.seconds.get("forward", 0.0) for report in reports])
     if len(forward) < 2:
         return {}

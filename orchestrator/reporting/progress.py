@@ -1,8 +1,8 @@
-"""What the user sees while a run lasts: a live display in a terminal, one line a step elsewhere.
+"""The display of a run while it lasts: live in a terminal, one line a step elsewhere.
 
 The controller calls `phase` when it begins something that takes time, `step` once a step, `note` for what is worth a
-line, `warn` for what is wrong with the run. Bar, spinner, clocks and the estimate are rich's; what is made of a step's
-numbers is `step_view.py`'s.
+line, `warn` for what is wrong with the run. Bar, spinner, clocks and the estimate are rich's; `step_view.py` shows a
+step's metrics.
 """
 
 import math
@@ -51,7 +51,7 @@ class Progress:
         self.notes: list[str] = []
         self.warnings: list[str] = []
         self._newest: tuple[str, str, str] | None = None
-        """Warning: its level, text and advice."""
+        """Level, text and advice of the newest warning."""
         self.current_step = 0
         self._lock = threading.RLock()
         self._console = console or Console()
@@ -76,14 +76,14 @@ class Progress:
         return live
 
     def phase(self, text: str) -> None:
-        """What goes on from now on; shown with its elapsed time."""
+        """Show what goes on from now on, with its elapsed time."""
         changed = text != self._phases.tasks[0].description
         self._phases.reset(self._phase, description=text)
         if changed and self.current_step == 0:
             self._print_timed(text)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A step is done; `metrics` as in metrics.jsonl. Step 0 is an evaluation before training."""
+        """Show a step that is done. `metrics`: as in metrics.jsonl. Step 0 is an evaluation before training."""
         with self._lock:
             self.current_step = max(step, self.current_step)
             self._steps.update(self._all_steps, completed=self.current_step)
@@ -96,13 +96,13 @@ class Progress:
         self._print(plain_line(step, self.max_steps, metrics) + eta)
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Show a line that stays."""
         with self._lock:
             self.notes.append(text)
         self._print_timed(text)
 
     def warn(self, level: str, text: str, advice: str) -> None:
-        """What is wrong with the run, and what to do. The newest one stays on the screen."""
+        """Show what is wrong with the run, and what to do. The newest warning stays on the screen."""
         with self._lock:
             self.warnings.append(f"{level}: {text}. {advice}")
             self._newest = (level, text, advice)
@@ -112,8 +112,8 @@ class Progress:
         self._print(f"{elapsed(self._steps.tasks[0].elapsed)}  {text}")
 
     def _print(self, line: str) -> None:
-        """For a log file: rich's own display would write its last state only, and, once it could not write, all that it
-        has not written with each line."""
+        """Print a line to a log file. Rich's own display would write its last state only, and, after a failed write,
+        repeat all that is not written with each line."""
         if self._console.quiet or (self._live is not None and not self._closed):
             return
         with self._losses.tolerating("output"):
@@ -131,7 +131,7 @@ class Progress:
                 self._live.stop()
 
     def render(self) -> RenderableType:
-        """The whole display. Called by the refresh thread."""
+        """The whole display, made in the refresh thread."""
         with self._lock:
             width = min(WIDTH, self._console.width)
             parts: list[RenderableType] = [Text(self.title, style="bold"), Constrain(self._steps, width)]
@@ -146,7 +146,7 @@ class Progress:
 
 
 class Clock(ProgressColumn):
-    """How long a task has taken, and how long it will take where that can be told."""
+    """Column of the time that a task has taken, and will take where that can be told."""
 
     def render(self, task: Task) -> Text:
         more = "" if task.finished or task.time_remaining is None else f"  ETA {elapsed(task.time_remaining)}"

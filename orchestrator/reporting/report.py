@@ -1,7 +1,7 @@
 """The page about a run, made from its directory alone: `report.html` in one file, and the plots as PNGs beside it.
 
-Called at the end of a run and by `penstock report RUN`. What the page says is gathered here; how it looks is in
-`templates/`. Whatever a run lacks (steps, samples, numbers) is left out of its page.
+It is made at the end of a run and by `penstock report RUN`. What the page says is gathered here; how it looks is in
+`templates/`. What a run lacks (steps, samples, metrics) is left out of its page.
 """
 
 import json
@@ -38,8 +38,9 @@ MAX_EVENTS = 60
 
 
 def report_of(run: str) -> str:
-    """Rebuild that of the run in a directory or at a URL, where it is brought with whatever has not come there yet;
-    where the page is. Raises `ConfigError` if there is no run, `CheckpointError` for a URL that does not take it."""
+    """Rebuild the report of the run in a directory or at a URL, where it is brought with all that is missing there.
+    Returns the page's place. Raises `ConfigError` if there is no run, `CheckpointError` for a URL that does not take
+    it."""
     with at_place(run, more=_last_samples) as directory:
         page = write_report(directory.path)
         if directory.url is None:
@@ -63,7 +64,7 @@ def write_report(path: str | Path, *, pngs: bool = True) -> Path:
 
 
 def _last_samples(names: Sequence[str]) -> list[str]:
-    """The page shows what was trained last."""
+    """Name of the newest file of samples, as the page shows what was trained last."""
     steps = {int(found[1]): name for name in names if (found := re.fullmatch(r"samples/step_(\d+)\.parquet", name))}
     return [steps[max(steps)]] if steps else []
 
@@ -102,7 +103,7 @@ def page(directory: RunDirectory, config: Mapping[str, Any], charts: Sequence[Ch
 
 @cache
 def _environment() -> Environment:
-    """It keeps the templates that it has compiled."""
+    """The template environment, made once: it keeps the templates that it has compiled."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -118,7 +119,7 @@ def _environment() -> Environment:
 
 
 def _facts(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """For below the title; None: unknown."""
+    """Facts for below the title; None: unknown."""
     return {
         "recipe": Path(str(config["recipe"])).name if config.get("recipe") else None,
         "algorithm": (config.get("algorithm") or {}).get("name"),
@@ -130,7 +131,7 @@ def _facts(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> di
 
 
 def _state(events: Sequence[Mapping[str, Any]]) -> str:
-    """How the run ended, by its last turn."""
+    """The end of the run in words, by its last turn."""
     return ENDED.get(str(last_turn(events).get("kind")), "not finished")
 
 

@@ -1,4 +1,4 @@
-"""Some steps' samples, written for people to read. Used by `observer.py`.
+"""Writes the samples of some steps for people to read.
 
 
 Columns are those that the store has of the batch, and two that the trainer's ranks know of it alone
@@ -26,7 +26,7 @@ COLUMNS = (
     "transcript", "turn_tokens", "turn_rewards",
 )  # fmt: skip
 OF_RANKS = {"trainer_logprobs": pa.list_(pa.float32()), "loss_mask": pa.list_(pa.bool_())}
-"""Columns of `TokenValues`."""
+"""Columns of `TokenValues`, with their types."""
 
 
 class SampleLog:
@@ -45,19 +45,20 @@ class SampleLog:
         last_batch: Callable[[list[str]], Awaitable[Rows]],
         ranks: Callable[[], Sequence[tuple[str, Any]]],
     ) -> None:
-        """`last_batch`: columns of the rows that were trained last. `ranks`: the trainer's, with their handles."""
+        """`last_batch`: returns columns of the rows that were trained last. `ranks`: returns the trainer's, with their
+        handles."""
         self._every, self._last = config.tracking.samples_every_steps, config.trainer.max_steps
         self._columns = [name for name in COLUMNS if name in flow.stored_columns]
         self._directory, self._last_batch, self._ranks = directory, last_batch, ranks
         self._writing: asyncio.Future[None] | None = None
 
     def is_due(self, step: int) -> bool:
-        """This step's samples are written, so its ranks record what they know of each token."""
+        """Return whether a step's samples are written, so that its ranks record what they know of each token."""
         return bool(self._every) and ((step - 1) % self._every == 0 or step == self._last)
 
     async def write(self, step: int, num_rows: int) -> None:
-        """If they are due, and all rows that were trained can still be had. Returns once those of earlier steps are
-        written."""
+        """Write the samples, if they are due and all rows that were trained can still be had. Returns once those of
+        earlier steps are written."""
         if not self.is_due(step):
             return
         call, phase = self._last_batch(self._columns), f"samples of step {step}"
@@ -81,7 +82,8 @@ class SampleLog:
         self._directory.write_samples(step, with_token_values(rows, values))
 
     async def _token_values(self, step: int) -> list[TokenValues]:
-        """Of the ranks that are there and have made this step: one that was replaced since knows nothing of it."""
+        """Token values of the ranks that are there and have made this step: one that was replaced since knows nothing
+        of it."""
         calls = [(name, handle.token_values.remote(step)) for name, handle in self._ranks()]
         found = await outcomes(calls, phase=f"token values of step {step}", timeout_s=QUICK_S)
         for error in found:
@@ -91,8 +93,8 @@ class SampleLog:
 
 
 def with_token_values(rows: Rows, of_ranks: Sequence[TokenValues]) -> pa.Table:
-    """The rows' table with its ids and the columns that ranks know, null for a row that none of them knows. Without the
-    columns of which nothing is known."""
+    """The rows' table with its ids and the columns that ranks know, null for a row that none of them knows. Columns of
+    which nothing is known are left out."""
     table = rows.table_with_ids()
     for name, kind in OF_RANKS.items():
         known = {

@@ -1,4 +1,4 @@
-"""What was trained last, readable: the rows of the newest `samples/step_N.parquet` for the report's table."""
+"""Reads what was trained last for the report's table: the rows of the newest `samples/step_N.parquet`."""
 
 import json
 import re
@@ -19,14 +19,14 @@ class SampleRow:
     reward: float | None
     advantage: float | None
     versions: str
-    """`4`, or `3-4` where the weights changed half-way."""
+    """Versions of the tokens: `4`, or `3-4` where the weights changed half-way."""
     first_of_group: bool
     said: list[tuple[str, str]] = field(default_factory=list)
-    """Of a trajectory: who said what, in order; empty for a prompt with one response."""
+    """Roles and texts of a trajectory's messages, in order; empty for a prompt with one response."""
 
 
 def read_samples(directory: RunDirectory, max_rows: int = MAX_ROWS) -> tuple[int, list[SampleRow]]:
-    """(step, rows) of the newest file that can be read; (0, []) without one."""
+    """Read the newest file that can be read. Returns (step, rows); (0, []) without one."""
     from pyarrow import ArrowException, parquet
 
     for file in reversed(directory.sample_files()):
@@ -74,7 +74,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def _task(row: dict[str, Any]) -> dict[str, Any]:
-    """The `task` column is the dataset's row as JSON."""
+    """The dataset's row, which the `task` column has as JSON."""
     try:
         task = json.loads(row.get("task") or "{}")
     except (TypeError, json.JSONDecodeError):

@@ -1,7 +1,7 @@
 """`penstock status RUN`: looks into the store of a run that is going on, from another process.
 
-The run leaves `cluster.json` in its directory: where its Ray is and what its actors are called. A run that has ended is
-described by what it logged last.
+The run leaves `cluster.json` in its directory, with the address of its Ray and the namespace of its actors. A run that
+has ended is described by what it logged last.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from penstock.store.service.actor import STORE
 ANSWER_S = 20.0
 """Deadline of the store's answer."""
 MAX_LEASES = 12
-"""Leases shown, those that expire first before others."""
+"""Most leases shown, those that expire first before others."""
 MAX_DROPS = 5
-"""Drops shown with what their workers said, the newest."""
+"""Most drops shown with what their workers said, the newest."""
 STATES = ("waiting", "free", "leased", "done")
 
 
 def print_status(run: str, console: Console) -> None:
-    """`run`: its directory or URL. Raises `ConfigError` if `run` is no run, `ResourceError` if it goes on and does not
-    answer, `CheckpointError` for a URL that does not."""
+    """Print the status of a run. `run`: its directory or URL. Raises `ConfigError` if `run` is no run, `ResourceError`
+    if it goes on and does not answer, `CheckpointError` for a URL that does not."""
     with at_place(run) as directory:
         _print(directory, console)
 
@@ -51,7 +51,7 @@ def _print(directory: RunDirectory, console: Console) -> None:
 
 
 def print_store(described: dict[str, Any], console: Console) -> None:
-    """`StoreClient.describe()` as tables."""
+    """Print `StoreClient.describe()` as tables."""
     console.print(_stages(described))
     credits = described["credits"]
     line = f"groups active {credits['active']} of {credits['max']}  ·  version out {credits['published']}"

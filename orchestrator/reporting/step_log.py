@@ -1,5 +1,5 @@
-"""The numbers of each step: gathered from the ranks' reports, the workers and the store, and given to the sinks and the
-display. Used by `observer.py`.
+"""Gathers the metrics of each step from the ranks' reports, the workers and the store, and gives them to the sinks and
+the display.
 """
 
 import time
@@ -20,7 +20,7 @@ QUICK_S = 60.0
 
 
 class StepLog:
-    """Lifecycle: `begin` when the first step does, `write` after each; `emit` for numbers of no step."""
+    """Lifecycle: `begin` with the first step, `write` after each; `emit` for metrics of no step."""
 
     def __init__(
         self,
@@ -32,7 +32,8 @@ class StepLog:
         sinks: list[Sink],
         counters: Callable[[], Mapping[str, float]],
     ) -> None:
-        """`stats`: of the store. `counters`: cumulative ones of the controller's own parts."""
+        """`stats`: returns those of the store. `counters`: returns the cumulative ones of the controller's own
+        parts."""
         self._usage, self._stats, self._counters = Usage(fleet, flow), stats, counters
         self._directory, self._progress, self._sinks = directory, progress, sinks
         self._began = 0.0
@@ -47,8 +48,8 @@ class StepLog:
         phases: Mapping[str, float],
         evaluated: Mapping[str, float] | None = None,
     ) -> dict[str, Any]:
-        """The step's line. `phases`: seconds of what it had besides its update. `evaluated`: what was measured after
-        it."""
+        """Write the step's line, and return it. `phases`: seconds of the step's phases besides its update. `evaluated`:
+        what was measured after it."""
         usage = await self._usage.since_last(QUICK_S)
         store = await self._stats() | usage.dropped | usage.groups | usage.members | usage.environment
         now, train_s = time.time(), max(report.train_s for report in reports)

@@ -1,5 +1,4 @@
-"""A step's numbers as people read them: a line of a log, and what the live display shows. Pure. Used by
-`progress.py`."""
+"""A step's metrics as people read them: a line of a log, and what the live display shows. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -12,11 +11,11 @@ from rich.text import Text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SIDES = {"rollout": "engines", "train": "ranks"}
-"""Who waits, by the names of `idle/`."""
+"""Names of the sides that wait, by the names of `idle/`."""
 LABEL = 11
-"""Characters of what stands before a line."""
+"""Width of the label before a line, in characters."""
 WAITS_LONG = 0.5
-"""Share of a step that is coloured."""
+"""Share of a step from which a wait is coloured."""
 
 
 def sparkline(values: list[float], width: int = 32, low: float | None = None, high: float | None = None) -> str:
@@ -33,7 +32,7 @@ def sparkline(values: list[float], width: int = 32, low: float | None = None, hi
 
 
 def plain_line(step: int, max_steps: int, metrics: Mapping[str, Any]) -> str:
-    """One step for a log file: only what is there."""
+    """The line of one step for a log file: only what is there."""
     shown = (
         ("reward", "reward/mean", "{:.3f}"),
         ("accuracy", "accuracy/heldout", "{:.1%}"),
@@ -62,7 +61,7 @@ def is_number(value: Any) -> bool:
 
 
 def step_view(metrics: Mapping[str, Any], history: Mapping[str, list[float]], bound: int, width: int) -> RenderableType:
-    """`history`: of the numbers that are drawn as curves. `bound`: of the staleness."""
+    """The view of a step. `history`: values of the metrics that are drawn as curves. `bound`: that of the staleness."""
     parts: list[RenderableType] = [_table(metrics, bound), *_curves(history, width), _waits(metrics), _phases(metrics)]
     if dropped(metrics):
         reasons = ", ".join(f"{name.partition('/')[2]} {metrics[name]:.0f}" for name in dropped(metrics))
@@ -111,7 +110,7 @@ def idle(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _waits(metrics: Mapping[str, Any]) -> Text:
-    """Who waited for the other."""
+    """The line about which side waited for the other."""
     parts: list[tuple[str, str]] = []
     for who, share in idle(metrics).items():
         parts += [(" · ", "dim")] if parts else []
@@ -120,7 +119,7 @@ def _waits(metrics: Mapping[str, Any]) -> Text:
 
 
 def _phases(metrics: Mapping[str, Any]) -> Text:
-    """Where the last step's time went, most first: `rollout 0.80 s · train 0.41 s`."""
+    """The line of the last step's phases, longest first: `rollout 0.80 s · train 0.41 s`."""
     seconds = {
         name.partition("/")[2]: metrics[name]
         for name in metrics

@@ -1,4 +1,4 @@
-"""The cards of a run, from its directory. Used by `closing.py`, at the end of a run."""
+"""The cards of a run, from its directory."""
 
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.summary.cards import Card, cards
@@ -7,7 +7,7 @@ from penstock.orchestrator.ui.runs.columns import Columns
 
 
 def cards_of(directory: RunDirectory) -> list[Card]:
-    """Raises `ConfigError` where there is no run, `OSError` where it cannot be read."""
+    """The cards of a run. Raises `ConfigError` where there is no run, `OSError` where it cannot be read."""
     columns = Columns(directory.metrics_file)
     columns.update()
     events = directory.read_events()

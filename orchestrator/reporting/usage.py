@@ -1,4 +1,4 @@
-"""Who was busy how long since the last step: counters of all workers, asked once a step, as differences."""
+"""The usage of workers since the last step: counters of all workers, asked once a step, as differences."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -13,26 +13,26 @@ Counters = Mapping[str, float]
 PHASES = {
     "rollout": "rollout", "environment": "rollout", "reward": "reward", "scorer": "reference", "compute": "compute",
 }  # fmt: skip
-"""What the seconds of each role that computes count for. The prompts' counters are asked for as well, for what they
-leave out."""
+"""The phase that the seconds of each computing role count for. The prompts' counters are asked for as well, for what
+they leave out."""
 COUNTS = {"rollout": "rollout/num_engines", "reward": "reward/num_workers"}
-"""What the members of roles that may come and go count as."""
+"""Metrics of the numbers of members, for roles whose members may come and go."""
 
 
 @dataclass
 class StepUsage:
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase, averaged over its workers."""
+    """Busy seconds of each phase, averaged over its workers, by phase."""
     generated_length_mean: float | None = None
-    """Tokens a response, over all responses finished since the last step."""
+    """Mean number of tokens a response, over all responses finished since the last step."""
     dropped: dict[str, float] = field(default_factory=dict)
-    """`dropped/<reason>` before the store: rows of the dataset, cumulative."""
+    """Metrics `dropped/<reason>` of drops before the store: rows of the dataset, cumulative."""
     groups: dict[str, float] = field(default_factory=dict)
-    """`rollout/groups/<engine>` and `rollout/groups_spread`, since the process began."""
+    """Metrics `rollout/groups/<engine>` and `rollout/groups_spread`, since the process began."""
     members: dict[str, float] = field(default_factory=dict)
-    """`rollout/num_engines` and `reward/num_workers`: those that are there."""
+    """Metrics `rollout/num_engines` and `reward/num_workers`: numbers of present members."""
     environment: dict[str, float] = field(default_factory=dict)
-    """`environment/<count>`: since the last step, over all environments."""
+    """Metrics `environment/<count>`: counts since the last step, over all environments."""
 
 
 class Usage:
@@ -44,13 +44,13 @@ class Usage:
         self._roles = [role for role in PHASES if role not in ("rollout", "reward") or flow.of_kind(role)]
         self._last: dict[str, Counters] = defaultdict(dict)
         self._groups: dict[str, float] = defaultdict(float)
-        """Sampled by each engine, and by those before it in its place."""
+        """Groups sampled by each engine, and by those before it in its place."""
         self._throughout: set[str] = set()
-        """Engines that have been there since the first call: what others have sampled compares with nothing."""
+        """Engines that have been there since the first call: the counts of others cannot be compared."""
 
     async def since_last(self, timeout_s: float) -> StepUsage:
-        """Seconds and lengths since the previous call. Each worker's `stats()` has busy_s; a rollout's also tokens,
-        samples. A worker that has died says nothing, and another in its place counts from 0."""
+        """The usage since the previous call. Each worker's `stats()` has busy_s; a rollout's also tokens, samples. A
+        worker that has died says nothing, and another in its place counts from 0."""
         roles = [*self._roles, "prompts"]
         engines = {name for [name] in self._fleet.teams("rollout")}
         self._throughout = engines if not self._last else self._throughout & engines
@@ -92,7 +92,7 @@ class Usage:
 
 
 def gained_since(before: Counters, now: Counters) -> Counters:
-    """How much each counter has grown. One that is smaller than before is another's, which began at 0.
+    """The growth of each counter. A counter that is smaller than before is another actor's, which began at 0.
 
     >>> gained_since({"groups": 6.0}, {"groups": 7.0}), gained_since({"groups": 6.0}, {"groups": 2.0})
     ({'groups': 1.0}, {'groups': 2.0})
@@ -103,8 +103,8 @@ def gained_since(before: Counters, now: Counters) -> Counters:
 
 
 def group_metrics(groups: Mapping[str, float], throughout: Collection[str]) -> dict[str, float]:
-    """Groups sampled by each engine, and how unevenly: the busiest one's over the laziest one's. `throughout`: those
-    that were there all the time, which alone can be compared.
+    """Groups sampled by each engine, and their spread: the most over the least. `throughout`: engines that were there
+    all the time; only these can be compared.
 
     >>> group_metrics({"Rollout-0": 6.0, "Rollout-1": 4.0}, ["Rollout-0", "Rollout-1"])
     {'rollout/groups/Rollout-0': 6.0, 'rollout/groups/Rollout-1': 4.0, 'rollout/groups_spread': 1.5}

@@ -1,1 +1,1 @@
-"""A run in short: cards, losses of members, marks on charts. Read by `reporting/` and `ui/`."""
+"""A run in short: cards, losses of members, marks on charts."""

@@ -1,5 +1,5 @@
 """A run in a dozen numbers: the cards of the report and of the run's page, and what `penstock run` prints at the end.
-Pure. The columns of `metrics.jsonl` are read by `ui/runs/columns.py`; whoever has them asks for `cards`."""
+Pure. The columns of `metrics.jsonl` are read by `ui/runs/columns.py`."""
 
 import statistics
 from collections import Counter
@@ -26,12 +26,12 @@ class Numbers(Protocol):
     def steps(self) -> NDArray[np.float64]: ...
 
     def __getitem__(self, key: str, /) -> NDArray[np.float64]:
-        """NaN where a step has none."""
+        """Values of a metric; NaN where a step has none."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """One number with its label; `detail` is the small print, `good` colours it."""
+    """A card: a number with its label; `detail` is the small print, `good` colours it."""
 
     label: str
     value: str
@@ -40,8 +40,7 @@ class Card:
 
 
 def cards(numbers: Numbers, config: Mapping[str, Any], events: Sequence[Event], seconds: float) -> list[Card]:
-    """What is worth saying of the run. `seconds`: from its first event to its last. Numbers that it does not have are
-    left out."""
+    """The cards of a run. `seconds`: from its first event to its last. Numbers that it does not have are left out."""
     found = [
         _accuracy(numbers),
         _reward(numbers),
@@ -60,7 +59,7 @@ def cards(numbers: Numbers, config: Mapping[str, Any], events: Sequence[Event], 
 
 
 def _points(numbers: Numbers, name: str) -> list[tuple[float, float]]:
-    """(step, value) where there is one."""
+    """Pairs (step, value) where a metric has a value."""
     values = numbers[name]
     known = np.isfinite(values)
     return list(zip(numbers.steps[known].tolist(), values[known].tolist(), strict=True))
@@ -167,7 +166,7 @@ def _dropped(numbers: Numbers) -> Card | None:
 
 
 def _failed_checkpoints(events: Sequence[Event]) -> Card | None:
-    """From the events, since the last one may fail after the last step was logged."""
+    """The card of failed checkpoints, from the events, since the last may fail after the last step was logged."""
     failed = [event for event in events if event.get("kind") == "checkpoint_failed"]
     if not failed:
         return None
@@ -175,7 +174,7 @@ def _failed_checkpoints(events: Sequence[Event]) -> Card | None:
 
 
 def _faults(numbers: Numbers, events: Sequence[Event]) -> Card | None:
-    """Members that were lost, and what share of the time was spent training all the same."""
+    """The card of lost members, with the share of the time that was spent training all the same."""
     found = faults_of(events)
     if not found:
         return None
@@ -187,7 +186,7 @@ def _faults(numbers: Numbers, events: Sequence[Event]) -> Card | None:
 
 
 def _warnings(events: Sequence[Event]) -> Card | None:
-    """What the run said is wrong with it: `diagnosis/`."""
+    """The card of what the run said is wrong with it: `diagnosis/`."""
     found = [event for event in events if event.get("kind") == "warning"]
     if not found:
         return None

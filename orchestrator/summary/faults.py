@@ -1,11 +1,9 @@
-"""What died in a run, when, and at what cost, by its events: for the marks, the timeline and the table of the report.
+"""Losses of a run, with their time and cost, by its events: for the marks, the timeline and the table of the report.
 
-    fault ─▶ recovered                     another took its place
-    fault ─▶ returning ─▶ returned         the run went back to its last checkpoint
-    fault ─▶ given_up, or nothing          the run ended, or was ended meanwhile
-    taken_over                             the command itself had died, and another goes on with its actors
-
-Used by `cards.py`, `marks.py` and `reporting/report.py`.
+fault ─▶ recovered                     another took its place
+fault ─▶ returning ─▶ returned         the run went back to its last checkpoint
+fault ─▶ given_up, or nothing          the run ended, or was ended meanwhile
+taken_over                             the command itself had died, and another goes on with its actors
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,32 +16,32 @@ WHOLE_RUN, COMMAND = "the run", "the command"
 
 @dataclass
 class Fault:
-    """One loss, until somebody serves in the member's place."""
+    """A loss, until another serves in the member's place."""
 
     member: str
     role: str
     at_s: float
-    """Since the run began."""
+    """Seconds since the run began."""
     step: int
-    """That the run was at."""
+    """The step that the run was at."""
     cause: str
     num_tries: int = 1
-    """Losses of the same member until it served again: one, and each restart that failed."""
+    """Number of losses of the member until it served again: one, and each restart that failed."""
     seconds: float | None = None
-    """Until another served; None: nobody did."""
+    """Seconds until another served; None: none did."""
     until_step: int | None = None
     outcome: str = "nobody took its place"
     cost: str = ""
 
     @property
     def text(self) -> str:
-        """For a tooltip."""
+        """The loss as the text of a tooltip."""
         after = f", {self.outcome} after {self.seconds:.1f} s" if self.seconds is not None else f": {self.outcome}"
         return f"{self.member} lost at step {self.step}{after}"
 
 
 def faults_of(events: Sequence[Mapping[str, Any]]) -> list[Fault]:
-    """In their order."""
+    """Losses of a run, in their order."""
     found: list[Fault] = []
     absent: dict[str, Fault] = {}
     for event in events:
@@ -66,7 +64,7 @@ def faults_of(events: Sequence[Mapping[str, Any]]) -> list[Fault]:
 
 
 def duration_s(events: Sequence[Mapping[str, Any]]) -> float:
-    """From the first event to the last."""
+    """Seconds from the first event to the last."""
     return _seconds(events[-1], events) if events else 0.0
 
 
@@ -108,7 +106,7 @@ def _returned(fault: Fault, event: Mapping[str, Any], at_s: float) -> None:
 
 
 def _seconds(event: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> float:
-    """Since the first event. 0 where a stamp cannot be read."""
+    """Seconds from the first event to this one. 0 where a time stamp cannot be read."""
     try:
         first, this = (datetime.fromisoformat(str(one.get("time"))) for one in (events[0], event))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What happened in a run, as marks on the steps of its charts: of the page, of `report.html` and of the PNGs. Pure.
+"""Marks on the steps of a run's charts that tell what happened: in the page, in `report.html` and in the PNGs. Pure.
 
     bad    members or commands that were lost, until others served; checkpoints that failed
     warn   what the run says is wrong with it
@@ -16,7 +16,7 @@ from typing import Any
 from penstock.orchestrator.summary.faults import faults_of
 
 MOST = 16
-"""Marks of one kind: more of them hide the curves."""
+"""Most marks of one kind: more of them hide the curves."""
 Event = Mapping[str, Any]
 
 
@@ -26,16 +26,16 @@ class Mark:
     text: str
     level: str = "note"
     until: float | None = None
-    """Of what lasted for steps."""
+    """Last step of what lasted for several steps."""
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """The mark as plain data."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How one kind of events is told."""
+    """The way in which one kind of events is told."""
 
     several: str
     text: Callable[[Event], str]
@@ -62,11 +62,11 @@ KINDS = {
     ),
     "warning": _Kind("warnings", lambda event: f"warning: {event.get('text')}", "warn"),
 }
-"""By the event. What `faults.py` tells is not among them: members that were lost, returns, commands that took over."""
+"""Kinds of marks by event, without those that `faults.py` tells: lost members, returns, commands that took over."""
 
 
 def marks_of(events: Sequence[Event]) -> list[Mark]:
-    """By step."""
+    """Marks of a run, by step."""
     faults = [Mark(fault.step, fault.text, "bad", fault.until_step) for fault in faults_of(events)]
     found = few(faults, "losses of members")
     for name, kind in KINDS.items():
@@ -76,7 +76,7 @@ def marks_of(events: Sequence[Event]) -> list[Mark]:
 
 
 def few(marks: Sequence[Mark], several: str) -> list[Mark]:
-    """At most `MOST` of them: neighbours become one mark, which says how many it stands for."""
+    """Reduce marks to at most `MOST`: neighbours become one mark, which says how many it stands for."""
     if len(marks) <= MOST:
         return list(marks)
     size = math.ceil(len(marks) / MOST)

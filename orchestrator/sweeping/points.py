@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from penstock.conf.errors import ConfigError
 
 MOST = 10_000
-"""Runs of one sweep."""
+"""Most runs of one sweep."""
 OWN = ("name", "output_dir", "resume")
 """Keys that the sweep sets for each of its runs."""
 SEED = "seed"
@@ -24,20 +24,20 @@ SEED = "seed"
 @dataclass(frozen=True)
 class Point:
     name: str
-    """Of its run, made of what it has other than the others: lr-0.0001_seed-1."""
+    """Name of the point's run, made of what differs from the others: lr-0.0001_seed-1."""
     values: dict[str, str]
-    """Of the keys that are swept."""
+    """Values of the keys that are swept, by key."""
     words: tuple[str, ...]
-    """All that `penstock run` is told."""
+    """All words that `penstock run` is given."""
 
     @property
     def setting(self) -> tuple[tuple[str, str], ...]:
-        """Its values but the seed: points of one setting differ by chance alone."""
+        """The point's values without the seed: points of one setting differ by chance alone."""
         return tuple((key, value) for key, value in self.values.items() if key != SEED)
 
 
 def points_of(words: Sequence[str]) -> list[Point]:
-    """Every combination, the last word's values changing fastest. Raises `ConfigError`."""
+    """The points of a sweep: every combination, the last word's values changing fastest. Raises `ConfigError`."""
     parser = OverridesParser.create()
     fixed: list[str] = []
     swept: dict[str, list[str]] = {}
@@ -73,7 +73,7 @@ def points_of(words: Sequence[str]) -> list[Point]:
 
 
 def _values(parser: OverridesParser, word: str) -> list[str] | None:
-    """None for a word of one value. Raises `ConfigError`."""
+    """The values of a word; None for a word of one value. Raises `ConfigError`."""
     try:
         parsed = parser.parse_override(word)
         return list(parsed.sweep_string_iterator()) if parsed.is_sweep_override() else None
@@ -84,7 +84,7 @@ def _values(parser: OverridesParser, word: str) -> list[str] | None:
 
 
 def _short(keys: Iterable[str]) -> dict[str, str]:
-    """The last part of each key, or as much as tells it from the others."""
+    """The last part of each key, or as many parts as tell it from the others."""
     every = list(keys)
     found = {}
     for key in every:
@@ -98,5 +98,5 @@ def _short(keys: Iterable[str]) -> dict[str, str]:
 
 
 def _plain(value: str) -> str:
-    """As part of a directory's name."""
+    """The value as part of a directory's name."""
     return re.sub(r"[^\w.+-]+", "-", value).strip("-.")[-40:] or "empty"

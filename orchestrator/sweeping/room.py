@@ -1,4 +1,4 @@
-"""How many runs of a sweep the machine or the cluster has room for."""
+"""Finds the number of runs of a sweep that the machine or the cluster has room for."""
 
 import math
 import os
@@ -12,8 +12,8 @@ from penstock.orchestrator.sweeping.points import Point
 
 
 def jobs_for(points: Sequence[Point]) -> int:
-    """By the run that reserves most. Every point's words are read, so that a wrong one ends the sweep before its first
-    run. Raises `ConfigError`, `ResourceError`."""
+    """Number of runs side by side, by the run that reserves most. Every point's words are read, so that a wrong one
+    ends the sweep before its first run. Raises `ConfigError`, `ResourceError`."""
     needs = []
     for point in points:
         config = load_config([*point.words, f"name={point.name}"])
@@ -23,7 +23,7 @@ def jobs_for(points: Sequence[Point]) -> int:
 
 
 def _room() -> tuple[float, float]:
-    """CPUs and GPUs."""
+    """Numbers of CPUs and GPUs of the machine or the cluster."""
     if address := os.environ.get("RAY_ADDRESS"):
         import ray
 
@@ -37,7 +37,7 @@ def _room() -> tuple[float, float]:
 
 
 def room_for(cpus: float, gpus: float, have_cpus: float, have_gpus: float) -> int:
-    """Runs side by side that need so much each; at least one.
+    """Number of runs side by side that need so much each; at least one.
 
     >>> room_for(3, 0, 8, 0), room_for(3, 1, 64, 2), room_for(3, 0, 2, 0)
     (2, 2, 1)

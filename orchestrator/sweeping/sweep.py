@@ -1,7 +1,7 @@
-"""Runs the points of a sweep, as many side by side as there is room for, and says what they came to.
+"""Runs the points of a sweep, as many side by side as there is room for, and tells their results.
 
 Each is a `penstock run` in a process of its own, with `resume=auto`: the same sweep again goes on where it was, and
-runs that have finished are not made twice. A run that fails costs itself alone. Called by `cli.py`.
+runs that have finished are not made twice. A run that fails does not end the others.
 """
 
 import json
@@ -25,11 +25,11 @@ from penstock.orchestrator.ui.runs.found import FINISHED, RunLine, line_of
 from penstock.workers.whole_files import write_whole
 
 FILE = "sweep.json"
-"""In the sweep's directory: its words and its runs, for the page."""
+"""Name of the file in the sweep's directory with its words and its runs, for the page."""
 COMMAND = (sys.executable, "-m", "penstock.orchestrator.cli", "run")
 LOOK_S = 0.2
 GRACE_S = 60.0
-"""For runs to leave after Ctrl-C; then they are killed."""
+"""Seconds for runs to end after Ctrl-C; then they are killed."""
 INTERRUPTED = 130
 
 
@@ -39,7 +39,7 @@ class Sweep:
     def __init__(
         self, points: Sequence[Point], directory: Path, jobs: int, console: Console, command: Sequence[str] = COMMAND
     ) -> None:
-        """`jobs`: runs side by side. `command`: that a run's words are given to."""
+        """`jobs`: number of runs side by side. `command`: the one that a run's words are given to."""
         self._points, self._directory, self._jobs = points, directory.expanduser().resolve(), jobs
         self._console, self._command = console, command
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -47,7 +47,7 @@ class Sweep:
         self._stops = False
 
     def run(self) -> int:
-        """The exit code: 1 if a run failed, 130 after Ctrl-C. Raises `ConfigError`."""
+        """Run the sweep. Returns the exit code: 1 if a run failed, 130 after Ctrl-C. Raises `ConfigError`."""
         self._claim()
         waiting = deque(point for point in self._points if not self._is_done(point))
         done = len(self._points) - len(waiting)
@@ -73,7 +73,7 @@ class Sweep:
         return 1 if any(self._codes.values()) else 0
 
     def table(self) -> Table:
-        """What was reached, by setting: mean over its seeds, and the least and the largest."""
+        """A table of the results, by setting: mean over its seeds, and the least and the largest."""
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         settings: dict[tuple[tuple[str, str], ...], list[RunLine | None]] = {}
         for point in self._points:
@@ -88,7 +88,7 @@ class Sweep:
         return table
 
     def _claim(self) -> None:
-        """The directory is this sweep's. Raises `ConfigError`."""
+        """Make the directory this sweep's. Raises `ConfigError`."""
         file, said = self._directory / FILE, self._said()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ class Sweep:
                 )
 
     def _stop(self, number: int, _: FrameType | None) -> None:
-        """Those that run are told, and end in order; a second time they are killed."""
+        """Interrupt the runs, which then end in order; kill them at a second signal."""
         how = signal.SIGKILL if self._stops else signal.SIGINT
         self._stops = True
         for process in self._running.values():
@@ -181,7 +181,7 @@ SHOWN: Mapping[str, Callable[[float | None], str]] = {
 
 
 def spread(values: Sequence[float | None], say: Callable[[float | None], str] = _number) -> str:
-    """Mean, and least to largest.
+    """The mean of values, and least to largest, as text.
 
     >>> spread([1.0, 2.0, 3.0]), spread([2.0]), spread([None])
     ('2 (1 to 3)', '2', '–')

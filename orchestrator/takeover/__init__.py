@@ -1,1 +1,1 @@
-"""How a command goes on with the actors of one that has died: nothing is started again, and no step is lost."""
+"""Takeover of a dead command's actors by the next command: nothing is started again, and no step is lost."""

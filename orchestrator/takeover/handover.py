@@ -1,9 +1,8 @@
-"""What a command leaves for the one that may come after it, told to the run's owner while the run goes on. Used by
-`training.py` and `controller.py`.
+"""The state that a command leaves for the one that may come after it, told to the run's owner while the run goes on.
 
-    every second    who is where, if that has changed
-    each step       the ranks' reports, before the store is told: a step that was noted is made, whoever completes it,
-                    and its line in metrics.jsonl is written, whoever writes it
+every second    which actors are where, if that has changed
+each step       the ranks' reports, before the store is told: a step that was noted counts, whichever command
+                completes it, and either one writes its line in metrics.jsonl
 """
 
 import asyncio
@@ -14,10 +13,11 @@ from penstock.orchestrator.ownership.owners import Owner, RunOwner
 from penstock.workers.trainer.report import StepReport
 
 KEEP_S, LONGEST_S = 1.0, 10.0
-"""Between two looks at what has changed. A member that has come since is not known to the next command, and ends."""
+"""Seconds between two looks at what has changed, least and most. A member that has come since is not known to the next
+command, and ends."""
 SHARE = 2000.0
-"""A look that takes long is followed by a pause of so many times that: those at a thousand members come every two
-seconds or three."""
+"""Pause after a long look, in multiples of its time: with a thousand members there is a look every two or three
+seconds."""
 
 
 class Handover:
@@ -25,17 +25,18 @@ class Handover:
     nothing more to go on with. Where the actors end with this process, none of it does anything."""
 
     def __init__(self, owner: Owner, describe: Callable[[RunOwner], bytes]) -> None:
-        """`describe`: the run of now."""
+        """`describe`: returns the present state of the run."""
         self._owner = owner if isinstance(owner, RunOwner) else None
         self._describe = describe
         self._kept = b""
         self._took_s = 0.0
-        """Of this thread, to describe the run the last time."""
+        """CPU seconds of this thread to describe the run the last time."""
         self._open: dict[int, list[StepReport]] = {}
-        """Of steps whose line is not written yet."""
+        """Reports of the steps whose line is not written yet, by step."""
 
     async def keep(self) -> None:
-        """Raises `TakenOver`, `WorkerDied`, `DeadlineExceeded`, as the others do."""
+        """Keep the present state, if it has changed. Raises `TakenOver`, `WorkerDied`, `DeadlineExceeded`, as the
+        others do."""
         if self._owner is None:
             return
         began = time.thread_time()
@@ -51,17 +52,17 @@ class Handover:
             await asyncio.sleep(min(LONGEST_S, max(KEEP_S, SHARE * self._took_s)))
 
     async def note(self, step: int, reports: Sequence[StepReport]) -> None:
-        """A step that all ranks have made."""
+        """Note a step that all ranks have made."""
         if self._owner is not None:
             self._open[step] = list(reports)
             await self._owner.note(self._open)
 
     def written(self, step: int) -> None:
-        """Its line is."""
+        """Note that the line of a step is written."""
         self._open.pop(step, None)
 
     async def leave(self) -> None:
-        """The run is over, or its actors are: nothing is kept from now on."""
+        """Keep nothing from now on: the run is over, or its actors are."""
         owner, self._owner = self._owner, None
         if owner is not None:
             await owner.leave()

@@ -1,4 +1,4 @@
-"""Finds what a command that has died has left of a run. Called by `run.py` before the run is set back to a checkpoint.
+"""Finds what a command that has died has left of a run, before the run is set back to a checkpoint.
 
 cluster.json ─▶ the run's `Owner` there ─▶ the same settings and code? ─▶ its actors are this command's now
                       │ none                      │ no: they end
@@ -22,21 +22,21 @@ from penstock.workers.trainer.report import StepReport
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """Actors of a run that nobody drives but this process, from now on."""
+    """Actors of a run that only this process drives from now on."""
 
     owner: RunOwner
     state: RunState
     handles: dict[str, Any]
-    """Of its actors, by the names that Ray knows them by."""
+    """Handles of the run's actors, by their names in Ray."""
     reports: dict[int, list[StepReport]]
-    """Of the step that all ranks made last, and of those before it that had more to come."""
+    """Reports of the step that all ranks made last, and of those before it that had more to come, by step."""
     silent_s: float
-    """Since the command before was heard of."""
+    """Seconds since the command before was heard of."""
 
 
 def find(directory: RunDirectory, identity: Identity, lease_s: float, tell: Callable[[str], None]) -> LeftBehind | None:
-    """What there is on the cluster that this process is connected to. None: nothing to go on with; what there is of
-    actors ends, and `tell` hears why."""
+    """The run's actors on the cluster that this process is connected to. None: nothing to go on with; actors that are
+    there end, and `tell` is called with the reason."""
     try:
         found = json.loads(directory.cluster_file.read_text())
     except (OSError, ValueError):

@@ -1,9 +1,8 @@
-"""The trainer's ranks of a command that has died: they may be in the middle of anything. Called by `training.py`,
-before the controller begins.
+"""Brings the trainer's ranks of a command that has died to a known state, before the controller begins.
 
-    attach: who waits for a batch does so no more ─▶ all are idle ─▶ which step was trained last? ─▶ they have its state
+    attach: no rank waits for a batch any more ─▶ all are idle ─▶ which step was trained last? ─▶ they have its state
 
-Ranks that cannot be brought there are ended: whoever calls them next hears of it, and has others take their place
+Ranks that cannot be brought there are ended: their next caller hears of it, and has others take their place
 (`faults/trainer_recovery.py`).
 """
 
@@ -22,15 +21,16 @@ from penstock.workers.trainer.report import StepReport
 
 STAGE = "train"
 LOOK_S = 0.1
-"""Between two looks at ranks that are busy."""
+"""Seconds between two looks at ranks that are busy."""
 APART_S = 30.0
-"""Some ranks are busy, and others are not, for so long: they wait for what the others were never told."""
+"""Seconds for which some ranks may be busy and others not: after that, the busy ones wait for what the others were
+never told."""
 ANSWER_S = 60.0
 
 
 async def take_up(fleet: Fleet, made: Mapping[int, Sequence[StepReport]]) -> int:
-    """The last step that was trained; the ranks are idle and have its state, or are dead. `made`: reports of steps that
-    all of them have made. Raises what the store fails with."""
+    """Make the ranks idle, with the state of the last step that was trained, or kill them. Returns that step. `made`:
+    reports of steps that all of them have made. Raises what the store fails with."""
     client = StoreClient(fleet.store)
     try:
         await fleet.attach_trainers()
@@ -48,7 +48,7 @@ async def take_up(fleet: Fleet, made: Mapping[int, Sequence[StepReport]]) -> int
 
 
 async def _idle(fleet: Fleet) -> bool:
-    """Wait until no rank does anything. False: that cannot be waited for."""
+    """Wait until all ranks are idle. False: that cannot be waited for."""
     began, apart_since = time.monotonic(), None
     while time.monotonic() < began + fleet.config.trainer.step_timeout_s:
         calls = [(name, handle.progress.remote()) for name, handle in fleet.role("trainer")]
@@ -66,7 +66,7 @@ async def _idle(fleet: Fleet) -> bool:
 
 
 async def _restored(fleet: Fleet, trained: int) -> bool:
-    """Every rank has the state after that step."""
+    """Give every rank the state after a step. Returns whether that worked."""
     ranks, timeout_s = fleet.role("trainer"), fleet.config.trainer.collective_timeout_s
     try:
         calls = [(name, handle.after_step.remote()) for name, handle in ranks]

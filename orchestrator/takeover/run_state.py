@@ -1,5 +1,5 @@
-"""What a command leaves for the next one, and how that knows whether it fits: the same settings, the same code, on the
-same node. Pure but for reading files of code.
+"""The state that a command leaves for the next one, and the check that it fits: the same settings, the same code, on
+the same node. Pure but for reading files of code.
 
 A command can only read what one of the same code has written, so what tells them apart is read first.
 """
@@ -19,35 +19,35 @@ from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.fleet.state import FleetState
 
 MAY_DIFFER = ("resume",)
-"""Keys that say how a command begins, and not what the run is."""
+"""Keys that say how a command begins, but not what the run is."""
 MAX_TOLD = 3
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What another process needs to go on with a run."""
+    """The facts that another process needs to go on with a run."""
 
     namespace: str
     model_path: str
     model_paths: dict[str, str]
     resumed: Checkpoint | None
-    """What its actors were started from."""
+    """The checkpoint that the run's actors were started from."""
     wanted: dict[str, int]
-    """Members that people have wished for, by role."""
+    """Numbers of members that people have asked for, by role."""
     fleet: FleetState
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What must be equal for one command to go on with another's actors."""
+    """The facts that must be equal for one command to go on with another's actors."""
 
     node: str
-    """Ray's id of the one that the command is on."""
+    """Ray's id of the node that the command is on."""
     facts: dict[str, str]
     """Settings by key, and a digest of each file of code."""
 
     def difference(self, other: "Identity") -> str | None:
-        """Why actors of the other one are none of this one's, as half a sentence; None: they are."""
+        """The reason why the other's actors do not fit this one, as half a sentence; None: they do."""
         if self.node != other.node:
             return "it was started on another node"
         names = [name for name in {**other.facts, **self.facts} if self.facts.get(name) != other.facts.get(name)]
@@ -58,7 +58,7 @@ class Identity:
 
 
 def identity_of(config: RunConfig, flow: Dataflow, node: str) -> Identity:
-    """`node`: that this process is on."""
+    """The identity of this command. `node`: the one that this process is on."""
     settings = {key: repr(value) for key, value in _flat(asdict(config)) if key not in MAY_DIFFER}
     return Identity(node, settings | {str(file): _digest(file) for file in _code(config, flow)})
 
@@ -68,7 +68,7 @@ def pack(identity: Identity, state: RunState) -> bytes:
 
 
 def unpack(packed: bytes, identity: Identity) -> RunState | str:
-    """Why it is not of the same identity, as half a sentence."""
+    """The state; or the reason why its identity differs, as half a sentence."""
     node, facts, state = pickle.loads(packed)
     if found := identity.difference(Identity(node, facts)):
         return found
@@ -77,7 +77,8 @@ def unpack(packed: bytes, identity: Identity) -> RunState | str:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """
+    """Flatten nested values to dotted keys.
+
     >>> list(_flat({"seed": 1, "trainer": {"max_steps": 2}}))
     [('seed', 1), ('trainer.max_steps', 2)]
     """
@@ -99,7 +100,7 @@ def _code(config: RunConfig, flow: Dataflow) -> list[Path]:
 
 
 def _file_of(function: Any) -> str | None:
-    """That a function, or the class of what is called, comes from; None of one without."""
+    """The file that a function, or the class of a callable, comes from; None if it has none."""
     while isinstance(function, partial):
         function = function.func
     function = inspect.unwrap(function) if inspect.isroutine(function) else type(function)

@@ -1,6 +1,6 @@
 """The page's scripts and styles as text, for a page that is one file: `report.html`.
 
-A module of ours imports by lines of its own, and no two define the same name. So modules that are put one after the
+A module of the page imports by lines of its own, and no two define the same name. So modules that are put one after the
 other, without their imports and exports, are one script.
 """
 
@@ -15,7 +15,7 @@ _EXPORT = re.compile(r"^export (?=async |class |const |function )", re.MULTILINE
 
 @cache
 def script(*modules: str) -> str:
-    """`modules`: in the order in which they need each other."""
+    """Several modules as one script. `modules`: in the order in which they need each other."""
     text = "\n".join(_EXPORT.sub("", _IMPORT.sub("", _read(module))) for module in modules)
     if left := re.search(r"^\s*(import|export)\b.*$", text, re.MULTILINE):
         raise ValueError(f"{modules}: {left[0]} stands in the way of one script.")
@@ -24,7 +24,7 @@ def script(*modules: str) -> str:
 
 @cache
 def library() -> str:
-    """uPlot."""
+    """The script of uPlot."""
     return _read("vendor/uPlot.iife.min.js")
 
 

@@ -1,1 +1,1 @@
-"""Where a step's numbers go: a file each, found by name in `table.py`."""
+"""Sinks of a step's metrics: a file each, found by name in `table.py`."""

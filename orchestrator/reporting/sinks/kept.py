@@ -1,6 +1,7 @@
-"""What must outlive a process for a tracker to go on with a run: `trackers/NAME.json` and `NAME.step` in its directory.
+"""Keeps what a tracker needs to go on with a run in another process: `trackers/NAME.json` and `NAME.step`, in the
+run's directory.
 
-Two files: the id is written once, so that it is at the URL of a run long before its machine may be lost.
+There are two files since the id is written once: so it is at the URL of a run long before its machine may be lost.
 """
 
 import contextlib
@@ -20,9 +21,9 @@ class Kept:
     def __init__(self, directory: RunDirectory, name: str) -> None:
         self._directory, self._name = directory, name
         self.id: str | None = None
-        """Of an earlier process."""
+        """The run's id in the tracker, of an earlier process."""
         self.step: int | None = None
-        """The last that an earlier process gave to the tracker."""
+        """The last step that an earlier process gave to the tracker."""
         folder = directory.path / FOLDER
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             self.id = str(json.loads((folder / f"{name}.json").read_text())["id"])

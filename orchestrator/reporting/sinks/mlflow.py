@@ -1,4 +1,4 @@
-"""MLflow, by its client for tracking (the package `mlflow-skinny` has it). MLFLOW_* variables keep their meaning."""
+"""The tracker MLflow, by its client (the package `mlflow-skinny` has it). MLFLOW_* variables keep their meaning."""
 
 import os
 import time
@@ -18,13 +18,13 @@ from penstock.orchestrator.reporting.sinks.tracker import (
 
 STATUSES = {FINISHED: "FINISHED", FAILED: "FAILED", INTERRUPTED: "KILLED"}
 MAX_BATCH = 100
-"""Parameters or tags of one call."""
+"""Most parameters or tags of one call."""
 MAX_PARAM_CHARS, MAX_TAG_CHARS = 6_000, 5_000
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # with its own 7 a server that is down is told after two minutes
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Of its environment, where the user has not said otherwise."""
+"""Defaults of MLflow's environment variables, where the user has not set them."""
 
 
 class Mlflow:
@@ -94,7 +94,7 @@ class Mlflow:
         return str(self._client.create_experiment(name, artifact_location=artifacts))
 
     def _give_params(self, params: Mapping[str, str], known: Mapping[str, str]) -> None:
-        """MLflow's never change: what a run that goes on was told differently becomes a tag."""
+        """Log parameters. MLflow's never change: what differs in a run that goes on becomes a tag."""
         from mlflow.entities import Param, RunTag
 
         new = [Param(name, value) for name, value in params.items() if name not in known]
@@ -106,7 +106,7 @@ class Mlflow:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Names with dots.
+    """Flatten a configuration to names with dots.
 
     >>> flat({"seed": 1, "trainer": {"optimizer": {"lr": 0.1}}})
     {'seed': '1', 'trainer.optimizer.lr': '0.1'}
@@ -121,5 +121,5 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def plain_name(name: str) -> str:
-    """As MLflow allows it: pass@8 and faults of oddly named roles are not."""
+    """The name as MLflow allows it: pass@8 and faults of oddly named roles are not allowed."""
     return "".join(sign if sign.isalnum() or sign in "_-. :/" else "_" for sign in name)[:250]

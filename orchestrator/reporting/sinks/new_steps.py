@@ -1,11 +1,11 @@
-"""Which numbers a tracker has not had yet. Pure."""
+"""Selects the metrics that a tracker has not had yet. Pure."""
 
 from collections.abc import Mapping
 
 
 class NewSteps:
-    """A run that goes on from a checkpoint takes some steps again. Trackers keep what they had first: a curve that goes
-    back is drawn as a zigzag, and W&B refuses it.
+    """Selects new steps: a run that goes on from a checkpoint takes some steps again. Trackers keep what they had
+    first: a curve that goes back is drawn as a zigzag, and W&B refuses it.
 
     >>> new = NewSteps(after=None)
     >>> new.of(1, {"loss": 0.5}), new.of(1, {"loss": 0.4, "accuracy": 0.9}), new.of(0, {"loss": 0.1})
@@ -16,7 +16,7 @@ class NewSteps:
         """`after`: the last step of an earlier process."""
         self._last = after
         self._names: set[str] | None = None if after is not None else set()
-        """Of the last step; None: all."""
+        """Names of the last step's metrics that the tracker has; None: all."""
 
     def of(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
         if self._last is not None and step < self._last:

@@ -1,4 +1,4 @@
-"""Numbers for the cluster's own monitoring."""
+"""The sink that exports metrics to the cluster's own monitoring."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from penstock.orchestrator.origins import DRIVER
 from penstock.orchestrator.reporting.sinks.sink import numbers
 
 STEP_PREFIX = "penstock_step_"
-"""Of the gauges of a step's numbers: no metric that actors measure themselves (`metering/table.py`) begins so."""
+"""Prefix of the gauges of a step's metrics: no metric that actors measure themselves (`metering/table.py`) has it."""
 
 
 class RayGauges:
@@ -36,5 +36,5 @@ class RayGauges:
 
 
 def gauge_name(name: str) -> str:
-    """`actor/pg_loss` as Prometheus allows it: `penstock_step_actor_pg_loss`."""
+    """The name of a gauge as Prometheus allows it: `penstock_step_actor_pg_loss` for `actor/pg_loss`."""
     return STEP_PREFIX + re.sub(r"\W", "_", name)

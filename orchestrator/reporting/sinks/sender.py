@@ -1,4 +1,4 @@
-"""Brings numbers to a tracker from a thread of its own, so that one that is slow, down or broken costs the run nothing.
+"""Brings metrics to a tracker from a thread of its own, so that a slow, absent or broken one costs the run nothing.
 
     controller ── log ──▶ queue of at most 1,000 steps ──▶ thread ── open, log, …, finish ──▶ W&B, MLflow, trackio
 
@@ -18,11 +18,11 @@ from penstock.orchestrator.reporting.sinks.sink import numbers
 from penstock.orchestrator.reporting.sinks.tracker import About, End, Tracker
 
 MAX_WAITING = 1_000
-"""Steps in memory; then the oldest is lost."""
+"""Most steps in memory; beyond that the oldest is lost."""
 MAX_TRIES = 3
-"""Of one step: it may be what the tracker chokes on."""
+"""Most tries of one step, which may itself be what makes the tracker fail."""
 PAUSE_S = 10.0
-"""After an attempt that failed."""
+"""Seconds to wait after an attempt that failed."""
 TRIED_AGAIN = f"The run goes on. Up to {MAX_WAITING:,} steps wait for it in memory."
 FULL = f"{MAX_WAITING:,} steps wait for it"
 MAX_ERROR_CHARS = 300
@@ -49,10 +49,10 @@ class Sender:
         self._kept = Kept(directory, name)
         self._new = NewSteps(self._kept.step)
         self._changed = threading.Condition()
-        """Guards all below."""
+        """Lock of all fields below."""
         self._waiting: deque[tuple[int, dict[str, float]]] = deque()
         self._sending = 0
-        """Steps that the thread has taken out: 0 or 1."""
+        """Number of steps that the thread has taken out: 0 or 1."""
         self._end: End | None = None
         self._give_up_at = 0.0
         self._is_left = False
@@ -79,7 +79,7 @@ class Sender:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Returns once the tracker has everything, or will not get it. May be called twice."""
+        """Wait until the tracker has everything, or will not get it. May be called twice."""
         self.finish(End("unknown"))
         self._thread.join(max(0.0, self._give_up_at - time.monotonic()))
         with self._changed:
@@ -136,7 +136,7 @@ class Sender:
         self._tracker.finish(self._end)
 
     def _attempt(self, call: Callable[[], None]) -> bool:
-        """Whether it went well. What it raises is told."""
+        """Make a call. Returns whether it succeeded. What it raises is told."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - a tracker must not end a run, whatever its package raises
@@ -169,7 +169,7 @@ class Sender:
                 self._cut()
 
     def _cut(self) -> bool:
-        """Whether there were too many."""
+        """Drop the oldest step if there are too many. Returns whether there were."""
         is_full = len(self._waiting) > self._max_waiting
         if is_full:
             self._waiting.popleft()
@@ -178,7 +178,7 @@ class Sender:
         return is_full
 
     def _pause(self) -> None:
-        """Until the next attempt: none, once the run has ended."""
+        """Wait until the next attempt; once the run has ended, do not."""
         with self._changed:
             self._changed.wait_for(lambda: self._end is not None or self._is_left, self._pause_s)
 
@@ -188,6 +188,6 @@ def _lacks(num_lost: int) -> str:
 
 
 def _short(error: Exception) -> Exception:
-    """Its first line: packages put whole pages into theirs."""
+    """The error with the first line of its message: packages put whole pages into theirs."""
     lines = str(error).strip().splitlines()
     return RuntimeError(f"{type(error).__name__}: {lines[0][:MAX_ERROR_CHARS]}" if lines else type(error).__name__)

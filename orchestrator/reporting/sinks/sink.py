@@ -1,8 +1,8 @@
-"""What takes a step's numbers: metrics.jsonl always, others by `tracking.sinks` or of one's own.
+"""Sinks, which take a step's metrics: metrics.jsonl always, others by `tracking.sinks` or of the user's own.
 
-The controller calls `log_to` once a step. A sink of one's own is any object with the two methods of `Sink`. One that
-cannot write (`OSError`: its disk, its connection) costs its own numbers; whatever else it raises ends the run. Those
-that talk to a service are behind a `Sender`, which raises nothing.
+The controller calls `log_to` once a step. A user's sink is any object with the two methods of `Sink`. One that cannot
+write (`OSError`: its disk, its connection) loses its own metrics only; any other error ends the run. Sinks that talk to
+a service are behind a `Sender`, which raises nothing.
 """
 
 import math
@@ -19,7 +19,7 @@ class Sink(Protocol):
 
 
 def log_to(sinks: Iterable[Sink], step: int, metrics: Mapping[str, Any], losses: Losses) -> None:
-    """One step to each of them."""
+    """Give one step to each sink."""
     for sink in sinks:
         with losses.tolerating(type(sink).__name__):
             sink.log(step, metrics)
@@ -32,7 +32,7 @@ def close_sinks(sinks: Iterable[Sink], losses: Losses) -> None:
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The entries that can be plotted."""
+    """The metrics that can be plotted."""
     return {
         name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)
     }

@@ -1,4 +1,4 @@
-"""Which sink has which name, and their life with a run. Called by `run.py` and `session.py`."""
+"""The table of sinks by name, which are opened and closed with a run."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ TRACKERS: Mapping[str, Callable[[TrackingConfig], Tracker]] = {
 
 @contextlib.contextmanager
 def opened_sinks(config: RunConfig, directory: RunDirectory, own: Sequence[Sink] = ()) -> Iterator[list[Sink]]:
-    """metrics.jsonl, the sinks that the configuration asks for, and `own`. They are told how the run has ended by what
-    ends the block, and closed."""
+    """Open metrics.jsonl, the sinks that the configuration asks for, and `own`. They are told how the run has ended by
+    what ends the block, and closed."""
     sinks: list[Sink] = [*own, JsonLines(directory)]
     senders: list[Sender] = []
     try:
@@ -50,7 +50,7 @@ def opened_sinks(config: RunConfig, directory: RunDirectory, own: Sequence[Sink]
 
 
 def _tell_end(senders: Sequence[Sender], error: BaseException | None, directory: RunDirectory) -> None:
-    """To all before any is waited for: they share the deadline."""
+    """Tell the end to all senders before any is waited for: they share the deadline."""
     if senders:
         end = End.of(error, directory)
         for sender in senders:

@@ -1,5 +1,5 @@
-"""TensorBoard's files, without torch's `SummaryWriter`: it writes from a thread, which prints the first error and is no
-more."""
+"""TensorBoard's files, without torch's `SummaryWriter`, which writes from a thread that prints the first error and
+ends."""
 
 import io
 import os
@@ -42,6 +42,7 @@ class TensorBoard:
 
 
 def _open_below_run(file: Path) -> int:
-    """A new file, or one that was let go of. Raises `OSError`; where the run's directory is away, none is made."""
+    """Open a new file, or one that was closed before. Raises `OSError`; where the run's directory is away, none is
+    made."""
     file.parent.mkdir(exist_ok=True)
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)

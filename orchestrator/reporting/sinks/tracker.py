@@ -1,7 +1,6 @@
-"""What an experiment tracker is told of a run, and the three calls that tell it.
+"""The interface of experiment trackers: what they are told of a run, and the three calls that tell it.
 
-Each tracker is a file beside this one. `sender.py` calls it from a thread of its own: it may be slow, and raise
-anything.
+Each tracker is a file beside this one. It is called from a thread of its own: it may be slow, and raise anything.
 """
 
 import asyncio
@@ -22,17 +21,17 @@ DEFAULT_PROJECT = "penstock"
 
 @dataclass(frozen=True)
 class About:
-    """What a tracker hears of a run at its start."""
+    """Facts that a tracker is told of a run at its start."""
 
     name: str
     group: str
     project: str | None
-    """None: as the tracker's environment says, else `DEFAULT_PROJECT`."""
+    """Name of the project; None: as the tracker's environment says, else `DEFAULT_PROJECT`."""
     tags: Mapping[str, str]
     config: Mapping[str, Any]
-    """Resolved."""
+    """The resolved configuration."""
     directory: Path
-    """Of the run."""
+    """The run's directory."""
 
     @classmethod
     def of(cls, config: RunConfig, directory: RunDirectory) -> "About":
@@ -49,16 +48,16 @@ class About:
 
 @dataclass(frozen=True)
 class End:
-    """What a run came to."""
+    """The end of a run."""
 
     state: str
     error: str = ""
     cards: Mapping[str, str] = field(default_factory=dict)
-    """Those of the report: label to value, with its detail."""
+    """Cards of the report: label to value, with its detail."""
 
     @classmethod
     def of(cls, error: BaseException | None, directory: RunDirectory) -> "End":
-        """`error`: what ended it."""
+        """The end of a run. `error`: the one that ended it, if any."""
         if isinstance(error, TakenOver):  # it goes on elsewhere
             return cls(TAKEN_OVER)
         is_interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
@@ -67,7 +66,7 @@ class End:
         return cls(state, text, _cards(directory))
 
     def facts(self) -> dict[str, str]:
-        """For trackers that keep texts by name."""
+        """The end as texts by name, for trackers that keep such."""
         found = {"state": self.state, "error": self.error}  # empty, too: a run that was resumed may have had one
         return found | {f"summary/{label}": value for label, value in self.cards.items()}
 
@@ -84,20 +83,20 @@ class Opened(NamedTuple):
     """A run as the tracker has it."""
 
     id: str
-    """To go on with it in another process."""
+    """The tracker's id of the run, to go on with it in another process."""
     place: str
-    """Where people find it."""
+    """The place where people find the run."""
 
 
 class Tracker(Protocol):
-    """`open` until it succeeds, then `log` once a step, then `finish`."""
+    """Lifecycle: `open` until it succeeds, then `log` once a step, then `finish`."""
 
     def open(self, about: About, id: str | None) -> Opened:
-        """`id`: of the run, if an earlier process has opened it; it is gone on with."""
+        """Open a run. `id`: that of the run, if an earlier process has opened it, to go on with it."""
         ...
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Steps grow, and none comes twice, but with other names."""
+        """Log a step. Steps grow; a step comes again only with other names."""
         ...
 
     def finish(self, end: End) -> None: ...

@@ -1,4 +1,4 @@
-"""trackio: a database on this machine, or a server or a Space by TRACKIO_SERVER_URL or TRACKIO_SPACE_ID."""
+"""The tracker trackio: a database here, or a server or a Space by TRACKIO_SERVER_URL or TRACKIO_SPACE_ID."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Weights & Biases. WANDB_* variables and `wandb login` keep their meaning."""
+"""The tracker Weights & Biases. WANDB_* variables and `wandb login` keep their meaning."""
 
 import os
 import re
@@ -16,13 +16,13 @@ from penstock.orchestrator.reporting.sinks.tracker import (
 )  # fmt: skip
 
 EXIT_CODES = {FAILED: 1, INTERRUPTED: 255}
-"""That W&B shows as failed and as killed."""
+"""Exit codes that W&B shows as failed and as killed."""
 MAX_TAG_CHARS = 64
 
 
 class Wandb:
     def __init__(self, config: WandbConfig, timeout_s: float) -> None:
-        """`timeout_s`: for its uploads at the end."""
+        """`timeout_s`: deadline of W&B's uploads at the end."""
         self._config, self._timeout_s = config, timeout_s
         self._run: Any = None
 
@@ -58,7 +58,7 @@ class Wandb:
 
 
 def tags_of(tags: Mapping[str, str]) -> list[str]:
-    """W&B's have no names.
+    """Tags for W&B, whose tags have no names.
 
     >>> tags_of({"recipe": "arithmetic", "team": "blue"})
     ['recipe: arithmetic', 'team: blue']

@@ -1,1 +1,1 @@
-"""Which charts a run has, and the numbers in them."""
+"""Charts of a run, and the numbers in them."""

@@ -8,11 +8,11 @@ from penstock.orchestrator.ui.runs.columns import Columns, Values
 from penstock.orchestrator.ui.runs.thinning import thinned
 
 MOST = 500
-"""Points of a curve."""
+"""Most points of a curve."""
 
 
 def drawn(charts: Sequence[Chart], columns: Columns) -> dict[str, list[dict[str, Any]]]:
-    """By the chart's name, its curves: {label, steps, mean, low, high}, as `static/chart.js` takes them."""
+    """Curves of each chart, by its name: {label, steps, mean, low, high}, as `static/chart.js` takes them."""
     return {chart.name: [_curve(curve, columns) for curve in chart.curves] for chart in charts}
 
 
@@ -31,5 +31,5 @@ def _curve(curve: Curve, columns: Columns) -> dict[str, Any]:
 
 
 def plain(values: Values) -> list[float]:
-    """Seven digits are more than a screen shows, and half of the bytes."""
+    """Values with seven digits: that is more than a screen shows, and half of the bytes."""
     return [float(f"{value:.7g}") for value in values.tolist()]

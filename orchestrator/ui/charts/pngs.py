@@ -1,4 +1,4 @@
-"""The charts as PNGs, for those who script. Called for `report.html`, beside which they lie."""
+"""Draws the charts as PNGs, for use in scripts. They lie beside `report.html`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,22 +13,22 @@ from penstock.orchestrator.ui.runs.columns import Columns, Values
 from penstock.workers.whole_files import replacing
 
 COLORS = ("#2f7de1", "#e08600", "#0a9f78", "#c65a9d", "#d24b2a", "#4fb0e6", "#8a7d00", "#7a6ce0")
-"""Those of `static/colors.js`."""
+"""Colours of curves: those of `static/colors.js`."""
 DRAWN = THEMES[:5]
-"""Themes; the others are in the page."""
+"""Themes that are drawn; the others are in the page only."""
 INSIDE = (0.16, 0.15, 0.81, 0.75)
 """Left, bottom, width and height of the axes, as shares of the figure. A layout engine would draw each figure twice."""
 STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "font.size": 9,
 }  # fmt: skip
 MARKS = {"bad": "#c02626", "warn": "#9a5b00", "good": "#0f7a4d", "note": "#626b77"}
-"""Colours by level: those of `static/style.css`."""
+"""Colours of marks by level: those of `static/style.css`."""
 TICK = 0.05
-"""Height of a mark of what is worth a note only, as a share of the axes."""
+"""Height of a mark of the level `note`, as a share of the axes."""
 
 
 def write_pngs(charts: Sequence[Chart], columns: Columns, directory: Path, marks: Sequence[Mark] = ()) -> list[Path]:
-    """One PNG a chart in `directory`. Raises `OSError`."""
+    """Write a PNG for each chart to `directory`. Returns the files. Raises `OSError`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # pyplot would choose a window system, and keep every figure
 

@@ -1,7 +1,6 @@
-"""Which charts a run has, theme by theme, from the names of its metrics alone. Pure.
+"""The charts of a run, theme by theme, from the names of its metrics alone. Pure.
 
-Every metric is in some chart: what none of those below names comes last, together with others of its prefix. Used by
-the page, by `report.html` and by the PNGs.
+Every metric is in some chart: one that no chart below names comes last, together with others of its prefix.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -22,25 +21,25 @@ THEMES = (
     "others",
 )
 OF_THE_REWARD = ("mean", "std", "min", "max", "p10", "p50", "p90", "num_workers")
-"""What `reward/` tells of the reward itself, and of its workers; its others are rewards by name."""
+"""Metrics of `reward/` about the reward itself, and about its workers; the others there are rewards by name."""
 RANGE = ("reward/min", "reward/max")
 NO_CHART = ("step", "policy_version")
 PHASES_OF_OTHERS = ("step", "checkpoint")
-"""Of `timing_s/`: the whole, and what goes on beside it."""
+"""Metrics of `timing_s/` that are no phases: the whole, and what goes on beside it."""
 
 
 class _Names:
-    """Those of a run's metrics, and which of them have a chart already."""
+    """Names of a run's metrics, and which of them have a chart already."""
 
     def __init__(self, keys: Collection[str]) -> None:
         self._left = dict.fromkeys(key for key in keys if key not in NO_CHART)
 
     def of(self, labels: Mapping[str, str]) -> tuple[Curve, ...]:
-        """Curves of those that are there and in no other chart."""
+        """Curves of the metrics that are there and in no other chart."""
         return tuple(Curve(key, label) for key, label in labels.items() if self._left.pop(key, 1) is None)
 
     def below(self, *prefixes: str, but: Iterable[str] = ()) -> tuple[Curve, ...]:
-        """Labelled by what comes after the last "/" of the prefix."""
+        """Curves of the metrics with these prefixes, labelled by what comes after the last "/" of the prefix."""
         found = {
             key: key.removeprefix(prefix.rpartition("/")[0] + "/")
             for prefix in prefixes
@@ -61,7 +60,7 @@ class _Names:
         return all(key in self._left for key in keys)
 
     def rest(self) -> dict[str, list[str]]:
-        """By prefix."""
+        """Metrics that have no chart yet, by prefix."""
         found: dict[str, list[str]] = {}
         for key in self._left:
             found.setdefault(key.rpartition("/")[0] or key, []).append(key)
@@ -69,7 +68,7 @@ class _Names:
 
 
 def charts_of(keys: Collection[str], config: Mapping[str, Any] | None = None) -> list[Chart]:
-    """By theme. `keys`: of metrics that have a value at some step. `config`: of the run, for bounds."""
+    """Charts, by theme. `keys`: metrics that have a value at some step. `config`: that of the run, for bounds."""
     names = _Names(keys)
     found = [chart for make in _MAKERS for chart in make(names, config or {}) if chart.curves]
     for prefix, rest in names.rest().items():

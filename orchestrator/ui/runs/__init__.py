@@ -1,1 +1,1 @@
-"""What is read of run directories, whoever is writing them meanwhile."""
+"""Readers of run directories, which another process may be writing meanwhile."""

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` as columns, while it is being written: what was added is read, and nothing twice.
+"""Reads `metrics.jsonl` as columns, while it is being written: only what was added is read.
 
 A step may have several lines (a resumed run): the last one counts. A line that is not whole yet is read when it is. A
 file that is shorter than before was cut back by a resumed run, and is read anew.
@@ -20,9 +20,9 @@ from penstock.orchestrator.ui.runs.own_files import is_number, open_own
 
 Values = NDArray[np.float64]
 MAX_LINE = 2**24
-"""Bytes; what is longer is no line of ours."""
+"""Largest size of a line, in bytes; what is longer was not written by a run."""
 PIECE_BYTES = 2**22
-"""Of the file, in memory at a time."""
+"""Bytes of the file that are in memory at a time."""
 
 
 class Columns:
@@ -32,11 +32,11 @@ class Columns:
         self._file = file
         self._offset = 0
         self._identity: tuple[int, int] | None = None
-        """Device and inode of what was read."""
+        """Device and inode of the file that was read."""
         self._steps: Values = np.empty(0)
         self._columns: dict[str, Values] = {}
         self.num_unreadable = 0
-        """Lines that are no JSON object with a step."""
+        """Number of lines that are no JSON object with a step."""
 
     @property
     def keys(self) -> list[str]:
@@ -45,15 +45,15 @@ class Columns:
 
     @property
     def steps(self) -> Values:
-        """`[N]` float64, ascending, each once."""
+        """Steps, `[N]` float64, ascending, each once."""
         return self._steps
 
     def __getitem__(self, key: str) -> Values:
-        """`[N]` float64, NaN where a step has none."""
+        """Values of a metric, `[N]` float64, NaN where a step has none."""
         return self._columns.get(key, np.full(len(self._steps), np.nan))
 
     def update(self) -> bool:
-        """Read what was added; whether there was anything."""
+        """Read what was added. Returns whether there was anything."""
         try:
             with open_own(self._file.parent, self._file.name) as opened:
                 status = os.fstat(opened.fileno())
@@ -81,7 +81,8 @@ class Columns:
         self._steps, self._columns = np.empty(0), {}
 
     def _parsed(self, lines: bytes) -> tuple[Values, dict[str, Values]]:
-        """Arrow reads many lines ten times as fast; what it does not take is read line by line."""
+        """Parse lines by Arrow, which reads many of them ten times as fast; what it does not take is read line by
+        line."""
         try:
             options = arrow_json.ReadOptions(use_threads=False, block_size=max(1 << 20, min(len(lines), MAX_LINE)))
             table = arrow_json.read_json(io.BytesIO(lines), read_options=options)
@@ -127,7 +128,7 @@ class Columns:
 
 
 def whole_lines(opened: BinaryIO) -> Iterator[bytes]:
-    """All that are left of a file, some MiB of them at a time. A line that is too long comes in pieces."""
+    """All lines that are left of a file, some MiB at a time. A line that is too long comes in pieces."""
     rest = b""
     while piece := opened.read(PIECE_BYTES):
         whole, newline, rest = (rest + piece).rpartition(b"\n")
@@ -139,7 +140,7 @@ def whole_lines(opened: BinaryIO) -> Iterator[bytes]:
 
 
 def _floats(column: pa.ChunkedArray) -> Values:
-    """NaN where there is no number."""
+    """A column as floats; NaN where there is no number."""
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         return np.full(len(column), np.nan)
     return np.asarray(column.cast(pa.float64()).to_numpy(), dtype=np.float64)

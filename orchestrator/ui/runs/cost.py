@@ -1,15 +1,15 @@
-"""What a run has reserved for as long as it lasted: GPU hours, or CPU hours where it has no GPU."""
+"""The cost of a run in what it has reserved while it lasted: GPU hours, or CPU hours where it has no GPU."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 PLACED = "placed"
-"""The event that says what its actors have reserved."""
+"""The event that says what a run's actors have reserved."""
 
 
 def cost_of(events: Sequence[Mapping[str, Any]], seconds: float | None) -> tuple[float, str] | None:
-    """Hours, and of what. Members that joined or left later are not counted. None: it has not started its actors, or
-    comes from a version that did not say.
+    """Hours and their unit. Members that joined or left later are not counted. None: the run has not started its
+    actors, or comes from a version that did not say.
 
     >>> cost_of([{"kind": "placed", "cpus": 6.0, "gpus": 4.0}], 1800.0)
     (2.0, 'GPU h')

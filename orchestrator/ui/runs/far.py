@@ -1,4 +1,4 @@
-"""Runs behind a URL, as a copy on this machine that follows them: what the page needs, and nothing twice.
+"""Copies runs behind a URL to this machine and follows them: what the page needs, and nothing twice.
 
 Records come first, then samples, the newest first, a few at a time. A file takes its place whole.
 """
@@ -22,25 +22,25 @@ RECORD = re.compile(
 )
 SAMPLES = re.compile(r"(.*/)?samples/step_(\d+)\.parquet")
 SAMPLES_AT_ONCE = 20
-"""Files of one look."""
+"""Most files of samples that one look brings."""
 LOOK_S = 5.0
-"""Between two looks."""
+"""Seconds between two looks."""
 
 
 class Copy:
-    """Lifecycle: `follow` once; `look` by hand."""
+    """A copy that follows a URL. Lifecycle: `follow` once; `look` for a single look."""
 
     def __init__(self, url: str, directory: Path) -> None:
         self.url, self.directory = url.rstrip("/"), directory
         self._has: dict[str, object] = {}
-        """By name, what was seen of the file that is here."""
+        """Facts that were seen at the URL about each file that is here, by name."""
         self._num_outside = 0
         self._untaken: set[str] = set()
-        """Names that have been told of."""
+        """Names of files that could not be copied, which has been told."""
         self._stops = threading.Event()
 
     def look(self) -> bool:
-        """Bring what is new, and say whether there is more. Raises `CheckpointError`."""
+        """Bring what is new. Returns whether there is more. Raises `CheckpointError`."""
         there = self._inside(seen_below(self.url))
         new = [name for name, seen in there.items() if self._has.get(name) != seen]
         records = sorted(filter(RECORD.fullmatch, new))
@@ -60,7 +60,7 @@ class Copy:
         return len(samples) > SAMPLES_AT_ONCE
 
     def _inside(self, there: dict[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
-        """Without names that lead out of the copy: whoever may write there may choose them."""
+        """Files without names that lead out of the copy: any process that may write there may choose them."""
         outside = {name for name in there if not _is_inside(name)}
         if len(outside) > self._num_outside:
             first = min(outside)
@@ -75,7 +75,7 @@ class Copy:
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """What is there is here in the block, and what comes follows. Raises `CheckpointError` if nothing answers."""
+        """Bring what is there, and follow what comes in the block. Raises `CheckpointError` if nothing answers."""
         self.look()
         thread = threading.Thread(target=self._follow, name="copy of runs", daemon=True)
         thread.start()

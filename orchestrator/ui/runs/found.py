@@ -1,4 +1,4 @@
-"""Which runs there are below a directory, and each in one line: as much as the beginning and the end of its files tell.
+"""Finds the runs below a directory, each in one line: as much as the beginning and the end of its files tell.
 
 Nothing is read twice that has not changed, so a look at hundreds of runs costs a look at their files' times.
 """
@@ -30,17 +30,17 @@ from penstock.orchestrator.ui.runs.own_files import (
 
 _LOG = logging.getLogger("penstock")
 DEPTH = 3
-"""Directories below a place in which runs are looked for."""
+"""Levels of directories below a place in which runs are looked for."""
 MAX_RUNS = 2000
-"""Of one place; of more, those that were made or changed last."""
+"""Most runs of one place; of more, those that were made or changed last."""
 MAX_CHARACTERS = 2000
-"""Of a text of a run's files, in its line."""
+"""Most characters of a text of a run's files, in its line."""
 LOCK_BYTES = 1 << 12
 MOST_PID = 1 << 31
 FINISHED, RUNNING, FAILED, INTERRUPTED, LOST = "finished", "running", "failed", "interrupted", "lost"
 UNFINISHED, UNREADABLE = "unfinished", "unreadable"
 ENDED = {"end": FINISHED, "failed": FAILED, "interrupted": INTERRUPTED}
-"""By the event with which a process has left it."""
+"""States of a run that is over, by the event with which a process has left it."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class RunLine:
     """A run, for the table of runs. None: not known (yet)."""
 
     id: str
-    """Its path below the place that was given; "." for the place itself."""
+    """The run's path below the place that was given; "." for the place itself."""
     name: str
     state: str
-    """running, finished, failed, interrupted; lost: its process is gone without a word; unfinished: of a copy, where
-    nothing tells whether somebody works in it; unreadable: its files may not be read, `error` says why."""
+    """The state: running, finished, failed, interrupted; lost: its process is gone without a word; unfinished: of a
+    copy, where nothing tells whether a process works in it; unreadable: its files may not be read, `error` says why."""
     recipe: str | None = None
     algorithm: str | None = None
     model: str | None = None
     started: str | None = None
-    """UTC, ISO 8601."""
+    """Time of the start, UTC, ISO 8601."""
     seconds: float | None = None
-    """From its first event to its last."""
+    """Seconds from the run's first event to its last."""
     step: int | None = None
     max_steps: int | None = None
     accuracy: float | None = None
@@ -67,20 +67,20 @@ class RunLine:
     samples_per_s: float | None = None
     cost: float | None = None
     cost_unit: str | None = None
-    """GPU h, or CPU h."""
+    """Unit of the cost: GPU h, or CPU h."""
     error: str | None = None
-    """What it failed with, or why it cannot be read."""
+    """The error that the run failed with, or the reason why it cannot be read."""
 
 
 class Runs:
-    """Those below one place, `MAX_RUNS` at most. `lines` as often as one likes."""
+    """Runs below one place, `MAX_RUNS` at most. Lifecycle: `lines` at any time."""
 
     def __init__(self, place: Path) -> None:
         self.place = place.expanduser().resolve()
         self._known: dict[Path, tuple[tuple[Any, ...], RunLine]] = {}
 
     def lines(self) -> list[RunLine]:
-        """The newest first."""
+        """Lines of the runs, the newest first."""
         found = {}
         for path in newest_of(runs_below(self.place), MAX_RUNS):
             known = self._known.get(path)
@@ -101,7 +101,7 @@ class Runs:
         return path.relative_to(self.place).as_posix()
 
     def path_of(self, run: str) -> Path | None:
-        """Of a run below the place; None for whatever is none."""
+        """The path of a run below the place; None for what is no run."""
         try:
             path = (self.place / run).resolve()
             is_below = path == self.place or self.place in path.parents
@@ -128,7 +128,7 @@ def runs_below(place: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def has_config(path: Path) -> bool:
-    """Whether the directory is a run's; one that may not be read is none."""
+    """Return whether the directory is a run's; one that may not be read is none."""
     try:
         return is_own(path, "config.yaml")
     except OSError:
@@ -136,13 +136,13 @@ def has_config(path: Path) -> bool:
 
 
 def newest_of(paths: Iterable[Path], most: int) -> list[Path]:
-    """Of many directories, those in which something was made or removed last."""
+    """The directories, of many, in which something was made or removed last."""
     found = list(paths)
     return found if len(found) <= most else sorted(found, key=_changed_at)[-most:]
 
 
 def any_line_of(path: Path, run: str) -> RunLine:
-    """One that says so of a run that cannot be read: no run keeps the others from being seen. Raises
+    """The line of a run, also of one that cannot be read: no run keeps the others from being seen. Raises
     `FileNotFoundError`."""
     try:
         return line_of(path, run)
@@ -161,7 +161,7 @@ def _unreadable(path: Path, run: str, error: Exception) -> RunLine:
 
 
 def line_of(path: Path, run: str = ".") -> RunLine:
-    """Raises `OSError`."""
+    """The line of a run. Raises `OSError`."""
     config = read_config(path)
     events, metrics = read_events(path), last_lines(path, "metrics.jsonl", TAIL_BYTES)
     first = first_line(path, "events.jsonl", TAIL_BYTES) or {}
@@ -190,7 +190,7 @@ def line_of(path: Path, run: str = ".") -> RunLine:
 
 
 def state_of(path: Path, events: list[dict[str, Any]]) -> tuple[str, str | None]:
-    """And what it failed with."""
+    """The state of a run, and the error that it failed with."""
     last = last_turn(events)
     if state := ENDED.get(str(last.get("kind"))):
         return state, _text(last.get("message")) if state == FAILED else None
@@ -200,8 +200,8 @@ def state_of(path: Path, events: list[dict[str, Any]]) -> tuple[str, str | None]
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody works in the directory, as far as the lock's file tells. It is not locked to see: that could
-    keep out a run that is just starting. Of a process on another machine, what its file says is believed."""
+    """Return whether a process works in the directory, as far as the lock's file tells. It is not locked to see: that
+    could keep out a run that is just starting. What the file says of a process on another machine is believed."""
     try:
         holder = read_json(path, LOCK, LOCK_BYTES)
     except OSError:
@@ -212,7 +212,7 @@ def is_held(path: Path) -> bool:
 
 
 def newest(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """The last value that is a finite number."""
+    """The last value of a metric that is a finite number."""
     return next((float(line[key]) for line in reversed(lines) if is_number(line.get(key))), None)
 
 
@@ -245,7 +245,7 @@ def _seconds(start: Any, end: Any) -> float | None:
 
 
 def differing(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What several runs' configurations differ in: by key, each run's value. `name` and places are no difference."""
+    """Differences of several runs' configurations: each run's value, by key. `name` and places are no difference."""
     flat = {run: dict(_flat(config)) for run, config in configs.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values if key not in ("name", "output_dir"))
     rows = {key: {run: values.get(key) for run, values in flat.items()} for key in keys}

@@ -1,7 +1,7 @@
-"""Files of a run's directory, opened and read on the terms that somebody else may have written them.
+"""Reads files of a run's directory safely, as any process may have written them.
 
-What is opened is a plain file that lies in the directory itself: no link is followed, also none on the way, and nothing
-waits for a pipe. What is read has a most of bytes, of depth and of kinds, so that no file is more than an odd run.
+Only plain files in the directory itself are opened: no link is followed, also none on the way, and nothing waits for a
+pipe. What is read has limits of bytes, depth and kinds, so that a bad file can only make its run look odd.
 """
 
 import errno
@@ -19,28 +19,28 @@ import yaml
 from penstock.orchestrator.recording.json_lines import object_of
 
 TAIL_BYTES = 1 << 18
-"""Of a file's end, in which the newest values are looked for."""
+"""Bytes at a file's end in which the newest values are looked for."""
 NUMBERS = (
     "step", "from_step", "cpus", "gpus", "silent_s", "seconds", "tokens_again", "steps_again", "accuracy", "goal",
 )  # fmt: skip
-"""Of events."""
+"""Keys of events whose values are numbers."""
 MOST_CONFIG_BYTES = 1 << 20
-"""A configuration has some KiB."""
+"""Largest size of a configuration, which has some KiB."""
 MOST_STATE_BYTES = 1 << 25
-"""`state.json` of a thousand engines has some MiB."""
+"""Largest size of a `state.json`, which has some MiB with a thousand engines."""
 MOST_TOKENIZER_BYTES = 1 << 27
 MOST_LEVELS = 64
-"""Lists and mappings in each other, in YAML. PyYAML's parser in C calls itself for each, and some ten thousand end the
-process."""
+"""Deepest nesting of lists and mappings in YAML. PyYAML's parser in C calls itself for each, and some ten thousand end
+the process."""
 LONG_NUMBER = re.compile(r"[-+.\d][\d_:.xa-f]{400,}", re.IGNORECASE)
-"""PyYAML reads numbers of base 60, in a time that grows with the square of their digits."""
+"""Pattern of long numbers: PyYAML reads numbers of base 60 in a time that grows with the square of their digits."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def open_own(run: Path, name: str) -> BinaryIO:
-    """`name`: below the run's directory. Raises `FileNotFoundError`, or another `OSError` for what is no plain file of
-    this directory."""
+    """Open a file. `name`: its path below the run's directory. Raises `FileNotFoundError`, or another `OSError` for
+    what is no plain file of this directory."""
     *folders, last = PurePosixPath(name).parts
     place = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -67,7 +67,7 @@ def _refusal(run: Path, name: str) -> OSError:
 
 
 def is_own(run: Path, name: str) -> bool:
-    """Whether there is such a plain file. Raises `OSError` where that may not be known."""
+    """Return whether there is such a plain file. Raises `OSError` where that may not be known."""
     try:
         return stat.S_ISREG((run / name).lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -75,7 +75,7 @@ def is_own(run: Path, name: str) -> bool:
 
 
 def read_own(run: Path, name: str, most: int) -> bytes:
-    """A whole file. Raises `OSError`, for one that is larger, too."""
+    """Read a whole file. Raises `OSError`, also for one of more than `most` bytes."""
     with open_own(run, name) as opened:
         found = opened.read(most + 1)
     if len(found) > most:
@@ -84,7 +84,7 @@ def read_own(run: Path, name: str, most: int) -> bytes:
 
 
 def read_json(run: Path, name: str, most: int) -> Any:
-    """None if it is not there, or no JSON. Raises `OSError`."""
+    """Read a JSON file; None if it is not there, or no JSON. Raises `OSError`."""
     try:
         return json.loads(read_own(run, name, most))
     except (FileNotFoundError, ValueError, RecursionError):
@@ -105,8 +105,8 @@ def last_lines(run: Path, name: str, most: int) -> list[dict[str, Any]]:
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """The newest of `events.jsonl`. What is said to be a number and is none is left out of its event, so that whoever
-    reckons with events can. Raises `OSError`."""
+    """The newest events of `events.jsonl`. A value that should be a number and is none is left out of its event, so
+    that callers can calculate with the rest. Raises `OSError`."""
     return [
         {key: value for key, value in event.items() if key not in NUMBERS or is_number(value)}
         for event in last_lines(run, "events.jsonl", TAIL_BYTES)
@@ -114,12 +114,12 @@ def read_events(run: Path) -> list[dict[str, Any]]:
 
 
 def is_number(value: Any) -> bool:
-    """Finite, also as a float."""
+    """Return whether a value is a finite number, also as a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def first_line(run: Path, name: str, most: int) -> dict[str, Any] | None:
-    """The object of the first line, of at most so many bytes. Raises `OSError`."""
+    """The object of the first line, of at most `most` bytes. Raises `OSError`."""
     try:
         with open_own(run, name) as opened:
             return object_of(opened.readline(most))
@@ -128,7 +128,7 @@ def first_line(run: Path, name: str, most: int) -> dict[str, Any] | None:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """`config.yaml`. Empty where it is none: of another version, or half of one. Raises `OSError`."""
+    """Read `config.yaml`. Empty where it is no configuration: of another version, or half of one. Raises `OSError`."""
     try:
         text = read_own(run, "config.yaml", MOST_CONFIG_BYTES).decode(errors="replace")
     except OSError as error:
@@ -164,6 +164,6 @@ def _check(text: str) -> None:
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Of a configuration; empty where it is none, as in one of another version."""
+    """A section of a configuration; empty where it is none, as in one of another version."""
     found = config.get(name)
     return found if isinstance(found, Mapping) else {}

@@ -1,4 +1,4 @@
-"""What the actors of a run printed (`logs/NAME.log`): the newest lines of one or of all, in the order of time."""
+"""Reads what the actors of a run printed (`logs/NAME.log`): the newest lines of one or of all, in the order of time."""
 
 import heapq
 import re
@@ -9,11 +9,11 @@ from typing import Any
 from penstock.orchestrator.ui.runs.own_files import open_own
 
 TAIL_BYTES = 1 << 18
-"""Of a file, from its end."""
+"""Bytes of a file, from its end, that are read."""
 MOST_LINES = 1000
-"""Of one answer, the newest."""
+"""Most lines of one answer, the newest."""
 MOST_CHARACTERS = 4000
-"""Of one line."""
+"""Most characters of one line."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 LINE = re.compile(r"(\S+Z) (out|err) (.*)")
 TROUBLE = re.compile(
@@ -23,13 +23,13 @@ TROUBLE = re.compile(
 
 
 def members(folder: Path) -> list[str]:
-    """Who printed something, by name."""
+    """Names of the members that printed something."""
     return sorted(file.stem for file in folder.glob("*.log") if not file.stem.endswith(".before"))
 
 
 def printed(folder: Path, member: str = "", text: str = "", only_trouble: bool = False) -> dict[str, Any]:
-    """`member`: of that one alone. `text`: that lines contain, however it is written. `only_trouble`: lines that look
-    like an error. Raises `LookupError` for a member that printed nothing."""
+    """Lines that were printed. `member`: only lines of that one. `text`: only lines that contain it, in any case.
+    `only_trouble`: only lines that look like an error. Raises `LookupError` for a member that printed nothing."""
     names = members(folder)
     if member and member not in names:
         raise LookupError(f"{member!r:.200} printed nothing.")

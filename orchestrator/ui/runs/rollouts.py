@@ -1,4 +1,4 @@
-"""The samples of a run: `samples/step_N.parquet`, a million of them if need be, while more are written.
+"""Reads the samples of a run: `samples/step_N.parquet`, a million of them if need be, while more are written.
 
 An index of a few numbers a sample is kept in memory and grows with the files; texts and tokens are read when they are
 shown. A file that cannot be read (cut off, or of another version) is left out and counted.
@@ -22,19 +22,19 @@ from penstock.orchestrator.ui.runs.own_files import open_own
 from penstock.orchestrator.ui.runs.sample_index import SampleIndex
 
 EXCERPT = 240
-"""Characters of a text in a list."""
+"""Most characters of a text in a list."""
 MANY = 200
 """Most rows of one answer."""
 MOST_REASONS = 100
-"""Ways in which responses end, of a run."""
+"""Most ways in which a run's responses end."""
 ODD = (pa.ArrowException, OSError, ValueError, TypeError, OverflowError)
-"""What files raise that are no samples, or not of this version."""
+"""Errors that are raised by files that are no samples, or not of this version."""
 _STEP = re.compile(r"step_(\d{1,9})\.parquet")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which samples are asked for; what is None or empty does not matter."""
+    """A filter of samples; what is None or empty does not matter."""
 
     first_step: int | None = None
     last_step: int | None = None
@@ -45,9 +45,9 @@ class Wanted:
     most_tokens: int | None = None
     finish_reason: str = ""
     text: str = ""
-    """In a prompt, a response or a conversation, in whatever case."""
+    """Text that occurs in a prompt, a response or a conversation, in any case."""
     sort: str = "step"
-    """step, group, reward, advantage or tokens."""
+    """Key to sort by: step, group, reward, advantage or tokens."""
     down: bool = True
     offset: int = 0
     limit: int = 50
@@ -74,11 +74,11 @@ class Rollouts:
 
     @property
     def num_files(self) -> tuple[int, int]:
-        """Those in the index, and all."""
+        """Number of files in the index, and of all files."""
         return len(self._read), len(self._read) + len(self._unread)
 
     def update(self, budget_s: float = 0.5) -> bool:
-        """Take up new files, the newest first, for so long; whether all are in the index then."""
+        """Take up new files, the newest first, for so long. Returns whether all are in the index then."""
         deadline = time.monotonic() + budget_s
         steps = {int(found[1]) for file in _names(self._directory) if (found := _STEP.fullmatch(file))}
         self._unread = sorted(steps - self._read)
@@ -95,8 +95,8 @@ class Rollouts:
         return not self._unread
 
     def find(self, wanted: Wanted, budget_s: float = 1.0) -> dict[str, Any]:
-        """One page of the samples that are wanted: {total, rows, complete}. `complete`: false if there was not time
-        enough to look for the text in all of them."""
+        """A page of the samples that are wanted: {total, rows, complete}. `complete`: false if there was not enough
+        time to look for the text in all of them."""
         index = self._index
         kept = np.flatnonzero(_matches(index, wanted, self.reasons))
         end, total, complete = wanted.offset + min(wanted.limit, MANY), len(kept), True
@@ -108,7 +108,7 @@ class Rollouts:
         return {"total": total, "complete": complete, "rows": self._lines(index, order[wanted.offset : end])}
 
     def sample(self, step: int, place: int) -> dict[str, Any]:
-        """All columns of one row. Raises `LookupError`."""
+        """All columns of a sample's row. Raises `LookupError`."""
         try:
             with self._opened(step) as file:
                 table = file.read()
@@ -121,7 +121,7 @@ class Rollouts:
 
     @contextlib.contextmanager
     def _opened(self, step: int) -> Iterator[parquet.ParquetFile]:
-        """Raises one of `ODD`."""
+        """Open the file of a step. Raises one of `ODD`."""
         name = f"{self._directory.name}/step_{step}.parquet"
         with open_own(self._directory.parent, name) as opened, parquet.ParquetFile(opened) as file:
             yield file
@@ -139,7 +139,7 @@ class Rollouts:
         })  # fmt: skip
 
     def _finish(self, table: pa.Table) -> NDArray[np.int64]:
-        """Indices of reasons, those that are new among them."""
+        """Indices of the rows' reasons; new reasons are added to the list."""
         if "finish_reason" not in table.column_names:
             return np.full(table.num_rows, -1, np.int64)
         said = [None if one is None else str(one)[:EXCERPT] for one in table["finish_reason"].to_pylist()]
@@ -152,7 +152,8 @@ class Rollouts:
     def _with_text(
         self, index: SampleIndex, order: NDArray[np.int64], wanted: Wanted, budget_s: float
     ) -> tuple[NDArray[np.int64], bool]:
-        """Files in the order in which their first row comes."""
+        """Rows that contain the text, and whether all were looked at. Files are read in the order of their first
+        rows."""
         deadline = time.monotonic() + budget_s
         steps = list(dict.fromkeys(index["step"][order].tolist()))
         hits: dict[int, NDArray[np.bool_]] = {}
@@ -201,7 +202,7 @@ TEXTS = ("task", "response_text", "transcript")
 
 
 def _texts(file: parquet.ParquetFile) -> pa.Table:
-    """Those of `TEXTS` that are text. Raises `ValueError` for text that is no UTF-8."""
+    """The columns of `TEXTS` that are text. Raises `ValueError` for text that is no UTF-8."""
     texts = [
         field.name
         for field in file.schema_arrow
@@ -213,7 +214,7 @@ def _texts(file: parquet.ParquetFile) -> pa.Table:
 
 
 def _excerpts(table: pa.Table | None, place: int) -> dict[str, str]:
-    """By column, the beginning of its text."""
+    """The beginning of each column's text, by column."""
     if table is None or place >= table.num_rows:
         return {}
     return {name: str(table[name][place].as_py() or "")[:EXCERPT] for name in table.column_names}
@@ -242,7 +243,8 @@ def _matches(index: SampleIndex, wanted: Wanted, reasons: Sequence[str]) -> NDAr
 
 
 def _order(index: SampleIndex, kept: NDArray[np.int64], wanted: Wanted, most: int) -> NDArray[np.int64]:
-    """The first `most` at least, by what is asked for, then by step, group and place; what is not known comes last."""
+    """Order of at least the first `most` rows, by what is asked for, then by step, group and place; unknown values come
+    last."""
     if wanted.sort not in SORTS:
         raise ValueError(f"sort={wanted.sort}: one of {', '.join(SORTS)}.")
     values = np.asarray(index[wanted.sort][kept], np.float64)
@@ -262,7 +264,7 @@ def _integers(table: pa.Table, name: str) -> NDArray[np.int64]:
 
 
 def _floats(table: pa.Table, name: str) -> NDArray[np.float64]:
-    """NaN where there is none. Of a list in each row, its mean."""
+    """A column as floats; NaN where there is no value. If each row has a list, its mean."""
     if name not in table.column_names:
         return np.full(table.num_rows, np.nan)
     column = table[name]

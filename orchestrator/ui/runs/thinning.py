@@ -1,4 +1,4 @@
-"""Fewer points for a chart than there are steps, without hiding what stands out. Pure.
+"""Thins the points of a chart to fewer than there are steps, without hiding what stands out. Pure.
 
 Points are put into as many buckets of equal width as the chart has pixels; of each bucket the mean is drawn, and its
 least and largest values are a band around that. A spike of one step stays visible.
@@ -15,16 +15,16 @@ Values = NDArray[np.float64]
 @dataclass(frozen=True)
 class Thinned:
     steps: Values
-    """`[M]`; of a bucket, that of its last point."""
+    """Steps `[M]`; for a bucket, the step of its last point."""
     mean: Values
     low: Values | None = None
-    """None: every point is there by itself."""
+    """Least values `[M]`; None: no points were put together."""
     high: Values | None = None
 
 
 def thinned(steps: Values, values: Values, most: int, first: float = -np.inf, last: float = np.inf) -> Thinned:
-    """`steps`: `[N]` ascending. `values`: `[N]`; those that are not finite are left out. `most`: points of the result.
-    `first`, `last`: only steps between these."""
+    """Thin a curve. `steps`: `[N]` ascending. `values`: `[N]`; those that are not finite are left out. `most`: most
+    points of the result. `first`, `last`: only steps between these."""
     kept = np.isfinite(values) & (steps >= first) & (steps <= last)
     steps, values = steps[kept], values[kept]
     if len(steps) <= most:

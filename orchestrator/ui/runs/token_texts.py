@@ -8,12 +8,12 @@ from typing import Any
 from penstock.orchestrator.ui.runs.own_files import MOST_TOKENIZER_BYTES, read_own, section
 
 PLACES = ("model", "initial_model")
-"""In a run's directory."""
+"""Directories of a run in which a tokenizer may be."""
 FILE = "tokenizer.json"
 
 
 class TokenTexts:
-    """Of one run."""
+    """Texts of tokens, by the tokenizer of one run."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self._path, self._config = path, config
@@ -21,8 +21,8 @@ class TokenTexts:
         self._is_sought = False
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """One text a token; its number where there is no tokenizer to read, or the token is none. What is no whole
-        character by itself is shown as the sign for that."""
+        """Texts of tokens; the token's number where there is no tokenizer to read, or it is no token. What is no whole
+        character by itself is shown as the replacement character."""
         if not self._is_sought:
             self._is_sought, self._tokenizer = True, self._found()
         if self._tokenizer is None:
@@ -45,8 +45,8 @@ class TokenTexts:
             return None
 
     def _text(self) -> str | None:
-        """The first file that can be read. The run's own model is where its configuration says, and may be a link: a
-        hub's cache is made of them."""
+        """The text of the first file that can be read. The run's own model is where its configuration says, and may be
+        a link, as in a hub's cache."""
         for name in PLACES:
             with contextlib.suppress(OSError, ValueError):
                 return read_own(self._path, f"{name}/{FILE}", MOST_TOKENIZER_BYTES).decode()

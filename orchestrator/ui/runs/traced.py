@@ -1,5 +1,5 @@
-"""`spans.jsonl` by step, while it is being written: where each line lies is remembered, and only those that are shown
-are read.
+"""Reads `spans.jsonl` by step, while it is being written: the place of each line is remembered, and only lines that are
+shown are read.
 """
 
 import json
@@ -12,9 +12,9 @@ from penstock.orchestrator.ui.runs.own_files import open_own
 
 HEAD = re.compile(rb'\{"step": ?(\d{1,18}),')
 MAX_LINE = 2**24
-"""Bytes; what is longer is no line of ours."""
+"""Largest size of a line, in bytes; what is longer was not written by a run."""
 MOST_STEPS = 40
-"""Of one answer."""
+"""Most steps of one answer."""
 
 
 class Traced:
@@ -25,11 +25,11 @@ class Traced:
         self._identity: tuple[int, int] | None = None
         self._end = 0
         self._places: dict[int, tuple[int, int]] = {}
-        """By step: offset and length of its newest line."""
+        """Offset and length of the newest line of each step, by step."""
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """First and last step."""
+        """The first and the last step."""
         return (min(self._places), max(self._places)) if self._places else None
 
     def update(self) -> None:
@@ -50,7 +50,7 @@ class Traced:
             self._identity, self._end, self._places = None, 0, {}
 
     def lines(self, first: int, last: int) -> list[dict[str, Any]]:
-        """Of those steps, the last `MOST_STEPS` of them. One that is no JSON is left out."""
+        """Lines of the steps between two, the last `MOST_STEPS` of them. A line that is no JSON is left out."""
         steps = [step for step in sorted(self._places) if first <= step <= last][-MOST_STEPS:]
         found = []
         with open_own(self._file.parent, self._file.name) as opened:

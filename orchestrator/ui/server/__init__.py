@@ -1,1 +1,1 @@
-"""HTTP: the page's data, what changes, and who may see it."""
+"""The HTTP server: the page's data, what changes, and the access to it."""

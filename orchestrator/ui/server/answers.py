@@ -1,4 +1,5 @@
-"""What the page asks for, as plain data, of any thread. `app.py` makes HTTP of it, `open_run.py` reads one run."""
+"""Answers to what the page asks for, as plain data, from any thread. `app.py` makes HTTP of them, `open_run.py` reads
+one run."""
 
 import threading
 from collections import OrderedDict
@@ -14,33 +15,33 @@ from penstock.orchestrator.ui.runs.rollouts import Wanted
 from penstock.orchestrator.ui.server.open_run import OpenRun
 
 MAX_RUNS = 32
-"""In one comparison, and whose numbers stay in memory: those that were asked for last."""
+"""Most runs in one comparison, and whose metrics stay in memory: those that were asked for last."""
 
 
 class NoSuchRun(Exception):
-    """Its message is for people."""
+    """The error for a run that is not there. Its message is for people."""
 
 
 class Answers:
-    """Lifecycle: any answer at any time. Whoever asks for one run waits for no other."""
+    """Lifecycle: any answer at any time. An answer about one run waits for no other run."""
 
     def __init__(self, place: Path) -> None:
         self.runs = Runs(place)
         self._listing, self._opening = threading.Lock(), threading.Lock()
         self._open: OrderedDict[Path, OpenRun] = OrderedDict()
-        """The one that was asked for last comes last."""
+        """Runs that are open, by path; the one that was asked for last comes last."""
 
     def table(self) -> list[dict[str, Any]]:
-        """All runs, one line each."""
+        """The lines of all runs."""
         with self._listing:
             return [asdict(line) for line in self.runs.lines()]
 
     def run(self, run: str) -> dict[str, Any]:
-        """One run: its line, what it was told, what happened, which charts it has."""
+        """The facts of one run: its line, its configuration, its events, and its charts."""
         return self._opened(run).described()
 
     def compared(self, runs: Sequence[str]) -> dict[str, Any]:
-        """Several runs: the charts that any of them has, and in what their configurations differ."""
+        """The comparison of several runs: charts that any of them has, and the differences of their configurations."""
         paths = {run: self._path(run) for run in runs[:MAX_RUNS]}
         configs = {run: read_config(path) for run, path in paths.items()}
         keys = dict.fromkeys(key for run in paths for key in self._opened(run).metrics())
@@ -55,8 +56,8 @@ class Answers:
     def series(
         self, run: str, keys: Sequence[str], points: int, first: float = float("-inf"), last: float = float("inf")
     ) -> dict[str, Any]:
-        """By metric: steps and values between two steps, and where there are more than `points`, the range around
-        each."""
+        """Steps and values of each metric between two steps, by metric, and where there are more than `points`, the
+        range around each."""
         return self._opened(run).series(keys, points, first, last)
 
     def samples(self, run: str, wanted: Wanted) -> dict[str, Any]:
@@ -64,19 +65,19 @@ class Answers:
         return self._opened(run).samples(wanted)
 
     def sample(self, run: str, step: int, place: int) -> dict[str, Any]:
-        """One sample with its tokens. Raises `LookupError`."""
+        """A sample with its tokens. Raises `LookupError`."""
         return self._opened(run).sample(step, place)
 
     def timeline(self, run: str, first: int | None, last: int | None) -> dict[str, Any]:
-        """Who was busy when."""
+        """The timeline of a run: when actors were busy."""
         return self._opened(run).timeline(first, last)
 
     def state(self, run: str) -> dict[str, Any]:
-        """Who is there and who waits for whom."""
+        """The state of a run: which actors are there, and which wait for which."""
         return self._opened(run).state()
 
     def logs(self, run: str, member: str, text: str, only_trouble: bool) -> dict[str, Any]:
-        """What actors printed. Raises `LookupError`."""
+        """The lines that actors printed. Raises `LookupError`."""
         return self._opened(run).logs(member, text, only_trouble)
 
     def _path(self, run: str) -> Path:

@@ -1,9 +1,9 @@
-"""HTTP of `penstock ui`: the page, its data as JSON, and what changes as a stream of events.
+"""The HTTP of `penstock ui`: the page, its data as JSON, and what changes as a stream of events.
 
     GET /             the page              GET /api/NAME    an answer of `questions.py`, as JSON
     GET /static/…     its files             GET /api/live    events: runs that changed
 
-Files are read in threads. Who may see it: `door.py`.
+Files are read in threads. `door.py` decides about access.
 """
 
 import asyncio
@@ -32,18 +32,18 @@ from penstock.orchestrator.ui.server.questions import QUESTIONS
 
 STATIC = Path(__file__).parent.parent / "static"
 LOOK_S = 1.0
-"""Between two looks at what has changed."""
+"""Seconds between two looks at what has changed."""
 PING_S = 15
-"""Between signs of life of a stream."""
+"""Seconds between pings of a stream."""
 END_S = 1.0
-"""For a stream to end by itself with the server, which waits twice as long (`serve.py`)."""
+"""Seconds for a stream to end by itself with the server, which waits twice as long (`serve.py`)."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(place: Path, key: str | None = None, *, look_s: float = LOOK_S) -> Starlette:
-    """`place`: a run, or a directory with runs below. `key`: that visitors need; None: whoever reaches the port may
-    see it, by a name of this machine's loopback."""
+    """Make the application. `place`: a run, or a directory with runs below. `key`: the one that visitors need; None:
+    any visitor who reaches the port by a name of this machine's loopback may see the page."""
     answers, live = Answers(place), Live(look_s)
     return Starlette(
         routes=[
@@ -62,7 +62,7 @@ def make_app(place: Path, key: str | None = None, *, look_s: float = LOOK_S) -> 
 
 
 def answering(answers: Answers, question: Callable[[Answers, QueryParams], Any]) -> Handler:
-    """The question is answered and written as JSON in a thread."""
+    """The handler of a question, which is answered and written as JSON in a thread."""
 
     async def answer(request: Request) -> Response:
         return await run_in_threadpool(lambda: as_json(question(answers, request.query_params)))
@@ -79,7 +79,8 @@ def streaming(live: Live) -> Handler:
 
 
 def as_json(value: Any, status: int = 200) -> Response:
-    """Of what others wrote: what YAML and Python have and JSON lacks becomes text or null; no character stops it."""
+    """The JSON response of a value that others wrote: what YAML and Python have and JSON lacks becomes text or null. No
+    character makes it fail."""
     return Response(json_of(value).encode(errors="replace"), status, media_type="application/json")
 
 

@@ -1,6 +1,6 @@
-"""Who may see the page. Without a key: whoever reaches the port by a name of this machine's loopback, so that no page
-of another site can have a browser read it (DNS rebinding). With a key: who has that, in the address once, then in a
-cookie.
+"""Access to the page. Without a key: for visitors who reach the port by a name of this machine's loopback, so that no
+page of another site can have a browser read it (DNS rebinding). With a key: for visitors who have it, in the address
+once, then in a cookie.
 """
 
 import hmac
@@ -14,11 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 COOKIE = "penstock_key"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
-"""Nothing from elsewhere, and no script in what a model wrote. Styles: the charts set their sizes."""
+"""Content policy: nothing from elsewhere, and no script in what a model wrote. Styles: the charts set their sizes."""
 
 
 class Door:
-    """Middleware of ASGI."""
+    """ASGI middleware that checks the access."""
 
     def __init__(self, app: ASGIApp, key: str | None = None) -> None:
         self._app, self._key = app, key
@@ -46,7 +46,7 @@ class Door:
         await self._app(scope, receive, told)
 
     def _refusal(self, request: Request) -> Response | None:
-        """None: come in."""
+        """The response that refuses a request; None: it is allowed."""
         if self._key is None:
             if host_of(request.headers) in LOOPBACK:
                 return None
@@ -63,7 +63,7 @@ class Door:
 
 
 def host_of(headers: Headers) -> str:
-    """Without the port."""
+    """The host of a request, without the port."""
     host = headers.get("host", "")
     return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
 

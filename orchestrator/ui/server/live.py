@@ -12,9 +12,9 @@ from penstock.orchestrator.recording.json_lines import json_of
 
 _LOG = logging.getLogger("penstock")
 SHARE = 4
-"""Times as long as a look took is the least that the next one waits: many runs on a slow disk keep no core busy."""
+"""Least pause after a look, in multiples of its time: so many runs on a slow disk keep no core busy."""
 BEHIND = 8
-"""Changes that wait for a slow page; then it is told to ask for everything anew."""
+"""Most changes that wait for a slow page; then it is told to ask for everything anew."""
 ANEW = {"anew": True}
 
 Table = list[dict[str, Any]]
@@ -27,7 +27,7 @@ class Live:
         self._look_s = look_s
         self._pages: set[asyncio.Queue[dict[str, Any]]] = set()
         self._new: set[asyncio.Queue[dict[str, Any]]] = set()
-        """Those of `_pages` that have not been told anything: what they have asked for may be older than a look."""
+        """Queues of `_pages` that have not been told anything: what they have asked for may be older than a look."""
         self._lines: dict[str, dict[str, Any]] = {}
 
     async def run(self, look: Callable[[], Awaitable[Table]]) -> None:
@@ -41,8 +41,8 @@ class Live:
             await asyncio.sleep(max(self._look_s, SHARE * (time.monotonic() - started)))
 
     async def events(self, ending: anyio.Event | None = None) -> AsyncIterator[dict[str, str]]:
-        """`{"runs": {id: its line, or null}}` of runs that changed; `ANEW` first, after the first look. `ending`: set
-        when the server ends."""
+        """Events `{"runs": {id: its line, or null}}` of runs that changed; `ANEW` first, after the first look.
+        `ending`: set when the server ends."""
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._pages.add(queue)
         self._new.add(queue)

@@ -1,7 +1,7 @@
-"""One run that somebody looks at: what was read of its files so far, and answers from that. Made by `answers.py`.
+"""A run that is looked at: what was read of its files so far, and answers from that.
 
-Its metrics and its samples have a lock each. So a look for a text in a million samples holds up neither the charts of
-the same run nor anything of another.
+Metrics and samples have a lock each. So a search for a text in a million samples holds up neither the charts of the
+same run nor anything of another.
 """
 
 import threading
@@ -27,22 +27,22 @@ from penstock.orchestrator.ui.runs.token_texts import TokenTexts
 from penstock.orchestrator.ui.runs.traced import Traced
 
 MAX_EVENTS = 500
-"""The newest, that are shown."""
+"""Most events that are shown, the newest."""
 MAX_POINTS = 4000
-"""Of a curve, whatever is asked for."""
+"""Most points of a curve, whatever is asked for."""
 LAST_STEPS = 3
-"""Of the timeline, where none are asked for."""
+"""Number of the last steps that the timeline shows where none are asked for."""
 MARKED = ("fault", "ended", "recovered", "returned", "warning")
 """Events that the timeline marks."""
 FAILURES = ("fault", "ended", "failed", "return_failed")
 """Events that tell of something that went wrong."""
 MOST_FAILURES = 20
 INDEX_S = 0.2
-"""Of one answer, for taking up new files of samples."""
+"""Seconds of one answer for taking up new files of samples."""
 
 
 class OpenRun:
-    """Lifecycle: any of its answers, at any time, by any thread."""
+    """Lifecycle: any answer, at any time, from any thread."""
 
     def __init__(self, path: Path, run: str) -> None:
         self._path, self._run = path, run
@@ -54,7 +54,7 @@ class OpenRun:
         self._texts: TokenTexts | None = None
 
     def described(self) -> dict[str, Any]:
-        """Its line and cards, what it was told, what happened, which charts it has."""
+        """The run's line and cards, its configuration, its events, and its charts."""
         config = read_config(self._path)
         keys, num_steps, num_unreadable = self._read()
         line, events = line_of(self._path, self._run), read_events(self._path)
@@ -74,11 +74,11 @@ class OpenRun:
         }
 
     def metrics(self) -> list[str]:
-        """Those that have a value at some step."""
+        """Metrics that have a value at some step."""
         return self._read()[0]
 
     def series(self, keys: Sequence[str], points: int, first: float, last: float) -> dict[str, Any]:
-        """By metric: steps and values, and where there are more than `points`, the range around each."""
+        """Steps and values of each metric, by metric, and where there are more than `points`, the range around each."""
         with self._reading_metrics:
             self._columns.update()
             steps, known = self._columns.steps, set(self._columns.keys)
@@ -95,7 +95,7 @@ class OpenRun:
         return found
 
     def samples(self, wanted: Wanted) -> dict[str, Any]:
-        """A page of its samples, and how far its files are known."""
+        """A page of the run's samples, and how far its files are known."""
         with self._reading_samples:
             rollouts = self._rollouts
             rollouts.update(INDEX_S)
@@ -111,7 +111,7 @@ class OpenRun:
             }
 
     def sample(self, step: int, place: int) -> dict[str, Any]:
-        """One sample with its tokens. Raises `LookupError`."""
+        """A sample with its tokens. Raises `LookupError`."""
         with self._reading_samples:
             row = self._rollouts.sample(step, place)
             if self._texts is None:
@@ -120,7 +120,8 @@ class OpenRun:
             return {**row, "token_texts": self._texts.of(ids if isinstance(ids, list) else [])}
 
     def timeline(self, first: int | None, last: int | None) -> dict[str, Any]:
-        """Who was busy when in these steps; None: the last few. Members that were lost meanwhile."""
+        """Times at which actors were busy in these steps, and members that were lost meanwhile. None: the last few
+        steps."""
         with self._reading_spans:
             self._traced.update()
             if (bounds := self._traced.bounds) is None:
@@ -132,12 +133,12 @@ class OpenRun:
         return {"bounds": bounds, "steps": steps, "events": events}
 
     def state(self) -> dict[str, Any]:
-        """Who is there and who waits for whom, as the run has told last."""
+        """Actors that are there, and which wait for which, as the run has told last."""
         line = asdict(line_of(self._path, self._run))
         return {"line": line, "state": read_json(self._path, "state.json", MOST_STATE_BYTES)}
 
     def logs(self, member: str, text: str, only_trouble: bool) -> dict[str, Any]:
-        """What actors printed, and what the run failed with. Raises `LookupError`."""
+        """Lines that actors printed, and what the run failed with. Raises `LookupError`."""
         failed = [event for event in self._events() if event.get("kind") in FAILURES]
         return {**printed(self._path / "logs", member, text, only_trouble), "failures": failed[-MOST_FAILURES:]}
 
@@ -145,7 +146,7 @@ class OpenRun:
         return read_events(self._path)[-MAX_EVENTS:]
 
     def _read(self) -> tuple[list[str], int, int]:
-        """Metrics, steps, and lines that are none."""
+        """Read new lines. Returns the metrics, and the numbers of steps and of unreadable lines."""
         with self._reading_metrics:
             self._columns.update()
             return self._columns.keys, len(self._columns.steps), self._columns.num_unreadable

@@ -1,6 +1,6 @@
-"""What the page may ask for below /api/: by name, what an address's words mean and who answers. Used by `app.py`.
+"""Questions that the page may ask below /api/, by name: what an address's words mean, and which answer is given.
 
-Another page's data is a function here and a line in `QUESTIONS`.
+A new question is a function here and a line in `QUESTIONS`.
 """
 
 from collections.abc import Callable
@@ -17,54 +17,54 @@ WANTED: dict[str, Callable[[str], Any]] = {
     "least_tokens": int, "most_tokens": int, "finish_reason": str, "text": str, "sort": str, "offset": int,
     "limit": int,
 }  # fmt: skip
-"""Fields of `Wanted`, as an address has them."""
+"""Fields of `Wanted` that an address may have, with their types."""
 
 
 def runs(answers: Answers, asked: QueryParams) -> Any:
-    """All runs, one line each."""
+    """Answer with the lines of all runs."""
     return answers.table()
 
 
 def run(answers: Answers, asked: QueryParams) -> Any:
-    """run=…"""
+    """Answer about one run: run=…"""
     return answers.run(_run_of(asked))
 
 
 def compare(answers: Answers, asked: QueryParams) -> Any:
-    """run=…&run=…"""
+    """Compare runs: run=…&run=…"""
     return answers.compared(asked.getlist("run"))
 
 
 def series(answers: Answers, asked: QueryParams) -> Any:
-    """Numbers of charts: run=…&key=…&key=…, points=…, first=…, last=…"""
+    """Answer with the numbers of charts: run=…&key=…&key=…, points=…, first=…, last=…"""
     first, last = float(asked.get("first", "-inf")), float(asked.get("last", "inf"))
     points = int(asked.get("points", DEFAULT_POINTS))
     return answers.series(_run_of(asked), asked.getlist("key"), points, first, last)
 
 
 def samples(answers: Answers, asked: QueryParams) -> Any:
-    """Of a run, by what they are: run=…, fields of `Wanted`."""
+    """Answer with a run's samples by a filter: run=…, fields of `Wanted`."""
     return answers.samples(_run_of(asked), wanted_of(asked))
 
 
 def sample(answers: Answers, asked: QueryParams) -> Any:
-    """One, with its tokens: run=…&step=…&place=…"""
+    """Answer with a sample and its tokens: run=…&step=…&place=…"""
     return answers.sample(_run_of(asked), int(asked.get("step", "")), int(asked.get("place", "")))
 
 
 def timeline(answers: Answers, asked: QueryParams) -> Any:
-    """Of some steps: run=…&first=…&last=…"""
+    """Answer with the timeline of some steps: run=…&first=…&last=…"""
     first, last = (int(asked[name]) if asked.get(name) else None for name in ("first", "last"))
     return answers.timeline(_run_of(asked), first, last)
 
 
 def state(answers: Answers, asked: QueryParams) -> Any:
-    """run=…"""
+    """Answer with the state of a run: run=…"""
     return answers.state(_run_of(asked))
 
 
 def logs(answers: Answers, asked: QueryParams) -> Any:
-    """run=…&member=…&text=…&trouble=1"""
+    """Answer with what actors printed: run=…&member=…&text=…&trouble=1"""
     return answers.logs(_run_of(asked), asked.get("member", ""), asked.get("text", ""), asked.get("trouble") == "1")
 
 
@@ -79,11 +79,12 @@ QUESTIONS: dict[str, Callable[[Answers, QueryParams], Any]] = {
     "state": state,
     "logs": logs,
 }
-"""A question raises `NoSuchRun` or `LookupError` for what is not there, `ValueError` for words that mean nothing."""
+"""Questions by name. Each raises `NoSuchRun` or `LookupError` for what is not there, `ValueError` for words that mean
+nothing."""
 
 
 def wanted_of(asked: QueryParams) -> Wanted:
-    """What of a run's samples is asked for. Raises `ValueError`."""
+    """The filter of samples in an address. Raises `ValueError`."""
     found: dict[str, Any] = {}
     for name, kind in WANTED.items():
         if (value := asked.get(name, "")) != "":

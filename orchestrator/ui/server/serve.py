@@ -1,4 +1,4 @@
-"""`penstock ui`: serves the page until it is interrupted. Called by `cli.py`."""
+"""`penstock ui`: serves the page until it is interrupted."""
 
 import secrets
 import socket
@@ -15,17 +15,18 @@ from penstock.workers.files import is_url
 
 PORT = 8420
 NUM_PORTS = 20
-"""Tried from PORT on, unless one is asked for."""
+"""Number of ports tried from PORT on, unless one is asked for."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 GRACE_S = 2
-"""For pages that are open when it ends."""
+"""Seconds for open pages when the server ends."""
 
 
 def serve(
     place: str, console: Console, host: str = "127.0.0.1", port: int | None = None, key: str | None = None
 ) -> None:
-    """`port`: None for the first that is free; 0 for any. `key`: that visitors need; where others than this machine
-    can reach it, there is one in any case. Raises `ConfigError`, `CheckpointError` for a URL that does not answer."""
+    """Serve the page. `port`: None for the first that is free; 0 for any. `key`: the one that visitors need; where
+    others than this machine can reach the page, there is one in any case. Raises `ConfigError`, `CheckpointError` for a
+    URL that does not answer."""
     if is_url(place):
         with tempfile.TemporaryDirectory(prefix="penstock-ui-") as folder, Copy(place, Path(folder)).follow():
             _serve(Path(folder), place, console, host, port, key)
@@ -39,7 +40,7 @@ def serve(
 
 
 def _serve(directory: Path, place: str, console: Console, host: str, port: int | None, key: str | None) -> None:
-    """`place`: what the directory is called."""
+    """Serve a directory. `place`: its name for people."""
     if key is None and host not in LOOPBACK:
         key = secrets.token_urlsafe(16)
     bound = listen(host, port)
@@ -55,7 +56,7 @@ def _serve(directory: Path, place: str, console: Console, host: str, port: int |
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Raises `ConfigError`."""
+    """Listen on a port. Raises `ConfigError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for one in range(PORT, PORT + NUM_PORTS) if port is None else [port]:
         try:
