@@ -28,7 +28,7 @@ escape: setup ## attacks on the sandbox that code of models runs in; they fail w
 	$(BIN)/python -m pytest tests/sandbox tests/workers/sandbox $(ARGS)
 
 soak: setup ## before a release: a million random events and more in the store, twenty kills of a run; about 40 minutes
-	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/orchestrator/test_takeovers.py \
+	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/orchestrator/membership/test_takeovers.py \
 	  tests/workers/trainer/engines/test_layers.py -k "histories or staleness or kills or layers or controller" $(ARGS)
 
 LEGS := 10

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, Target, new_table, parse_arguments, print_targets, show, write_json
-from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 RECIPES = (
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo", "ppo", "online_dpo", "dpo", "kto",

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
 from benchmarks.learning import MARGIN, NUM_SEEDS, penstock, worst_gain
-from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 MEASURES = {
     "tictactoe": ["accuracy/random", "heldout_reward/perfect"],

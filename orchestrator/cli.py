@@ -132,10 +132,10 @@ def _load(overrides: Sequence[str]) -> Any:
 def _run(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
     if arguments.retries > 0:
-        from penstock.orchestrator.retries import run_with_retries
+        from penstock.orchestrator.control.retries import run_with_retries
 
         return run_with_retries(arguments.overrides, arguments.retries)
-    from penstock.orchestrator.reporting.closing import (
+    from penstock.orchestrator.observability.reporting.closing import (
         print_summary,
     )  # late: the configuration is in order, so it may take seconds
     from penstock.orchestrator.run import run
@@ -169,9 +169,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from penstock.orchestrator.sweeping.points import points_of
-    from penstock.orchestrator.sweeping.room import jobs_for
-    from penstock.orchestrator.sweeping.sweep import Sweep
+    from penstock.orchestrator.configuration.sweeping.points import points_of
+    from penstock.orchestrator.configuration.sweeping.room import jobs_for
+    from penstock.orchestrator.configuration.sweeping.sweep import Sweep
 
     points = points_of(arguments.overrides)
     jobs = jobs_for(points)
@@ -183,21 +183,21 @@ def _sweep(arguments: argparse.Namespace) -> int:
 def _ui(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from penstock.orchestrator.ui.server.serve import serve
+    from penstock.orchestrator.observability.ui.server.serve import serve
 
     serve(arguments.runs, Console(), arguments.host, arguments.port, arguments.key)
     return 0
 
 
 def _grafana(arguments: argparse.Namespace) -> int:
-    from penstock.orchestrator.grafana.writing import DISCOVERY, write
+    from penstock.orchestrator.observability.grafana.writing import DISCOVERY, write
 
     print(write(arguments.directory, arguments.discovery or DISCOVERY), end="")
     return 0
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from penstock.orchestrator.reporting.report import report_of
+    from penstock.orchestrator.observability.reporting.report import report_of
 
     print(report_of(arguments.run))
     return 0
@@ -206,14 +206,14 @@ def _report(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from penstock.orchestrator.reporting.status import print_status
+    from penstock.orchestrator.observability.reporting.status import print_status
 
     print_status(arguments.run, Console())
     return 0
 
 
 def _scale(arguments: argparse.Namespace) -> int:
-    from penstock.orchestrator.elastic.asking import ask
+    from penstock.orchestrator.membership.asking import ask
 
     done, problems = ask(arguments.run, arguments.wishes, arguments.drain)
     print(*done, sep="\n")

@@ -19,24 +19,24 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, PenstockError, TakenOver
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
 from penstock.network.open_files import warning
-from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
-from penstock.orchestrator.cluster import Cluster, check_placement, is_elsewhere, namespace_of, this_node
+from penstock.orchestrator.cluster.causes import is_recoverable
+from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere, namespace_of, this_node
+from penstock.orchestrator.cluster.connection import note_connection
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import check_run, first_runs
-from penstock.orchestrator.controller import Outcome
-from penstock.orchestrator.faults.causes import is_recoverable
-from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
-from penstock.orchestrator.recording.connection import note_connection
-from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.reporting.closing import print_unfinished
-from penstock.orchestrator.reporting.progress import Progress
-from penstock.orchestrator.reporting.report import write_report
-from penstock.orchestrator.reporting.sinks.sink import Sink
-from penstock.orchestrator.reporting.sinks.table import opened_sinks
-from penstock.orchestrator.takeover.left_behind import LeftBehind, find
-from penstock.orchestrator.takeover.run_state import Identity, identity_of
-from penstock.orchestrator.training import Training
+from penstock.orchestrator.control.controller import Outcome
+from penstock.orchestrator.control.training import Training
+from penstock.orchestrator.membership.left_behind import LeftBehind, find
+from penstock.orchestrator.membership.run_state import Identity, identity_of
+from penstock.orchestrator.observability.reporting.closing import print_unfinished
+from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.report import write_report
+from penstock.orchestrator.observability.reporting.sinks.sink import Sink
+from penstock.orchestrator.observability.reporting.sinks.table import opened_sinks
+from penstock.orchestrator.run_directory.checkpoint import Checkpoint
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.models.fresh import build_fresh_model
 
 

@@ -28,21 +28,21 @@ from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
-from penstock.orchestrator.cluster import Cluster, check_placement, namespace_of
+from penstock.orchestrator.checkpointing.model_export import export_model
+from penstock.orchestrator.cluster.cluster import Cluster, check_placement, namespace_of
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
+from penstock.orchestrator.cluster.ray_calls import get_all
+from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.configuration.validate import check_run
-from penstock.orchestrator.elastic.by_hand import ByHand
-from penstock.orchestrator.elastic.members import catching_up
-from penstock.orchestrator.fleet.fleet import Fleet
-from penstock.orchestrator.model_export import export_model
-from penstock.orchestrator.nodes.agents import NodeAgents
-from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
-from penstock.orchestrator.ray_calls import get_all
-from penstock.orchestrator.recording.losses import Losses
-from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.reporting.sinks.sink import Sink, log_to
-from penstock.orchestrator.reporting.sinks.table import opened_sinks
+from penstock.orchestrator.membership.by_hand import ByHand
+from penstock.orchestrator.membership.members import catching_up
+from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to
+from penstock.orchestrator.observability.reporting.sinks.table import opened_sinks
 from penstock.orchestrator.run import is_refusal, starting_model, with_other_models
-from penstock.orchestrator.weight_sync import WeightSync
+from penstock.orchestrator.run_directory.losses import Losses
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.batches.balance import balance, row_cost
 from penstock.workers.prompts.opening import open_source

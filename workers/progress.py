@@ -1,5 +1,5 @@
 """The progress of a worker, by which the controller sees that it goes on. Every actor answers `progress()`, beside its
-work; `orchestrator/faults/liveness.py` judges the answers.
+work; `orchestrator/membership/liveness.py` judges the answers.
 
     worker:    with phases.within(UPDATING): ...        answers:    phases.progress(num_done, num_in_flight)
 """

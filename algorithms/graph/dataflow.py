@@ -4,7 +4,7 @@
 
 The controller turns each stage into workers, the store turns each column into readiness, and neither knows the
 algorithm. `algorithms/builtin/grpo.py` and its like (or a user) build it, `Dataflow.check` checks it,
-`orchestrator/controller.py` runs it.
+`orchestrator/control/controller.py` runs it.
 """
 
 import inspect

@@ -13,16 +13,16 @@ from benchmarks.controller.scale import Scale
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
-from penstock.orchestrator.fleet.fleet import Fleet
-from penstock.orchestrator.fleet.state import FleetState
-from penstock.orchestrator.fleet.store_process import StoreState
-from penstock.orchestrator.nodes.agents import AgentsState, NodeAgents
-from penstock.orchestrator.ownership.owners import OWNER, RunOwner
-from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
-from penstock.orchestrator.placement.assignment import Assignment, assign
-from penstock.orchestrator.placement.nodes import Node
-from penstock.orchestrator.placement.reservation import Reservation
-from penstock.orchestrator.ray_calls import answers
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.fleet.state import FleetState
+from penstock.orchestrator.cluster.fleet.store_process import StoreState
+from penstock.orchestrator.cluster.nodes.agents import AgentsState, NodeAgents
+from penstock.orchestrator.cluster.ownership.owners import OWNER, RunOwner
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
+from penstock.orchestrator.cluster.placement.assignment import Assignment, assign
+from penstock.orchestrator.cluster.placement.nodes import Node
+from penstock.orchestrator.cluster.placement.reservation import Reservation
+from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.store.service.actor import STORE
 from penstock.store.service.server import Endpoint
 from penstock.workers.node.agent import NodeFacts

@@ -13,7 +13,7 @@ from benchmarks.controller.scale import LOAD_S, PUBLISH_S, TOKENS, TOKENS_PER_S,
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import LeaseExpired
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.store.client.client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreClosed

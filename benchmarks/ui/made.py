@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 KEYS = (
     *(f"reward/{name}" for name in ("mean", "std", "min", "max")),

@@ -13,7 +13,7 @@ from typing import Any
 from playwright.sync_api import Browser, Page
 
 from benchmarks.harness import ROOT, Target
-from tests.orchestrator.ui.browser import chromium, visit
+from tests.orchestrator.observability.ui.browser import chromium, visit
 
 START_S = 60
 SETTLE_MS = 300

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from penstock.conf.errors import CheckpointError
 from penstock.network.names import OutsideName, below
-from penstock.orchestrator.checkpoint import Checkpoint
-from penstock.orchestrator.recording.mirror_record import MirrorRecord, url_of
-from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.checkpoint import Checkpoint
+from penstock.orchestrator.run_directory.mirror_record import MirrorRecord, url_of
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.files import download, is_url
 from penstock.workers.whole_files import replacing
 

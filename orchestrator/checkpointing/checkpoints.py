@@ -16,7 +16,7 @@ from pathlib import Path
 
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, DamagedCheckpoint
-from penstock.orchestrator.checkpoint import FORMAT, Checkpoint
+from penstock.orchestrator.run_directory.checkpoint import FORMAT, Checkpoint
 from penstock.workers.files import (
     SavedFile,
     exists,

@@ -17,15 +17,15 @@ from pathlib import Path
 
 from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, PenstockError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.brought_models import with_local_models
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
 from penstock.orchestrator.checkpointing.saving import checkpoint_place
-from penstock.orchestrator.recording.fetching import bring_here
-from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.recording.run_place import RunPlace
-from penstock.orchestrator.recording.turns import ENDS, STARTS
-from penstock.orchestrator.takeover.left_behind import LeftBehind
+from penstock.orchestrator.membership.left_behind import LeftBehind
+from penstock.orchestrator.run_directory.checkpoint import Checkpoint
+from penstock.orchestrator.run_directory.fetching import bring_here
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_place import RunPlace
+from penstock.orchestrator.run_directory.turns import ENDS, STARTS
 from penstock.workers.files import absolute, download, exists, is_url
 
 

@@ -22,16 +22,16 @@ from typing import Any
 
 from penstock.conf.errors import CheckpointError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.checkpoint import Checkpoint, trainer_directory
 from penstock.orchestrator.checkpointing.brought_models import as_told, with_models
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
-from penstock.orchestrator.failures import cause_of
-from penstock.orchestrator.faults.causes import is_recoverable
-from penstock.orchestrator.fleet.fleet import Fleet
-from penstock.orchestrator.ray_calls import answer, answers
-from penstock.orchestrator.recording.json_lines import plain
-from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.reporting.progress import Progress
+from penstock.orchestrator.cluster.causes import is_recoverable
+from penstock.orchestrator.cluster.failures import cause_of
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.ray_calls import answer, answers
+from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.run_directory.checkpoint import Checkpoint, trainer_directory
+from penstock.orchestrator.run_directory.json_lines import plain
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.service.snapshot import snapshot_files
 from penstock.workers.files import SavedFile, absolute, is_url

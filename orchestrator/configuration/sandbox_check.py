@@ -1,14 +1,14 @@
 """The sandbox that a run's code of models needs: its limits, and a check that it holds on this machine.
 
 It has to hold where the code runs. On a cluster that was there before the run the nodes' agents try it when the run
-starts (`orchestrator/fleet/fence_trial.py`).
+starts (`orchestrator/cluster/fleet/fence_trial.py`).
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster import is_elsewhere
+from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.workers.reward.fences import limits_of
 from penstock.workers.sandbox.blocking import tried_here
 from penstock.workers.sandbox.limits import Limits

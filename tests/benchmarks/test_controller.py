@@ -7,7 +7,7 @@ from benchmarks.controller.clock import run_fast
 from benchmarks.controller.hosts import served_members, served_store
 from benchmarks.controller.run import Readings, run_here, summary
 from benchmarks.controller.scale import Scale
-from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 SCALE = Scale(num_engines=8, num_ranks=2, num_rewards=1, group_size=2, num_steps=4, speed=200.0, devices=4)
 

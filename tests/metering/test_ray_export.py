@@ -1,5 +1,5 @@
 """Exporting disturbs nobody, whether or not Ray is there. What a real Prometheus gets of it is in
-`tests/orchestrator/grafana/`."""
+`tests/orchestrator/observability/grafana/`."""
 
 from penstock.metering.meters import Meters
 from penstock.metering.ray_export import Origin, RayExport, exporting

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.cluster import ClusterConfig
-from penstock.orchestrator.fleet.roll_call import RollCall
-from penstock.orchestrator.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.fleet.roll_call import RollCall
+from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.store.service.snapshot import FORMAT, MANIFEST, PREFIX
 
 ROLES = ("prompts", "rollout", "reward", "compute", "scorer", "trainer")

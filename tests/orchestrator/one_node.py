@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.orchestrator.nodes.weight_relays import RelayNodes
+from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
 
 
 class QuietAgent:

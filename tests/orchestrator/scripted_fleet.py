@@ -19,17 +19,17 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PartnerGone, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
-from penstock.orchestrator.checkpoint import Checkpoint
+from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.controller import Controller
-from penstock.orchestrator.nodes.kept_states import StateNodes
-from penstock.orchestrator.placement.actors import ActorPlan
-from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.reporting.progress import Progress
-from penstock.orchestrator.reporting.sinks.json_lines import JsonLines
-from penstock.orchestrator.reporting.sinks.sink import Sink
-from penstock.orchestrator.takeover.handover import Handover
-from penstock.orchestrator.takeover.taken import Taken
+from penstock.orchestrator.control.controller import Controller
+from penstock.orchestrator.membership.handover import Handover
+from penstock.orchestrator.membership.taken import Taken
+from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.sinks.json_lines import JsonLines
+from penstock.orchestrator.observability.reporting.sinks.sink import Sink
+from penstock.orchestrator.run_directory.checkpoint import Checkpoint
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import SharedLease
 from penstock.store.errors import StoreClosed

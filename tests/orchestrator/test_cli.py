@@ -12,7 +12,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError, WorkerDied
 from penstock.orchestrator import cli
-from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, function: Any, *words: str) -> int:

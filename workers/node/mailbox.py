@@ -1,6 +1,6 @@
 """Questions to the controller of a run, which is no actor and cannot be called: they wait here until the controller
 takes them, and the caller waits for its answer. The mailbox is in the agent of the driver's node;
-`orchestrator/elastic/` has both ends.
+`orchestrator/membership/` has both ends.
 """
 
 import asyncio

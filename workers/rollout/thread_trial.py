@@ -1,5 +1,5 @@
 """The time that vLLM's CPU engine takes for a token, by the threads that it computes with. Measured before the first
-step, where engines and ranks run at the same time; `orchestrator/placement/threads.py` divides the threads.
+step, where engines and ranks run at the same time; `orchestrator/cluster/placement/threads.py` divides the threads.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 """The report of a rank on a step: numbers small enough to send to the controller. The step's metrics are made of it
-(`orchestrator/reporting/metrics.py`).
+(`orchestrator/observability/reporting/metrics.py`).
 
 Legend: _N rows (samples) of this rank.
 """

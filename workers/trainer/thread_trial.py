@@ -1,5 +1,5 @@
 """The time that a rank takes for a token, by the threads that it computes with. Measured before the first step, where
-engines and ranks run at the same time on CPUs; `orchestrator/placement/threads.py` divides the threads.
+engines and ranks run at the same time on CPUs; `orchestrator/cluster/placement/threads.py` divides the threads.
 """
 
 import time

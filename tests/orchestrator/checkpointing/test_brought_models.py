@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import CheckpointError
-from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.brought_models import as_here, as_told, with_local_models
 from penstock.orchestrator.checkpointing.resuming import check_fits
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.recording.mirror_record import MirrorRecord
-from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.checkpoint import Checkpoint
+from penstock.orchestrator.run_directory.mirror_record import MirrorRecord
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 

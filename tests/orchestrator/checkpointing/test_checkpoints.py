@@ -7,10 +7,10 @@ import pytest
 
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunInUse
-from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.workers.files import SavedFile, saved_file
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart

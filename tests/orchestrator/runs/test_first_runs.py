@@ -9,8 +9,8 @@ from penstock.conf.run import WarmStartConfig
 from penstock.orchestrator import run as running
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import first_runs
-from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.run import with_other_models
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 
 def test_models_of_other_recipes_are_made_from_where_the_run_starts(tmp_path, monkeypatch):

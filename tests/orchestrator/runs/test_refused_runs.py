@@ -13,7 +13,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator import run as running
 from penstock.orchestrator import session as handles
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import pytest
 
 from penstock.conf.errors import RewardFailure
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.recording.json_lines import read_lines
 from penstock.orchestrator.run import run
+from penstock.orchestrator.run_directory.json_lines import read_lines
 from tests.model_files import load_model
 from tests.run_files import metrics_of, sampled_difference, samples_of
 

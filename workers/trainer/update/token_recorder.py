@@ -6,7 +6,7 @@
 
 Nothing is computed for them: log-probabilities are those of the forward pass, and the backward pass passes by the
 gradient of each. They are noted by micro-batch and kept until the next step, and the controller asks for them
-(`orchestrator/reporting/sample_log.py`).
+(`orchestrator/observability/reporting/sample_log.py`).
 
 Legend: B rows of the micro-batch, T response tokens, padded, N rows of this rank, T_i response tokens of row i.
 """

@@ -1,0 +1,211 @@
+"""The Ray cluster of a run: the one that RAY_ADDRESS names, or a local one that ends with the run."""
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import shlex
+import signal
+import socket
+import stat
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray
+from ray.job_config import JobConfig
+
+from penstock.conf.errors import ResourceError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, check_fits, needed
+from penstock.orchestrator.cluster.placement.assignment import assign
+from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
+
+MIB = 2**20
+KNOCK_S = 10.0
+"""Seconds for the cluster's port to answer."""
+PRIVATE, OTHERS = 0o600, 0o077
+TOKEN_BYTES = 32
+"""Size of a token, in bytes, as Ray makes them."""
+_started: set[str] = set()
+"""Clusters that this process has started, and that end with it."""
+
+
+def count_local_gpus() -> int:
+    """Number of GPUs of this machine that torch can use."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_resources(actors: list[ActorPlan], config: RunConfig) -> None:
+    """Raise `ResourceError` before anything starts if a local Ray could not hold the plan. A cluster is asked once
+    connected."""
+    if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
+        return
+    gpus = count_local_gpus()
+    if config.cluster.num_gpus is not None and config.cluster.num_gpus > gpus:
+        raise ResourceError(
+            f"cluster.num_gpus={config.cluster.num_gpus}, and this machine has {gpus}. Lower it or leave it out."
+        )
+    cpus = config.cluster.num_cpus if config.cluster.num_cpus is not None else needed(actors)[0]
+    check_fits(actors, cpus, gpus if config.cluster.num_gpus is None else config.cluster.num_gpus)
+
+
+def namespace_of(run_id: str) -> str:
+    """A new namespace for a run's actors, at every start. So neither what a killed process has left in a cluster nor
+    runs of the same name are in the way."""
+    return f"penstock-{run_id}-{uuid.uuid4().hex[:8]}"
+
+
+def is_elsewhere() -> bool:
+    """Return whether the cluster that `connect` connects to, or has, does not end with this process."""
+    if ray.is_initialized():
+        return ray.get_runtime_context().gcs_address not in _started
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def this_node() -> str:
+    """Ray's id of the node that this process is on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+class Cluster:
+    """The cluster that a run is on. One that this process was connected to already is used and left alone.
+
+    Lifecycle: `connect`, a second time of which changes nothing; `close`.
+    """
+
+    def __init__(self, actors: Sequence[ActorPlan], config: RunConfig) -> None:
+        """`actors`: those that must fit."""
+        self._actors, self._config = list(actors), config
+        self._is_connected = self._is_own = False
+
+    def connect(self, run_id: str, place: str = "") -> None:
+        """Connect. `place`: the run's directory or URL, for people who look at Ray's jobs. Raises `ResourceError`, also
+        where the plan does not fit."""
+        if self._is_connected:
+            return
+        if not ray.is_initialized():
+            check_resources(self._actors, self._config)
+            _start(self._actors, self._config, namespace_of(run_id), metadata_of(self._config, place))
+            self._is_own = True
+        self._is_connected = True
+        nodes = cluster_nodes()
+        check_fits(self._actors, sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
+
+    def close(self) -> None:
+        if self._is_own:
+            ray.shutdown()
+        self._is_connected = self._is_own = False
+
+
+def check_placement(actors: Sequence[ActorPlan], config: RunConfig) -> None:
+    """Raise `ResourceError` if the nodes of the cluster that this process is connected to could not hold the plan even
+    if they were empty."""
+    assign(actors, cluster_nodes(), config)
+
+
+def join(address: str, **options: Any) -> None:
+    """Connect to the Ray cluster at `address`. Raises `ResourceError` if none answers there, soon where nothing
+    listens."""
+    try:
+        _knock(address)
+        ray.init(address=address, **options)
+    except OSError as error:
+        raise ResourceError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or "
+            "unset RAY_ADDRESS to use this machine."
+        ) from error
+    except RuntimeError as error:
+        raise ResourceError(
+            f"RAY_ADDRESS={address}: this machine cannot join ({' '.join(str(error).split())}). It has to be a node of "
+            f"that cluster: `ray start --address={address}`. From elsewhere, send the run there with `ray job submit`."
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """Try the cluster's port first, since Ray itself tries for minutes. Raises `OSError`."""
+    target = urlsplit(address if "://" in address else f"//{address}")
+    if target.port is not None and target.hostname:
+        socket.create_connection((target.hostname, target.port), KNOCK_S).close()
+
+
+def metadata_of(config: RunConfig, place: str) -> dict[str, str]:
+    """Texts that Ray's dashboard shows of the run's job, by name. `place`: the run's directory or URL."""
+    place = place if "://" in place or not place else os.path.abspath(place)
+    known = {
+        "penstock.run": config.name, "penstock.recipe": config.recipe, "penstock.algorithm": config.algorithm.name,
+        "penstock.directory": place, "penstock.page": f"penstock ui {shlex.quote(place)}" if place else "",
+    }  # fmt: skip
+    return {name: value for name, value in known.items() if value} | config.tracking.tags
+
+
+def keep_token_private(*, is_joining: bool = False) -> None:
+    """Make Ray's token readable by its user alone, since a reader of it may run code. Ray writes it with what the umask
+    allows, so it is made here where there is none: Ray takes the one that it finds. `is_joining`: the cluster is
+    another's, whose token is not made here; and where there is none, Ray asks for none."""
+    file = Path.home() / ".ray" / "auth_token"
+    is_given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    is_wanted = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token" and not (is_given or is_joining)
+    with contextlib.suppress(OSError):  # Ray says itself that it can write none
+        if is_wanted and not file.exists():
+            _make_token(file)
+        if stat.S_IMODE(file.stat().st_mode) & OTHERS:
+            file.chmod(PRIVATE)
+
+
+def _make_token(file: Path) -> None:
+    """Make the token whole, and once: another run may start at the same time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "w") as opened:
+        opened.write(secrets.token_hex(TOKEN_BYTES))
+    with contextlib.suppress(FileExistsError):
+        os.link(part, file)
+    part.unlink()
+
+
+def _start(actors: list[ActorPlan], config: RunConfig, namespace: str, metadata: dict[str, str]) -> None:
+    common: dict[str, Any] = {
+        "namespace": namespace,
+        "job_config": JobConfig(metadata=metadata),
+        "log_to_driver": config.cluster.worker_logs,
+        "logging_level": logging.ERROR,
+    }
+    keep_token_private(is_joining=bool(os.environ.get("RAY_ADDRESS")))
+    with _own_sigterm():
+        _connect(actors, config, common)
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the command's own handler of SIGTERM, if it has one: Ray's drivers exit at once, after a dump of their
+    stacks."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def _connect(actors: list[ActorPlan], config: RunConfig, common: dict[str, Any]) -> None:
+    if address := os.environ.get("RAY_ADDRESS"):
+        join(address, **common)
+        return
+    wanted = max(1, math.ceil(needed(actors)[0]))
+    # Ray's workers are niced by 15 unless told otherwise. Threads that meet at barriers then wait for the one that
+    # shares its core with any other process: a step becomes twenty times slower.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(
+        address="local",  # not whatever cluster somebody has started on this machine
+        num_cpus=config.cluster.num_cpus or wanted,
+        num_gpus=config.cluster.num_gpus,
+        include_dashboard=config.cluster.dashboard,
+        object_store_memory=config.cluster.object_store_mib * MIB,
+        **common,
+    )
+    _started.add(ray.get_runtime_context().gcs_address)

@@ -1,0 +1,267 @@
+"""Makes the actors of a run, one at a time, also in place of those that died: what each is told, and where it goes."""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.stage import Stage
+from penstock.conf.reward import JUDGE, has_own_judge
+from penstock.conf.run import RunConfig
+from penstock.conf.transports import choose_transport, takes_newcomers
+from penstock.metering.ray_export import Origin
+from penstock.orchestrator.cluster.fleet.thread_record import Trial
+from penstock.orchestrator.cluster.nodes.files import NodeFiles
+from penstock.orchestrator.cluster.origins import origin_of
+from penstock.orchestrator.cluster.ownership.owners import Owner
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, reward_of
+from penstock.orchestrator.cluster.placement.reservation import Reservation
+from penstock.orchestrator.cluster.placement.threads import SharedNode, threads_of
+from penstock.orchestrator.run_directory.checkpoint import Checkpoint
+from penstock.store.spec import given
+from penstock.workers.attempts.actor import Environments, EnvironmentSpec
+from penstock.workers.compute.actor import Compute
+from penstock.workers.judging.pool import JudgeSpec
+from penstock.workers.prompts.actor import Prompts
+from penstock.workers.reward.actor import Reward, RewardPlan
+from penstock.workers.rollout.actor import Rollout, RolloutSpec
+from penstock.workers.trainer.actor import Scorer, Trainer
+from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+
+READERS = ("rollout", "trainer", "scorer", "reward", "environment")
+"""Roles that read files of the driver."""
+MANY_CALLS = 10_000
+"""Concurrency of async actors: calls wait inside, they do not compute."""
+
+
+class ActorMaker:
+    """Lifecycle: `bring_files` where there are several nodes, then `make` for any actor of the plan, at any time."""
+
+    def __init__(
+        self,
+        plan: Sequence[ActorPlan],
+        config: RunConfig,
+        flow: Dataflow,
+        model_path: str,
+        resumed: Checkpoint | None,
+        namespace: str,
+        reservation: Reservation,
+        files: NodeFiles,
+        cores: Mapping[str, int],
+        states_root: str,
+        owner: Owner,
+        trials: Mapping[SharedNode, Trial],
+    ) -> None:
+        """`cores`: the number on each node, by Ray's id. `states_root`: where the trainer's ranks keep copies of their
+        state. `trials`: those of numbers of threads; the fleet adds to them."""
+        self._plan, self._config, self._flow = plan, config, flow
+        self._model_path, self._resumed, self._namespace = model_path, resumed, namespace
+        self._reservation, self._files, self._cores = reservation, files, cores
+        self._states_root, self._owner, self._trials = states_root, owner, trials
+
+    def bring_files(self) -> None:
+        """Bring what actors read from the driver's disk to the nodes that they are on. Raises `ResourceError`,
+        `DeadlineExceeded`."""
+        nodes = {role: {self._node_of(actor.name) for actor in self._plan if actor.role == role} for role in READERS}
+        self._files.provide(self._model_path, nodes["rollout"] | nodes["trainer"] | nodes["environment"])
+        for stage in dict.fromkeys(actor.stage for actor in self._plan if actor.role == "scorer"):
+            self._files.provide(self._scored_by(self._flow.stage(str(stage))), nodes["scorer"])
+        if self._resumed is not None:
+            self._files.provide(self._resumed.trainer, nodes["trainer"])
+        self._files.provide(
+            self._judge_path, {self._node_of(actor.name) for actor in self._plan if self._judges(actor)}
+        )
+        self._bring_code(nodes["reward"] | nodes["environment"])
+
+    def bring_files_of(self, actor: ActorPlan, node: str) -> None:
+        """Bring the files of an actor that joins or moves to its node, which may be new."""
+        if actor.role in ("rollout", "trainer", "environment"):
+            self._files.provide(self._model_path, {node})
+        elif actor.role == "scorer":
+            self._files.provide(self._scored_by(self._flow.stage(str(actor.stage))), {node})
+        if self._judges(actor):
+            self._files.provide(self._judge_path, {node})
+        if actor.role in ("reward", "environment"):
+            self._bring_code({node})
+        if actor.role == "trainer" and self._resumed is not None:
+            self._files.provide(self._resumed.trainer, {node})
+
+    def _bring_code(self, nodes: Collection[str]) -> None:
+        named = [self._config.reward.function, self._config.environment.name or ""]
+        named += [reward.function for reward in self._config.rewards]
+        named += [value for value in self._config.environment.options.values() if _is_code(value)]
+        for file in filter(None, [*self._config.imports, *map(_file_of, named)]):
+            self._files.provide(file, nodes, is_code=True)
+
+    def local(self, name: str, path: str) -> str:
+        """The path under which the actor of that name finds a file of the driver."""
+        return self._files.local(self._node_of(name), path)
+
+    def make(self, actor: ActorPlan, name: str) -> Any:
+        """Make an actor. Returns its handle. `name`: its name in Ray."""
+        options = {
+            "name": name,
+            "namespace": self._namespace,
+            "num_cpus": actor.num_cpus,
+            "num_gpus": actor.num_gpus,
+            "max_concurrency": MANY_CALLS,
+            **self._reservation.options(actor),
+        }
+        if actor.role == "prompts":
+            start = self._resumed.prompts if self._resumed else None
+            return self._owner.make(Prompts, options, self._config, self._model_path, self._flow.rows_are, start)
+        if actor.role == "rollout":
+            return self._owner.make(Rollout, options, self._rollout_spec(actor))
+        if actor.role == "environment":
+            return self._owner.make(Environments, options, self._environment_spec(actor))
+        if actor.role == "reward":
+            return self._owner.make(Reward, options, self._reward_plan(actor))
+        if actor.role == "compute":
+            stage = self._flow.stage(str(actor.stage))
+            return self._owner.make(Compute, options, actor.name, stage, self._flow.columns)
+        # A rank computes in one thread; a second one waits for a checkpoint meanwhile, a third one answers heartbeats.
+        options["max_concurrency"] = 3
+        if actor.role == "scorer":
+            return self._owner.make(Scorer, options, self._scorer_spec(actor))
+        return self._owner.make(Trainer, options, self._trainer_spec(actor))
+
+    def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
+        config = self._config
+        return RolloutSpec(
+            actor.name, config.rollout, self.local(actor.name, self._model_path), self.threads_of(actor), config.seed,
+            self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")), choose_transport(config),
+            config.trainer.lora if config.trainer.lora.publishes_adapter else None, config.weights.phase_timeout_s,
+            1 if actor.joins else sum(other.role == "rollout" and not other.joins for other in self._plan),
+            pulls=not self._flow.has_environment,
+            origin=self._origin_of(actor),
+        )  # fmt: skip
+
+    def _code_of(self, actor: ActorPlan, function: str) -> str:
+        """The name of a function, where the actor finds it: `file.py:function` with a local path; another name as it
+        is."""
+        file = _file_of(function)
+        return function.replace(file, self.local(actor.name, file)) if file else function
+
+    def _environment_spec(self, actor: ActorPlan) -> EnvironmentSpec:
+        config, environment = self._config, self._config.environment
+        imports = tuple(self.local(actor.name, file) for file in config.imports)
+        named = {key: self._code_of(actor, value) for key, value in environment.options.items() if _is_code(value)}
+        options = environment.options | named
+        environment = replace(environment, name=self._code_of(actor, str(environment.name)), options=options)
+        writes = tuple(column.name for column in self._flow.stage(str(actor.stage)).writes)
+        return EnvironmentSpec(
+            actor.name, actor.rank, environment, config.rollout, self.local(actor.name, self._model_path), config.seed,
+            self._flow.samples_per_prompt, writes, given(self._flow)[0], imports,
+            sum(other.role == "environment" for other in self._plan),
+            self._config.model.chat_template_kwargs, self._origin_of(actor),
+        )  # fmt: skip
+
+    def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
+        imports = tuple(self.local(actor.name, file) for file in self._config.imports)
+        function, options = reward_of(self._flow, str(actor.stage), self._config)
+        config = replace(self._config.reward, function=self._code_of(actor, function), options=dict(options))
+        plan = RewardPlan(actor.name, config, imports, origin=self._origin_of(actor))
+        if self._judges(actor):
+            plan = replace(plan, make_pool=self._judge_spec(actor, options).make)
+        if not self._flow.of_kind("reward"):
+            return plan
+        stage = self._flow.stage(str(actor.stage))
+        return replace(
+            plan, function=stage.function, stage=stage.name, column=stage.writes[0].name, text=stage.reads[1]
+        )
+
+    def _judges(self, actor: ActorPlan) -> bool:
+        """Return whether the actor scores by an engine of its own."""
+        if actor.role != "reward":
+            return False
+        return has_own_judge(*reward_of(self._flow, str(actor.stage), self._config))
+
+    def _judge_spec(self, actor: ActorPlan, options: Mapping[str, Any]) -> JudgeSpec:
+        config = self._config.reward
+        path, threads = self.local(actor.name, self._judge_path), max(1, int(config.cpus_per_worker))
+        return JudgeSpec(path, config.judge, options, threads, config.timeout_s)
+
+    @property
+    def _judge_path(self) -> str:
+        return self._config.model.paths.get(JUDGE, self._model_path)
+
+    def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
+        config, stage = self._config, self._flow.stage(str(actor.stage))
+        assert stage.function is not None  # `Dataflow.check` has seen to it
+        are_replaced = takes_newcomers(config) or not any(other.role == "rollout" for other in self._plan)
+        return TrainerSpec(
+            model_path=self.local(actor.name, self._model_path),
+            loss=stage.function,
+            in_trainer=tuple(self._flow.in_trainer),
+            columns=self._flow.columns,
+            is_saved=bool(config.checkpoint.every_steps),
+            checkpoint_timeout_s=config.checkpoint.timeout_s,
+            phase_timeout_s=config.weights.phase_timeout_s,
+            keeps_state=self._states_root if config.faults.keep_state and are_replaced else None,
+            after_step=self._resumed.step if self._resumed is not None else 0,
+            leaves_out_beyond=config.max_staleness if config.old_turns_are_context else None,
+            **self._of_rank(actor, stage),
+        )
+
+    def _scorer_spec(self, actor: ActorPlan) -> ScorerSpec:
+        stage = self._flow.stage(str(actor.stage))
+        path = self.local(actor.name, self._scored_by(stage))
+        rows_alone = is_exact(self._config, self._flow)
+        return ScorerSpec(
+            model_path=path, column=stage.writes[0].name, rows_alone=rows_alone, **self._of_rank(actor, stage)
+        )
+
+    def _of_rank(self, actor: ActorPlan, stage: Stage) -> dict[str, Any]:
+        """Arguments that trainers and scorers have in common."""
+        config = self._config
+        return {
+            "name": actor.name,
+            "config": config.trainer,
+            "rank": actor.rank,
+            "num_ranks": config.trainer.num_ranks,
+            "num_threads": self.threads_of(actor),
+            "stage": stage.name,
+            "head": "scores" if stage.is_scored else "policy",
+            "temperature": config.rollout.sampling.temperature if self._flow.of_kind("rollout") else 1.0,
+            "attention": config.model.attention,
+            "engine_dtype": config.rollout.dtype,
+            "origin": self._origin_of(actor),
+        }
+
+    def _origin_of(self, actor: ActorPlan) -> Origin | None:
+        """The origin of what the actor measures."""
+        return origin_of(self._config, actor.role, actor.name)
+
+    def _scored_by(self, stage: Stage) -> str:
+        """The model of a scorer's stage."""
+        return self._config.model.path_of(str(stage.model), self._model_path)
+
+    def threads_of(self, actor: ActorPlan) -> int:
+        """Number of CPU threads of an engine or a rank."""
+        chosen = {node: trial.threads for node, trial in self._trials.items()}
+        return threads_of(actor, self._plan, self._reservation.assignment, self._cores, self._config, chosen)
+
+    def _node_of(self, name: str) -> str:
+        return self._reservation.assignment.node_of[name].id
+
+
+def is_exact(config: RunConfig, flow: Dataflow) -> bool:
+    """Return whether the weights that a run ends with are to depend on nothing but its settings: without staleness, and
+    if responses are sampled by an engine that does not batch groups."""
+    return config.max_staleness == 0 and (config.rollout.engine != "vllm" or not flow.of_kind("rollout"))
+
+
+def cores_here() -> int:
+    """Number of cores of the driver's machine that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, str) and bool(_file_of(value))
+
+
+def _file_of(function: str) -> str:
+    """The file of `file.py:function`; empty for another name."""
+    file = function.rpartition(":")[0]
+    return file if file.endswith(".py") else ""

@@ -1,0 +1,366 @@
+"""The actors of a run: started from the plan, named for the dashboard, replaced when they die, ended without leaving a
+process behind.
+
+`controller.py` drives a fleet over a store; `session.py` drives one without a store, for people who write their own
+loop.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import NotStarted
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.failures import Kind, kind_of
+from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, cores_here
+from penstock.orchestrator.cluster.fleet.growth import Growth
+from penstock.orchestrator.cluster.fleet.roll_call import RollCall
+from penstock.orchestrator.cluster.fleet.roster import GANGS, Members, Roster
+from penstock.orchestrator.cluster.fleet.state import FleetState
+from penstock.orchestrator.cluster.fleet.store_process import StoreProcess
+from penstock.orchestrator.cluster.fleet.thread_record import Trial
+from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.nodes.files import NodeFiles
+from penstock.orchestrator.cluster.nodes.kept_states import POLICY, StateNodes
+from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
+from penstock.orchestrator.cluster.ownership.owners import Owner, RunOwner, ThisProcess
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
+from penstock.orchestrator.cluster.placement.nodes import Node
+from penstock.orchestrator.cluster.placement.reservation import Reservation
+from penstock.orchestrator.cluster.placement.threads import SharedNode
+from penstock.orchestrator.cluster.ray_calls import answers, get_all, outcomes
+from penstock.orchestrator.run_directory.checkpoint import Checkpoint
+from penstock.store.service.actor import STORE
+from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
+
+
+class Fleet(Roster):
+    """Lifecycle: `create` makes the actors, `start` loads models and engines side by side, `close` ends them. Or it is
+    `adopt`ed from a process that has died, with actors that live on.
+
+    `actors` maps the plan's names to handles; `role(...)` picks those of one role, in rank order. Dead actors are
+    `remove`d, and others that `replace` them are there once they are `add`ed. A further actor is planned by `growth`,
+    and started by `replace`; one that is to leave is `take_out`, then `end`ed.
+    """
+
+    def __init__(
+        self,
+        plan: list[ActorPlan],
+        config: RunConfig,
+        flow: Dataflow,
+        model_path: str,
+        namespace: str,
+        agents: NodeAgents,
+        *,
+        with_store: bool = True,
+        resumed: Checkpoint | None = None,
+        owner: Owner | None = None,
+        trials: Mapping[SharedNode, Trial] | None = None,
+    ) -> None:
+        """`resumed`: what the run goes on from. `owner`: the process that the actors end with; None: this one.
+        `trials`: those of numbers of threads that the run has made before."""
+        super().__init__(plan, config.rollout.start_timeout_s)
+        self.config, self.flow, self.model_path, self.namespace = config, flow, model_path, namespace
+        self.agents, self.with_store, self.resumed = agents, with_store, resumed
+        self.owner: Owner = owner or ThisProcess()
+        self._reservation: Reservation | None = None
+        self._files = NodeFiles(agents, config.cluster.files_timeout_s)
+        self._maker: ActorMaker | None = None
+        self._growth: Growth | None = None
+        self.cores: dict[str, int] = {}
+        """Number of cores that processes may use, by node."""
+        self.trials: dict[SharedNode, Trial] = dict(trials or {})
+        """Trials of numbers of threads: those of `thread_trial.py` are added."""
+        self.store_process: StoreProcess | None = None
+        self.roll_call = RollCall(self.actors, agents, self.node_of)
+
+    @property
+    def store(self) -> Any:
+        """The store's actor; None where there is none."""
+        return self.store_process.handle if self.store_process is not None else None
+
+    @property
+    def reservation(self) -> Reservation:
+        if self._reservation is None:
+            raise NotStarted("No actor has its node before the fleet's `create`.")
+        return self._reservation
+
+    @property
+    def growth(self) -> Growth:
+        """The growth of the fleet: what makes room for members that join."""
+        if self._growth is None:
+            raise NotStarted("Nobody can join before the fleet's `create`.")
+        return self._growth
+
+    def create(self) -> None:
+        """Create every actor; models are not loaded yet."""
+        timeout_s = self.config.rollout.start_timeout_s
+        self._reservation = Reservation.make(self.plan, self.config, self.namespace, timeout_s, self.owner)
+        nodes = self._reservation.assignment.nodes
+        self.agents.create([(node.id, node.address) for node in nodes])
+        self.cores = dict(self._cores_of(nodes))
+        maker = self._put_together()
+        if len(nodes) > 1:
+            maker.bring_files()
+        if self.store_process is not None:
+            self.store_process.start(self.resumed.store if self.resumed is not None else None)
+        if self.config.rollout.follows_cluster:
+            self.growth.fill()
+        for actor in self.plan:
+            if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
+                continue
+            self.actors[actor.name] = self._make(actor.name)
+
+    def _put_together(self) -> ActorMaker:
+        """Make what makes actors, once it is known where they go."""
+        self._maker = ActorMaker(
+            self.plan, self.config, self.flow, self.model_path, self.resumed, self.namespace, self.reservation,
+            self._files, self.cores, f"{self.agents.root}/{STATES}/{POLICY}", self.owner, self.trials,
+        )  # fmt: skip
+        self._growth = Growth(
+            self.plan, self.reservation, self.agents, self._maker, self.cores, self.config, self.namespace, self.made
+        )
+        if self.with_store:
+            store, crosses_nodes = self.plan_of(STORE), len(self.reservation.assignment.nodes) > 1
+            self.store_process = StoreProcess(
+                self.config, self.flow, self.namespace, self.agents, self._node_of(STORE),
+                lambda: self.reservation.options(store), crosses_nodes, self.owner,
+            )  # fmt: skip
+        return self._maker
+
+    def state(self, owner: RunOwner) -> FleetState:
+        """The fleet's present state, for a process that goes on with it."""
+        names = {name: owner.name_of(handle) for name, handle in self.actors.items()}
+        store = self.store_process.state if self.store_process is not None else None
+        return FleetState(
+            list(self.plan), names, Counter(self.made), self.reservation, self.agents.state, self._files.state, store,
+            dict(self.cores),
+        )  # fmt: skip
+
+    def adopt(self, state: FleetState, handles: Mapping[str, Any]) -> None:
+        """Go on with actors that are there, or have died since, instead of `create` and `start`. `handles`: by the
+        names that Ray knows them by."""
+        self.plan[:] = state.plan
+        self.made.update(state.made)
+        self.cores = dict(state.cores)
+        self._reservation = state.reservation.belong_to(self.owner)
+        self.agents.adopt(state.agents, handles)
+        self._files.adopt(state.places)
+        self._put_together()
+        if self.store_process is not None and state.store is not None:
+            self.store_process.adopt(state.store, handles)
+        self.actors |= {name: handles[known] for name, known in state.names.items()}
+
+    def start(self) -> None:
+        """Load models and start engines, all at the same time. Raises what the first failing actor raised."""
+        timeout_s = self.config.rollout.start_timeout_s
+        self.agents.facts(timeout_s)
+        calls = []
+        for team in self.teams():
+            members, address = [(name, self.actors[name]) for name in team], None
+            if len(team) > 1:
+                (address,) = get_all([_address(members)], phase="start", timeout_s=timeout_s)
+            calls += self._starts(members, address)
+        get_all(calls, phase="start", timeout_s=timeout_s)
+        if self.with_store:
+            get_all(self._attaches(self.role("trainer")), phase="start", timeout_s=timeout_s)
+        if self.resumed is not None:
+            loads, phase = self._resumes(self.role("trainer")), f"resume {self.resumed.directory}"
+            get_all(loads, phase=phase, timeout_s=self.config.checkpoint.timeout_s)
+
+    def take_out(self, name: str) -> tuple[ActorPlan, Any]:
+        """Take a member that has left out of its role. Returns its plan and its handle, for `end`. None: it was
+        dead."""
+        actor = self.plan_of(name)
+        self.plan.remove(actor)
+        starting = self.starting.pop(name, None)
+        return actor, self.actors.pop(name, starting)
+
+    async def end(self, actor: ActorPlan, handle: Any) -> None:
+        """End the process of a member that has left, and give its reservation back."""
+        if handle is not None:
+            grace_s = self.config.cluster.shutdown_timeout_s
+            await outcomes([(actor.name, handle.close.remote())], phase="close", timeout_s=grace_s)
+            with contextlib.suppress(RayError):
+                ray.kill(handle)
+        self.growth.vacate(actor)
+
+    async def replace(self, names: Sequence[str]) -> Members:
+        """Start other actors in place of a team that was removed, elsewhere if its node has left. They are in no role
+        before they are added. Raises what one of them raised; then all of them are removed again."""
+        await self.growth.settle(names)
+        self.starting |= {name: self._make(name) for name in names}
+        members, timeout_s = [(name, self.starting[name]) for name in names], self.config.rollout.start_timeout_s
+        try:
+            address = None
+            if len(names) > 1:
+                (address,) = await answers([_address(members)], phase="start", timeout_s=timeout_s)
+            await answers(self._starts(members, address), phase="start", timeout_s=timeout_s)
+            if self.plan_of(names[0]).role == "trainer":
+                await answers(self._attaches(members), phase="start", timeout_s=timeout_s)
+        except BaseException:
+            self.remove(names)
+            raise
+        return members
+
+    async def resume(self, trainers: Members) -> None:
+        """Have new ranks of the trainer go on from what the run itself went on from, if from anything."""
+        if self.resumed is not None:
+            phase = f"resume {self.resumed.directory}"
+            await answers(self._resumes(trainers), phase=phase, timeout_s=self.config.checkpoint.timeout_s)
+
+    async def attach_trainers(self) -> None:
+        """Attach the ranks to the present store. Dead ranks are skipped: the callers that wait for them notice."""
+        timeout_s = self.config.rollout.start_timeout_s
+        found = await outcomes(self._attaches(self.role("trainer")), phase="attach", timeout_s=timeout_s)
+        for error in found:
+            if isinstance(error, Exception) and kind_of(error) is Kind.ERROR:
+                raise error
+
+    @property
+    def weights_root(self) -> Path:
+        """The directory of publications on every node of the run."""
+        return Path(self.agents.root) / WEIGHTS
+
+    async def places(self, directory: str) -> dict[str, str]:
+        """Directory that each of the trainer's ranks is to write to, for what belongs into one of the driver's, by
+        name."""
+        nodes = {name: self._node_of(name) for name, _ in self.role("trainer")}
+        places = await self._files.places(directory, sorted(set(nodes.values())))
+        return {name: places[node] for name, node in nodes.items()}
+
+    async def collect(self, directory: str, places: Mapping[str, str]) -> None:
+        """Bring what ranks have written to `places` to the driver's machine. Raises `ResourceError`,
+        `DeadlineExceeded`."""
+        await self._files.collect(directory, {self._node_of(name): place for name, place in places.items()})
+
+    async def discard(self, directory: str, places: Mapping[str, str]) -> None:
+        """Have nodes remove what ranks have written to `places` that the driver's machine does not see."""
+        await self._files.discard(directory, {self._node_of(name): place for name, place in places.items()})
+
+    @property
+    def state_nodes(self) -> StateNodes:
+        """The nodes that copies of the trainer's state go between."""
+        node_of_rank = {actor.rank: self._node_of(actor.name) for actor in self.plan if actor.role == "trainer"}
+        return self.agents.state_nodes(node_of_rank, self.config.rollout.start_timeout_s)
+
+    @property
+    def stacks_root(self) -> str:
+        """The directory on every node that processes write their stacks to."""
+        return f"{self.agents.root}/{STACKS}"
+
+    @property
+    def machines(self) -> list[Node]:
+        """The nodes of the run, the driver's first."""
+        return list(self.reservation.assignment.nodes)
+
+    def node_of(self, name: str) -> str | None:
+        """Ray's id of the node that the actor of a name is on; None: it has none, or the node has left."""
+        node = self.reservation.assignment.node_of.get(name)
+        return node.id if node is not None else None
+
+    def threads_of(self, name: str) -> int:
+        """Number of CPU threads of an engine or a rank."""
+        assert self._maker is not None
+        return self._maker.threads_of(self.plan_of(name))
+
+    def agent_of(self, name: str) -> tuple[str, Any] | None:
+        """Name and handle of the agent on the node of an actor, by its name; None: the node has left."""
+        node = self.node_of(name)
+        return self.agents.members.get(node) if node is not None else None
+
+    @property
+    def watched(self) -> list[tuple[str, str, Any]]:
+        """Role, name and handle of every actor that is there: members, agents and the store."""
+        found = [("agent", name, handle) for name, handle in self.agents.members.values()]
+        found += [(actor.role, actor.name, self.actors[actor.name]) for actor in self.plan if actor.name in self.actors]
+        return found + ([("store", STORE, self.store)] if self.store is not None else [])
+
+    @property
+    def relay_nodes(self) -> RelayNodes:
+        """The nodes that publications go between."""
+        node_of = {name: node.id for name, node in self.reservation.assignment.node_of.items()}
+        engines = [actor.name for actor in self.plan if actor.role == "rollout"]
+        return self.agents.relay_nodes(node_of, engines, self.config.rollout.start_timeout_s)
+
+    def role(self, role: str, stage: str | None = None) -> Members:
+        """Names and handles of one role, and of one stage of it if one is named; `agent`: those of the nodes that the
+        run cannot do without, the driver's first."""
+        if role == "agent":
+            nodes = list(self.agents.members.items())
+            return [member for node, member in nodes if self._growth is None or not self._growth.can_lose(node)]
+        return super().role(role, stage)
+
+    def close(self) -> None:
+        """End every actor: ask first, kill what does not answer in time. Never raises for an actor that is dead
+        already."""
+        grace_s = self.config.cluster.shutdown_timeout_s
+        refs = []
+        handles = [*self.actors.values(), *self.starting.values()]
+        for handle in handles:
+            with contextlib.suppress(RayError):
+                refs.append(handle.close.remote())
+        with contextlib.suppress(RayError):
+            ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
+        for handle in handles:
+            with contextlib.suppress(RayError):
+                ray.kill(handle)
+        if self.store_process is not None:
+            self.store_process.end(grace_s)
+        self.agents.close(grace_s)
+        if self._reservation is not None:
+            self._reservation.release()
+        self.owner.close()
+        self.actors.clear()
+        self.starting.clear()
+
+    def let_go(self) -> None:
+        """Give the fleet up: another process drives it now."""
+        self.owner.let_go()
+        self.actors.clear()
+        self.starting.clear()
+
+    def _make(self, name: str) -> Any:
+        """Make an actor. The first of a name has it in Ray, too; names of dead actors are free late, so later ones have
+        a number."""
+        assert self._maker is not None
+        self.made[name] += 1
+        count = self.made[name]
+        return self._maker.make(self.plan_of(name), name if count == 1 else f"{name}.{count}")
+
+    def _starts(self, members: Members, address: str | None) -> Members:
+        """The members' calls of `start`. `address`: where several meet."""
+        told = (address,) if self.plan_of(members[0][0]).role in GANGS else ()
+        return [(name, handle.start.remote(*told)) for name, handle in members]
+
+    def _attaches(self, trainers: Members) -> Members:
+        return [(name, handle.attach.remote(self.store)) for name, handle in trainers]
+
+    def _resumes(self, trainers: Members) -> Members:
+        assert self._maker is not None
+        assert self.resumed is not None
+        place, files = self.resumed.trainer, self.resumed.files
+        return [(name, handle.resume.remote(self._maker.local(name, place), files)) for name, handle in trainers]
+
+    def _node_of(self, name: str) -> str:
+        return self.reservation.assignment.node_of[name].id
+
+    def _cores_of(self, nodes: Sequence[Node]) -> Mapping[str, int]:
+        """Number of cores, by node id. If the driver's is the only one, this process knows it and waits for no
+        agent."""
+        if len(nodes) == 1:
+            return {nodes[0].id: cores_here()}
+        facts = self.agents.facts(self.config.rollout.start_timeout_s)
+        return {node: fact.cores for node, fact in facts.items()}
+
+
+def _address(ranks: Members) -> tuple[str, Any]:
+    """The call that says where the ranks meet: that of the first."""
+    name, first = ranks[0]
+    return name, first.address.remote()

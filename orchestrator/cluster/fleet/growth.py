@@ -1,0 +1,193 @@
+"""Room for members that join a fleet while its run goes on: a reservation, a node with an agent, and their files there.
+
+    enlarge ─▶ a reservation of its own ─▶ the node's agent, where it has none ─▶ model or code ─▶ the plan has one more
+
+The same is done for members that start again because their node has left.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ray.exceptions import RayError
+
+from penstock.conf.errors import DeadlineExceeded, ResourceError, WorkerDied
+from penstock.conf.run import RunConfig
+from penstock.conf.transports import takes_newcomers
+from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker
+from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
+from penstock.orchestrator.cluster.placement.nodes import free_nodes
+from penstock.orchestrator.cluster.placement.one_more import engines_to_add, next_of
+from penstock.orchestrator.cluster.placement.reservation import Claim, Reservation
+from penstock.orchestrator.cluster.ray_calls import look
+
+CHANGING = ("rollout", "reward")
+"""Roles that take any number of members."""
+LOOK_S = 0.2
+"""Seconds between two looks at agents that did not answer."""
+Claims = Callable[[ActorPlan, Sequence[ActorPlan], RunConfig, str], Claim]
+
+
+class Growth:
+    """Lifecycle: `enlarge` for each member that joins, `vacate` for each that left. `plan` is the fleet's, and
+    changes."""
+
+    def __init__(
+        self,
+        plan: list[ActorPlan],
+        reservation: Reservation,
+        agents: NodeAgents,
+        maker: ActorMaker,
+        cores: dict[str, int],
+        config: RunConfig,
+        namespace: str,
+        names: Iterable[str],
+    ) -> None:
+        """`cores`: the number on each node, which `maker` reads as well. `names`: those that members ever had."""
+        self._plan, self._reservation, self._agents, self._maker = plan, reservation, agents, maker
+        self._cores, self._config, self._namespace, self._names = cores, config, namespace, names
+        self._may_change = takes_newcomers(config)
+        self._making_room = asyncio.Lock()
+        self.on_node: Callable[[], None] = lambda: None
+        """Callback for when a node may be new, or have a new agent."""
+
+    def fill(self) -> None:
+        """Plan as many engines as there is room for (`rollout.num_workers=auto`), to start with the others."""
+        for _ in range(self.num_engines_more()):
+            actor = replace(next_of(self._plan, "rollout", "rollout", []), joins=False)
+            try:
+                self._accept(actor, self._room_for(actor, self._reservation.claim))
+            except ResourceError:  # somebody else was faster
+                return
+
+    def num_engines_more(self) -> int:
+        """Number of further engines that there is room for now, and use; 0 while Ray does not say."""
+        try:
+            return engines_to_add(self._plan, free_nodes(), self._config)
+        except RayError:
+            return 0
+
+    async def enlarge(self, role: str, stage: str | None) -> str:
+        """Plan one more member like those of a role and stage, on a node that has room now and is made ready for it.
+        Returns its name, for `Fleet.replace`. Raises `ResourceError`, `DeadlineExceeded`."""
+        actor = next_of(self._plan, role, stage, list(self._names))
+        self._accept(actor, await self._found(actor, self._reservation.claim))
+        return actor.name
+
+    def vacate(self, actor: ActorPlan) -> None:
+        """Give back the room of a member that has ended."""
+        self._reservation.vacate(actor)
+
+    def place_of(self, name: str) -> str:
+        """The name that people read of the node that a member is on."""
+        return self._reservation.assignment.titles[name]
+
+    def can_lose(self, node: str) -> bool:
+        """Return whether the run can go on without a node: its members leave, or start again elsewhere. It cannot
+        without the driver's, nor without one with ranks whose state no other node has a copy of."""
+        is_first = node == next(iter(self._agents.members), node)
+        has_ranks = any(actor.role == "trainer" for actor in self._on(node))
+        keeps = self._config.faults.keep_state and self._config.faults.partner_share > 0
+        return self._may_change and not is_first and (keeps or not has_ranks)
+
+    def can_leave(self, actor: ActorPlan) -> bool:
+        """Return whether a member need not start again when its node is lost: it joined, or others elsewhere do the
+        same."""
+        node = self._reservation.assignment.node_of[actor.name].id
+        alike = (actor.role, actor.stage)
+        here = {other.name for other in self._on(node)}
+        others = {(other.role, other.stage) for other in self._plan if other.name not in here}
+        return actor.joins or (actor.role in CHANGING and alike in others)
+
+    async def settle(self, names: Sequence[str]) -> None:
+        """Make certain, before members start again, that the node of each is there, or give it another. Raises
+        `WorkerDied` where no other has room, `DeadlineExceeded`."""
+        deadline = time.monotonic() + self._config.rollout.start_timeout_s
+        while late := await self._unknown(names):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{', '.join(late)} did not answer within {self._config.rollout.start_timeout_s:g} s "
+                    f"(rollout.start_timeout_s): {', '.join(names)} cannot start there."
+                )
+            await asyncio.sleep(LOOK_S)
+        for actor in [actor for actor in self._plan if actor.name in names]:
+            if self._reservation.assignment.node_of[actor.name].id not in self._agents.members:
+                await self._move(actor)
+
+    async def _unknown(self, names: Sequence[str]) -> list[str]:
+        """Names of agents that do not answer, and are not given up yet."""
+        nodes = {self._reservation.assignment.node_of[name].id for name in names}
+        agents = [member for node, member in self._agents.members.items() if node in nodes]
+        silent = [agent for agent, error in zip(agents, await look(agents), strict=True) if error is not None]
+        return [name for name, handle in silent if any(handle is one for _, one in self._agents.members.values())]
+
+    async def _move(self, actor: ActorPlan) -> None:
+        """Find another node for a member whose node has left."""
+        try:
+            claim = await self._found(actor, self._reservation.claim_again)
+        except ResourceError as error:
+            raise WorkerDied(f"{actor.name} is lost with its node. {error}") from None
+        self._reservation.accept(actor, claim)
+
+    async def _found(self, actor: ActorPlan, claims: Claims) -> Claim:
+        """Room for a member, by one of the ways to claim it. It is given back if the caller is cancelled."""
+        async with self._making_room:
+            finding = asyncio.ensure_future(asyncio.to_thread(self._room_for, actor, claims))
+            try:
+                claim = await asyncio.shield(finding)
+            except asyncio.CancelledError:
+                finding.add_done_callback(_give_back)
+                raise
+        self.on_node()
+        return claim
+
+    def _on(self, node: str) -> list[ActorPlan]:
+        node_of = self._reservation.assignment.node_of
+        return [actor for actor in self._plan if node_of[actor.name].id == node]
+
+    @property
+    def nodes(self) -> list[tuple[str, str, Any]]:
+        """The nodes of the run: Ray's id, name and handle of the agent."""
+        return [(node, *member) for node, member in list(self._agents.members.items())]
+
+    def names_on(self, node: str) -> list[str]:
+        """Names of the members on a node."""
+        return [actor.name for actor in self._on(node)]
+
+    def forget_node(self, node: str) -> None:
+        """Forget a node that has left, and its members with it."""
+        self._agents.forget(node)
+        self._cores.pop(node, None)
+
+    def _room_for(self, actor: ActorPlan, claims: Claims) -> Claim:
+        """Claim room, and make its node ready. Blocks: a node's agent starts and fetches files."""
+        try:
+            claim = claims(actor, self._plan, self._config, self._namespace)
+        except RayError as error:
+            raise ResourceError(f"Ray has not reserved room for {actor.name}: {error}") from error
+        node, is_new = claim.node, claim.node.id not in self._agents.members
+        try:
+            if is_new:
+                self._agents.add(node.id, node.address, self._config.rollout.start_timeout_s)
+            facts = self._agents.facts(self._config.rollout.start_timeout_s)
+            self._cores[node.id] = facts[node.id].cores
+            self._maker.bring_files_of(actor, node.id)
+        except BaseException:
+            claim.release()
+            if is_new and node.id in self._agents.members:
+                self.forget_node(node.id)
+            raise
+        return claim
+
+    def _accept(self, actor: ActorPlan, claim: Claim) -> None:
+        self._reservation.accept(actor, claim)
+        self._plan.append(actor)
+
+
+def _give_back(finding: "asyncio.Future[Claim]") -> None:
+    """Give back room that no caller waits for any more."""
+    if not finding.cancelled() and finding.exception() is None:
+        finding.result().release()

@@ -1,0 +1,122 @@
+"""Numbers of CPU threads of engines and ranks, from the cores of the node that each is on.
+
+max_staleness=0     they take turns: each side divides all cores among its own kind
+otherwise           they run at the same time: as `best` finds by what `fleet/thread_trial.py` has measured there;
+                    before that, and where nothing is measured, an even share each
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
+from penstock.orchestrator.cluster.placement.assignment import Assignment
+
+NEARLY = 1.05
+"""Factor of time below which fewer threads are taken instead of more: trials differ by as much."""
+
+
+class SharedNode(NamedTuple):
+    """Engines and ranks of the trainer that share a node's cores."""
+
+    cores: int
+    engines: int
+    ranks: int
+
+
+class Threads(NamedTuple):
+    """Numbers of CPU threads of each engine, and of each rank."""
+
+    rollout: int
+    trainer: int
+
+
+Chosen = Mapping[SharedNode, Threads]
+
+
+def threads_of(
+    actor: ActorPlan,
+    actors: Sequence[ActorPlan],
+    assignment: Assignment,
+    cores: Mapping[str, int],
+    config: RunConfig,
+    chosen: Chosen,
+) -> int:
+    """Number of CPU threads of an actor. `cores`: those that processes may use, by node id. The ranks that count are
+    those of the actor's stage, on its node."""
+    node = assignment.node_of[actor.name]
+    here = [other for other in actors if assignment.node_of[other.name].id == node.id]
+    engines = sum(other.role == "rollout" for other in here)
+    role, stage = (actor.role, actor.stage) if actor.role == "scorer" else ("trainer", "train")
+    ranks = sum(other.role == role and other.stage == stage for other in here)
+    found = chosen.get(SharedNode(cores[node.id], engines, ranks)) if actor.role in ("rollout", "trainer") else None
+    if found is not None and not _given(actor.role, config):
+        return found.rollout if actor.role == "rollout" else found.trainer
+    return threads_per_worker(actor.role, config, cores[node.id], engines, ranks)
+
+
+def threads_per_worker(role: str, config: RunConfig, num_cores: int, num_engines: int, num_ranks: int) -> int:
+    """CPU threads of an engine (`rollout`) or rank (`trainer`, `scorer`) on a node with so many of them, by
+    division."""
+    workers = num_engines if role == "rollout" else num_ranks
+    if config.max_staleness > 0:
+        workers = num_engines + num_ranks
+    return _given(role, config) or max(1, num_cores // workers)
+
+
+def _given(role: str, config: RunConfig) -> int:
+    """The number that the configuration names; 0 for none."""
+    return config.rollout.num_threads if role == "rollout" else config.trainer.num_threads
+
+
+def are_tried(config: RunConfig) -> bool:
+    """Return whether numbers of threads are tried: engines and ranks compute on the same CPUs at the same time, and a
+    number of theirs is not given."""
+    on_gpus = config.rollout.num_gpus_per_worker or config.trainer.num_gpus_per_rank
+    given = config.rollout.num_threads and config.trainer.num_threads
+    return config.max_staleness > 0 and config.rollout.engine == "vllm" and not on_gpus and not given
+
+
+def shared_nodes(
+    actors: Sequence[ActorPlan], assignment: Assignment, cores: Mapping[str, int]
+) -> dict[SharedNode, list[ActorPlan]]:
+    """Kinds of nodes that have several cores to share, each with one engine and all ranks of the first node of its
+    kind."""
+    found: dict[SharedNode, list[ActorPlan]] = {}
+    for node, num_cores in cores.items():
+        here = [actor for actor in actors if assignment.node_of[actor.name].id == node]
+        engines = [actor for actor in here if actor.role == "rollout"]
+        ranks = [actor for actor in here if actor.role == "trainer"]
+        if engines and ranks and num_cores > 1:
+            found.setdefault(SharedNode(num_cores, len(engines), len(ranks)), [engines[0], *ranks])
+    return found
+
+
+def counts_to_try(given: int, num_cores: int) -> list[int]:
+    """Numbers of threads to try: 1, 2, 4, … and all cores; only the given number if there is one. `given`: 0 for
+    none."""
+    if given:
+        return [given]
+    doubled = [2**power for power in range(num_cores.bit_length()) if 2**power < num_cores]
+    return [*doubled, num_cores]
+
+
+def best(shared: SharedNode, engine_s: Mapping[int, float], rank_s: Mapping[int, float]) -> Threads:
+    """The numbers of threads with which a token is through both sides soonest, as they work at the same time.
+    `engine_s`, `rank_s`: seconds a token on one engine and one rank alone, by threads.
+
+    More threads than cores slow down both sides alike, until the one with less to do is done; then the other has its
+    threads to itself. So a token takes what it takes on the slower side, and longer by what the faster one has lost.
+    """
+
+    def seconds(threads: tuple[int, int]) -> float:
+        engine, rank = engine_s[threads[0]] / shared.engines, rank_s[threads[1]] / shared.ranks
+        threads_per_core = (threads[0] * shared.engines + threads[1] * shared.ranks) / shared.cores
+        return max(engine, rank) + min(engine, rank) * max(0.0, threads_per_core - 1)
+
+    pairs = list(product(engine_s, rank_s))
+    bound = NEARLY * min(map(seconds, pairs))
+    return Threads(
+        *min((pair for pair in pairs if seconds(pair) <= bound), key=lambda pair: (sum(pair), seconds(pair)))
+    )

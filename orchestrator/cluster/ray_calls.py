@@ -1,0 +1,216 @@
+"""Calls of actors: every wait has a deadline, and every failure arrives as one of Penstock's own errors."""
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from penstock.conf.errors import (
+    DeadlineExceeded,
+    PartnerGone,
+    PenstockError,
+    WorkerDied,
+    WorkerFailed,
+    is_device_failure,
+)
+from penstock.orchestrator.cluster.failures import CAUSE_GRACE_S, cause_of, is_cause
+
+MEMORY_KEYS = {
+    "Rollout": "lower rollout.kv_cache_gib, or rollout.gpu_memory_utilization on a GPU",
+    "Trainer": "lower trainer.max_tokens_per_microbatch, or raise trainer.num_ranks",
+    "Scorer": "lower trainer.max_tokens_per_microbatch, or raise trainer.num_ranks",
+    "Reward": "lower reward.num_processes",
+    "Store": "lower store.max_bytes or store.shared_memory_mib",
+}
+"""Keys that an actor's memory depends on, by the first word of its name."""
+
+PRESENT_S = 15.0
+"""Seconds within which a living actor answers."""
+_F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
+
+
+def translate(error: Exception, name: str) -> Exception:
+    """The error that an actor raised, without Ray's wrapping. Its death, the failure of its GPU, and all other errors
+    of Ray come as `WorkerDied`. Errors of this process are returned as they are."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, PenstockError):
+            return cause
+        if isinstance(cause, RayActorError):
+            return PartnerGone(f"an actor that {name} depends on has died: {cause}")
+        kind = WorkerDied if is_device_failure(cause) else WorkerFailed
+        return kind(f"{name} failed with {type(cause).__name__}: {cause}\n{_tail(str(error))}")
+    if isinstance(error, RayActorError):
+        return WorkerDied(
+            f"{name} has died ({_reason(str(error))}). Its log is in Ray's session directory on its node "
+            f"(/tmp/ray/session_latest/logs if Ray was started there). {_usual_reason(name)}"
+        )
+    if isinstance(error, RayError):
+        return WorkerDied(f"{name} did not answer: {type(error).__name__}: {_first_line(str(error))}")
+    return error
+
+
+async def answer(ref: Awaitable[Any], *, name: str, phase: str, timeout_s: float) -> Any:
+    """The result of one actor call. Raises `DeadlineExceeded` naming the actor that did not answer, and the phase."""
+    try:
+        async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation that comes with the answer
+            return await ref
+    except RayError as error:  # first: what an actor raises is also of its cause's type, which may be TimeoutError
+        raise translate(error, name) from None
+    except TimeoutError:
+        raise _late(name, phase, timeout_s) from None
+
+
+async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
+    """The results of several actor calls, in order. Raises the failure that explains the others: one that may be a
+    consequence waits for the rest, at most `CAUSE_GRACE_S`."""
+    tasks = [_future_of(ref) for _, ref in calls]
+    wait = _Wait([name for name, _ in calls], phase, timeout_s)
+    try:
+        while left := wait.left_s(tasks):
+            await asyncio.wait(wait.pending(tasks), timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+        return wait.results(tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def answers_or_end(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
+    """The results of calls as from `answers`, which only this caller needs. Where it raises, at the deadline or because
+    it is cancelled, they end in their actors too: else an engine samples to the end in vain."""
+    try:
+        return await answers(calls, phase=phase, timeout_s=timeout_s)
+    except BaseException:
+        for _, ref in calls:
+            if isinstance(ref, ray.ObjectRef):
+                ray.cancel(ref, recursive=False)
+        raise
+
+
+async def outcomes(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
+    """Outcomes of several actor calls that do not depend on each other, in order: each one's result, or the error that
+    it failed with."""
+    tasks = [_future_of(ref) for _, ref in calls]
+    try:
+        if tasks:  # one deadline for all: a timer a call is a third of what a thousand calls cost
+            await asyncio.wait(tasks, timeout=timeout_s)
+        return [_outcome(task, name, phase, timeout_s) for (name, _), task in zip(calls, tasks, strict=True)]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _outcome(task: "asyncio.Future[Any]", name: str, phase: str, timeout_s: float) -> Any:
+    """The result or the error of a call. Raises what is no failure of a call, such as a cancellation."""
+    error = task.exception() if task.done() else TimeoutError()
+    if error is None:
+        return task.result()
+    if isinstance(error, TimeoutError) and not isinstance(error, RayError):
+        return _late(name, phase, timeout_s)
+    if not isinstance(error, Exception):
+        raise error
+    return translate(error, name)
+
+
+def _late(name: str, phase: str, timeout_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{phase}: {name} did not answer within {timeout_s:g} s.")
+
+
+async def look(members: Iterable[tuple[str, Any]]) -> list[Exception | None]:
+    """Look which actors are there, in order: None, or the error of one that does not answer within `PRESENT_S`."""
+    calls = [(name, handle.stats.remote()) for name, handle in members]
+    found = await outcomes(calls, phase="look who is there", timeout_s=PRESENT_S)
+    return [said if isinstance(said, Exception) else None for said in found]
+
+
+def get_all(calls: Iterable[tuple[str, Any]], *, phase: str, timeout_s: float) -> list[Any]:
+    """The results of calls as from `answers`, for synchronous callers."""
+    calls = list(calls)
+    futures: list[concurrent.futures.Future[Any]] = [ref.future() for _, ref in calls]
+    wait = _Wait([name for name, _ in calls], phase, timeout_s)
+    while left := wait.left_s(futures):
+        concurrent.futures.wait(wait.pending(futures), left, return_when=concurrent.futures.FIRST_EXCEPTION)
+    return wait.results(futures)
+
+
+class _Wait:
+    """The time to wait for calls that may fail together, and their results.
+
+    Lifecycle: wait for the `pending` ones while there are seconds `left_s`, then ask for the `results`.
+    """
+
+    def __init__(self, names: Sequence[str], phase: str, timeout_s: float) -> None:
+        self._names, self._phase, self._timeout_s = names, phase, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._failing = False
+
+    def pending(self, futures: Sequence[_F]) -> list[_F]:
+        return [future for future in futures if not future.done()]
+
+    def left_s(self, futures: Sequence[_F]) -> float:
+        """Seconds left; 0 once all have answered, the time is over, or a failure is there that no other explains."""
+        failures = self._failures(futures)
+        if not self.pending(futures) or any(map(is_cause, failures)):
+            return 0.0
+        if failures and not self._failing:
+            self._failing = True
+            self._deadline = min(self._deadline, time.monotonic() + CAUSE_GRACE_S)
+        return max(0.0, self._deadline - time.monotonic())
+
+    def results(self, futures: Sequence[_F]) -> list[Any]:
+        """Results in order. Raises what failed, or `DeadlineExceeded` naming the actors that did not answer."""
+        failures = self._failures(futures)
+        late = [name for name, future in zip(self._names, futures, strict=True) if not future.done()]
+        if late and not failures:
+            raise DeadlineExceeded(f"{self._phase}: {', '.join(late)} did not answer within {self._timeout_s:g} s.")
+        if failures:
+            raise cause_of(failures) from None
+        return [future.result() for future in futures]
+
+    def _failures(self, futures: Sequence[_F]) -> list[Exception]:
+        """Failures of the calls that are over. Raises what is no failure of a call, such as a cancellation."""
+        found = []
+        for name, future in zip(self._names, futures, strict=True):
+            error = future.exception() if future.done() else None
+            if isinstance(error, Exception):
+                found.append(translate(error, name))
+            elif error is not None:
+                raise error
+        return found
+
+
+def _usual_reason(name: str) -> str:
+    """The usual reason of an actor's death, and what can be done about it, by its role."""
+    kind = name.partition("-")[0]
+    keys = MEMORY_KEYS.get(kind)
+    return f"Out of memory is the usual reason: {keys}." if keys else "Out of memory is the usual reason."
+
+
+def _future_of(call: Awaitable[Any]) -> "asyncio.Future[Any]":
+    """The future of a call. Ray's answer is a future already: to wait for it by a task of its own costs twice as
+    much."""
+    if isinstance(call, ray.ObjectRef):
+        return asyncio.wrap_future(call.future())
+    return call if asyncio.isfuture(call) else asyncio.ensure_future(_as_coroutine(call))
+
+
+async def _as_coroutine(call: Awaitable[Any]) -> Any:
+    return await call
+
+
+def _reason(death: str) -> str:
+    """The reason that Ray gives for an actor's death. If its constructor failed: what that raised, which comes last."""
+    lines = [line.strip() for line in death.splitlines() if line.strip()]
+    return lines[-1] if lines and "creation task" in lines[0] else _first_line(death)
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+
+
+def _tail(text: str, num_lines: int = 12) -> str:
+    return "\n".join(text.splitlines()[-num_lines:])

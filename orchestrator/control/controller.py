@@ -1,0 +1,375 @@
+"""The controller: a readable loop over a fleet and a store.
+
+    Prompts ──▶ Store ◀──▶ Rollout-i, Reward-i, Compute-…, Scorer-reference-r      pull by leases, all the time
+                  ▲
+                  └──▶ Trainer-policy-r      one call a `step`: leases the batch, updates, acknowledges
+                            │ publish v+1 (shared memory)
+                            ▼
+                       Rollout-i.load        pause, load, verify, resume; then the store hears `published(v+1)`,
+                                             which gives the Prompts their credits back
+
+The controller waits only for the trainers; all others work on rows as they become ready, and no row passes through
+here. With `max_staleness=0` the credits make it the synchronous loop: no prompt is admitted before the version is out.
+With k > 0 the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
+
+Members that die are replaced while the others go on (`membership/supervisor.py`). Any other failure in a task ends the
+controller, with the error that explains the others (`failures.py`).
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
+from penstock.conf.run import RunConfig
+from penstock.metering.meters import Meters
+from penstock.orchestrator.checkpointing.model_export import export_model
+from penstock.orchestrator.checkpointing.saving import CheckpointWriter
+from penstock.orchestrator.cluster.failures import cause_of, held_back, leaves
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.nodes.kept_states import KeptStates
+from penstock.orchestrator.cluster.ownership.owners import ThisProcess
+from penstock.orchestrator.cluster.ray_calls import answers, translate
+from penstock.orchestrator.cluster.weight_sync import WeightSync
+from penstock.orchestrator.control.colocation import Turns
+from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
+from penstock.orchestrator.control.observer import Observer
+from penstock.orchestrator.control.preemption import Preemption
+from penstock.orchestrator.control.versions import Versions
+from penstock.orchestrator.membership.ear import Ear
+from penstock.orchestrator.membership.engine_directory import EngineDirectory
+from penstock.orchestrator.membership.following import Following
+from penstock.orchestrator.membership.handover import Handover
+from penstock.orchestrator.membership.members import Members, catching_up
+from penstock.orchestrator.membership.recoveries import Recoveries
+from penstock.orchestrator.membership.store_recovery import StoreRecovery
+from penstock.orchestrator.membership.supervisor import Supervisor
+from penstock.orchestrator.membership.taken import Taken
+from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
+from penstock.orchestrator.membership.watch import Watch
+from penstock.orchestrator.observability.reporting.metrics import StepArrays, update_metrics
+from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.sinks.sink import Sink
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.store.client.client import StoreClient
+from penstock.workers.trainer.report import StepReport
+from penstock.workers.weights.transport import Delivery
+
+
+@dataclass
+class Outcome:
+    """The result of a run."""
+
+    num_steps: int = 0
+    accuracies: list[float] = field(default_factory=list)
+    """Held-out accuracy, from the first evaluation to the last."""
+    last_metrics: dict[str, Any] = field(default_factory=dict)
+
+
+class Controller:
+    """Lifecycle: made over a started fleet, `run` once. The files and displays it writes to belong to the caller."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RunConfig,
+        flow: Dataflow,
+        directory: RunDirectory,
+        progress: Progress,
+        sinks: list[Sink],
+        evaluator: Evaluator | None = None,
+        recoveries: Recoveries | None = None,
+        wanted: dict[str, int] | None = None,
+        handover: Handover | None = None,
+        taken: Taken | None = None,
+        meters: Meters | None = None,
+    ) -> None:
+        """`recoveries` and `wanted`, the members asked for by role: of the whole run, also before this controller.
+        `handover`: what it leaves for a process that goes on with the fleet; `taken`: the point at which the process
+        before has left off. `meters`: those of the driver."""
+        self.fleet, self.config, self.flow = fleet, config, flow
+        self.directory, self.progress, self.sinks = directory, progress, sinks
+        self.evaluator = evaluator
+        self.store = StoreClient(fleet.store)
+        self.outcome = Outcome()
+        base = fleet.resumed.step if fleet.resumed is not None else 0
+        self._before = taken.step if taken is not None else base
+        """The last step before this process."""
+        self._taken = taken
+        self._handover = handover if handover is not None else Handover(ThisProcess(), lambda owner: b"")
+        self._weights = WeightSync(fleet, config)
+        self._turns = Turns(fleet.role, self.store, config)
+        self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
+        self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
+        faults, timeout_s = config.faults, config.rollout.start_timeout_s
+        self._stores = StoreRecovery(fleet, self.store, self._before, faults.store_snapshot_s, timeout_s)
+        stays = self._stores if config.placement != "colocated" else None  # engines sleep while it is brought back
+        self._watch = Watch(fleet, config, directory)
+        self._supervisor = Supervisor(
+            fleet, self.store, self._recoveries, directory, progress, stores=stays,
+            tokens_in_flight=self._watch.tokens_in_flight, meters=meters,
+        )  # fmt: skip
+        catch_up = catching_up(config, self._weights)
+        self._members = Members(
+            fleet, flow, config, self.store, self._supervisor, catch_up, directory, progress, wanted
+        )
+        met = self._weights.connect if "rollout" in catch_up or not fleet.role("rollout") else None
+        timeout_s = config.trainer.collective_timeout_s
+        share = faults.partner_share if faults.keep_state and met is not None else 0.0
+        self._states = KeptStates(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
+        self._ranks = TrainerRecovery(fleet, self.store, self._supervisor, self._states, base, met, timeout_s)
+        self._versions = Versions(
+            self._weights, self._ranks, self._turns, self.store, self._supervisor, self._stores, directory.timeline,
+            self._before,
+        )  # fmt: skip
+        self._engines = EngineDirectory(fleet)
+        self._stop = False
+        time_s = faults.preemption_s if config.checkpoint.every_steps else 0.0
+        self._preemption = Preemption(time_s, progress.note)
+        self._observer = Observer(
+            fleet, config, flow, self.store, self._supervisor, self._watch, self._versions, self._counters, directory,
+            progress, sinks,
+        )  # fmt: skip
+
+    async def run(self) -> Outcome:
+        """Make all steps. Raises the failure that explains the others."""
+        try:
+            with self._preemption.heeded():
+                await self._run()
+        except BaseExceptionGroup as failures:
+            raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
+        return self.outcome
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            self._members.begin(tasks)
+            self._members.until_end(self._watch.run())
+            if self._taken is not None:
+                await self._stores.adopt()
+            self._members.until_end(self._handover.run())
+            for work in self._observer.tasks():
+                self._members.until_end(work)
+            self._members.until_end(self._stores.take_snapshots())
+            self._members.serve("prompts", "compute", "scorer", "reward")
+            await tasks.create_task(held_back(self._steps(tasks)))
+            await self._handover.leave()
+            self._supervisor.close()
+            self._members.close()
+            await self._supervisor.with_store(lambda: self.store.close("the run is complete"))
+
+    async def _steps(self, tasks: asyncio.TaskGroup) -> None:
+        await (self._weights.connect() if self._taken is None else self._versions.with_ranks(self._weights.connect))
+        if self._before:
+            await self._go_on()
+        else:
+            await self._turns.generation()
+        # No sooner: engines begin with version 0, and a resumed store has groups that are too young for its tokens.
+        self._members.serve("rollout")
+        if self.flow.has_environment:
+            await self._engines.tell()
+            self._members.until_end(self._engines.run())
+            self._members.serve("environment")
+        self._take_wishes()
+        if not self._before and not (self._taken is not None and self._taken.metrics):
+            await self._first_evaluation()
+        self._observer.begin()
+        self._recoveries.time.begin(self._before, len(self.fleet.role("rollout")), time.monotonic())
+        finishing: asyncio.Task[None] | None = None
+        unwritten = dict(self._taken.unwritten) if self._taken is not None else {}
+        first = self._before if self._before in unwritten else self._before + 1
+        self._stop = self._has_reached(self._taken.metrics) if self._taken is not None else False
+        for step in range(first, self.config.trainer.max_steps + 1):
+            if self._stop or self._preemption.is_due:
+                break
+            reports, phases = (unwritten[step], {}) if step in unwritten else await self._train(step)
+            if finishing is not None:
+                await finishing
+            await self._observer.sample(step, reports)
+            phases |= await self._save_if_due(step, reports)
+            delivery, phases["publish"] = await self._versions.publish(step)
+            finishing = tasks.create_task(held_back(self._finish(step, reports, delivery, phases)))
+            if self.config.max_staleness == 0 or self._may_stop(step):
+                await finishing
+            await self._observer.close(step)
+        if finishing is not None:
+            await finishing
+        await self._observer.finish()
+        done, is_over = self.outcome.num_steps, self._stop or self.outcome.num_steps == self.config.trainer.max_steps
+        if (self._stop or self._preemption.is_due) and done and self._saving.is_due(done, is_last=True):
+            await self._saving.begin(done, self.outcome.last_metrics, is_last=True)
+        if self._preemption.is_due and not is_over:
+            await self._saving.finish()
+            self.directory.event("preempted", step=done)
+            await self._preemption.leave()
+        await self._end()
+
+    def _take_wishes(self) -> None:
+        """Let members join and leave from now on."""
+        self._members.until_end(self._members.grant_again())
+        if agents := self.fleet.role("agent"):
+            self._members.until_end(Ear(agents[0][1], self._members, self.config).run())
+        if self.config.rollout.follows_cluster and self.flow.of_kind("rollout"):
+            self._members.until_end(Following(self.fleet.growth, self._members).run())
+
+    async def _go_on(self) -> None:
+        """Bring a resumed run up to date: the engines have the starting model, and the store may know of fewer
+        versions."""
+        self.outcome.num_steps = self._before
+        if self._taken is not None:
+            self._observer.begin()
+            is_done = self._before not in self._taken.unwritten
+            for step in sorted(self._taken.unwritten.keys() - {self._before}):
+                await self._observer.written_before(step, self._taken.unwritten[step])
+            due, metrics = (self._before if is_done else None), self._taken.metrics
+            await self._versions.with_ranks(lambda: self._saving.adopt(due, metrics))
+            if not is_done:  # the loop goes on with it
+                return
+        delivery, _ = await self._versions.publish(self._before)
+        await self._versions.load(delivery)
+        await self._versions.tell(self._before)
+
+    async def _train(self, step: int) -> tuple[Sequence[StepReport], dict[str, float]]:
+        """Make one update by all ranks. Returns their reports, and the seconds of its phases. The ranks lease the batch
+        themselves, as soon as it is complete, and it is trained once the store has been told. Ranks that are lost
+        before that are replaced, and take the step again; so they do if the store was lost. If the store is lost while
+        it is told, the one in its place is told of the step."""
+        while True:
+            self.progress.phase(f"step {step}")
+            await self._turns.training(step)
+            stores, ranks = self._supervisor.stores_before, self._ranks.generation
+            try:
+                reports = await self._update(step)
+                copied_s = await self._states.copy(step)
+            except PenstockError as failure:
+                if not await self._supervisor.check_partners(failure, stores):
+                    await self._versions.renew(failure, ranks)
+                continue
+            await self._handover.note(step, reports)
+            try:
+                await self._stores.trained(step, reports, stores)
+            except PenstockError as failure:
+                if not await self._supervisor.check_partners(failure, stores):
+                    raise
+                await self._supervisor.with_store(self._stores.tell)
+            tokens = sum(int(report.rows.response_tokens_N.sum()) for report in reports)
+            self._recoveries.time.trained(step, tokens, time.monotonic(), len(self.fleet.role("rollout")))
+            return reports, {"partner": copied_s} if copied_s else {}
+
+    async def _update(self, step: int) -> list[StepReport]:
+        self._supervisor.step = step
+        due = self._observer.is_sampled(step)
+        calls = [(name, handle.step.remote(step, due)) for name, handle in self.fleet.role("trainer")]
+        try:
+            reports = await answers(calls, phase=f"step {step}", timeout_s=self.config.trainer.step_timeout_s)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{error} The store: {await self._observer.described_store()}") from None
+        if any(report is None for report in reports):
+            raise PartnerGone(f"step {step}: the store closed while the trainers waited for their batch.")
+        end = time.time()
+        self._observer.updated(step, reports, end)
+        for problem in dict.fromkeys(report.not_kept for report in reports if report.not_kept):
+            self.directory.event("state_not_kept", step=step, reason=problem)
+            self.progress.note(problem)
+            self._states.end()
+        return reports
+
+    def _no_more_copies(self, reason: str) -> None:
+        self.directory.event("state_not_copied", step=self._supervisor.step, reason=reason)
+        self.progress.note(reason)
+
+    async def _save_if_due(self, step: int, reports: Sequence[StepReport]) -> dict[str, float]:
+        """Begin the checkpoint after step `step` if it is due. Returns the seconds that it cost, by phase."""
+        if not self._saving.is_due(step):
+            return {}
+        await self._observer.flush()
+        metrics, start = update_metrics(step, step, StepArrays.of_reports(reports), reports[0].metrics), time.time()
+        seconds = await self._versions.with_ranks(lambda: self._saving.begin(step, metrics))
+        self.directory.timeline.span("trainer", "save", start, time.time(), step=step)
+        return {"checkpoint": seconds}
+
+    async def _finish(
+        self, step: int, reports: Sequence[StepReport], delivery: Delivery, phases: dict[str, float]
+    ) -> None:
+        """Bring the version that the step made to the engines, evaluate if due, tell the store, write the numbers.
+        `phases`: seconds of what the step had besides its update."""
+        phases["publish"] += await self._versions.load(delivery)
+        evaluated, evaluation_s = await self._evaluate_if_due(step)
+        await self._versions.tell(delivery.version)
+        phases |= {"evaluation": evaluation_s} if evaluated else {}
+        self.outcome.last_metrics = await self._observer.written(step, reports, phases, evaluated)
+        self._handover.written(step)
+        self.outcome.num_steps = step
+
+    def _counters(self) -> dict[str, float]:
+        counters = self._recoveries.metrics(time.monotonic()) | self.directory.losses.metrics()
+        if self.config.checkpoint.every_steps:
+            counters["checkpoint/failed"] = float(self._saving.failed)
+        return counters
+
+    async def _first_evaluation(self) -> None:
+        """Measure the accuracy before training, as step 0."""
+        if self.evaluator is None:
+            return
+        self.progress.phase("evaluating the model as it is")
+        evaluated, seconds = await self._evaluate()
+        self._observer.emit(0, {"step": 0, "policy_version": 0, **evaluated, "timing_s/evaluation": seconds})
+
+    def _evaluates(self, step: int) -> bool:
+        every, last = self.config.evaluation.every_steps, step == self.config.trainer.max_steps
+        return self.evaluator is not None and (step % every == 0 or last)
+
+    def _may_stop(self, step: int) -> bool:
+        """Return whether the run may end with this step. Nothing is trained then until it is measured, so that what is
+        exported and saved is what reached the goal."""
+        return self.config.evaluation.stop_at_accuracy is not None and self._evaluates(step)
+
+    async def _evaluate_if_due(self, step: int) -> tuple[dict[str, float], float]:
+        if not self._evaluates(step):
+            return {}, 0.0
+        evaluated, seconds = await self._evaluate()
+        accuracy, goal = evaluated[HELDOUT], self.config.evaluation.stop_at_accuracy
+        if self._has_reached(evaluated) and step < self.config.trainer.max_steps:
+            self._stop = True
+            self.directory.event("stopped_early", step=step, accuracy=accuracy, goal=goal)
+            self.progress.note(
+                f"held-out accuracy {accuracy:.1%} has reached evaluation.stop_at_accuracy={goal:g}: ending here"
+            )
+        return evaluated, seconds
+
+    def _has_reached(self, evaluated: Mapping[str, Any]) -> bool:
+        """Return whether the goal is reached, by what was measured after a step."""
+        goal = self.config.evaluation.stop_at_accuracy
+        return goal is not None and (evaluated.get(HELDOUT) or 0.0) >= goal
+
+    async def _evaluate(self) -> tuple[dict[str, float], float]:
+        assert self.evaluator is not None
+        start = time.time()
+        async with self._members.staying:
+            evaluated = await self.evaluator.measure(self.fleet)
+        self.outcome.accuracies.append(evaluated[HELDOUT])
+        self.directory.timeline.span("engines", "evaluate", start, time.time())
+        return evaluated, time.time() - start
+
+    async def _end(self) -> None:
+        """Finish the last checkpoint, then export the model, which can be made of a checkpoint, but not the reverse.
+        Both are tried, whether or not the first fails. Raises what they failed with."""
+        failures: list[BaseException] = []
+        try:
+            await self._saving.finish(strict=True)
+        except PenstockError as error:
+            failures.append(error)
+        try:
+            if self.config.tracking.export_model:
+                await self._export()
+        except PenstockError as error:
+            failures.append(error)
+        if failures:
+            raise cause_of(failures)
+
+    async def _export(self) -> None:
+        self.progress.phase("writing the model")
+        await export_model(self.fleet, str(self.directory.model))
+        self.directory.event("model_exported", path=str(self.directory.model))

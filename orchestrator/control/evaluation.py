@@ -1,0 +1,275 @@
+"""Held-out accuracy: responses to problems that are never trained on, greedy and sampled, scored by the run's own
+reward.
+
+The controller evaluates between two publications: the engines serve exactly one version meanwhile.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from penstock.conf.errors import PenstockError
+from penstock.conf.reward import ENVIRONMENT_REWARD
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.causes import is_recoverable
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.ray_calls import answers_or_end
+from penstock.workers.attempts.runner import Played
+from penstock.workers.concurrent_tasks import cancel_all
+from penstock.workers.prompts.opening import open_source
+from penstock.workers.protocols import Sampling
+from penstock.workers.rollout.worker import sample_seed
+from penstock.workers.trajectory.trajectory import REJECTED
+
+CORRECT = 1.0
+"""Least reward of a response that counts as right: partial credit does not count."""
+ITSELF = "heldout"
+"""Name of the set of problems of evaluation itself."""
+HELDOUT = f"accuracy/{ITSELF}"
+"""Metric: the accuracy of the greedy responses to it."""
+TRIES = 3
+"""Number of tries of an evaluation whose actors die."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of a response."""
+
+    first: float
+    """The reward that says whether it is right: the first of `rewards`."""
+    total: float
+    """The reward that is trained on."""
+
+
+Scores = Sequence[Score | None]
+"""Scores of the responses to one problem that count; None: a response without a score, which counts as wrong."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out problems, tokenised once."""
+
+    prompts: list[list[int]]
+    """Prompts of the problems; empty in an environment."""
+    tasks: list[str]
+
+    @classmethod
+    def of(cls, config: RunConfig, model_path: str, name: str | None = None) -> "HeldOut":
+        """Read the problems of evaluation itself, or of one of its `sets`, at most `num_problems`. Raises `DataError`
+        if they cannot be read."""
+        if name is not None:
+            config = config.with_set(name)
+        rows_are = "tasks" if config.environment.name is not None else "prompts"
+        source = open_source(config, model_path, held_out=True, rows_are=rows_are)
+        groups = source.next_groups(min(config.evaluation.num_problems, len(source.dataset)))
+        prompts = [list(group["prompt_ids"]) for group in groups if "prompt_ids" in group]
+        return cls(prompts, [str(group["task"]) for group in groups])
+
+
+class Evaluator:
+    """Spreads the problems over the engines, and counts the responses that are right."""
+
+    def __init__(self, sets: Mapping[str, HeldOut], config: RunConfig) -> None:
+        """`sets`: the problems by name; `heldout` is the set of evaluation itself."""
+        self._sets = sets
+        self._sampling = Sampling.of(config.rollout.sampling)
+        self._num_samples, self._seed = config.evaluation.num_samples, config.evaluation.seed
+        self._timeout_s = config.rollout.generate_timeout_s
+
+    @classmethod
+    def of(cls, config: RunConfig, model_path: str) -> "Evaluator":
+        """The evaluator of all sets of a run. Raises `DataError`."""
+        sets = {name: HeldOut.of(config, model_path, name) for name in config.evaluation.sets}
+        kind = EnvironmentEvaluator if config.environment.name is not None else cls
+        return kind({ITSELF: HeldOut.of(config, model_path), **sets}, config)
+
+    async def measure(self, fleet: Fleet) -> dict[str, float]:
+        """Measure. Returns metrics, each in [0, 1]. A response whose reward fails counts as wrong. Where an actor dies
+        meanwhile, all problems are given to those that are there then."""
+        found: dict[str, float] = {}
+        for name, held_out in self._sets.items():
+            found |= await self._tried(fleet, name, held_out)
+        return found
+
+    async def _tried(self, fleet: Fleet, name: str, held_out: HeldOut) -> dict[str, float]:
+        for _ in range(TRIES - 1):
+            try:
+                return await self._measure(fleet, name, held_out)
+            except PenstockError as error:
+                if not is_recoverable(error):
+                    raise
+        return await self._measure(fleet, name, held_out)
+
+    async def _measure(self, fleet: Fleet, name: str, held_out: HeldOut) -> dict[str, float]:
+        problems, metric = range(len(held_out.tasks)), f"accuracy/{name}"
+        greedy = [self._sampling.greedy()] * len(problems)
+        scores = await self._scores(fleet, held_out, 1, greedy)
+        found = {metric: _share(chain(*_right(scores)))} | self._more(name, scores)
+        if k := self._num_samples:
+            samplings = [self._sampling.seeded(sample_seed(self._seed, problem)) for problem in problems]
+            right = _right(await self._scores(fleet, held_out, k, samplings))
+            found[f"{metric}_avg@{k}"] = _share(chain(*right))
+            found[f"{metric}_pass@{k}"] = _share(any(of_one) for of_one in right if of_one)
+        return found
+
+    def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
+        """Further metrics of greedy responses."""
+        return {}
+
+    async def _scores(
+        self, fleet: Fleet, held_out: HeldOut, num_samples: int, samplings: Sequence[Sampling]
+    ) -> list[Scores]:
+        """Scores of `num_samples` responses to each problem. Responses of one engine go to one reward actor."""
+        rollouts = await fleet.present("rollout")
+        rewards = await fleet.present("reward", fleet.first_stage("reward"))
+        shares = [range(index, len(samplings), len(rollouts)) for index in range(len(rollouts))]
+        parts = [
+            asyncio.create_task(
+                self._score(rollout, rewards[index % len(rewards)], held_out, share, num_samples, samplings)
+            )
+            for index, (rollout, share) in enumerate(zip(rollouts, shares, strict=True))
+        ]
+        try:
+            await asyncio.gather(*parts)
+        finally:
+            await cancel_all(parts)
+        scores: list[Scores] = [()] * len(samplings)
+        for share, part in zip(shares, parts, strict=True):
+            scores[share.start :: len(rollouts)] = part.result()
+        return scores
+
+    async def _score(
+        self,
+        rollout: tuple[str, Any],
+        reward: tuple[str, Any],
+        held_out: HeldOut,
+        share: range,
+        num_samples: int,
+        samplings: Sequence[Sampling],
+    ) -> list[Scores]:
+        if not share:
+            return []
+        prompts = [held_out.prompts[index] for index in share]
+        call = rollout[1].generate.remote(prompts, num_samples, [samplings[index] for index in share])
+        (groups,) = await answers_or_end([(rollout[0], call)], phase="evaluation", timeout_s=self._timeout_s)
+        tasks = [held_out.tasks[index] for index in share for _ in range(num_samples)]
+        texts = [completion.text for group in groups for completion in group]
+        scoring = reward[1].score.remote(tasks, texts)
+        (scores,) = await answers_or_end([(reward[0], scoring)], phase="evaluation", timeout_s=self._timeout_s)
+        values = [Score(value, value) if isinstance(value, float) else None for value in scores]
+        return [values[first : first + num_samples] for first in range(0, len(texts), num_samples)]
+
+
+class EnvironmentEvaluator(Evaluator):
+    """An evaluator in an environment: attempts in place of responses, and the rewards that are trained on. The greedy
+    attempt at a task is a group of its own, and the sampled ones are one. What the environment rejects does not count;
+    an attempt that fails is wrong."""
+
+    def __init__(self, sets: Mapping[str, HeldOut], config: RunConfig) -> None:
+        super().__init__(sets, config)
+        self._config, self._rewards = config, config.rewards
+
+    async def _scores(
+        self, fleet: Fleet, held_out: HeldOut, num_samples: int, samplings: Sequence[Sampling]
+    ) -> list[Scores]:
+        groups = await self._played(fleet, held_out, [_each(sampling, num_samples) for sampling in samplings])
+        kept = [
+            (index, place, attempt)
+            for index, group in enumerate(groups)
+            for place, attempt in enumerate(group)
+            if attempt.outcome.is_trained
+        ]
+        tasks = [held_out.tasks[index] for index, _, _ in kept]
+        scores = await self._rewarded(fleet, tasks, [attempt for _, _, attempt in kept])
+        found = {(index, place): score for (index, place, _), score in zip(kept, scores, strict=True)}
+        return [
+            [found.get((index, place)) for place, attempt in enumerate(group) if attempt.outcome.kind != REJECTED]
+            for index, group in enumerate(groups)
+        ]
+
+    async def _played(
+        self, fleet: Fleet, held_out: HeldOut, samplings: Sequence[Sequence[Sampling]]
+    ) -> list[Sequence[Played]]:
+        """The attempts of each task's group, which one actor plays."""
+        players, engines = await fleet.present("environment"), await fleet.present("rollout")
+        calls = []
+        for index, (name, handle) in enumerate(players):
+            share = slice(index, None, len(players))
+            calls.append((name, handle.play.remote(engines, held_out.tasks[share], samplings[share])))
+        found: list[Sequence[Played]] = [()] * len(samplings)
+        timeout_s = play_timeout_s(self._config, -(-sum(map(len, samplings)) // max(1, len(players))))
+        for index, part in enumerate(await answers_or_end(calls, phase="evaluation", timeout_s=timeout_s)):
+            found[index :: len(players)] = part
+        return found
+
+    async def _rewarded(self, fleet: Fleet, tasks: Sequence[str], attempts: Sequence[Played]) -> list[Score | None]:
+        """Weighted sums of what the environment and the reward stages give; None where one of them fails."""
+        own = [attempt.reward for attempt in attempts]
+        texts = [attempt.text for attempt in attempts]
+        if not self._rewards:  # the dataflow's own function, or the environment alone
+            stage = fleet.first_stage("reward")
+            only = own if stage is None else await self._of_stage(fleet, stage, tasks, texts)
+            return [None if value is None else Score(value, value) for value in only]
+        by_reward = [
+            own if reward.function == ENVIRONMENT_REWARD else await self._of_stage(fleet, reward.column, tasks, texts)
+            for reward in self._rewards
+        ]
+        weights = [reward.weight for reward in self._rewards]
+        return [_summed(values, weights) for values in zip(*by_reward, strict=True)]
+
+    async def _of_stage(
+        self, fleet: Fleet, stage: str, tasks: Sequence[str], texts: Sequence[str]
+    ) -> Sequence[float | None]:
+        if not texts:
+            return []
+        actors = await fleet.present("reward", stage)
+        shares = [slice(index, None, len(actors)) for index in range(len(actors))]
+        calls = [
+            (name, handle.score.remote(tasks[share], texts[share]))
+            for (name, handle), share in zip(actors, shares, strict=True)
+        ]
+        found: list[float | None] = [None] * len(texts)
+        parts = await answers_or_end(calls, phase="evaluation", timeout_s=self._timeout_s)
+        for share, part in zip(shares, parts, strict=True):
+            found[share] = [value if isinstance(value, float) else None for value in part]
+        return found
+
+    def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
+        """Mean reward of the attempts that have one, since an environment's may be more than right or wrong; and the
+        share that was rejected, if any was."""
+        known = [score.total for of_one in scores for score in of_one if score is not None]
+        found = {f"heldout_reward/{name}": sum(known) / len(known)} if known else {}
+        rejected = _share(not of_one for of_one in scores)
+        return found | ({f"heldout_rejected/{name}": rejected} if rejected else {})
+
+
+def play_timeout_s(config: RunConfig, num_attempts: int) -> float:
+    """Seconds for one actor to play so many attempts: `max_attempts` at a time, once those that are trained have left
+    room."""
+    rounds = 1 + math.ceil(num_attempts / config.environment.max_attempts)
+    return config.rollout.generate_timeout_s + rounds * config.environment.timeout_s
+
+
+def _each(sampling: Sampling, count: int) -> list[Sampling]:
+    """Sampling of each attempt of a group."""
+    return [sampling if sampling.seed is None else sampling.seeded(sampling.seed + index) for index in range(count)]
+
+
+def _summed(values: Sequence[float | None], weights: Sequence[float]) -> Score | None:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return Score(known[0], sum(weight * value for weight, value in zip(weights, known, strict=True)))
+
+
+def _right(scores: Sequence[Scores]) -> list[list[bool]]:
+    """True for each response that is right, by problem."""
+    return [[score is not None and score.first >= CORRECT for score in of_one] for of_one in scores]
+
+
+def _share(are: Iterable[bool]) -> float:
+    known = list(are)
+    return sum(known) / max(1, len(known))

@@ -1,0 +1,165 @@
+"""Records all about a run while it goes on, in one place: the controller says what has happened, and others read.
+
+    step's numbers   reporting/step_log.py ─▶ metrics.jsonl, sinks, display      its samples   reporting/sample_log.py
+    busy actors      monitoring/step_trace.py ─▶ spans.jsonl                     waiting       monitoring/state.py
+    what is printed  monitoring/logs.py ─▶ logs/                                 what is wrong diagnosis/
+
+The observer decides nothing about the run.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import PenstockError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.ray_calls import answer
+from penstock.orchestrator.control.versions import Versions
+from penstock.orchestrator.membership.supervisor import Supervisor
+from penstock.orchestrator.membership.watch import Watch
+from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis
+from penstock.orchestrator.observability.diagnosis.stall import Stalls
+from penstock.orchestrator.observability.monitoring.logs import Logs
+from penstock.orchestrator.observability.monitoring.stages import awaited, stages_of
+from penstock.orchestrator.observability.monitoring.state import StateLog
+from penstock.orchestrator.observability.monitoring.step_trace import StepTrace
+from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.sample_log import SampleLog
+from penstock.orchestrator.observability.reporting.sinks.sink import Sink
+from penstock.orchestrator.observability.reporting.step_log import QUICK_S, StepLog
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.store.client.client import StoreClient
+from penstock.store.data.rows import Rows
+from penstock.workers.trainer.report import StepReport
+
+
+class Observer:
+    """Lifecycle: `tasks` run until the serving ends. `begin` with the first step; for each step `updated`, `sample`,
+    `written` and `close`; `finish` after the last one."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RunConfig,
+        flow: Dataflow,
+        store: StoreClient,
+        supervisor: Supervisor,
+        watch: Watch,
+        versions: Versions,
+        counters: Callable[[], Mapping[str, float]],
+        directory: RunDirectory,
+        progress: Progress,
+        sinks: list[Sink],
+    ) -> None:
+        """`counters`: returns the cumulative counters of the controller's own parts."""
+        self._fleet, self._store, self._supervisor = fleet, store, supervisor
+        self._directory, self._progress = directory, progress
+        self._log = StepLog(
+            fleet, flow, lambda: supervisor.with_store(store.stats), directory, progress, sinks, counters
+        )
+        self._samples = SampleLog(config, flow, directory, self._last_batch, lambda: fleet.role("trainer"))
+        self._trace = StepTrace(
+            directory, lambda: self._asked(store.work(), "work"), self._names,
+            lambda: awaited(stages_of(flow, fleet)), flow.samples_per_prompt,
+        )  # fmt: skip
+        self._state = StateLog(
+            fleet, flow, store.describe, versions.state, lambda: supervisor.step, watch.heard, directory
+        )
+        self._logs = Logs(fleet, directory)
+        self._diagnosis = Diagnosis(config.diagnosis, config.max_staleness, directory, progress)
+        self._stalls = Stalls(
+            config.diagnosis, lambda: self._asked(store.describe(), "describe"), watch.stacks,
+            {column.name: stage.name for stage in flow.stages if not stage.is_in_trainer for column in stage.writes},
+            lambda: self._names("trainer"), directory, progress,
+        )  # fmt: skip
+
+    def tasks(self) -> list[Awaitable[None]]:
+        """Tasks that look at the run by themselves."""
+        looks = (self._state.run(), self._logs.run(), self._stalls.run())
+        return [self._ending_alone(look) for look in looks]
+
+    async def _ending_alone(self, look: Awaitable[None]) -> None:
+        with self._tolerant():
+            await look
+
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        """Let a failed observation end alone: its error is told, and the run goes on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            trace = "".join(traceback.format_exception(error))
+            self._directory.event("observing_failed", error=type(error).__name__, message=str(error), traceback=trace)
+            self._progress.note(f"a part of the page will be missing: {type(error).__name__}: {error}")
+
+    def begin(self) -> None:
+        self._log.begin()
+        self._trace.begin()
+
+    def is_sampled(self, step: int) -> bool:
+        """Return whether the step's samples are written, so that its ranks record what they know of each token."""
+        return self._samples.is_due(step)
+
+    def updated(self, step: int, reports: Sequence[StepReport], end: float) -> None:
+        """Note that all ranks have made the step's update, at `end`."""
+        self._trace.updated(step, reports, end)
+
+    async def sample(self, step: int, reports: Sequence[StepReport]) -> None:
+        """Write the step's samples, before the next step is trained: the store has its rows until then."""
+        await self._samples.write(step, sum(len(report.row_ids) for report in reports))
+
+    async def flush(self) -> None:
+        """Wait until what was given to `sample` is in the directory."""
+        await self._samples.flush()
+
+    async def written(
+        self,
+        step: int,
+        reports: Sequence[StepReport],
+        phases: Mapping[str, float],
+        evaluated: Mapping[str, float] | None = None,
+    ) -> dict[str, Any]:
+        """Note that all of the step is done: write its line, and diagnose by it. Returns the line."""
+        metrics = await self._log.write(step, reports, phases, evaluated)
+        with self._tolerant():
+            self._diagnosis.look(step, metrics)
+        self._stalls.finished(step, metrics.get("timing_s/step"))
+        return metrics
+
+    async def written_before(self, step: int, reports: Sequence[StepReport]) -> None:
+        """Write the line of a step that the command before has made, at an unknown time."""
+        await self._log.write(step, reports, {})
+
+    def emit(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write metrics that belong to no training step."""
+        self._log.emit(step, metrics)
+
+    async def close(self, step: int) -> None:
+        """Close the step's trace: nothing waits for the step any more."""
+        with self._tolerant():
+            await self._trace.close(step)
+
+    async def finish(self) -> None:
+        with self._tolerant():
+            await self._trace.finish()
+        await self._samples.flush()
+
+    async def described_store(self) -> str:
+        """The store's state, for the message of an error."""
+        try:
+            return str(await self._asked(self._store.describe(), "describe"))
+        except PenstockError as error:
+            return str(error)
+
+    async def _asked(self, call: Awaitable[dict[str, Any]], phase: str) -> dict[str, Any]:
+        found: dict[str, Any] = await answer(call, name="Store", phase=phase, timeout_s=QUICK_S)
+        return found
+
+    async def _last_batch(self, columns: list[str]) -> Rows:
+        return await self._supervisor.with_store(lambda: self._store.last_batch(columns))
+
+    def _names(self, role: str) -> list[str]:
+        return [name for name, _ in self._fleet.role(role)]

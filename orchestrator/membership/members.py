@@ -1,0 +1,271 @@
+"""The members that serve in a run: those of the start, those that join while it goes on, and those that leave.
+
+    join   room and a node (`fleet/growth.py`) ─▶ another starts ─▶ it loads the newest weights ─▶ serving
+    leave  it takes no more leases ─▶ finishes what it has ─▶ gives back the rest ─▶ its process ends
+
+No other member waits for any of it. A member that joins is kept serving like the others (`membership/supervisor.py`). A
+node that is there for members that joined may leave: they are gone with it, and the run goes on.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import CannotScale, PenstockError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.failures import first_line, held_back
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.weight_sync import WeightSync
+from penstock.orchestrator.membership.draining import drain
+from penstock.orchestrator.membership.nodes import Nodes
+from penstock.orchestrator.membership.supervisor import CatchUp, Supervisor, nothing_to_catch_up
+from penstock.orchestrator.membership.wishes import MET_AT_START, ROLES, Done, Wish, change_of, who_leaves
+from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.store.client.client import StoreClient
+
+
+class Members:
+    """Lifecycle: `begin` in the controller's task group, `serve` the roles one after the other, then `change` any
+    number of times, `close`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        flow: Dataflow,
+        config: RunConfig,
+        store: StoreClient,
+        supervisor: Supervisor,
+        catch_up: Mapping[str, CatchUp],
+        directory: RunDirectory,
+        progress: Progress,
+        wanted: dict[str, int] | None = None,
+    ) -> None:
+        """`catch_up`: what new members of a role do before they serve; roles that are not in it take none. `wanted`:
+        numbers of members that were asked for, by role; kept up to date for the `Members` after a return."""
+        self.staying = asyncio.Lock()
+        """Lock of a caller that needs the present members to stay for a while."""
+        self._fleet, self._flow, self._config, self._store = fleet, flow, config, store
+        self._supervisor, self._catch_up = supervisor, catch_up
+        self._directory, self._progress = directory, progress
+        self._tasks: asyncio.TaskGroup | None = None
+        self._until_end: list[asyncio.Task[Any]] = []
+        self._nodes = Nodes(fleet, store, supervisor, directory, self.until_end, self._lose, self._make_up_for)
+        self._changing, self._making_room = asyncio.Lock(), asyncio.Lock()
+        self._joining: dict[str, asyncio.Task[str]] = {}
+        """Tasks of members that join, by name."""
+        self._kept: set[str] = set()
+        """Names of members that are kept serving, or were: no name comes again."""
+        self._wanted = wanted if wanted is not None else {}
+
+    def begin(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._nodes.look()
+
+    def until_end(self, work: Any) -> None:
+        """Start a task that ends with the serving, and whose failure ends the run."""
+        assert self._tasks is not None
+        self._until_end.append(self._tasks.create_task(work))
+
+    def serve(self, *roles: str) -> None:
+        """Let actors pull from the store by themselves. Engines and rewards that are there for evaluation only do
+        not."""
+        for role in roles:
+            if role not in ROLES or self._flow.of_kind(role):
+                for team in self._fleet.teams(role):
+                    if not (self._joining.keys() | self._kept) & set(team):  # who joins is kept once it has
+                        self._keep(role, team)
+
+    def close(self) -> None:
+        """Cancel the tasks of `until_end`: no member joins or leaves any more."""
+        for task in self._until_end:
+            task.cancel()
+
+    def num_present(self, role: str) -> int:
+        """Number of members of a role that are there or to come, in one stage."""
+        stages = self._stages(role)
+        return len(stages[0][1]) if stages else 0
+
+    async def change(self, wishes: Sequence[Wish], drain_s: float | None = None) -> list[Done]:
+        """Grant wishes, one role each, all of them or none. Returns the result of each. `drain_s`: seconds for leaving
+        members to finish what they have; None: `rollout.drain_s`. Raises `CannotScale`."""
+        async with self._changing:
+            if len({wish.role for wish in wishes}) < len(wishes):
+                raise CannotScale(f"{' '.join(map(str, wishes))}: one wish a role.")
+            refusals = self._refusals()
+            changes = [(wish.role, change_of(wish, self.num_present(wish.role), refusals)) for wish in wishes]
+            if not self._follows(wishes):
+                self._wanted |= {role: self.num_present(role) + change for role, change in changes}
+            drain_s = self._config.rollout.drain_s if drain_s is None else drain_s
+            return list(await asyncio.gather(*(self._change(role, change, drain_s) for role, change in changes)))
+
+    async def grant_again(self) -> None:
+        """Grant what was asked for before the run returned to its checkpoint, as it begins with the members of the
+        start."""
+        if wishes := [Wish(role, number) for role, number in self._wanted.items()]:
+            with contextlib.suppress(CannotScale):
+                await self.change(wishes)
+
+    async def _change(self, role: str, change: int, drain_s: float) -> Done:
+        done = Done(role, self.num_present(role))
+        if change > 0:
+            names = [name for name in await self._make_room(role, change, done) if self._is_planned(name)]
+            for name in names:
+                self._joining[name] = asyncio.ensure_future(self._join(role, name))
+            joining = [self._joining[name] for name in names]
+            try:
+                results = await asyncio.gather(*joining, return_exceptions=True)
+            finally:
+                for name, task in zip(names, joining, strict=True):
+                    task.cancel()
+                    del self._joining[name]
+            for name, result in zip(names, results, strict=True):
+                if isinstance(result, str):
+                    done.joined.append(f"{name} on {result}")
+                elif isinstance(result, PenstockError):
+                    done.problems.append(f"{name} did not start: {first_line(result)}")
+                elif isinstance(result, asyncio.CancelledError):
+                    done.problems.append(f"{name} is gone with its node.")
+                else:
+                    raise result
+        leaving = [name for _, names in self._stages(role) for name in who_leaves(names, -change)] if change < 0 else []
+        await asyncio.gather(*(self._leave(role, name, drain_s) for name in leaving))
+        done.left = leaving
+        done.after = self.num_present(role)
+        return done
+
+    async def _make_room(self, role: str, count: int, done: Done) -> list[str]:
+        """Plan members that can join, one after the other. Returns their names. What keeps others from it is a
+        problem."""
+        names: list[str] = []
+        for _ in range(count):
+            for stage, _ in self._stages(role):
+                try:
+                    async with self._making_room:
+                        names.append(await self._fleet.growth.enlarge(role, stage))
+                except PenstockError as error:
+                    done.problems.append(str(error))
+                    about = {"role": role, "step": self._supervisor.step, "error": type(error).__name__}
+                    self._directory.event("join_failed", **about, message=str(error))
+                    return names
+        return names
+
+    async def _join(self, role: str, name: str) -> str:
+        """Start a member that joins. Returns its node. Raises the reason why it does not serve."""
+        began, place = time.monotonic(), self._fleet.growth.place_of(name)
+        try:
+            members = await self._fleet.replace([name])
+            await self._catch_up[role](members)
+            self._fleet.add(members)
+        except BaseException as error:
+            if self._is_planned(name):
+                await self._fleet.end(*self._fleet.take_out(name))
+            if isinstance(error, PenstockError):
+                facts = {"role": role, "member": name, "node": place, "step": self._supervisor.step}
+                facts["error"] = type(error).__name__
+                self._directory.event("join_failed", **facts, message=str(error))
+                self._progress.note(f"{name} cannot join: {first_line(error)}")
+            raise
+        self._keep(role, [name])
+        self._tell("joined", role, name, place, time.monotonic() - began)
+        return place
+
+    async def _leave(self, role: str, name: str, drain_s: float) -> None:
+        began, place = time.monotonic(), self._fleet.growth.place_of(name)
+        self._supervisor.let_go(name)
+        if (handle := self._fleet.actors.get(name)) is not None:  # else it was lost, and has nothing to finish
+            await drain([(name, handle)], drain_s)
+        async with self.staying:
+            if not self._is_planned(name):  # its node has left meanwhile
+                return
+            taken = self._fleet.take_out(name)
+        await self._fleet.end(*taken)
+        with contextlib.suppress(PenstockError):  # what it could not give back itself, to a store that is there
+            await self._store.abandon(name)
+        self._tell("left", role, name, place, time.monotonic() - began)
+
+    def _tell(self, kind: str, role: str, name: str, place: str, seconds: float) -> None:
+        step = self._supervisor.step
+        self._directory.event(kind, role=role, member=name, node=place, step=step, seconds=round(seconds, 3))
+        self._progress.note(f"{name} has {kind} on {place}, after {seconds:.1f} s")
+
+    def _keep(self, role: str, team: Sequence[str]) -> None:
+        assert self._tasks is not None
+        self._kept.update(team)
+        keeping = self._supervisor.keep(role, team, self._catch_up.get(role))
+        self._tasks.create_task(held_back(keeping))
+
+    def _stages(self, role: str) -> list[tuple[str | None, list[str]]]:
+        """Names of a role by stage, in the order in which they came."""
+        stages: dict[str | None, list[str]] = {}
+        for actor in self._fleet.plan:
+            if actor.role == role:
+                stages.setdefault(actor.stage, []).append(actor.name)
+        return list(stages.items())
+
+    def _refusals(self) -> dict[str, str]:
+        """Reasons for the roles that cannot change, by role."""
+        found = {}
+        for role in ROLES:
+            if not self._flow.of_kind(role):
+                found[role] = f"the dataflow of {self._config.algorithm.name} has no {role} stage."
+            elif role not in self._catch_up:
+                found[role] = MET_AT_START
+        return found
+
+    def _lose(self, names: Sequence[str]) -> list[str]:
+        """End members that are gone with their node. Some leave for good, whose names are returned. The others start
+        again elsewhere, which the callers that miss them see to."""
+        growth = self._fleet.growth
+        leaving = [actor.name for actor in self._fleet.plan if actor.name in names and growth.can_leave(actor)]
+        for name in leaving:
+            if name in self._joining:
+                self._joining[name].cancel()
+            self._supervisor.let_go(name)
+        self._fleet.kill(names)
+        self._fleet.remove(leaving)
+        return leaving
+
+    async def _make_up_for(self, leaving: Sequence[str]) -> None:
+        """Take out members that have left with their node. Others replace those of the start, where there is room."""
+        to_come: Counter[str] = Counter()
+        for name in leaving:
+            if not self._is_planned(name):  # it has left meanwhile
+                continue
+            role, place = self._role_of(name), self._fleet.growth.place_of(name)
+            actor, handle = self._fleet.take_out(name)
+            await self._fleet.end(actor, handle)
+            with contextlib.suppress(PenstockError):
+                await self._store.abandon(name)
+            self._tell("left", role, name, place, 0.0)
+            to_come[role] += not actor.joins
+        for role, count in to_come.items():
+            if count and not self._follows([Wish(role, count)]):
+                async with self._changing:
+                    await self._change(role, count, 0.0)
+
+    def _follows(self, wishes: Sequence[Wish]) -> bool:
+        """Return whether a wish is about engines whose number follows the room on the cluster."""
+        return self._config.rollout.follows_cluster and any(wish.role == "rollout" for wish in wishes)
+
+    def _is_planned(self, name: str) -> bool:
+        return any(actor.name == name for actor in self._fleet.plan)
+
+    def _role_of(self, name: str) -> str:
+        return next(actor.role for actor in self._fleet.plan if actor.name == name)
+
+
+def catching_up(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:
+    """The calls by which actors that replace others or join catch up before they serve, by role. Roles that are not in
+    it cannot be replaced alone: engines that share their devices with trainers, or are sent weights by them, have met
+    these at the start."""
+    catching: dict[str, CatchUp] = dict.fromkeys(
+        ("prompts", "environment", "reward", "compute", "scorer"), nothing_to_catch_up
+    )
+    if weights.takes_newcomers and config.placement != "colocated":
+        catching["rollout"] = weights.catch_up
+    return catching

@@ -1,0 +1,179 @@
+"""The record of a run's losses: what is to be done about each, how many there were and what they cost. Pure, like the
+`Recovery` of each member that it keeps. It outlives fleets: a run that has returned to a checkpoint goes on with it.
+
+    Restart, Return   as `recovery.py` says
+    End               a return is due, and there were too many
+
+A member is known by its title, which its later incarnations keep.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from penstock.conf.faults import FaultsConfig
+from penstock.orchestrator.membership.effective_time import EffectiveTime
+from penstock.orchestrator.membership.recovery import Recovery, Restart, Return, State
+
+
+@dataclass(frozen=True)
+class End:
+    """The decision to end the run, by the error that the member was lost with."""
+
+    reason: str
+
+
+Decision = Restart | Return | End
+SAMPLES = "rollout"
+STOPS_ALL = ("trainer", "store")
+"""Roles without which no step goes on."""
+HOLDS_STEP = "trainer"
+"""The role with which a step is lost. If a member of another role dies twice during one step, that tells nothing: steps
+are long, and engines many."""
+
+
+class Recoveries:
+    """Lifecycle: `lost` and `failed` say what to do. A `Restart` goes on by `starting`, `started` and `caught_up`, or
+    `failed`; a `Return` by `returned`, or `return_failed`, which decides again. Losses that are reported while the run
+    returns come of the return itself, and change nothing. An `End` is the answer to everything after it.
+
+        book.lost("Rollout-1", "rollout", now=10.0, step=7)    # Restart(after_s=0.0)
+    """
+
+    def __init__(self, config: FaultsConfig) -> None:
+        self._config = config
+        self.time = EffectiveTime()
+        """The effective time; the controller tells it of the steps."""
+        self._members: dict[str, Recovery] = {}
+        self._faults: Counter[str] = Counter()
+        self._roles: dict[str, str] = {}
+        self._returns: list[tuple[float, int]] = []
+        """Time of each return, and the step that it was from."""
+        self._return_since: float | None = None
+        self._due: Return | None = None
+        self._end: End | None = None
+        self._lost_s = 0.0
+        self._counted: float | None = None
+        """Time up to which lost seconds have been counted, while a member is lost."""
+
+    def state(self, title: str) -> State:
+        return self._members[title].state if title in self._members else State.SERVING
+
+    def lost(self, title: str, role: str, now: float, step: int) -> Decision | None:
+        """Decide about a member that died or hangs while the run was at `step`. None: that is known, or comes of a
+        return."""
+        if self._is_suspended or self.state(title) is not State.SERVING:
+            return self._end
+        self._roles[title] = role
+        if role in STOPS_ALL:
+            self.time.lost(now)
+        elif role == SAMPLES:
+            self.time.away(title, now)
+        member = self._members.setdefault(title, Recovery(self._config))
+        return self._decided(title, member.lost(now, step if role == HOLDS_STEP else None), now, step)
+
+    def beyond_help(self, title: str, role: str, now: float, step: int) -> Return | End:
+        """Decide about a loss after which no new process alone can help. An empty role: the run as a whole has
+        failed."""
+        if self._end is not None:
+            return self._end
+        if self._due is not None:
+            return self._due
+        if role:
+            self._faults[role] += 1
+        return self._return(f"{title} was lost, and nobody can take its place alone", now, step)
+
+    def starting(self, title: str, now: float) -> None:
+        if not self._is_suspended:
+            self._members[title].starting()
+
+    def started(self, title: str, now: float) -> None:
+        if not self._is_suspended:
+            self._members[title].started()
+
+    def caught_up(self, title: str, now: float) -> float:
+        """Note that a member does its work again. Returns the seconds since it was lost."""
+        member = self._members[title]
+        if not self._is_suspended:
+            member.caught_up()
+            self._count(now)
+            if self._roles[title] in STOPS_ALL:
+                self.time.found(now)
+            else:
+                self.time.back(title, now)
+        return now - member.lost_at
+
+    def failed(self, title: str, now: float, step: int) -> Decision | None:
+        """Decide after a restart that has not brought the member back. None: it was cut short by a return."""
+        if self._is_suspended:
+            return self._end
+        held = step if self._roles[title] == HOLDS_STEP else None
+        return self._decided(title, self._members[title].failed(now, held), now, step)
+
+    def gone(self, title: str, now: float) -> None:
+        """Note that a member has left for good: if it was lost, it is no longer."""
+        self._members.pop(title, None)
+        self.time.back(title, now)
+        if not self._is_suspended:
+            self._count(now)
+
+    def returned(self, now: float) -> float:
+        """Note that the whole fleet serves again, from the last checkpoint on. Returns the seconds since the
+        decision."""
+        assert self._return_since is not None, "no return is under way"
+        seconds, self._return_since, self._due = now - self._return_since, None, None
+        for member in self._members.values():
+            member.returned()
+        self._count(now)
+        return seconds
+
+    def return_failed(self, reason: str, now: float, step: int) -> Return | End:
+        """Decide after the fleet did not start from the checkpoint, for `reason`: another return is due, which
+        counts."""
+        if self._end is not None:
+            return self._end
+        since, decision = self._return_since, self._return(reason, now, step)
+        self._return_since = since
+        return decision
+
+    def metrics(self, now: float) -> dict[str, float]:
+        """Cumulative metrics: losses and failed restarts by role, the seconds in which any member was lost, and the
+        share of the time in which the run trained."""
+        self._count(now)
+        counts = {f"faults/{role}": float(count) for role, count in sorted(self._faults.items())}
+        share = self.time.share(now)
+        effective = {} if share is None else {"faults/effective_time": share}
+        return counts | {"faults/lost_s": self._lost_s} | effective
+
+    @property
+    def _is_suspended(self) -> bool:
+        """True while nothing is decided about single members."""
+        return self._end is not None or self._return_since is not None
+
+    def _decided(self, title: str, decision: Restart | Return, now: float, step: int) -> Decision:
+        self._faults[self._roles[title]] += 1
+        self._count(now)
+        if isinstance(decision, Restart):
+            return decision
+        return self._return(f"{title} was {decision.reason}", now, step)
+
+    def _return(self, reason: str, now: float, step: int) -> Return | End:
+        if self._num_returns(now, step) >= self._config.max_returns:
+            self._end = End(f"{reason}, and faults.max_returns={self._config.max_returns}")
+            return self._end
+        self._returns.append((now, step))
+        self._return_since = now
+        self.time.lost(now)
+        self._due = Return(reason)
+        self._count(now)
+        return self._due
+
+    def _num_returns(self, now: float, step: int) -> int:
+        """Number of returns that count: recent ones, and those from a step that the run has not got past since."""
+        return sum(now - when < self._config.window_s or step <= origin for when, origin in self._returns)
+
+    def _count(self, now: float) -> None:
+        """Add up time until now."""
+        if self._counted is not None:
+            self._lost_s += now - self._counted
+        is_lost = self._is_suspended or any(member.state is not State.SERVING for member in self._members.values())
+        self._counted = now if is_lost else None

@@ -1,0 +1,156 @@
+"""Writes the timeline of a run, a line of `spans.jsonl` a step: busy times of actors, and what the step waited for.
+
+    the controller's spans ┐
+    the store's work log   ├─▶ lanes, critical path ─▶ spans.jsonl ─▶ the page; at the end timeline.json
+    the ranks' reports     ┘
+
+Lines are written during the next step: no step waits for it.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.conf.errors import PenstockError
+from penstock.orchestrator.observability.monitoring.critical_path import (
+    WAIT,
+    Segment,
+    critical_path,
+    sentence,
+    words_of,
+)
+from penstock.orchestrator.observability.monitoring.lanes import Lanes, lanes_of, with_waits
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.spans import Span, Worked
+from penstock.workers.trainer.report import StepReport
+
+ENGINES, TRAINER = "engines", "trainer"
+"""Lanes that stand for all members of a role."""
+
+
+@dataclass(frozen=True)
+class ClosedStep:
+    """A step that is over, and not written yet."""
+
+    step: int
+    start: float
+    end: float
+    rank: Sequence[Span]
+    """Spans of the slowest rank."""
+    groups: Collection[int]
+    """Groups of the step's batch."""
+
+
+class StepTrace:
+    """Lifecycle: `begin` when the first step does; `updated` with each step's reports, `close` once all that the next
+    step waits for is done; `finish` after the last one."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        work: Callable[[], Awaitable[Mapping[str, Any]]],
+        names: Callable[[str], Sequence[str]],
+        awaited: Callable[[], Mapping[str, str]],
+        group_size: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`work`: asks the store what was done. `names`: returns the present members of a role. `awaited`: returns what
+        each member waits for when it does nothing, by member; ranks say that themselves."""
+        self._directory, self._work, self._names, self._group_size = directory, work, names, group_size
+        self._awaited = awaited
+        self._clock = clock
+        self._began = clock()
+        self._rank: list[Span] = []
+        """Spans of the slowest rank in this step."""
+        self._groups: set[int] = set()
+        """Groups of the batch of this step."""
+        self._writing: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        self._began = self._clock()
+
+    def updated(self, step: int, reports: Sequence[StepReport], end: float) -> None:
+        """Note that all ranks have made the step's update, at `end`."""
+        names = self._names(TRAINER)
+        slowest = max(range(len(reports)), key=lambda rank: reports[rank].wait_s + reports[rank].train_s)
+        for rank, report in enumerate(reports):
+            lane = names[rank] if rank < len(names) else TRAINER
+            begun = end - report.train_s
+            spans = [
+                Span(lane, WAIT, begun - report.wait_s, begun, {"step": step}),
+                Span(lane, "update", begun, end, {"step": step, **{k: round(v, 4) for k, v in report.seconds.items()}}),
+            ]
+            for span in spans:
+                self._directory.timeline.add(span)
+            if rank == slowest:
+                self._rank = spans
+        ids = [row for report in reports for row in report.row_ids.tolist()]
+        self._groups = {row // self._group_size for row in ids}
+
+    async def close(self, step: int) -> None:
+        """Close a step that is over. Its line is written while the next step is made."""
+        await self.finish()
+        now = self._clock()
+        closed = ClosedStep(step, self._began, now, self._rank, self._groups)
+        self._began, self._rank, self._groups = now, [], set()
+        self._writing = asyncio.create_task(self._write(closed))
+
+    async def finish(self) -> None:
+        """Wait until the line that is being written is there."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    async def _write(self, closed: ClosedStep) -> None:
+        try:
+            told = Worked.of(await self._work(), self._clock())
+        except PenstockError:  # the step's line says that it lacks the store's part
+            told = None
+        spans = self._directory.timeline.take()
+        members = {TRAINER: self._names(TRAINER), ENGINES: self._names("rollout")}
+        awaited = {lane: what for lane, what in self._awaited().items() if lane not in members[TRAINER]}
+        await asyncio.to_thread(self._record, closed, told, spans, members, awaited)
+
+    def _record(
+        self,
+        closed: ClosedStep,
+        told: Worked | None,
+        spans: Sequence[Span],
+        members: Mapping[str, Sequence[str]],
+        awaited: Mapping[str, str],
+    ) -> None:
+        """Write the line, in a thread: only the next step's line waits for it."""
+        work, admitted = (told.work, told.admitted) if told is not None else ((), {})
+        mine = [span for span in spans if span.lane == TRAINER and span.name != WAIT]
+        lane = closed.rank[0].lane if closed.rank else TRAINER
+        rank = [*closed.rank, *(Span(lane, span.name, span.start, span.end) for span in mine)]
+        others = [span for span in spans if span.lane == ENGINES or span.name == "load weights"]
+        path = critical_path(closed.start, closed.end, rank, others, work, admitted, closed.groups)
+        text = sentence(closed.step, closed.end - closed.start, path)
+        lanes = lanes_of(spans, work, {lane: names for lane, names in members.items() if names})
+        if told is not None:
+            lanes = with_waits(lanes, closed.start, closed.end, awaited)
+        missed = None if told is None else told.missed
+        self._directory.log_spans(line_of(closed, lanes, path, text, missed))
+
+
+def line_of(closed: ClosedStep, lanes: Lanes, path: Sequence[Segment], text: str, missed: int | None) -> dict[str, Any]:
+    """The line of `spans.jsonl` of a step: times of lanes and path in milliseconds from the step's start."""
+
+    def ms(at: float) -> int:
+        return round((at - closed.start) * 1000)
+
+    return {
+        "step": closed.step,
+        "start": round(closed.start, 3),
+        "end": round(closed.end, 3),
+        "text": text,
+        "missed": missed,
+        "path": [[one.lane, words_of(one), ms(one.start), ms(one.end)] for one in path],
+        "lanes": {
+            lane: [[span.name, ms(span.start), ms(span.end), dict(span.details)] for span in spans]
+            for lane, spans in lanes.items()
+        },
+    }

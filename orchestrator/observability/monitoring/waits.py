@@ -1,0 +1,87 @@
+"""Finds which actors wait for which, from what the store says of its leases and of the actors that ask for some. Pure.
+
+an engine without prompts ─▶ Prompts ─▶ ranks that have not published ─▶ the reward that has the last rows ─▶ …
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.orchestrator.observability.monitoring.stages import SOURCE, StageView, before
+
+A_PROMPT = "a prompt"
+"""The thing that is waited for where nothing is under way."""
+MOST_AWAITED = 32
+"""Most actors that are told of as holding what a stage lacks: those that have held it longest. 64 ranks that wait for a
+thousand engines would be 64,000 waits."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    who: str
+    on: str
+    what: str
+
+
+def waits_of(described: Mapping[str, Any], stages: Sequence[StageView]) -> list[Wait]:
+    """All waits, each once. `described`: what `StoreClient.describe` says. `stages`: in the order of the dataflow, its
+    source and its train stage among them."""
+    found: dict[Wait, None] = {}
+    by_name = {stage.name: stage for stage in stages}
+    for name, count in (described.get("waiting") or {}).items():
+        if not count:
+            continue
+        if name == "put":
+            found |= dict.fromkeys(_for_credits(described, stages))
+        elif name in by_name:
+            blockers = list(_blockers(described, stages, by_name[name], frozenset()))
+            awaited = [one for one in blockers if one[1] != A_PROMPT] or blockers
+            for who in _idle(described, by_name[name]):
+                found |= {Wait(who, on, what): None for on, what in awaited[:MOST_AWAITED] if on != who}
+    return list(found)
+
+
+def longest_first(leases: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Leases, the longest held first; those of unknown time come last."""
+    return sorted(leases, key=lambda lease: -(lease.get("held_s") or 0.0))
+
+
+def _idle(described: Mapping[str, Any], stage: StageView) -> list[str]:
+    """Actors that ask for rows of a stage and hold none of it. Ranks that share rounds are counted by the store and not
+    named: all of them ask for each."""
+    busy = {lease["owner"] for lease in described.get("leases") or () if lease["stage"] == stage.name}
+    named = dict.fromkeys((described.get("waiters") or {}).get(stage.name) or stage.members)
+    return [name for name in named if name not in busy]
+
+
+def _blockers(
+    described: Mapping[str, Any], stages: Sequence[StageView], stage: StageView, seen: frozenset[str]
+) -> Iterator[tuple[str, str]]:
+    """Actors that hold what the stage lacks, or else those before them, each with what it holds."""
+    for one in before(stage, stages):
+        if one.name in seen:
+            continue
+        if one.name == SOURCE:
+            yield from ((member, A_PROMPT) for member in one.members)
+            continue
+        owners: dict[str, int] = {}
+        for lease in longest_first(described.get("leases") or ()):
+            if lease["stage"] == one.name:
+                owners[lease["owner"]] = owners.get(lease["owner"], 0) + int(lease["open_rows"])
+        free = int(((described.get("rows") or {}).get(one.name) or {}).get("free") or 0)
+        if owners:
+            yield from ((owner, f"{rows} row(s) of {one.name}") for owner, rows in owners.items())
+        elif free:
+            yield from ((member, f"{free} row(s) that {one.name} has not taken") for member in one.members)
+        else:
+            yield from _blockers(described, stages, one, seen | {stage.name})
+
+
+def _for_credits(described: Mapping[str, Any], stages: Sequence[StageView]) -> Iterator[Wait]:
+    """Waits of the prompts until a version is out that trained what is under way."""
+    credits = described.get("credits") or {}
+    under_way = f"{credits.get('active')} of {credits.get('max')} groups are under way"
+    what = f"version {int(credits.get('published') or 0) + 1} ({under_way})"
+    for source in (stage for stage in stages if stage.name == SOURCE):
+        for member in source.members:
+            yield from (Wait(member, rank, what) for rank in stages[-1].members)

@@ -1,0 +1,100 @@
+"""The last screen of `penstock run`: the results, where they lie, and what to try next, or how to go on."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.conf.errors import ConfigError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.configuration.compose import recipe_name
+from penstock.orchestrator.observability.reporting.summary import cards_of
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_place import RunPlace
+
+
+def print_summary(directory: Path, config: RunConfig, console: Console | None = None) -> None:
+    """Print the summary of a finished run, after the progress display has closed."""
+    console = console or Console(highlight=False)
+    try:
+        run = RunDirectory.open(directory)
+        found = cards_of(run)
+    except (OSError, ConfigError) as error:  # a lost mount; the run has come to its end all the same
+        console.print(f"\nThe run has ended, and its directory cannot be read: {error}", markup=False, soft_wrap=True)
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
+    for card in found:
+        style = {True: "bold green", False: "bold red", None: "bold"}[card.good]
+        table.add_row(card.label, Text(card.value, style), Text(card.detail, "dim"))  # errors may have brackets
+    console.print()
+    console.print(table)
+    console.print()
+    url = RunPlace.of_run(config).url
+    console.print(f"report    {_at(url, run.report)}", markup=False, soft_wrap=True)
+    if run.model.is_dir():
+        console.print(f"model     {_at(url, run.model)}", markup=False, soft_wrap=True)
+    console.print(f"all files {url or _short(run.path)}", markup=False, soft_wrap=True)
+    if url is not None:
+        console.print(f"also in   {_short(run.path)}", markup=False, soft_wrap=True)
+    console.print("\n[bold]Try next[/]")
+    for command, meaning in next_steps(config, run):
+        console.print(f"  {command}", markup=False, soft_wrap=True)
+        console.print(f"      [dim]{meaning}[/]", soft_wrap=True)
+
+
+def print_unfinished(config: RunConfig, run: RunDirectory, console: Console) -> None:
+    """Print where a failed or interrupted run lies, and how it goes on, before its error is told."""
+    name = run.path.name
+    if config.checkpoint.every_steps:
+        way_on = f"the same command with name={name} resume=auto goes on from the newest checkpoint, if there is one"
+    else:
+        way_on = "it took no checkpoints to go on from; checkpoint.every_steps=N takes them"
+    console.print(f"\nrun       {run.url or _short(run.path)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report    {_at(run.url, run.report)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"go on     {way_on}", markup=False, highlight=False, soft_wrap=True)
+
+
+def next_steps(config: RunConfig, run: RunDirectory) -> list[tuple[str, str]]:
+    """Commands that make sense after this run, with what they show."""
+    recipe = config.recipe or "arithmetic"
+    steps = []
+    model = f" model.path={_short(run.model)}" if run.model.is_dir() else ""
+    if config.max_staleness == 0 and config.algorithm.name != "sft":
+        steps.append(
+            (
+                f"penstock run recipe={recipe} max_staleness=1",
+                "generation runs one step ahead of training: compare samples/s",
+            )
+        )
+    if recipe_name(config) == "arithmetic":
+        steps.append(
+            (
+                f"penstock run recipe={recipe} data.options.max_terms=3{model}",
+                "sums of three numbers, from the model just trained",
+            )
+        )
+        steps.append(
+            (f"penstock run recipe={recipe} reward.function=my_reward.py:score", "a reward of your own: see README.md")
+        )
+        steps.append(
+            (
+                "penstock run recipe=gsm8k model=tiny trainer.max_steps=2",
+                "word problems, by the path of larger models; downloads openai/gsm8k, or data.path=FILE.jsonl",
+            )
+        )
+    steps.append((f"penstock validate recipe={recipe}", "every key that can be set, and the dataflow"))
+    return steps
+
+
+def _at(url: str | None, path: Path) -> str:
+    """The place of a file or directory of the run, for people."""
+    return _short(path) if url is None else f"{url}/{path.name}"
+
+
+def _short(path: Path) -> str:
+    """The path relative to the working directory, if it lies below that."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,166 @@
+"""The display of a run while it lasts: live in a terminal, one line a step elsewhere.
+
+The controller calls `phase` when it begins something that takes time, `step` once a step, `note` for what is worth a
+line, `warn` for what is wrong with the run. Bar, spinner, clocks and the estimate are rich's; `step_view.py` shows a
+step's metrics.
+"""
+
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
+from rich.live import Live
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.observability.reporting.step_view import LABEL, is_number, plain_line, step_view
+from penstock.orchestrator.observability.summary.elapsed import elapsed
+from penstock.orchestrator.run_directory.losses import Losses
+
+NUM_NOTES = 5
+WIDTH = 100
+
+
+class Progress:
+    """Lifecycle: made at the start, `close`d at the end; in between any order of calls, from any thread.
+
+        progress = Progress(config, "arithmetic-20260101-120000")
+        progress.phase("starting vLLM (about 20 s)")
+        progress.step(1, {"reward/mean": 0.4, "timing_s/step": 1.2})
+        progress.note("checkpoint written")
+        progress.close()
+
+    A run inside a run (a warm start) closes its own before the outer one goes on.
+    """
+
+    def __init__(
+        self, config: RunConfig, title: str, *, console: Console | None = None, losses: Losses | None = None
+    ) -> None:
+        """`losses`: counts lines that the output does not take."""
+        self.title = title
+        self.max_steps = config.trainer.max_steps
+        self.max_staleness = config.max_staleness
+        self.metrics: dict[str, Any] = {}
+        self.history: dict[str, list[float]] = {"reward/mean": [], "accuracy/heldout": [], "actor/loss": []}
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self._newest: tuple[str, str, str] | None = None
+        """Level, text and advice of the newest warning."""
+        self.current_step = 0
+        self._lock = threading.RLock()
+        self._console = console or Console()
+        self._losses = losses or Losses(lambda *_: None)
+        self._closed = False
+        self._steps = Bars(
+            BarColumn(None, style="grey37", complete_style="cyan", finished_style="green"),
+            TextColumn("step {task.completed}/{task.total}"),
+            Clock(),
+            speed_estimate_period=math.inf,  # the pace of all steps: one may take minutes
+            expand=True,
+        )
+        self._all_steps = self._steps.add_task("", total=self.max_steps)
+        self._phases = Bars(SpinnerColumn(style="cyan"), TextColumn("{task.description}", markup=False), Clock())
+        self._phase = self._phases.add_task("starting", total=None)
+        live = config.tracking.progress and self._console.is_terminal
+        self._live = self._start_live() if live else None
+
+    def _start_live(self) -> Live:
+        live = Live(console=self._console, get_renderable=self.render, refresh_per_second=4, vertical_overflow="crop")
+        live.start()
+        return live
+
+    def phase(self, text: str) -> None:
+        """Show what goes on from now on, with its elapsed time."""
+        changed = text != self._phases.tasks[0].description
+        self._phases.reset(self._phase, description=text)
+        if changed and self.current_step == 0:
+            self._print_timed(text)
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a step that is done. `metrics`: as in metrics.jsonl. Step 0 is an evaluation before training."""
+        with self._lock:
+            self.current_step = max(step, self.current_step)
+            self._steps.update(self._all_steps, completed=self.current_step)
+            self.metrics.update(metrics)
+            for name, values in self.history.items():
+                if is_number(metrics.get(name)):
+                    values.append(float(metrics[name]))
+        left = self._steps.tasks[0].time_remaining
+        eta = f"  ETA {elapsed(left)}" if left else ""
+        self._print(plain_line(step, self.max_steps, metrics) + eta)
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+        with self._lock:
+            self.notes.append(text)
+        self._print_timed(text)
+
+    def warn(self, level: str, text: str, advice: str) -> None:
+        """Show what is wrong with the run, and what to do. The newest warning stays on the screen."""
+        with self._lock:
+            self.warnings.append(f"{level}: {text}. {advice}")
+            self._newest = (level, text, advice)
+        self._print_timed(self.warnings[-1])
+
+    def _print_timed(self, text: str) -> None:
+        self._print(f"{elapsed(self._steps.tasks[0].elapsed)}  {text}")
+
+    def _print(self, line: str) -> None:
+        """Print a line to a log file. Rich's own display would write its last state only, and, after a failed write,
+        repeat all that is not written with each line."""
+        if self._console.quiet or (self._live is not None and not self._closed):
+            return
+        with self._losses.tolerating("output"):
+            try:
+                print(line, file=self._console.file, flush=True)
+            except BrokenPipeError:  # whoever reads it has had enough
+                self._console.on_broken_pipe()
+
+    def close(self) -> None:
+        """Leave the last state on the screen. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            if self._live is not None:
+                self._live.refresh()
+                self._live.stop()
+
+    def render(self) -> RenderableType:
+        """The whole display, made in the refresh thread."""
+        with self._lock:
+            width = min(WIDTH, self._console.width)
+            parts: list[RenderableType] = [Text(self.title, style="bold"), Constrain(self._steps, width)]
+            if self.metrics:
+                parts.append(Constrain(step_view(self.metrics, self.history, self.max_staleness, width), width))
+            if self._newest is not None:
+                parts.append(Constrain(_warning(*self._newest), width))
+            parts += [_line(f"  · {note}", "dim") for note in self.notes[-NUM_NOTES:]]
+            if not self._closed:
+                parts.append(self._phases)
+            return Group(*parts)
+
+
+class Clock(ProgressColumn):
+    """Column of the time that a task has taken, and will take where that can be told."""
+
+    def render(self, task: Task) -> Text:
+        more = "" if task.finished or task.time_remaining is None else f"  ETA {elapsed(task.time_remaining)}"
+        return Text(elapsed(task.elapsed) + more, style="dim", no_wrap=True)
+
+
+def _line(text: str, style: str) -> Text:
+    return Text(text, style=style, overflow="ellipsis", no_wrap=True)
+
+
+def _warning(level: str, text: str, advice: str) -> Table:
+    table = Table.grid(padding=(0, 0, 0, 1), pad_edge=True)
+    table.add_column(width=LABEL)
+    table.add_column()
+    table.add_row(Text(level, "yellow"), Text(text, "yellow"))
+    table.add_row("", Text(advice, "dim"))
+    return table

@@ -1,0 +1,152 @@
+"""A run that is looked at: what was read of its files so far, and answers from that.
+
+Metrics and samples have a lock each. So a search for a text in a million samples holds up neither the charts of the
+same run nor anything of another.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.orchestrator.observability.differences import differences_of
+from penstock.orchestrator.observability.summary.cards import cards
+from penstock.orchestrator.observability.summary.marks import marks_of
+from penstock.orchestrator.observability.ui.charts.drawn import plain
+from penstock.orchestrator.observability.ui.charts.themes import charts_of
+from penstock.orchestrator.observability.ui.runs.columns import Columns
+from penstock.orchestrator.observability.ui.runs.found import MAX_CHARACTERS, line_of
+from penstock.orchestrator.observability.ui.runs.own_files import MOST_STATE_BYTES, read_config, read_events, read_json
+from penstock.orchestrator.observability.ui.runs.printed import printed
+from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts, Wanted
+from penstock.orchestrator.observability.ui.runs.thinning import thinned
+from penstock.orchestrator.observability.ui.runs.token_texts import TokenTexts
+from penstock.orchestrator.observability.ui.runs.traced import Traced
+
+MAX_EVENTS = 500
+"""Most events that are shown, the newest."""
+MAX_POINTS = 4000
+"""Most points of a curve, whatever is asked for."""
+LAST_STEPS = 3
+"""Number of the last steps that the timeline shows where none are asked for."""
+MARKED = ("fault", "ended", "recovered", "returned", "warning")
+"""Events that the timeline marks."""
+FAILURES = ("fault", "ended", "failed", "return_failed")
+"""Events that tell of something that went wrong."""
+MOST_FAILURES = 20
+INDEX_S = 0.2
+"""Seconds of one answer for taking up new files of samples."""
+
+
+class OpenRun:
+    """Lifecycle: any answer, at any time, from any thread."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._path, self._run = path, run
+        self._reading_metrics, self._reading_samples = threading.Lock(), threading.Lock()
+        self._reading_spans = threading.Lock()
+        self._columns = Columns(path / "metrics.jsonl")
+        self._rollouts = Rollouts(path / "samples")
+        self._traced = Traced(path / "spans.jsonl")
+        self._texts: TokenTexts | None = None
+
+    def described(self) -> dict[str, Any]:
+        """The run's line and cards, its configuration, its events, and its charts."""
+        config = read_config(self._path)
+        keys, num_steps, num_unreadable = self._read()
+        line, events = line_of(self._path, self._run), read_events(self._path)
+        with self._reading_metrics:
+            shown = cards(self._columns, config, events, line.seconds or 0.0)
+        return {
+            "line": asdict(line),
+            "cards": [asdict(card) for card in shown],
+            "description": str(config.get("description") or "")[:MAX_CHARACTERS],
+            "config": config,
+            "changed": differences_of(config),
+            "events": events[-MAX_EVENTS:],
+            "marks": [mark.plain() for mark in marks_of(events)],
+            "charts": [chart.plain() for chart in charts_of(keys, config)],
+            "num_steps": num_steps,
+            "num_unreadable": num_unreadable,
+        }
+
+    def metrics(self) -> list[str]:
+        """Metrics that have a value at some step."""
+        return self._read()[0]
+
+    def series(self, keys: Sequence[str], points: int, first: float, last: float) -> dict[str, Any]:
+        """Steps and values of each metric, by metric, and where there are more than `points`, the range around each."""
+        with self._reading_metrics:
+            self._columns.update()
+            steps, known = self._columns.steps, set(self._columns.keys)
+            columns = {key: self._columns[key] if key in known else None for key in keys}
+        found: dict[str, Any] = {}
+        for key, values in columns.items():
+            if values is None:
+                found[key] = {"steps": [], "mean": []}
+                continue
+            few = thinned(steps, values, max(1, min(points, MAX_POINTS)), first, last)
+            found[key] = {"steps": plain(few.steps), "mean": plain(few.mean)}
+            if few.low is not None and few.high is not None:
+                found[key] |= {"low": plain(few.low), "high": plain(few.high)}
+        return found
+
+    def samples(self, wanted: Wanted) -> dict[str, Any]:
+        """A page of the run's samples, and how far its files are known."""
+        with self._reading_samples:
+            rollouts = self._rollouts
+            rollouts.update(INDEX_S)
+            known, every = rollouts.num_files
+            found = rollouts.find(wanted)
+            pa.default_memory_pool().release_unused()  # of files that were looked through for a text
+            return {
+                **found,
+                "known": known,
+                "files": every,
+                "unreadable": rollouts.num_unreadable,
+                "reasons": list(rollouts.reasons),
+            }
+
+    def sample(self, step: int, place: int) -> dict[str, Any]:
+        """A sample with its tokens. Raises `LookupError`."""
+        with self._reading_samples:
+            row = self._rollouts.sample(step, place)
+            if self._texts is None:
+                self._texts = TokenTexts(self._path, read_config(self._path))
+            ids = row.get("response_ids")
+            return {**row, "token_texts": self._texts.of(ids if isinstance(ids, list) else [])}
+
+    def timeline(self, first: int | None, last: int | None) -> dict[str, Any]:
+        """Times at which actors were busy in these steps, and members that were lost meanwhile. None: the last few
+        steps."""
+        with self._reading_spans:
+            self._traced.update()
+            if (bounds := self._traced.bounds) is None:
+                return {"bounds": None, "steps": [], "events": []}
+            last = bounds[1] if last is None else last
+            first = last - LAST_STEPS + 1 if first is None else first
+            steps = self._traced.lines(first, last)
+        events = [event for event in self._events() if event.get("kind") in MARKED]
+        return {"bounds": bounds, "steps": steps, "events": events}
+
+    def state(self) -> dict[str, Any]:
+        """Actors that are there, and which wait for which, as the run has told last."""
+        line = asdict(line_of(self._path, self._run))
+        return {"line": line, "state": read_json(self._path, "state.json", MOST_STATE_BYTES)}
+
+    def logs(self, member: str, text: str, only_trouble: bool) -> dict[str, Any]:
+        """Lines that actors printed, and what the run failed with. Raises `LookupError`."""
+        failed = [event for event in self._events() if event.get("kind") in FAILURES]
+        return {**printed(self._path / "logs", member, text, only_trouble), "failures": failed[-MOST_FAILURES:]}
+
+    def _events(self) -> list[dict[str, Any]]:
+        return read_events(self._path)[-MAX_EVENTS:]
+
+    def _read(self) -> tuple[list[str], int, int]:
+        """Read new lines. Returns the metrics, and the numbers of steps and of unreadable lines."""
+        with self._reading_metrics:
+            self._columns.update()
+            return self._columns.keys, len(self._columns.steps), self._columns.num_unreadable

@@ -1,0 +1,108 @@
+"""A file to which records are appended: whole, in order, each once, even if its disk is full or away for a while."""
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.orchestrator.run_directory.losses import Losses
+
+MAX_WAITING = 10_000
+"""Most records of one file that are kept in memory, tens of MiB; beyond that the oldest is lost."""
+KEPT = f"Up to {MAX_WAITING:,} of its records wait in memory until it can."
+
+
+class AppendedFile:
+    """Lifecycle: `append` at any time, `close` at the end; the file is opened when it is first needed.
+
+    After an error it is opened anew: a file system that was away comes back under the same path, and what there is of a
+    record that was half written is cut away. `waiting` is what the file does not have yet.
+    """
+
+    def __init__(self, path: Path, kind: str, losses: Losses, open_file: Callable[[Path], int]) -> None:
+        """`open_file`: returns a descriptor for appending, after the last whole record of an earlier process. It may
+        raise `OSError`, and what else it raises `append` raises."""
+        self.waiting: deque[bytes] = deque()
+        self._path, self._kind, self._losses, self._open_file = path, kind, losses, open_file
+        self._descriptor: int | None = None
+        self._end: int | None = None
+        """Size of the file with all whole records; None before the file was first opened."""
+
+    def append(self, record: bytes) -> None:
+        self.waiting.append(record)
+        if len(self.waiting) > MAX_WAITING:
+            self.waiting.popleft()
+            self._losses.loses(self._kind)
+        self._write_what_waits()
+
+    def rewind(self, is_kept: Callable[[bytes], bool]) -> list[bytes]:
+        """Forget waiting records that are not to be kept, after the file itself was cut. Returns those that still
+        wait."""
+        self._let_go()
+        self._end = None
+        self.waiting = deque(filter(is_kept, self.waiting))
+        self._count()
+        return list(self.waiting)
+
+    def close(self) -> None:
+        """Try once more; what waits then is lost. May be called twice."""
+        try:
+            if self.waiting:
+                self._write_what_waits()
+        finally:
+            if num_lost := len(self.waiting):
+                self._losses.loses(self._kind, num_lost)
+                self._losses.tell(f"{self._kind}: {num_lost:,} of its records are lost")
+            self.waiting.clear()
+            self._count()
+            self._let_go()
+
+    def _write_what_waits(self) -> None:
+        try:
+            while self.waiting:
+                self._write(self.waiting[0])
+                self.waiting.popleft()
+        except OSError as error:
+            self._cut_off()
+            self._let_go()
+            self._count()
+            self._losses.fails(self._kind, error, KEPT)
+        else:
+            self._count()
+            self._losses.works(self._kind)
+
+    def _write(self, record: bytes) -> None:
+        if self._descriptor is None:
+            self._open(record)
+        assert self._descriptor is not None
+        assert self._end is not None
+        rest = memoryview(record)
+        while rest:  # a full disk takes a part before it raises; so may a signal
+            rest = rest[os.write(self._descriptor, rest) :]
+        self._end += len(record)
+
+    def _open(self, record: bytes) -> None:
+        """Open the file. `record`: the next one, which may have been begun before the last error."""
+        self._descriptor = self._open_file(self._path)
+        size = os.lseek(self._descriptor, 0, os.SEEK_END)
+        end = size if self._end is None else min(size, self._end)
+        if size > end and record.startswith(os.pread(self._descriptor, size - end, end)):
+            os.ftruncate(self._descriptor, end)
+            size = end
+        self._end = size  # what is there and not of this record is somebody else's
+
+    def _cut_off(self) -> None:
+        """Cut off what is half written, for processes that read meanwhile; `_open` makes sure of it."""
+        if self._descriptor is not None and self._end is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._end)
+
+    def _let_go(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def _count(self) -> None:
+        self._losses.waits(self._kind, len(self.waiting))

@@ -1,0 +1,111 @@
+"""Brings a run from its URL into its working copy, to go on with it on this machine. `penstock report` and the like
+look at a run by `at_place`.
+"""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from penstock.conf.cluster import TrackingConfig
+from penstock.conf.errors import CheckpointError, ConfigError, RunInUse
+from penstock.orchestrator.run_directory.mirror import Mirror
+from penstock.orchestrator.run_directory.mirror_record import MirrorRecord
+from penstock.orchestrator.run_directory.mirrored import (
+    EVENTS,
+    METRICS,
+    Lines,
+    is_ahead,
+    is_fetched,
+    seen_of,
+    whole_lines,
+)
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_lock import FILE, RunLock
+from penstock.orchestrator.run_directory.run_place import RunPlace
+from penstock.workers.files import download, exists, find, read_if_there
+
+RECORDS = ("config.yaml", METRICS, "cluster.json", EVENTS)
+"""Files by which a run is looked at."""
+
+
+def bring_here(place: RunPlace) -> None:
+    """Bring the run's newest state into its working copy: what is at the URL replaces it if another machine went on
+    since. Raises `RunInUse`, `CheckpointError`."""
+    if place.url is None or not _is_ahead(place.path, place.url):
+        return
+    lock = RunLock.take(place.path, place.url)
+    try:
+        if _is_ahead(place.path, place.url):
+            _replace(place.path, place.url)
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def at_place(run: str, *, more: Callable[[Sequence[str]], Iterable[str]] = lambda names: ()) -> Iterator[RunDirectory]:
+    """The run in a directory or at a URL, to be looked at. A run at a URL is looked at in its working copy if that is
+    as new, else in a copy that is gone after the block. `more`: selects, from all files' names, those that are wanted
+    beside the records. Raises `ConfigError` if there is no run, `CheckpointError` if that cannot be told."""
+    place = RunPlace.at(run)
+    if place.url is None:
+        yield RunDirectory.open(run)
+        return
+    if not _is_ahead(place.path, place.url) and (place.path / "config.yaml").is_file():
+        yield RunDirectory.open(place.path, place.url)
+        return
+    if not exists(f"{place.url}/config.yaml"):
+        raise ConfigError(f"{place.url}: there is no run. A run is at output_dir/name, and has a config.yaml.")
+    with tempfile.TemporaryDirectory(prefix="penstock-run-") as folder:
+        copy, names = Path(folder, place.path.name), find(place.url)
+        _fetch(copy, place.url, [*(name for name in RECORDS if name in names), *more(names)])
+        yield RunDirectory.open(copy, place.url)
+
+
+def bring_all(directory: RunDirectory) -> None:
+    """Bring to a run's URL what is in its working copy, or was made in a copy of it, and is not there. A process that
+    works in it does so itself. Raises `CheckpointError` that names what could not be brought."""
+    assert directory.url is not None
+    try:
+        lock = RunLock.take(directory.path, directory.url)
+    except RunInUse:
+        return
+    try:
+        told: list[str] = []
+        directory.losses.tell_to(told.append)
+        if missing := Mirror(directory.path, directory.url, TrackingConfig(), directory.losses).pass_over(
+            everything=True
+        ):
+            raise CheckpointError(f"{directory.url}: {len(missing)} file(s) do not come there. {' '.join(told)}")
+    finally:
+        lock.release()
+
+
+def _is_ahead(path: Path, url: str) -> bool:
+    events = read_if_there(f"{url}/{EVENTS}")
+    far = None if events is None else Lines(events, read_if_there(f"{url}/{METRICS}") or b"")
+    local = Lines(_local(path / EVENTS), _local(path / METRICS)) if (path / EVENTS).is_file() else None
+    return is_ahead(far, local)
+
+
+def _local(file: Path) -> bytes:
+    return whole_lines(file.read_bytes()) if file.is_file() else b""
+
+
+def _replace(path: Path, url: str) -> None:
+    """Replace a working copy by what is at the URL. Events come last: a copy without them is fetched again."""
+    for entry in path.iterdir():
+        if entry.name == FILE:
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    names = sorted(filter(is_fetched, find(url)), key=lambda name: (name == EVENTS, name))
+    _fetch(path, url, names)
+
+
+def _fetch(path: Path, url: str, names: Sequence[str]) -> None:
+    download(url, path, names)
+    MirrorRecord(url, {name: seen_of(path / name) for name in names}).write(path)

@@ -1,0 +1,229 @@
+"""Brings what a run leaves in its directory to its URL, from a thread, while the run goes on.
+
+    every few seconds:  look ─▶ what is due (`mirrored.py`) ─▶ upload: models, samples, report, …, then metrics, events
+
+Training never waits for it. What cannot be uploaded is told once and counted (`losses.py`), and tried again; at the end
+there is one last pass, and the user is told what did not arrive. A file is seen whole at the URL, and one of lines up
+to a whole line. The event that a run is over comes there once everything else of it is there: a reader that finds the
+last event finds the model.
+"""
+
+import contextlib
+import threading
+import time
+from pathlib import Path, PurePosixPath
+
+from penstock.conf.cluster import TrackingConfig
+from penstock.conf.errors import CheckpointError, RunInUse
+from penstock.orchestrator.run_directory.losses import Losses
+from penstock.orchestrator.run_directory.mirror_record import MirrorRecord
+from penstock.orchestrator.run_directory.mirrored import (
+    EVENTS,
+    Seen,
+    due,
+    gone,
+    is_appended,
+    is_lines,
+    look,
+    whole_lines,
+    without_end,
+)
+from penstock.workers.files import remove, upload, write_bytes
+
+KIND = "upload"
+LONGEST_PAUSE_S = 60.0
+"""Longest pause between two passes while uploads to the URL fail."""
+LAST_PASSES, LAST_PAUSE_S = 3, 2.0
+"""Number of passes at the end while something is missing, and the pause between two."""
+DISCARD_S = 30.0
+"""Deadline for the upload that is under way when a run is refused."""
+TELL_AFTER_S = 5.0
+"""Seconds after which the user is told of a last pass that is not over."""
+TOLD_NAMES = 3
+
+
+class Mirror:
+    """Lifecycle: `begin`, `bring` at any time, and `close` or `discard` at the end."""
+
+    def __init__(self, directory: Path, url: str, tracking: TrackingConfig, losses: Losses) -> None:
+        self._directory, self._url, self._losses = directory, url, losses
+        self._every_s, self._timeout_s = tracking.upload_every_s, tracking.upload_timeout_s
+        self._record = MirrorRecord.of(directory, url)
+        self._before: dict[str, Seen] = {}
+        """Files as the last look has seen them, by name."""
+        self._uploaded_at: dict[str, float] = {}
+        self._missing: list[str] = []
+        """Names of the files that the last pass has left."""
+        self._num_failures = 0
+        """Number of passes since the last that brought what was due."""
+        self._turn = threading.Condition()
+        self._asked, self._done = 0, 0
+        """Numbers of passes that were asked for by `bring`, and of those that are over."""
+        self._closing, self._abandoned = False, False
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        with contextlib.suppress(OSError):  # runs before the run ask it where they are; told by what is written next
+            self._record.write(self._directory)
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        self._thread.start()
+
+    def bring(self, timeout_s: float) -> bool:
+        """Upload what is there now. Returns whether it is at the URL in time. An upload that hangs is not waited for
+        again."""
+        with self._turn:
+            if self._thread is None or self._closing or self._asked > self._done:
+                return False
+            self._asked += 1
+            asked = self._asked
+            self._turn.notify_all()
+            if self._turn.wait_for(lambda: self._done >= asked, timeout_s):
+                return not self._missing
+        self._fails(TimeoutError(f"no end within {timeout_s:g} s"))
+        return False
+
+    def close(self) -> list[str]:
+        """Make the last pass, within its deadline. Returns the names of what is missing. May be called twice."""
+        if self._thread is None:
+            return []
+        thread, self._thread = self._thread, None
+        with self._turn:
+            self._closing = True
+            self._turn.notify_all()
+        try:
+            thread.join(min(TELL_AFTER_S, self._timeout_s))
+            if thread.is_alive():
+                self._losses.tell(f"{KIND}: bringing the rest to {self._url}")
+                thread.join(max(0.0, self._timeout_s - TELL_AFTER_S))
+        finally:
+            self._abandoned = True
+            missing = self._not_there()
+            self._losses.waits(KIND, 0)
+            if missing:
+                self._losses.loses(KIND, len(missing))
+                self._losses.tell(_farewell(missing, self._url, self._directory))
+        return missing
+
+    def discard(self) -> None:
+        """Stop, and remove what was uploaded."""
+        thread, self._thread = self._thread, None
+        self._abandoned = True
+        with self._turn:
+            self._closing = True
+            self._turn.notify_all()
+        if thread is not None:
+            thread.join(min(DISCARD_S, self._timeout_s))
+        with contextlib.suppress(CheckpointError, OSError):
+            for name in list(self._record.files):
+                remove(f"{self._url}/{name}")
+
+    def _work(self) -> None:
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._closing or self._asked > self._done, self._pause_s())
+                asked, is_last = self._asked, self._closing
+            self.pass_over(everything=is_last or asked > self._done)
+            with self._turn:
+                self._done = asked
+                self._turn.notify_all()
+            if is_last:
+                break
+        for _ in range(LAST_PASSES - 1):
+            if not self._missing or self._abandoned:
+                break
+            time.sleep(LAST_PAUSE_S)
+            self.pass_over(everything=True)
+
+    def _pause_s(self) -> float:
+        return max(self._every_s, min(LONGEST_PAUSE_S, self._every_s * 2.0**self._num_failures))
+
+    def pass_over(self, *, everything: bool) -> list[str]:
+        """Upload what is due. Returns the names of what is missing at the URL after that."""
+        seen, lines = self._look()
+        waited_s = {name: time.monotonic() - at for name, at in self._uploaded_at.items()}
+        files, failures, has_changed = self._record.files, 0, False
+        for name in due(seen, self._before, files, waited_s, self._every_s, everything=everything):
+            if self._abandoned:
+                break
+            data = lines.get(name)
+            is_whole = True
+            if data is not None and PurePosixPath(name).name == EVENTS and _others(name, seen, files):
+                held = without_end(data)
+                is_whole, data = len(held) == len(data), held
+            try:
+                self._upload(name, seen[name], data)
+            except (CheckpointError, OSError) as error:
+                if (self._directory / name).exists():
+                    failures += 1
+                    self._fails(OSError(f"{name}: {error.__cause__ or error}"))
+                continue
+            self._uploaded_at[name] = time.monotonic()
+            has_changed = has_changed or name not in lines
+            if is_whole:
+                files[name] = seen[name]
+        has_changed = self._remove(gone(seen, files)) or has_changed
+        self._before = seen
+        self._missing = [name for name in seen if files.get(name) != seen[name]]
+        self._losses.waits(KIND, len(self._missing) if failures else 0)
+        self._num_failures = self._num_failures + 1 if failures else 0
+        if not failures:
+            self._losses.works(KIND)
+        if has_changed or everything:
+            with contextlib.suppress(OSError):  # what it does not say is uploaded again
+                self._record.write(self._directory)
+        return self._missing
+
+    def _look(self) -> tuple[dict[str, Seen], dict[str, bytes]]:
+        """All files, and the whole lines of changed files of lines. Lines are read before other files are looked at, so
+        that they tell of nothing that is not seen."""
+        first = {name: facts for name, facts in look(self._directory).items() if is_lines(name)}
+        lines = {}
+        for name, facts in first.items():
+            with contextlib.suppress(OSError):
+                if facts != self._record.files.get(name):
+                    lines[name] = whole_lines((self._directory / name).read_bytes())
+        return {name: facts for name, facts in look(self._directory).items() if not is_lines(name)} | first, lines
+
+    def _upload(self, name: str, seen: Seen, data: bytes | None) -> None:
+        """Upload a file. Raises `CheckpointError`, `OSError`."""
+        if data is None and is_appended(name):
+            with (self._directory / name).open("rb") as file:
+                data = file.read(seen.num_bytes)
+        if data is not None:
+            write_bytes(f"{self._url}/{name}", data)
+        else:
+            parent = PurePosixPath(name).parent.as_posix()
+            upload(self._directory / name, self._url if parent == "." else f"{self._url}/{parent}")
+
+    def _remove(self, names: list[str]) -> bool:
+        for name in names:
+            with contextlib.suppress(CheckpointError, OSError):
+                remove(f"{self._url}/{name}")
+                del self._record.files[name]
+        return bool(names)
+
+    def _not_there(self) -> list[str]:
+        seen, files = look(self._directory), dict(self._record.files)
+        return [name for name in seen if files.get(name) != seen[name]]
+
+    def _fails(self, error: OSError) -> None:
+        with contextlib.suppress(RunInUse):  # told where the run itself writes
+            self._losses.fails(KIND, error, f"It is tried again; until then it is in {self._directory} only.")
+
+
+def _others(events: str, seen: dict[str, Seen], uploaded: dict[str, Seen]) -> bool:
+    """Return whether something else of the same run is not at the URL."""
+    folder = PurePosixPath(events).parent
+    return any(
+        name != events and uploaded.get(name) != facts
+        for name, facts in seen.items()
+        if folder in PurePosixPath(name).parents
+    )
+
+
+def _farewell(missing: list[str], url: str, directory: Path) -> str:
+    names = ", ".join(missing[:TOLD_NAMES]) + (", …" if len(missing) > TOLD_NAMES else "")
+    return (
+        f"{KIND}: {len(missing)} file(s) have not come to {url}: {names}. They are in {directory}; "
+        f"`penstock report {url}` on this machine brings them there."
+    )

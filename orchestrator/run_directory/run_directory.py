@@ -1,0 +1,380 @@
+"""The files of one run, under `runs/<name>/`: what is written how, and how it stays valid whenever the run stops.
+
+    config.yaml     resolved                  metrics.jsonl   one object a step
+    events.jsonl    start, failures, …        samples/        step_N.parquet: what was trained
+    spans.jsonl     busy times of actors      model/          final weights as a HF model
+    timeline.json   the same, Chrome trace    state.json      present waits of actors
+    report.html     plots/                    tensorboard/
+    cluster.json    where its actors are      checkpoints/    global_step_N: to go on from
+    run.lock        the process in it         stacks/         of members that did not answer any more
+    logs/           what actors printed       threads.json    numbers of actors' threads
+    trackers/       their ids of the run      wandb/          files of W&B
+
+The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
+(`appended_file.py`), any other file written whole (`workers/whole_files.py`): a run that is killed leaves whole files,
+and whole lines but perhaps the last one. One process at a time works in it (`run_lock.py`). Once the run has begun,
+what cannot be written does not end it (`losses.py`): lines wait until they can be, samples and timeline are lost. With
+a URL as output_dir it is a working copy on this machine (`run_place.py`), which `mirror.py` brings to the URL.
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.conf.cluster import TrackingConfig
+from penstock.conf.errors import CheckpointError, ConfigError, PenstockError, RunInUse
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.configuration.compose import to_yaml
+from penstock.orchestrator.run_directory.appended_file import AppendedFile
+from penstock.orchestrator.run_directory.json_lines import cut_lines, each_line, line_of, open_for_lines, read_lines
+from penstock.orchestrator.run_directory.losses import Losses
+from penstock.orchestrator.run_directory.mirror import Mirror
+from penstock.orchestrator.run_directory.mirror_record import url_of
+from penstock.orchestrator.run_directory.mirrored import EVENTS, LOGS, METRICS, RECORD, SPANS, STATE
+from penstock.orchestrator.run_directory.run_lock import RunLock
+from penstock.orchestrator.run_directory.run_place import RunPlace, cannot_make, checked_name, new_place
+from penstock.orchestrator.run_directory.run_url import has_begun_at, made_free
+from penstock.orchestrator.run_directory.timeline import Timeline, chrome_trace
+from penstock.workers.whole_files import replacing, write_whole
+
+MADE_AT_START = (
+    "config.yaml", EVENTS, "timeline.json", "report.html", "plots", "cluster.json", "initial_model",
+    "resumed_store", "resumed_models", "tensorboard", "trackers", "wandb", METRICS, RECORD, SPANS, STATE, LOGS,
+    "threads.json",
+)  # fmt: skip
+"""Names of what may be there of a run that has no results yet."""
+
+
+class RunDirectory:
+    """The directory of a run: created at its start, appended to while it lasts, closed at its end; later opened to be
+    read.
+
+    directory = RunDirectory.create(config)
+    directory.mirror(config.tracking)
+    directory.event("start", num_steps=100)
+    directory.log_metrics({"step": 1, "reward/mean": 0.5})
+    directory.write_samples(10, rows)
+    directory.close()
+    """
+
+    def __init__(self, path: Path, url: str | None = None) -> None:
+        """`url`: the URL that the directory is a working copy of."""
+        self.path, self.url = path, url
+        self.timeline = Timeline()
+        self.losses = Losses(lambda kind, error: self.event("recording_failed", what=kind, error=str(error)))
+        self._files: dict[str, AppendedFile] = {}
+        self._locks: list[RunLock] = []
+        self._mirror: Mirror | None = None
+        self._appending = threading.RLock()
+        """Lock for appending, since events come from the mirror's thread too."""
+        self._is_anothers = False
+        """True once another process has taken the directory while its file system was away."""
+
+    @classmethod
+    def create(cls, config: RunConfig, *, now: Callable[[], float] = time.time) -> "RunDirectory":
+        """Make the directory of a new run, lock it and write its config.yaml. Sets `config.name` if it was null.
+
+        What a run without results left is replaced. Raises `ConfigError` when a run of that name is there already,
+        or the place cannot be written, `RunInUse` when another process has it, `CheckpointError` for a silent URL.
+        """
+        if config.name is None:
+            place = new_place(config, now(), has_begun_at)
+        else:
+            place = RunPlace.of(config.output_dir, checked_name(config.name))
+        directory = cls(place.path, place.url)
+        directory.lock(place.path, f"name={config.name}")
+        try:
+            is_at_url = place.url is not None and not made_free(place.url, MADE_AT_START)
+            if is_at_url or directory.has_begun:
+                raise ConfigError(
+                    f"name={config.name}: {place.url if is_at_url else place.path} already holds a run. Add "
+                    "resume=auto to go on with it from its newest checkpoint, choose another name=..., or leave it out."
+                )
+        except PenstockError:
+            directory.close()
+            raise
+        try:
+            if directory.config_file.is_file():
+                directory._clear()
+            directory.write_text("config.yaml", to_yaml(config))
+        except OSError as error:
+            directory.discard()
+            raise cannot_make(place.path, error) from None
+        return directory
+
+    @classmethod
+    def open(cls, path: str | Path, url: str | None = None) -> "RunDirectory":
+        """Open an existing run, to be read. Raises `ConfigError` if `path` is none."""
+        found = Path(path).expanduser().resolve()
+        if not found.is_dir():
+            raise ConfigError(f"{path}: there is no such directory. A run is a directory under runs/.")
+        if not (found / "config.yaml").is_file():
+            raise ConfigError(f"{path}: holds no config.yaml, so it is no run. A run is a directory under runs/.")
+        return cls(found, url)
+
+    @property
+    def place(self) -> str:
+        """The place where people find the run: its URL, or its directory."""
+        return str(self.path) if self.url is None else self.url
+
+    @property
+    def run_id(self) -> str:
+        """The run's name, after its parent's if it is a run before a run: `sums.warm_start`."""
+        parent = RunDirectory(self.path.parent)
+        return f"{parent.run_id}.{self.path.name}" if parent.config_file.is_file() else self.path.name
+
+    @property
+    def has_begun(self) -> bool:
+        """True if results of the run are there that would be costly to make again, or if that cannot be seen."""
+        if self._is_anothers or self.losses.waiting["metrics"]:
+            return True
+        try:
+            results = (self.model, self.checkpoints, self.samples, *self.path.glob("*/config.yaml"))
+            is_here = self.read_metrics() or (self.config_file.is_file() and any(path.exists() for path in results))
+            return bool(is_here) or (self.url is not None and has_begun_at(self.url))
+        except (OSError, CheckpointError):
+            return True
+
+    # Its life.
+
+    def lock(self, place: Path, what: str) -> None:
+        """Keep other processes out of `place` until `close`. Raises `RunInUse`, `ConfigError`."""
+        try:
+            lock = RunLock.take(place, what)
+        except OSError as error:
+            raise cannot_make(place, error) from None
+        self._locks.append(lock)
+        if not lock.keeps_out:
+            self.losses.tell(
+                f"{place} is on a file system without locks (flock): nothing keeps a second command out of it. See "
+                f"that there is none, or choose a place that has them for {what.partition('=')[0]}."
+            )
+
+    def mirror(self, tracking: TrackingConfig) -> None:
+        """Begin to bring what is written here to the run's URL, if it has one. The directory of a run before a run is
+        brought there with the other's."""
+        if self.url is not None and url_of(self.path.parent) is None:
+            self._mirror = Mirror(self.path, self.url, tracking, self.losses)
+            self._mirror.begin()
+
+    def bring(self, timeout_s: float) -> None:
+        """Bring what is here to the URL, as far as that can be done in time."""
+        if self._mirror is not None:
+            self._mirror.bring(timeout_s)
+
+    def rewind(self, config: RunConfig, step: int | None = None, metrics: Mapping[str, Any] | None = None) -> None:
+        """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again; None: none go.
+        config.yaml becomes this run's. `metrics`: those of that step, for a run that was killed before it had written
+        its line. Raises `ConfigError`."""
+
+        def is_kept(line: Mapping[str, Any]) -> bool:
+            return step is None or int(line.get("step", 0)) <= step
+
+        try:
+            self._rewind(SPANS, is_kept)
+            kept = self._rewind(METRICS, is_kept)
+            if (text := to_yaml(config)) != self.config_file.read_text(encoding="utf-8"):
+                self.write_text("config.yaml", text)
+        except OSError as error:
+            raise ConfigError(
+                f"name={config.name}: cannot go on in {self.path} ({error.strerror}). Make room there, or see whether "
+                "its file system answers."
+            ) from None
+        if metrics and all(line.get("step") != step for line in kept):
+            self.log_metrics(metrics)
+
+    def _rewind(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Cut a file of lines, and what waits to be written to it. Returns what stays. Raises `OSError`."""
+        kept = cut_lines(self.path / name, is_kept)
+        if (file := self._files.get(name)) is not None:
+            kept += map(json.loads, file.rewind(lambda line: is_kept(json.loads(line))))
+        return kept
+
+    def discard(self) -> None:
+        """Close, and remove what was made: the name is free again. Files that something else wrote stay."""
+        if self._mirror is not None:
+            self._mirror.discard()
+        self._close_files()
+        with contextlib.suppress(OSError):
+            self._clear()
+        for lock in self._locks:
+            lock.release(remove=True)
+        with contextlib.suppress(OSError):  # something else is in there
+            self.path.rmdir()
+
+    def close(self) -> None:
+        """Write the timeline, and what lines still wait; bring the rest to the URL; release files and locks. May be
+        called twice."""
+        with contextlib.ExitStack() as let_go:  # of all, whatever one of them raises
+            for lock in self._locks:
+                let_go.callback(lock.release)
+            let_go.callback(self._close_files)  # again: the mirror's trouble is an event
+            if self._mirror is not None:
+                let_go.callback(self._mirror.close)
+            let_go.callback(self._close_files)
+            if self._files and not self._is_anothers:
+                self.write_timeline()
+
+    def _close_files(self) -> None:
+        with contextlib.ExitStack() as let_go:
+            let_go.callback(self._files.clear)
+            for name in (EVENTS, METRICS, SPANS):  # from the last one on: the others' trouble is an event
+                let_go.callback(self._close_file, name)
+
+    def _close_file(self, name: str) -> None:
+        if name in self._files:
+            self._files[name].close()
+
+    def _clear(self) -> None:
+        for path in (self.path / name for name in MADE_AT_START):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    # Where things are.
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def events_file(self) -> Path:
+        return self.path / EVENTS
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def model(self) -> Path:
+        """The directory of the final weights."""
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def initial_model(self) -> Path:
+        """The directory of a model that was made for this run, `model.path=null`."""
+        return self.path / "initial_model"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def cluster_file(self) -> Path:
+        """The file with the address of the run's cluster."""
+        return self.path / "cluster.json"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    # Writing.
+
+    def log_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Append the metrics of one step. Values that are no finite numbers become null."""
+        self._append(METRICS, metrics)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append an event to events.jsonl with the time in UTC."""
+        stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        self._append(EVENTS, {"time": stamp, "kind": kind, **fields})
+
+    def log_spans(self, line: Mapping[str, Any]) -> None:
+        """Append one step of the timeline (`monitoring/step_trace.py`)."""
+        self._append(SPANS, line)
+
+    def write_state(self, state: Mapping[str, Any]) -> None:
+        """Write the present state: which actors are there, and which wait for which."""
+        with self.losses.tolerating("state", is_renewed=True):
+            self.write_text(STATE, line_of(state))
+
+    def write_samples(self, step: int, table: Any) -> None:
+        """Write a `pyarrow.Table`, or `Rows` with their ids, as samples/step_N.parquet."""
+        from pyarrow import parquet
+
+        table = table.table_with_ids() if hasattr(table, "table_with_ids") else table
+        target = self.samples / f"step_{step}.parquet"
+        with self.losses.tolerating("samples"):
+            target.parent.mkdir(exist_ok=True)
+            with replacing(target) as part:
+                parquet.write_table(table, part, compression="zstd")
+
+    def write_stacks(self, name: str, text: str) -> str:
+        """Write the stacks of a member's threads. Returns the file's name in this directory."""
+        file = f"stacks/{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.txt"
+        with self.losses.tolerating("stacks"):
+            (self.path / file).parent.mkdir(exist_ok=True)
+            self.write_text(file, text)
+        return file
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write a whole file in one step: readers see the old one or the new one. Raises `OSError`."""
+        target = self.path / name
+        write_whole(target, text)
+        return target
+
+    def write_timeline(self) -> None:
+        with self.losses.tolerating("timeline", "It is lost."):
+            steps = itertools.chain(each_line(self.path / SPANS), self.timeline.rest())
+            with replacing(self.path / "timeline.json") as part, part.open("w", encoding="utf-8") as opened:
+                opened.writelines(chrome_trace(steps))
+
+    def _append(self, name: str, values: Mapping[str, Any]) -> None:
+        with self._appending:
+            if name not in self._files:
+                kind = name.removesuffix(".jsonl")
+                self._files[name] = AppendedFile(self.path / name, kind, self.losses, self._open_for_lines)
+            self._files[name].append(line_of(values).encode())
+
+    def _open_for_lines(self, file: Path) -> int:
+        """Open a file of lines. Raises `OSError`; `RunInUse`, the first time, if another process has the directory by
+        now."""
+        if self._is_anothers:
+            raise OSError(errno.EBUSY, f"{self.path} is in use by another process")
+        for lock in self._locks[:1]:  # its own: the first that was taken
+            try:
+                lock.check_held(f"name={self.path.name}")
+            except RunInUse:
+                self._is_anothers = True
+                raise
+        return open_for_lines(file)
+
+    # Reading.
+
+    def read_config(self) -> dict[str, Any]:
+        values = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        return values if isinstance(values, dict) else {}
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return read_lines(self.metrics_file)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        return read_lines(self.events_file)
+
+    def sample_files(self) -> list[Path]:
+        """Files of samples, by step."""
+        return sorted(self.samples.glob("step_*.parquet"), key=lambda file: int(re.sub(r"\D", "", file.stem) or 0))

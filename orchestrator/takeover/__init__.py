@@ -1,1 +1,0 @@
-"""Takeover of a dead command's actors by the next command: nothing is started again, and no step is lost."""

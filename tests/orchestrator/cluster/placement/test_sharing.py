@@ -1,0 +1,77 @@
+"""A rank and its engine get the same GPU. Ray counts GPUs without looking for them, so two are enough to be told of."""
+
+import pytest
+import ray
+
+from penstock.conf.errors import ResourceError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
+from penstock.orchestrator.cluster.placement.reservation import Reservation
+from penstock.orchestrator.cluster.placement.sharing import plan_sharing
+
+PLAN = [
+    ActorPlan("Store", "store"),
+    ActorPlan("Rollout-0", "rollout", 0.5, 0.5, "rollout", 0),
+    ActorPlan("Rollout-1", "rollout", 0.5, 0.5, "rollout", 1),
+    ActorPlan("Scorer-reference-0", "scorer", 0.5, 0.5, "reference", 0),
+    ActorPlan("Trainer-policy-0", "trainer", 0.5, 0.5, "train", 0),
+    ActorPlan("Trainer-policy-1", "trainer", 0.5, 0.5, "train", 1),
+    ActorPlan("Trainer-policy-2", "trainer", 0.5, 0.5, "train", 2),
+]
+
+
+def colocated(**more):
+    config = RunConfig(**{"placement": "colocated", **more})
+    config.trainer.num_gpus_per_rank = config.rollout.num_gpus_per_worker = 0.5
+    return config
+
+
+def test_rank_i_shares_with_engine_i_and_scorers_with_nobody():
+    shared = [[actor.name for actor in actors] for actors in plan_sharing(PLAN, colocated())]
+    assert shared == [["Rollout-0", "Trainer-policy-0"], ["Rollout-1", "Trainer-policy-1"], ["Trainer-policy-2"]]
+
+
+def test_engines_that_get_weights_in_gpu_memory_share_a_gpu_with_their_rank():
+    config = colocated(placement="disaggregated")
+    config.trainer.num_ranks = config.rollout.num_workers = 2
+    assert [[actor.name for actor in actors] for actors in plan_sharing(PLAN[:-1], config)] == [
+        ["Rollout-0", "Trainer-policy-0"],
+        ["Rollout-1", "Trainer-policy-1"],
+    ]
+    config.weights.transport = "shm"
+    assert plan_sharing(PLAN[:-1], config) == []
+
+
+def test_nobody_shares_without_gpus_or_with_devices_of_their_own():
+    assert plan_sharing(PLAN, RunConfig()) == []
+    without = [ActorPlan(actor.name, actor.role, rank=actor.rank) for actor in PLAN]
+    assert plan_sharing(without, colocated()) == []
+
+
+@ray.remote
+class Probe:
+    def gpus(self):
+        return ray.get_gpu_ids()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_ray_puts_a_rank_and_its_engine_on_one_gpu_and_gets_it_back_afterwards(cluster):
+    plan, config = PLAN[:3] + PLAN[4:6], colocated()
+    reservation = Reservation.make(plan, config, "penstock-first-00000000", 60)
+    probes = {
+        actor.name: Probe.options(
+            num_cpus=actor.num_cpus, num_gpus=actor.num_gpus, **reservation.options(actor)
+        ).remote()
+        for actor in sorted(plan[1:], key=lambda actor: actor.role)  # Ray would pack the two engines together
+    }
+    gpus = dict(zip(probes, ray.get([probe.gpus.remote() for probe in probes.values()], timeout=60), strict=True))
+    assert gpus["Rollout-0"] == gpus["Trainer-policy-0"]
+    assert gpus["Rollout-1"] == gpus["Trainer-policy-1"]
+    assert gpus["Rollout-0"] != gpus["Rollout-1"]
+    with pytest.raises(ResourceError, match="was not free within 1 s"):
+        Reservation.make(plan, config, "penstock-late-00000000", 1)
+    for probe in probes.values():
+        ray.kill(probe)
+    reservation.release()
+    Reservation.make(plan, config, "penstock-late-00000000", 60).release()

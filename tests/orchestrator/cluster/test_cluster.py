@@ -1,0 +1,60 @@
+"""What Ray leaves open on a machine, and Penstock does not."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from penstock.orchestrator.cluster.cluster import keep_token_private
+
+
+@pytest.fixture
+def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / ".ray" / "auth_token"
+
+
+def mode_of(file: Path) -> int:
+    return stat.S_IMODE(file.stat().st_mode)
+
+
+def test_a_token_is_made_that_its_user_alone_can_read_and_stays(token: Path) -> None:
+    keep_token_private()
+    made = token.read_text()
+    assert (mode_of(token), len(made)) == (0o600, 64)
+    keep_token_private()
+    assert token.read_text() == made
+    assert os.listdir(token.parent) == ["auth_token"]
+
+
+def test_one_that_others_can_read_is_closed_to_them(token: Path) -> None:
+    token.parent.mkdir()
+    token.write_text("of ray")
+    token.chmod(0o644)
+    keep_token_private()
+    assert (mode_of(token), token.read_text()) == (0o600, "of ray")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "x"), ("RAY_AUTH_TOKEN_PATH", "/x")]
+)
+def test_none_is_made_where_another_or_none_is_wanted(
+    token: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    keep_token_private()
+    assert not token.exists()
+
+
+def test_none_is_made_for_a_cluster_of_others(token: Path) -> None:
+    keep_token_private(is_joining=True)
+    assert not token.exists()
+
+
+def test_a_home_that_cannot_be_written_to_is_left_to_ray(token: Path) -> None:
+    """It says itself what it lacks."""
+    token.parent.write_text("a file")
+    keep_token_private()

@@ -1,0 +1,205 @@
+"""Of calls that wait for each other, the one that failed by itself is told; every wait ends."""
+
+import asyncio
+import concurrent.futures
+import threading
+import traceback
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
+
+from penstock.conf.errors import DataError, DeadlineExceeded, PartnerGone, WorkerDied, WorkerFailed
+from penstock.orchestrator.cluster.cluster import ray_calls as waiting
+from penstock.orchestrator.cluster.ray_calls import answer, answers, get_all, outcomes, translate
+
+
+class Ref:
+    """Plays Ray's reference to what a call returns."""
+
+    def __init__(self, *, after_s: float | None = 0.0, result: Any = None) -> None:
+        """`after_s`: None for an answer that never comes. `result`: an exception is raised."""
+        self._future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        if after_s is not None:
+            timer = threading.Timer(after_s, self._set, (result,))
+            timer.daemon = True
+            timer.start()
+
+    def _set(self, result: Any) -> None:
+        if isinstance(result, Exception):
+            self._future.set_exception(result)
+        else:
+            self._future.set_result(result)
+
+    def future(self) -> concurrent.futures.Future[Any]:
+        return self._future
+
+    def __await__(self) -> Any:
+        return asyncio.wrap_future(self._future).__await__()
+
+
+def wait(kind: str, refs: list[Ref], timeout_s: float = 600.0) -> list[Any]:
+    calls = [(f"Trainer-{i}", ref) for i, ref in enumerate(refs)]
+    if kind == "sync":
+        return get_all(calls, phase="step 3", timeout_s=timeout_s)
+
+    async def all_of() -> list[Any]:
+        return await asyncio.wait_for(answers(calls, phase="step 3", timeout_s=timeout_s), 60)
+
+    return asyncio.run(all_of())
+
+
+def crossed(error: Exception) -> Exception:
+    """As it comes out of an actor."""
+    return RayTaskError("step", "Traceback: one line\nof the remote", error).as_instanceof_cause()
+
+
+KINDS = pytest.mark.parametrize("kind", ["sync", "async"])
+
+
+@KINDS
+def test_answers_come_in_the_order_of_the_calls(kind: str) -> None:
+    assert wait(kind, [Ref(after_s=0.05, result="a"), Ref(result="b"), Ref(after_s=0.02, result="c")]) == [
+        "a",
+        "b",
+        "c",
+    ]
+
+
+@KINDS
+def test_a_rank_that_does_not_answer_does_not_hide_the_error_of_the_next(kind: str) -> None:
+    with pytest.raises(DataError, match="row 3"):
+        wait(kind, [Ref(after_s=None), Ref(result=crossed(DataError("row 3")))], timeout_s=20)
+
+
+@KINDS
+def test_the_death_of_a_rank_is_told_though_the_others_saw_it_first(kind: str) -> None:
+    survivor = Ref(result=crossed(PartnerGone("step 3, rank 0 of 2: another rank is gone")))
+    with pytest.raises(WorkerDied) as raised:
+        wait(kind, [survivor, Ref(after_s=0.1, result=ActorDiedError())])
+    assert str(raised.value).startswith("Trainer-1 has died")
+    assert "PartnerGone: step 3, rank 0 of 2: another rank is gone" in str(raised.value)
+
+
+@KINDS
+def test_a_consequence_alone_is_told_after_the_grace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "CAUSE_GRACE_S", 0.05)
+    with pytest.raises(PartnerGone, match="rank 0"):
+        wait(kind, [Ref(result=crossed(PartnerGone("rank 0: another rank is gone"))), Ref(after_s=None)])
+
+
+@KINDS
+def test_a_cause_waits_for_nobody(kind: str) -> None:
+    with pytest.raises(DataError):
+        wait(kind, [Ref(after_s=None), Ref(result=crossed(DataError("row 3")))])
+
+
+@KINDS
+def test_all_who_did_not_answer_are_named(kind: str) -> None:
+    with pytest.raises(DeadlineExceeded) as raised:
+        wait(kind, [Ref(after_s=None), Ref(result=1), Ref(after_s=None)], timeout_s=0.05)
+    assert "Trainer-0" in str(raised.value)
+    assert "Trainer-2" in str(raised.value)
+    assert "step 3" in str(raised.value)
+    assert "Trainer-1" not in str(raised.value)
+
+
+@KINDS
+def test_nothing_asked_is_nothing_answered(kind: str) -> None:
+    assert wait(kind, []) == []
+
+
+def test_what_crossed_ray_has_one_of_penstocks_names() -> None:
+    error = translate(crossed(ValueError("nonsense")), "Compute-a")
+    assert type(error) is WorkerFailed
+    assert str(error).startswith("Compute-a failed with ValueError: nonsense")
+    assert type(translate(crossed(DataError("row 3")), "Compute-a")) is DataError
+    assert type(translate(crossed(ActorDiedError()), "Rollout-0")) is PartnerGone
+    assert type(translate(ActorDiedError(), "Rollout-0")) is WorkerDied
+    assert type(translate(OutOfMemoryError("the node is low on memory"), "Rollout-0")) is WorkerDied
+    own = KeyError("x")
+    assert translate(own, "Rollout-0") is own
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be reported later", WorkerDied),
+        ("CUDA error: unspecified launch failure", WorkerDied),
+        ("CUDA error: an illegal memory access was encountered", WorkerDied),
+        ("CUDA error: the launch timed out and was terminated", WorkerDied),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`", WorkerDied),
+        ("NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error, NCCL version 2.27.5", WorkerDied),
+        ("NCCL communicator encountered error set by ProcessGroupNCCL: NCCL error: remote side aborted", WorkerDied),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", WorkerFailed),
+        ("CUDA error: out of memory", WorkerFailed),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", WorkerFailed),
+        ("CUDA error: device-side assert triggered", WorkerFailed),
+        ("CUDA error: no kernel image is available for execution on the device", WorkerFailed),
+        ("CUDA error: invalid device ordinal", WorkerFailed),
+        ("mat1 and mat2 shapes cannot be multiplied", WorkerFailed),
+    ],
+)
+def test_what_a_gpu_has_ended_is_a_death_and_what_a_program_does_to_it_is_not(said: str, expected: type) -> None:
+    error = translate(crossed(RuntimeError(said)), "Trainer-0")
+    assert type(error) is expected
+    assert said in str(error)
+    assert type(translate(crossed(ValueError(said)), "Trainer-0")) is WorkerFailed  # quoted by somebody's own error
+
+
+def test_an_actor_that_its_constructor_ended_is_told_with_what_that_raised() -> None:
+    try:
+        raise ValueError("no snapshot is there")
+    except ValueError:
+        trace = traceback.format_exc()
+    raised = RayTaskError("Store.__init__", trace, ValueError("no snapshot is there"))
+    said = str(translate(ActorDiedError(raised), "Store"))
+    assert said.startswith("Store has died (ValueError: no snapshot is there). Its log")
+
+
+def test_one_answer_that_does_not_come_is_named() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"evaluation: Reward-0 did not answer within 0\.01 s"):
+        asyncio.run(answer(asyncio.sleep(60), name="Reward-0", phase="evaluation", timeout_s=0.01))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("Reward-0", "reward.num_processes"), ("Trainer-policy-1", "max_tokens_per_microbatch")]
+)
+def test_a_dead_actor_is_told_with_what_its_own_memory_goes_by(name: str, key: str) -> None:
+    said = str(translate(ActorDiedError(), name))
+    assert said.startswith(f"{name} has died")
+    assert key in said
+    assert "kv_cache" not in said
+
+
+@pytest.mark.parametrize("error", [WorkerDied("it has died"), None])
+def test_a_cancellation_that_comes_with_the_answer_is_a_cancellation(error: Exception | None) -> None:
+    """A task that went on would keep its task group, and the run, from ending."""
+
+    async def run() -> None:
+        ref = asyncio.get_running_loop().create_future()
+        asking = asyncio.ensure_future(answer(ref, name="Rollout-0", phase="load", timeout_s=60))
+        await asyncio.sleep(0)
+        if error is not None:
+            ref.set_exception(error)
+        else:
+            ref.set_result(1)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(run())
+
+
+def test_of_calls_that_do_not_depend_on_each_other_each_has_its_own_outcome() -> None:
+    refs = [Ref(result=1), Ref(result=crossed(DataError("row 3"))), Ref(after_s=None), Ref(result=TimeoutError())]
+    calls = [(f"Rollout-{i}", ref) for i, ref in enumerate(refs)]
+
+    async def all_of() -> list[Any]:
+        return await outcomes(calls, phase="heartbeat", timeout_s=0.2)
+
+    found = asyncio.run(asyncio.wait_for(all_of(), 60))
+    assert found[0] == 1
+    assert [type(error) for error in found[1:]] == [DataError, DeadlineExceeded, DeadlineExceeded]
+    assert str(found[2]) == "heartbeat: Rollout-2 did not answer within 0.2 s."
+    assert asyncio.run(outcomes([], phase="heartbeat", timeout_s=0.2)) == []

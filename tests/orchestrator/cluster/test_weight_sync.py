@@ -1,0 +1,195 @@
+"""Which calls bring a version from the trainers to the engines, and that there are none where nobody waits for it."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.conf.errors import WorkerDied
+from penstock.conf.run import RunConfig
+from penstock.network.connection import Address
+from penstock.orchestrator.cluster.cluster.nodes import weight_relays
+from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
+from penstock.orchestrator.cluster.weight_sync import WeightSync
+from tests.orchestrator.noting_actors import NotingActors
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "expected"),
+    [
+        (0, []),
+        (1, ["trainer-0 publish", "trainer-1 publish", "rollout-0 load", "agent reclaim_versions"]),
+    ],
+)
+def test_a_version_is_written_where_an_engine_loads_it_and_only_there(
+    tmp_path: Path, num_engines: int, expected: list[str]
+) -> None:
+    actors = NotingActors({"trainer": 2, "rollout": num_engines}, tmp_path)
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        delivery = await sync.publish(3)
+        assert delivery.version == 3
+        assert await sync.load(delivery) < 10
+
+    asyncio.run(body())
+    assert actors.said == expected
+
+
+def test_between_nodes_relays_are_told_of_a_version_before_it_is_written_and_waited_for_before_it_is_loaded() -> None:
+    actors = NotingActors({"trainer": 2, "rollout": 2})
+    where = {"trainer-0": "x", "trainer-1": "y", "rollout-0": "a", "rollout-1": "y"}
+    agents = {node: (node, actors.handle(node)) for node in "xya"}
+    actors.relay_nodes = RelayNodes(where, agents, {node: Address(node, 1) for node in "xya"})
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        await sync.load(await sync.publish(1))
+
+    asyncio.run(body())
+    assert actors.said == [
+        "trainer-0 plan_chunks", "trainer-1 plan_chunks", "x plan_chunks", "y plan_chunks", "a plan_chunks",
+        "x begin_version", "y begin_version", "a begin_version", "trainer-0 publish", "trainer-1 publish",
+        "a wait_for_version", "y wait_for_version", "rollout-0 load", "rollout-1 load",
+        "x reclaim_versions", "y reclaim_versions", "a reclaim_versions",
+    ]  # fmt: skip
+
+
+def test_an_engine_on_a_node_that_joins_is_sent_the_next_version_and_loads_that() -> None:
+    actors = NotingActors({"trainer": 1, "rollout": 1})
+    where = {"trainer-0": "x", "rollout-0": "x", "rollout-1": "a"}
+    agents = {node: (node, actors.handle(node)) for node in "xa"}
+    addresses = {node: Address(node, 1) for node in "xa"}
+    actors.relay_nodes = RelayNodes(where, agents, addresses)
+    newcomer = [("rollout-1", actors.handle("rollout-1"))]
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        await sync.load(await sync.publish(1))
+        assert actors.said == ["trainer-0 publish", "rollout-0 load", "x reclaim_versions"]
+        actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
+        coming = asyncio.ensure_future(sync.catch_up(newcomer))
+        await asyncio.sleep(0.2)
+        assert not coming.done()
+        actors.said.clear()
+        await sync.load(await sync.publish(2))
+        await coming
+
+    asyncio.run(body())
+    assert actors.said == [
+        "trainer-0 plan_chunks", "x plan_chunks", "a plan_chunks", "x begin_version", "a begin_version",
+        "trainer-0 publish", "a wait_for_version", "x wait_for_version", *actors.said[8:],
+    ]  # fmt: skip
+    assert sorted(actors.said[8:]) == ["a reclaim_versions", "rollout-0 load", "rollout-1 load", "x reclaim_versions"]
+
+
+def test_an_engine_on_a_node_that_came_after_a_version_is_brought_it_as_often_as_the_node_s_agent_is_new() -> None:
+    actors = NotingActors({"trainer": 1, "rollout": 1})
+    where = {"trainer-0": "x", "rollout-0": "b", "rollout-1": "a"}
+    agents = {node: (node, actors.handle(node)) for node in "xba"}
+    addresses = {node: Address(node, 1) for node in "xba"}
+    actors.relay_nodes = RelayNodes(where, {node: agents[node] for node in "xb"}, addresses, ["rollout-0"])
+    newcomer = [("rollout-1", actors.handle("rollout-1"))]
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        first = await sync.publish(1)
+        await sync.load(first)
+        actors.said.clear()
+        for agent in (agents["a"], ("a", actors.handle("another"))):
+            actors.relay_nodes = RelayNodes(where, agents | {"a": agent}, addresses, ["rollout-0", "rollout-1"])
+            await sync.catch_up(newcomer)
+            await sync.catch_up(newcomer)
+
+        second = await sync.publish(2)
+        actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
+        actors.said.append("while the next one is under way")
+        coming = asyncio.ensure_future(sync.catch_up(newcomer))
+        await asyncio.sleep(0.2)
+        assert not coming.done()
+        await sync.load(second)
+        await coming
+
+    asyncio.run(body())
+    brought = ["plan_chunks", "begin_version", "wait_for_version"]
+    assert actors.said == [
+        *(f"a {method}" for method in brought), "rollout-1 load", "rollout-1 load",
+        *(f"another {method}" for method in brought), "rollout-1 load", "rollout-1 load",
+        "x begin_version", "another begin_version", "b begin_version", "trainer-0 publish",
+        "while the next one is under way",
+        "another wait_for_version", "b wait_for_version", "rollout-0 load",
+        "x reclaim_versions", "another reclaim_versions", "b reclaim_versions",
+        *(f"a {method}" for method in brought), "rollout-1 load",
+    ]  # fmt: skip
+
+
+def test_a_node_whose_engines_are_gone_is_told_nothing_and_one_that_dies_holds_nobody_up() -> None:
+    actors = NotingActors({"trainer": 1, "rollout": 1})
+    where = {"trainer-0": "x", "rollout-0": "x", "rollout-1": "a"}
+    agents = {node: (node, actors.handle(node)) for node in "xa"}
+    addresses = {node: Address(node, 1) for node in "xa"}
+    actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
+
+    class Dead:
+        def __getattr__(self, method: str) -> Any:
+            async def remote(*_: Any) -> None:
+                raise WorkerDied("Agent-a has died")
+
+            return SimpleNamespace(remote=remote)
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        actors.relay_nodes = RelayNodes(where, agents | {"a": ("a", Dead())}, addresses, ["rollout-0", "rollout-1"])
+        actors.said.clear()
+        await sync.load(await sync.publish(1))
+        assert actors.said[-2:] == ["rollout-0 load", "x reclaim_versions"]
+        actors.relay_nodes = RelayNodes(where, {"x": agents["x"]}, addresses, ["rollout-0"])
+        actors.said.clear()
+        await sync.load(await sync.publish(2))
+
+    asyncio.run(body())
+    assert actors.said == [
+        "x begin_version", "trainer-0 publish", "x wait_for_version", "rollout-0 load", "x reclaim_versions",
+    ]  # fmt: skip
+
+
+def test_a_version_whose_source_is_gone_is_waited_for_no_longer_and_brought_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_relays, "PASSED_ON_S", 0.1)
+    monkeypatch.setattr(weight_relays, "LOOK_S", 0.01)
+    actors = NotingActors({"trainer": 1, "rollout": 1})
+    where = {"trainer-0": "x", "rollout-0": "a", "rollout-1": "b"}
+    agents = {node: (node, actors.handle(node)) for node in "xab"}
+    addresses = {node: Address(node, 1) for node in "xab"}
+    actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0"])
+    newcomer = [("rollout-1", actors.handle("rollout-1"))]
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        await sync.load(await sync.publish(1))
+        assert not sync.is_cut_off
+        second = await sync.publish(2)
+        agents["a"][1].holds("wait_for_version")
+        loading = asyncio.ensure_future(sync.load(second))
+        await asyncio.sleep(0.05)
+        without = {node: agent for node, agent in agents.items() if node != "x"}
+        actors.relay_nodes = RelayNodes(where, without, addresses, ["rollout-0", "rollout-1"])
+        assert sync.is_cut_off
+        with pytest.raises(WorkerDied, match="x: gone before the others had the weights"):
+            await loading
+        actors.said.clear()
+        coming = asyncio.ensure_future(sync.catch_up(newcomer))
+        await asyncio.sleep(0.2)
+        coming.cancel()
+        assert actors.said == []
+
+    asyncio.run(body())

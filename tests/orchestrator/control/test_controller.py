@@ -1,0 +1,345 @@
+"""The loop over actors that are played: what it does in which order, and which failure it tells."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from penstock.algorithms.catalogue import build_dataflow
+from penstock.conf.errors import CheckpointError, DataError, PartnerGone, PenstockError, WeightError, WorkerDied
+from penstock.orchestrator import cli
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
+from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.control import controller as controlling
+from penstock.orchestrator.control.controller import Controller, Outcome
+from penstock.orchestrator.observability.monitoring.state import StateLog
+from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.sinks.json_lines import JsonLines
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.workers.prompts.source import PromptStart
+from penstock.workers.protocols import Publication
+from penstock.workers.trainer.report import StepReport, TrainedRows
+from tests.orchestrator.one_machine import OneMachine, empty_snapshot
+from tests.orchestrator.one_node import on_one_node
+
+Said = list[tuple[str, Any]]
+
+
+class Actor:
+    """Plays any actor: notes what it is asked in the list of all, and answers by name of the method."""
+
+    def __init__(self, said: Said, **methods: Callable[..., Any]) -> None:
+        self._said, self._methods = said, methods
+
+    def __getattr__(self, method: str) -> Any:
+        async def remote(*arguments: Any) -> Any:
+            self._said.append((method, arguments[0] if arguments else None))
+            await asyncio.sleep(0)
+            result = self._methods[method](*arguments) if method in self._methods else None
+            return await result if asyncio.iscoroutine(result) else result
+
+        return SimpleNamespace(remote=remote)
+
+
+class Store:
+    """Of the controller: there is always a batch."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+        self.versions: list[int] = []
+
+    async def published(self, version: int) -> None:
+        self.versions.append(version)
+
+    async def close(self, reason: str) -> None:
+        self.closed.set()
+
+    async def stats(self) -> dict[str, float]:
+        return {}
+
+    async def describe(self) -> dict[str, Any]:
+        return {"leases": []}
+
+    async def work(self) -> dict[str, Any]:
+        return {"now": 0.0, "leases": [], "admitted": [], "missed": 0}
+
+    async def settle(self, stage: str) -> int:
+        return 0
+
+    async def cut(self) -> int:
+        return 0
+
+    async def snapshot(self, root: str, step: int, keep: int) -> str:
+        return empty_snapshot(root, step)
+
+
+def report(step: int, records_tokens: bool = False) -> StepReport:
+    one = np.ones(1)
+    rows = TrainedRows(
+        one, one.astype(np.int64), one.astype(np.int64), one < 0, np.zeros(1, np.int64), np.zeros(1), one > 0
+    )
+    return StepReport(step, step - 1, {}, rows, 0.0, 0.0, {}, np.arange(1))
+
+
+class Play:
+    """A run of played actors. `methods`: of a role's actors, by role."""
+
+    def __init__(self, tmp_path: Path, *words: str, **methods: dict[str, Callable[..., Any]]) -> None:
+        self.words = ["model=tiny", "data.path=x.jsonl", f"output_dir={tmp_path}", "name=played", *words]
+        self.config = load_config(["tracking.samples_every_steps=0", *self.words])
+        self.methods = methods
+        self.said: Said = []
+        self.accuracies: list[tuple[int, float]] = []
+        """Version and what was measured."""
+        self.directory = RunDirectory.create(self.config)
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, accuracy: Callable[[int], float] | None = None) -> Outcome:
+        return asyncio.run(asyncio.wait_for(self._run(monkeypatch, accuracy), 60))
+
+    async def _run(self, monkeypatch: pytest.MonkeyPatch, accuracy: Callable[[int], float] | None) -> Outcome:
+        store = Store()
+        monkeypatch.setattr(controlling, "StoreClient", lambda handle: store)
+        flow = build_dataflow(self.config.algorithm)
+        serve = {"run": lambda _: store.closed.wait(), "stats": lambda: {"busy_s": 0.0}}
+        actors: dict[str, dict[str, Callable[..., Any]]] = {
+            "trainer": {
+                "step": report, "begin_saving": lambda place: True, "finish_saving": list, "stats": dict,
+                "publish": lambda root, version: Publication(str(self.directory.path), version),
+                "export": lambda place: {},
+            },
+            "rollout": serve,
+            "reward": serve,
+            "compute": serve,
+            "prompts": serve | {"start_after": lambda admitted: PromptStart()},
+        }  # fmt: skip
+
+        def role_of(role: str) -> list[tuple[str, Actor]]:
+            if role not in actors:
+                return []
+            return [(role.title(), Actor(self.said, **actors[role] | self.methods.get(role, {})))]
+
+        files = OneMachine(role_of)
+        fleet = SimpleNamespace(
+            role=role_of,
+            store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
+            places=files.places, collect=files.collect, discard=files.discard, config=self.config,
+            teams=files.teams, present=files.present, actors=files.actors, remove=files.remove, kill=files.kill,
+            roll_call=files.roll_call,
+            relay_nodes=on_one_node(), state_nodes=StateNodes({}, {}, {}), stacks_root="", watched=[],
+            growth=SimpleNamespace(nodes=[]), plan=[], machines=[],
+        )  # fmt: skip
+
+        async def measure(fleet: Any) -> dict[str, float]:
+            version = max((delivery.version for method, delivery in self.said if method == "load"), default=0)
+            for _ in range(100):  # long enough for another load, if one is under way
+                await asyncio.sleep(0)
+            assert accuracy is not None
+            self.accuracies.append((version, accuracy(version)))
+            return {"accuracy/heldout": self.accuracies[-1][1]}
+
+        evaluator: Any = SimpleNamespace(measure=measure) if accuracy is not None else None
+        progress = Progress(self.config, "played", console=Console(quiet=True))
+        parts: Any = fleet, self.config, flow, self.directory, progress, [JsonLines(self.directory)]
+        return await Controller(*parts, evaluator).run()
+
+    def steps(self) -> list[int]:
+        return [argument for method, argument in self.said if method == "step"]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("every", [1, 2, 50])
+def test_a_run_that_stops_early_exports_and_saves_the_model_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int, every: int
+) -> None:
+    words = [f"max_staleness={max_staleness}", "evaluation.every_steps=3", "evaluation.stop_at_accuracy=0.9"]
+    play = Play(tmp_path, *words, f"checkpoint.every_steps={every}", "trainer.max_steps=20")
+    outcome = play.run(monkeypatch, lambda version: 0.95 if version >= 6 else 0.1)
+    assert play.accuracies[-1] == (6, 0.95)
+    assert outcome.num_steps == 6
+    assert play.steps() == [1, 2, 3, 4, 5, 6], "another update was made of the model that was measured"
+    saved = Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps()
+    assert saved[-1] == 6
+    methods = [method for method, _ in play.said]
+    assert "step" not in methods[methods.index("export") :]
+    assert [line["step"] for line in play.directory.read_metrics()] == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture
+def way_out() -> Iterator[None]:
+    """That of the command line at SIGTERM."""
+    before = signal.signal(signal.SIGTERM, cli._end)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def told_to_end_at(step: int, *then: Callable[[], Any]) -> Callable[..., Any]:
+    """A trainer's step during which SIGTERM comes. `then`: what it does afterwards."""
+
+    async def made(number: int, *arguments: Any) -> Any:
+        if number == step:
+            signal.raise_signal(signal.SIGTERM)
+            for each in then:
+                await each()
+        return report(number)
+
+    return made
+
+
+@pytest.mark.usefixtures("way_out")
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_sigterm_has_the_step_end_and_a_checkpoint_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
+) -> None:
+    words = ["checkpoint.every_steps=50", "faults.preemption_s=60", f"max_staleness={max_staleness}"]
+    play = Play(tmp_path, *words, "trainer.max_steps=20", trainer={"step": told_to_end_at(3)})
+    with pytest.raises(KeyboardInterrupt):
+        play.run(monkeypatch)
+    assert play.steps() == [1, 2, 3]
+    assert Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps() == [3]
+    events = [(event["kind"], event["step"]) for event in play.directory.read_events()]
+    assert events[-2:] == [("checkpoint", 3), ("preempted", 3)]
+    assert "export" not in [method for method, _ in play.said]
+    assert [line["step"] for line in play.directory.read_metrics()] == [1, 2, 3]
+
+
+async def again() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+async def forever() -> None:
+    await asyncio.sleep(3600)
+
+
+@pytest.mark.usefixtures("way_out")
+@pytest.mark.parametrize(
+    ("word", "then"),
+    [
+        ("faults.preemption_s=0.05", [forever]),
+        ("faults.preemption_s=3600", [again, forever]),
+        ("faults.preemption_s=0", [forever]),
+    ],
+    ids=["the time is over", "a second one", "there is no time"],
+)
+def test_without_time_sigterm_is_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, then: list[Callable[[], Any]]
+) -> None:
+    play = Play(tmp_path, word, "trainer.max_steps=20", trainer={"step": told_to_end_at(2, *then)})
+    with pytest.raises(KeyboardInterrupt):
+        play.run(monkeypatch)
+    assert play.steps() == [1, 2]
+    assert not play.directory.checkpoints.exists()
+    assert signal.getsignal(signal.SIGTERM) is cli._end
+
+
+@pytest.mark.usefixtures("way_out")
+def test_sigterm_during_the_last_step_ends_nothing_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["faults.preemption_s=3600", "trainer.max_steps=2"]
+    play = Play(tmp_path, *words, trainer={"step": told_to_end_at(2)})
+    assert play.run(monkeypatch).num_steps == 2
+    assert "export" in [method for method, _ in play.said]
+
+
+def test_without_checkpoints_none_is_taken_where_a_run_stops_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["max_staleness=1", "evaluation.every_steps=1", "evaluation.stop_at_accuracy=0.5"]
+    play = Play(tmp_path, *words, "checkpoint.every_steps=0", "trainer.max_steps=5")
+    assert play.run(monkeypatch, lambda version: 1.0).num_steps == 1
+    assert not play.directory.checkpoints.exists()
+
+
+def test_training_goes_on_while_engines_load_where_no_goal_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The price of `stop_at_accuracy` is paid by those who set it."""
+    play = Play(tmp_path, "max_staleness=2", "evaluation.every_steps=1", "trainer.max_steps=4")
+    begun: list[int] = []
+
+    def accuracy(version: int) -> float:
+        begun.append(len(play.steps()) - version)
+        return 0.5
+
+    play.run(monkeypatch, accuracy)
+    assert max(begun) == 1
+
+
+def raising(error: Exception, after: int) -> Callable[..., Any]:
+    async def call(*_: Any) -> None:
+        for _ in range(after):
+            await asyncio.sleep(0)
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("cause", [DataError("row 3"), WorkerDied("Rollout has died")])
+def test_the_cause_is_told_though_its_consequence_was_there_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: PenstockError
+) -> None:
+    lost = PartnerGone("step 1: another rank is gone")
+    actors: Any = {"trainer": {"step": raising(lost, 1)}, "rollout": {"run": raising(cause, 50)}}
+    play = Play(tmp_path, "faults.max_restarts=0", **actors)
+    with pytest.raises(type(cause)) as raised:
+        play.run(monkeypatch)
+    assert type(raised.value) is type(cause)
+    assert str(raised.value).splitlines() == [str(cause), "What failed with it:", f"  PartnerGone: {lost}"]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_model_that_cannot_be_exported_is_told_after_the_last_checkpoint_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
+) -> None:
+    """It can be made of the checkpoint, and not the other way round."""
+    words = ["checkpoint.every_steps=50", "trainer.max_steps=2"]
+    export = raising(WeightError("export: 3,000 bytes are needed"), 1)
+    saving = {} if saves else {"finish_saving": raising(CheckpointError("no room for it"), 3)}
+    play = Play(tmp_path, *words, trainer={"export": export, **saving})
+    with pytest.raises(WeightError if saves else CheckpointError) as raised:
+        play.run(monkeypatch)
+    others = [] if saves else ["What failed with it:", "  WeightError: export: 3,000 bytes are needed"]
+    assert str(raised.value).splitlines()[1:] == others
+    methods = [method for method, _ in play.said]
+    assert methods.index("finish_saving") < methods.index("export")
+    assert Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps() == ([2] if saves else [])
+    assert [line["step"] for line in play.directory.read_metrics()] == [1, 2]
+
+
+def test_a_place_of_checkpoints_that_does_not_answer_costs_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["checkpoint.every_steps=1", "trainer.max_steps=3", "tracking.export_model=false"]
+    play = Play(tmp_path, *words)
+    place = play.directory.checkpoints
+
+    def step(number: int, records_tokens: bool) -> StepReport:
+        if number == 1:
+            place.symlink_to(place)
+        if number == 3:
+            place.unlink()
+        return report(number)
+
+    play.methods = {"trainer": {"step": step}}
+    assert play.run(monkeypatch).num_steps == 3
+    failed = [event["message"] for event in play.directory.read_events() if event["kind"] == "checkpoint_failed"]
+    assert [message.partition(":")[0] for message in failed] == [f"{place}/global_step_{step}" for step in (1, 2)]
+    assert all("cannot be written" in message for message in failed)
+    assert Checkpoints(str(place), play.config.checkpoint).steps() == [3]
+
+
+def test_a_look_at_the_run_that_fails_is_told_and_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: StateLog) -> dict[str, Any]:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(StateLog, "_state", broken)
+    play = Play(tmp_path, "trainer.max_steps=3", "evaluation.every_steps=0")
+    assert play.run(monkeypatch).num_steps == 3
+    [event] = [event for event in play.directory.read_events() if event["kind"] == "observing_failed"]
+    assert (event["error"], event["message"]) == ("ValueError", "no such thing")
+    assert "in broken" in event["traceback"]

@@ -1,0 +1,77 @@
+"""Engines and trainers that share devices take turns on them: who must be gone before who comes."""
+
+import asyncio
+
+import pytest
+
+from penstock.conf.errors import ConfigError, DeadlineExceeded
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.control.colocation import Turns
+from tests.orchestrator.noting_actors import NotingActors
+
+TWO_EACH = {"rollout": 2, "trainer": 2}
+
+
+def test_turns_need_a_synchronous_run():
+    with pytest.raises(ConfigError, match=r"placement=colocated takes turns.*max_staleness=1.*Set max_staleness=0"):
+        load_config(["placement=colocated", "max_staleness=1", "data.path=x.jsonl", "model=tiny"])
+
+
+def test_turns_on_gpus_need_parts_of_them():
+    words = ["placement=colocated", "data.path=x.jsonl", "model=tiny", "rollout.engine=vllm"]
+    with pytest.raises(ConfigError, match=r"do not share a GPU.*0\.5 and 0\.5"):
+        load_config([*words, "trainer.num_gpus_per_rank=1", "rollout.num_gpus_per_worker=1"])
+    halves = [*words, "trainer.num_gpus_per_rank=0.5", "rollout.num_gpus_per_worker=0.5"]
+    load_config(halves)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 spreads an engine over GPUs"):
+        load_config([*halves, "rollout.tensor_parallel_size=2"])
+
+
+class Store:
+    def __init__(self, said, answers=True):
+        self.said, self.answers = said, answers
+
+    async def batch_ready(self):
+        self.said.append("batch ready")
+        await asyncio.sleep(0 if self.answers else 60)
+        return True
+
+
+def turns(actors, config=None, **options):
+    if config is None:
+        config = RunConfig(placement="colocated")
+        config.trainer.step_timeout_s = 0.05
+    return Turns(actors.role, Store(actors.said, **options), config)
+
+
+def test_engines_sleep_before_trainers_come_and_trainers_go_before_engines_wake():
+    actors = NotingActors(TWO_EACH)
+
+    async def body():
+        both = turns(actors)
+        await both.training(1)
+        await both.generation()
+
+    asyncio.run(body())
+    assert actors.said == [
+        "batch ready", "rollout-0 sleep", "rollout-1 sleep", "trainer-0 take_device", "trainer-1 take_device",
+        "trainer-0 leave_device", "trainer-1 leave_device", "rollout-0 wake", "rollout-1 wake",
+    ]  # fmt: skip
+
+
+def test_a_batch_that_never_comes_is_a_deadline_by_the_steps_name():
+    with pytest.raises(DeadlineExceeded, match="step 7, waiting for its batch: Store"):
+        asyncio.run(turns(NotingActors(TWO_EACH), answers=False).training(7))
+
+
+def test_with_devices_of_their_own_nobody_waits_for_a_turn():
+    actors = NotingActors(TWO_EACH)
+
+    async def body():
+        apart = turns(actors, RunConfig())
+        await apart.training(1)
+        await apart.generation()
+
+    asyncio.run(body())
+    assert actors.said == []

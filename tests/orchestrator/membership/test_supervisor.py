@@ -1,0 +1,144 @@
+"""Members that die are replaced while the others go on, and the accounts are exact. On a virtual clock: the real
+controller, supervisor and store over scripted actors."""
+
+import asyncio
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.conf.errors import WorkerDied
+from penstock.metering.meters import Meters
+from penstock.orchestrator.membership.recoveries import Recoveries
+from penstock.orchestrator.membership.supervisor import Supervisor, nothing_to_catch_up
+from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.store.client.client import StoreClient
+from penstock.store.errors import StoreUnreachable
+from tests.metering.measured import measured
+from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
+from tests.run_files import metrics_of
+from tests.virtual_time import run_virtually
+
+NUM_STEPS = 30
+GROUPS, SIZE = 4, 2
+MANY = ("faults.max_restarts=1000", "faults.pause_s=0.1")
+
+
+def config_of(tmp_path: Path, *words: str) -> Any:
+    return scripted_config(
+        tmp_path,
+        "rollout.num_workers=3",
+        f"trainer.max_steps={NUM_STEPS}",
+        f"trainer.groups_per_step={GROUPS}",
+        f"algorithm.group_size={SIZE}",
+        "checkpoint.every_steps=0",
+        *words,
+    )
+
+
+async def kill(fleet: ScriptedFleet, random: Random, roles: tuple[str, ...], killed: list[str]) -> None:
+    """Now and then one of them, wherever it is: serving, loading, or just made. Ranks once a step: twice would be a
+    return to the checkpoint."""
+    lost: set[int] = set()
+    while True:
+        await asyncio.sleep(random.expovariate(1 / 8.0))
+        names = [name for role in roles for name, _ in fleet.role(role)]
+        name = random.choice([*names, "nobody", *(["Store"] if "store" in roles else [])])
+        if name == "Store":
+            fleet.store.die()
+            killed.append(name)
+            continue
+        step = fleet.store.ledger.rounds.formed
+        if name.startswith("Trainer") and {step - 1, step, step + 1} & lost:
+            continue
+        if fleet.strike(name):
+            killed.append(name)
+            lost |= {step} if name.startswith("Trainer") else set()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_whoever_dies_and_whenever_each_row_is_trained_once_within_its_bound(
+    max_staleness: int, seed: int, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, f"max_staleness={max_staleness}", "trainer.num_ranks=2", *MANY)
+    random, killed = Random(seed), list[str]()
+
+    async def main() -> dict[str, float]:
+        flow = flow_of(config)
+        fleet = ScriptedFleet(store_of(config, flow), config, flow, random)
+        directory = RunDirectory.create(config)
+        killing = asyncio.ensure_future(
+            kill(fleet, random, ("rollout", "reward", "compute", "prompts", "trainer", "store"), killed)
+        )
+        await asyncio.wait_for(controller_over(fleet, config, directory).run(), 1e6)
+        killing.cancel()
+        directory.close()
+        fleet.store.ledger.check_invariants()
+        return await fleet.store.stats()
+
+    numbers = run_virtually(main())
+    assert len(killed) >= 5
+    assert numbers["store/rows_trained"] == NUM_STEPS * GROUPS * SIZE
+    assert not any(value for name, value in numbers.items() if name.startswith("dropped/"))
+    lines = metrics_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    assert max(line.get("staleness/max", 0) for line in lines) <= max_staleness
+    events = RunDirectory.open(tmp_path / "run").read_events()
+    assert {event["kind"] for event in events} >= {"fault", "recovered"}
+    last = lines[-1]
+    assert sum(value for name, value in last.items() if name in ("faults/rollout", "faults/reward", "faults/compute"))
+
+
+def test_a_member_that_dies_again_and_again_ends_what_goes_on_with_its_own_name(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "max_staleness=1", "faults.max_restarts=2", "faults.max_returns=0")
+
+    async def main() -> None:
+        flow = flow_of(config)
+        fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
+
+        async def kill_it() -> None:
+            while True:
+                await asyncio.sleep(5)
+                fleet.strike("Reward-0")
+
+        killing = asyncio.ensure_future(kill_it())
+        directory = RunDirectory.create(config)
+        meters = Meters()
+        with pytest.raises(WorkerDied, match="Reward-0 has died"):
+            await asyncio.wait_for(controller_over(fleet, config, directory, meters=meters).run(), 1e6)
+        killing.cancel()
+        counts = measured(meters).counts
+        assert counts["run_members_lost_total reward"] == 3
+        assert counts["run_members_replaced_total reward"] == 2
+        assert counts["run_members_lost_total trainer"] == 0
+        assert [event["kind"] for event in directory.read_events()].count("fault") == 3
+        directory.close()
+
+    run_virtually(main())
+
+
+def test_who_fails_when_the_run_is_over_is_not_replaced(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "max_staleness=1")
+
+    async def run(_: Any) -> None:
+        raise StoreUnreachable("no connection to the store: it has closed")
+
+    async def main() -> None:
+        flow = flow_of(config)
+        store = store_of(config, flow)
+        fleet = ScriptedFleet(store, config, flow, Random(1))
+        fleet.actors["Reward-0"] = SimpleNamespace(run=SimpleNamespace(remote=run))
+        directory = RunDirectory.create(config)
+        progress = Progress(config, "run", console=Console(quiet=True))
+        supervisor = Supervisor(fleet, StoreClient(store), Recoveries(config.faults), directory, progress)  # type: ignore[arg-type]
+        supervisor.close()
+        await asyncio.wait_for(supervisor.keep("reward", ["Reward-0"], nothing_to_catch_up), 60)
+        assert directory.read_events() == []
+        directory.close()
+
+    run_virtually(main())

@@ -1,0 +1,76 @@
+"""`penstock grafana DIR`, without Prometheus or Ray."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.metering import table
+from penstock.metering.metric import HISTOGRAM, ORIGIN
+from penstock.metering.table import all_metrics
+from penstock.orchestrator.cli import main
+from penstock.orchestrator.observability.grafana.panels import ROWS
+from penstock.orchestrator.observability.grafana.promql import PANELS
+from penstock.orchestrator.observability.grafana.rules import RULES
+
+EXPORTED = {metric.exported: metric for metric in all_metrics()}
+QUERIES = [query.expr for panels in ROWS.values() for panel in panels for query in panel.queries]
+
+
+def test_the_command_writes_the_files_and_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grafana", str(tmp_path / "new"), "--discovery", "/tmp/elsewhere.json"]) == 0
+    said = capsys.readouterr().out
+    assert f"prometheus --config.file={tmp_path}/new/prometheus.yml" in said
+    assert "/tmp/elsewhere.json" in (tmp_path / "new" / "prometheus.yml").read_text()
+    board = json.loads((tmp_path / "new" / "penstock_dashboard.json").read_text())
+    assert [panel["title"] for panel in board["panels"] if panel["type"] == "row"] == list(ROWS)
+    shown = [panel for panel in board["panels"] if panel["type"] == "timeseries"]
+    assert len(shown) == sum(map(len, ROWS.values()))
+    assert [target["expr"] for panel in shown for target in panel["targets"]] == QUERIES
+    assert {str(panel["datasource"]["uid"]) for panel in shown} == {"${datasource}"}
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", "SessionName", "run"]
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["grafana", str(tmp_path / "file")]) == 2
+    assert "Name another directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("query", [*QUERIES, *(rule.query for rule in RULES)])
+def test_a_query_asks_for_declared_metrics_alone(query: str) -> None:
+    names = set(re.findall(r"\bray_\w+", query))
+    assert names
+    for name in names:
+        metric = EXPORTED.get(name) or EXPORTED[re.sub("_(sum|count|bucket)$", "", name)]
+        assert (metric.kind == HISTOGRAM) == (name not in EXPORTED)
+
+
+def test_every_metric_is_shown_or_has_an_alert() -> None:
+    asked = "\n".join([*QUERIES, *(rule.query for rule in RULES)])
+    assert [name for name in EXPORTED if name not in asked] == []
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: PANELS.rate(table.STORE_BYTES, ["run"]),
+        lambda: PANELS.value(table.ROLLOUT_TOKENS, ["run"]),
+        lambda: PANELS.quantile(0.5, table.ROLLOUT_TOKENS),
+        lambda: PANELS.rate(table.REWARD_ERRORS, ["run", "stage"]),
+    ],
+)
+def test_a_query_that_a_metric_does_not_bear_is_refused(ask) -> None:
+    with pytest.raises(ValueError, match="asked for as a"):
+        ask()
+
+
+def test_rates_of_panels_are_of_the_runs_that_are_chosen() -> None:
+    expected = (
+        'sum by (run) (rate(ray_penstock_rollout_tokens_total{run=~"$run",SessionName=~"$SessionName"}'
+        "[$__rate_interval]))"
+    )
+    assert PANELS.rate(table.ROLLOUT_TOKENS, ["run"]) == expected
+    assert "run" in ORIGIN

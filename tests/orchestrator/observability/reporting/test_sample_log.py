@@ -1,0 +1,162 @@
+"""Samples of a step are written whole, or told to be lost."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.algorithms.catalogue import build_dataflow
+from penstock.conf.errors import DeadlineExceeded, WorkerDied
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.observability.reporting.sample_log import SampleLog, with_token_values
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.store.data.rows import Rows
+from penstock.workers.trainer.token_values import TokenValues
+from tests.run_files import samples_of
+
+
+@pytest.mark.parametrize(("there", "is_written"), [(16, True), (8, False), (0, False)])
+def test_samples_of_which_some_were_on_a_lost_node_are_told_and_not_written(
+    there: int, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(["recipe=arithmetic", f"output_dir={tmp_path}", "name=run", "tracking.samples_every_steps=2"])
+    directory, written = RunDirectory.create(config), list[int]()
+    monkeypatch.setattr(directory, "write_samples", lambda step, rows: written.append(step))
+
+    async def last_batch(columns: list[str]) -> Any:
+        assert {"response_ids", "reward"} <= set(columns)
+        return Rows.from_lists({"reward": [0.0] * there})
+
+    log = SampleLog(config, build_dataflow(config.algorithm), directory, last_batch, list)
+    assert [log.is_due(step) for step in (1, 2, 3)] == [True, False, True]
+
+    async def body() -> None:
+        for step in (1, 2, 3):
+            await log.write(step, 16)
+        await log.flush()
+
+    asyncio.run(body())
+    directory.close()
+    assert written == ([1, 3] if is_written else [])
+    told = [(event["step"], event["reason"]) for event in directory.read_events() if event["kind"] == "samples_lost"]
+    reason = f"{16 - there} of 16 rows were with a store or a node that was lost"
+    assert told == ([] if is_written else [(1, reason), (3, reason)])
+
+
+def test_steps_are_written_in_order_by_a_thread_while_the_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, written = threading.Event(), list[int]()
+
+    def write(step: int, rows: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert may_write.wait(30)
+        written.append(step)
+
+    log = log_of(tmp_path, write, monkeypatch)
+
+    async def body() -> None:
+        await log.write(1, 16)  # returns while its file is not written
+        later = asyncio.create_task(log.write(2, 16))
+        await asyncio.sleep(0)
+        assert not written
+        may_write.set()
+        await later
+        assert written[0] == 1
+        await log.flush()
+        assert written == [1, 2]
+
+    asyncio.run(body())
+
+
+def test_what_was_fetched_is_written_though_the_run_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = list[int]()
+    log = log_of(tmp_path, lambda step, rows: written.append(step), monkeypatch)
+
+    async def body() -> None:
+        await log.write(1, 16)
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(body())
+    assert written == [1]
+
+
+def test_a_failure_that_is_no_disk_s_is_raised_and_not_swallowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(step: int, rows: Any) -> None:
+        raise ValueError("no table")
+
+    log = log_of(tmp_path, write, monkeypatch)
+
+    async def body() -> None:
+        await log.write(1, 16)
+        await log.flush()
+
+    with pytest.raises(ValueError, match="no table"):
+        asyncio.run(body())
+
+
+def log_of(tmp_path: Path, write: Callable[[int, Any], None], monkeypatch: pytest.MonkeyPatch) -> SampleLog:
+    """Of a run that writes the samples of every step by `write`."""
+    config = load_config(["recipe=arithmetic", f"output_dir={tmp_path}", "name=run", "tracking.samples_every_steps=1"])
+    directory = RunDirectory.create(config)
+    directory.close()
+    monkeypatch.setattr(directory, "write_samples", write)
+
+    async def last_batch(columns: list[str]) -> Rows:
+        return Rows.from_lists({"reward": [1.0] * 16})
+
+    return SampleLog(config, build_dataflow(config.algorithm), directory, last_batch, list)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def test_what_ranks_know_of_tokens_goes_to_their_rows_and_what_nobody_knows_is_null() -> None:
+    rows = Rows.from_lists({"reward": [1.0, 2.0, 3.0]})
+    first = TokenValues(np.array([2]), [floats(-1.0, np.nan)], [np.array([True, False])])
+    second = TokenValues(np.array([0]), [None], [np.array([True])])
+    table = with_token_values(rows, [first, second])
+    assert table["trainer_logprobs"].to_pylist() == [None, None, [-1.0, None]]
+    assert table["loss_mask"].to_pylist() == [[True], None, [True, False]]
+    assert with_token_values(rows, []).column_names == ["group_id", "row_id", "reward"]
+    assert with_token_values(rows, [second]).column_names == ["group_id", "row_id", "reward", "loss_mask"]
+
+
+class Rank:
+    """Whose `token_values` says what it is given, or raises it."""
+
+    def __init__(self, said: Any) -> None:
+        self.token_values, self._said = self, said
+
+    async def remote(self, step: int) -> Any:
+        if isinstance(self._said, Exception):
+            raise self._said
+        return self._said
+
+
+@pytest.mark.parametrize("gone", [None, WorkerDied("it is gone"), DeadlineExceeded("it is late")])
+def test_a_rank_that_does_not_know_the_step_costs_its_columns_and_not_the_samples(gone: Any, tmp_path: Path) -> None:
+    config = load_config(["recipe=arithmetic", f"output_dir={tmp_path}", "name=run"])
+    directory = RunDirectory.create(config)
+
+    async def last_batch(columns: list[str]) -> Rows:
+        return Rows.from_lists({"reward": [1.0, 2.0]})
+
+    ranks = [
+        ("Trainer-0", Rank(gone)),
+        ("Trainer-1", Rank(TokenValues(np.array([1]), [floats(-2.0)], [np.ones(1, bool)]))),
+    ]
+    log = SampleLog(config, build_dataflow(config.algorithm), directory, last_batch, lambda: ranks)
+    asyncio.run(log.write(1, 2))
+    directory.close()
+    assert [row["trainer_logprobs"] for row in samples_of(directory.path, 1)] == [None, [-2.0]]

@@ -1,0 +1,129 @@
+"""Records are in the file whole, in order and once each, though it could not be written for a while."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.conf.errors import RunInUse
+from penstock.orchestrator.run_directory import appended_file
+from penstock.orchestrator.run_directory.appended_file import AppendedFile
+from penstock.orchestrator.run_directory.json_lines import open_for_lines
+from penstock.orchestrator.run_directory.losses import Losses
+from tests.small_files import files_up_to
+
+
+def file_at(path: Path) -> tuple[AppendedFile, Losses]:
+    losses = Losses(lambda kind, error: None)
+    return AppendedFile(path, "metrics", losses, open_for_lines), losses
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.one_of(st.none(), st.integers(0, 60))), max_size=20))
+def test_whatever_fits_is_there_and_the_rest_follows_once(
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[int, int | None]]
+) -> None:
+    """Of each record: its length, and how many bytes the disk holds at that moment."""
+    path = tmp_path_factory.mktemp("disk") / "lines"
+    file, losses = file_at(path)
+    all_records = b""
+    for number, (length, room) in enumerate(history):
+        record = f"{number}".encode() * length + b"\n"
+        all_records += record
+        with files_up_to(-1 if room is None else room):
+            file.append(record)
+        written = path.read_bytes()
+        assert all_records.startswith(written)
+        assert not written or written.endswith(b"\n")
+        assert len(written) + sum(map(len, file.waiting)) == len(all_records)
+        assert losses.waiting["metrics"] == len(file.waiting)
+    file.close()
+    assert path.read_bytes() == all_records if history else not path.exists()
+    assert not losses.lost.total()
+
+
+def test_a_record_that_was_written_although_its_write_failed_is_there_once(tmp_path: Path) -> None:
+    file, _ = file_at(tmp_path / "lines")
+    file.append(b"one\n")
+    with files_up_to(5):
+        file.append(b"two\n")
+    assert (tmp_path / "lines").read_bytes() == b"one\n"
+    with (tmp_path / "lines").open("ab") as late:
+        late.write(b"two\n")
+    file.append(b"three\n")
+    assert (tmp_path / "lines").read_bytes() == b"one\ntwo\nthree\n"
+
+
+def test_what_somebody_else_has_appended_meanwhile_stays(tmp_path: Path) -> None:
+    file, _ = file_at(tmp_path / "lines")
+    file.append(b"one\n")
+    with files_up_to(5):
+        file.append(b"two\n")
+    with (tmp_path / "lines").open("ab") as other:
+        other.write(b"other\nhalf")
+    file.append(b"three\n")
+    assert (tmp_path / "lines").read_bytes() == b"one\nother\ntwo\nthree\n"
+
+
+def test_a_place_that_is_away_is_written_to_when_it_is_back_and_nowhere_else_before(tmp_path: Path) -> None:
+    place, away = tmp_path / "mount" / "run", tmp_path / "away"
+    place.mkdir(parents=True)
+    file, losses = file_at(place / "lines")
+    file.append(b"one\n")
+    with files_up_to(4):
+        file.append(b"two\n")
+    place.rename(away)
+    file.append(b"three\n")
+    assert not place.exists()
+    assert losses.waiting["metrics"] == 2
+    away.rename(place)
+    file.append(b"four\n")
+    assert (place / "lines").read_bytes() == b"one\ntwo\nthree\nfour\n"
+
+
+def test_more_than_can_be_kept_costs_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appended_file, "MAX_WAITING", 2)
+    file, losses = file_at(tmp_path / "lines")
+    with files_up_to(0):
+        for record in (b"one\n", b"two\n", b"three\n", b"four\n"):
+            file.append(record)
+    assert (losses.lost["metrics"], losses.waiting["metrics"]) == (2, 2)
+    file.append(b"five\n")
+    assert (tmp_path / "lines").read_bytes() == b"four\nfive\n"
+    assert losses.metrics() == {"recording/lost": 3.0, "recording/waiting": 0.0}
+
+
+def test_what_waits_at_the_end_is_lost_and_told(tmp_path: Path) -> None:
+    (tmp_path / "lines").symlink_to("/dev/full")
+    file, losses = file_at(tmp_path / "lines")
+    told: list[str] = []
+    losses.tell_to(told.append)
+    for record in (b"one\n", b"two\n"):
+        file.append(record)
+    file.close()
+    file.close()
+    first, last = told
+    assert first.startswith("metrics: cannot be written: [Errno 28] No space left on device. Up to 10,000 ")
+    assert last == "metrics: 2 of its records are lost"
+    assert losses.metrics() == {"recording/lost": 2.0, "recording/waiting": 0.0}
+
+
+def test_an_error_that_is_no_disks_is_raised_and_keeps_the_record(tmp_path: Path) -> None:
+    def refuse(path: Path) -> int:
+        raise RunInUse("taken")
+
+    file = AppendedFile(tmp_path / "lines", "metrics", Losses(lambda *_: None), refuse)
+    with pytest.raises(RunInUse):
+        file.append(b"one\n")
+    assert list(file.waiting) == [b"one\n"]
+
+
+def test_no_descriptor_stays_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    file, _ = file_at(tmp_path / "lines")
+    for room in (-1, 3, -1, 5, -1):
+        with files_up_to(room):
+            file.append(b"a record\n")
+    file.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,139 @@
+"""What of a run is to be at its URL, when, and which copy of a run is the newer one."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.orchestrator.run_directory.mirrored import (
+    PACE_BYTES,
+    Lines,
+    Seen,
+    due,
+    gone,
+    is_ahead,
+    is_fetched,
+    is_mirrored,
+    look,
+    whole_lines,
+    without_end,
+)
+
+NEVER: dict[str, float] = {}
+
+
+@pytest.mark.parametrize(
+    ("name", "mirrored", "fetched"),
+    [
+        ("config.yaml", True, True),
+        ("metrics.jsonl", True, True),
+        ("initial_model/model.safetensors", True, True),
+        ("sft/model/config.json", True, True),
+        ("samples/step_10.parquet", True, False),
+        ("tensorboard/events.out.tfevents.1", True, False),
+        ("wandb/offline-run-1/run-1.wandb", True, False),
+        ("trackers/wandb.json", True, True),
+        ("stacks/Rollout-0.txt", True, False),
+        ("report.html", True, False),
+        ("run.lock", False, False),
+        ("mirror.json", False, False),
+        ("checkpoints/global_step_2/COMPLETE", False, False),
+        ("sft/checkpoints/global_step_2/COMPLETE", False, False),
+        ("resumed_store/groups.arrow", False, False),
+        (".report.html.part", False, False),
+        ("model/.seen-by-all-nodes-x", False, False),
+    ],
+)
+def test_all_but_locks_checkpoints_and_what_is_on_its_way_is_mirrored(name: str, mirrored: bool, fetched: bool) -> None:
+    assert (is_mirrored(name), is_fetched(name)) == (mirrored, fetched)
+
+
+def test_lines_come_last_and_events_after_all_that_they_tell_of() -> None:
+    seen = dict.fromkeys(["events.jsonl", "sft/events.jsonl", "metrics.jsonl", "model/a", "report.html"], Seen(1, 1))
+    order = ["model/a", "report.html", "metrics.jsonl", "sft/events.jsonl", "events.jsonl"]
+    assert due(seen, seen, {}, NEVER, 5.0) == order
+
+
+def test_a_file_that_still_changes_waits_and_one_that_did_not_change_is_left() -> None:
+    seen = {"changes": Seen(2, 2), "stays": Seen(1, 1), "is there": Seen(1, 1)}
+    before = {"changes": Seen(1, 1), "stays": Seen(1, 1), "is there": Seen(1, 1)}
+    uploaded = {"is there": Seen(1, 1)}
+    assert due(seen, before, uploaded, NEVER, 5.0) == ["stays"]
+    assert due(seen, before, uploaded, NEVER, 5.0, everything=True) == ["changes", "stays"]
+
+
+@pytest.mark.parametrize(("num_mib", "waited_s", "is_due"), [(0, 0.0, True), (3, 14.0, False), (3, 15.0, True)])
+def test_the_longer_lines_are_the_more_rarely_they_are_brought(num_mib: int, waited_s: float, is_due: bool) -> None:
+    seen = {"metrics.jsonl": Seen(num_mib * PACE_BYTES, 2)}
+    assert bool(due(seen, {}, {}, {"metrics.jsonl": waited_s}, 5.0)) == is_due
+    assert due(seen, {}, {}, {"metrics.jsonl": waited_s}, 5.0, everything=True)
+
+
+def test_files_of_a_model_that_another_has_replaced_go_and_nothing_of_a_directory_that_is_away() -> None:
+    uploaded = dict.fromkeys(["config.yaml", "model/a", "model/b", "samples/c"], Seen(1, 1))
+    seen = dict.fromkeys(["config.yaml", "model/b"], Seen(1, 1))
+    assert gone(seen, uploaded) == ["model/a"]
+    assert gone({}, uploaded) == []
+
+
+def test_a_line_that_is_half_written_is_left_out() -> None:
+    assert whole_lines(b"one\ntwo\nthr") == b"one\ntwo\n"
+    assert whole_lines(b"on") == b""
+
+
+def test_that_the_run_is_over_is_held_back_with_what_follows_unless_it_was_taken_up_again() -> None:
+    start, end, other = (f'{{"kind": "{kind}"}}\n'.encode() for kind in ("start", "end", "recording_failed"))
+    assert without_end(start + end) == without_end(start + end + other) == start
+    for data in (start + other, start + end + start, b"", b"no json\n[1]\n"):
+        assert without_end(data) == data
+
+
+@pytest.mark.parametrize(
+    ("far", "local", "ahead"),
+    [
+        (None, None, False),
+        (None, Lines(b"a\n", b""), False),
+        (Lines(b"a\n", b""), None, True),
+        (Lines(b"a\n", b"1\n"), Lines(b"a\n", b"1\n"), False),
+        (Lines(b"a\n", b"1\n"), Lines(b"a\n", b"1\n2\n"), False),  # died before its last upload
+        (Lines(b"a\n", b"1\n2\n"), Lines(b"a\n", b"1\n"), True),  # lost its last lines with its power
+        (Lines(b"a\nb\n", b""), Lines(b"a\n", b"1\n2\n"), True),  # another went on from all that was here
+        (Lines(b"a\nc\n", b""), Lines(b"a\nb\n", b"1\n2\n"), True),  # another went on from a part of it
+        (Lines(b"a\n", b"1\n2\n3\n"), Lines(b"a\nb\n", b"1\n"), False),  # went on here from a checkpoint
+    ],
+)
+def test_the_copy_that_went_on_is_the_newer_one(far: Lines | None, local: Lines | None, ahead: bool) -> None:
+    assert is_ahead(far, local) == ahead
+
+
+@given(st.lists(st.sampled_from(["upload", "here", "elsewhere"]), max_size=12))
+def test_a_history_of_turns_on_two_machines_is_gone_on_with_from_where_it_is_longest(turns: list[str]) -> None:
+    """Each turn goes on from what its machine would choose; one on the other machine always uploads."""
+    far: bytes | None = None
+    here: bytes | None = None
+    for number, turn in enumerate(turns):
+        chosen = far if is_ahead(_lines(far), _lines(here)) else here
+        if turn == "upload":
+            far = here if not is_ahead(_lines(far), _lines(here)) else far
+        elif turn == "here":
+            here = (chosen or b"") + b"here %d\n" % number
+        else:
+            far = (far or b"") + b"elsewhere %d\n" % number
+            assert is_ahead(_lines(far), _lines(here))
+        if turn == "here":
+            assert not is_ahead(_lines(far), _lines(here))
+
+
+def _lines(events: bytes | None) -> Lines | None:
+    return None if events is None else Lines(events, b"")
+
+
+def test_a_look_finds_what_is_mirrored(tmp_path: Path) -> None:
+    for name in ("config.yaml", "checkpoints/global_step_1/x", "sft/model/a", "run.lock", ".x.part"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("12")
+    found = look(tmp_path)
+    assert sorted(found) == ["config.yaml", "sft/model/a"]
+    assert found["config.yaml"].num_bytes == 2
+    assert look(tmp_path / "away") == {}
