@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.checkpoint import CheckpointConfig
@@ -84,6 +85,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least("max_staleness", self.max_staleness, 0)
         one_of("placement", self.placement, ("disaggregated", "colocated"))
+
+    @property
+    def recipe_name(self) -> str:
+        """The recipe's bare name, or `run` without one."""
+        return PurePath(self.recipe).name if self.recipe else "run"
 
     @property
     def old_turns_are_context(self) -> bool:

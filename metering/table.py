@@ -1,6 +1,7 @@
 """Every metric that actors measure themselves. `METRICS` has all of them, by role.
 
-Workers measure them, `orchestrator/observability/grafana/` queries them, and a test compares docs/monitoring.md with them.
+Workers measure them, `orchestrator/observability/grafana/` queries them, and a test compares docs/monitoring.md with
+them.
 """
 
 from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, Metric

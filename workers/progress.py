@@ -42,6 +42,10 @@ class Progress:
     roles whose work on a token is no model's."""
 
 
+SERVES = Progress(SERVING, 0.0)
+"""The progress of an actor that answers, and has nothing to be stuck in."""
+
+
 class Phases:
     """The present phase of a worker. Noted by the thread that works, read by another one that answers."""
 

@@ -21,10 +21,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from penstock.conf.algorithms.base import AlgorithmConfig
+from penstock.conf.algorithms.known import known_algorithms
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.presets import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
-from penstock.orchestrator.configuration.known_algorithms import known_algorithms
 from penstock.orchestrator.configuration.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
 from penstock.orchestrator.configuration.recipes import Recipe, find_recipe
 
@@ -56,16 +56,6 @@ def load_config(overrides: Sequence[str] = ()) -> RunConfig:
     _absolute_paths(config, recipe.directory)
     validate(config)
     return config
-
-
-def to_yaml(config: RunConfig) -> str:
-    """The content of a run's `config.yaml`: every key, resolved."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def recipe_name(config: RunConfig) -> str:
-    """The recipe's bare name, or `run` without one."""
-    return Path(config.recipe).name if config.recipe else "run"
 
 
 def _choices(words: list[Override]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from types import FrameType
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.compose import load_config, recipe_name
+from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 
@@ -28,7 +28,7 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
     """Run with up to so many retries. Returns the exit code of the last try."""
     words, config = list(overrides), load_config(overrides)
     if config.name is None:  # tries are of one run
-        words.append(f"name={recipe_name(config)}-{datetime.now():%Y%m%d-%H%M%S}")
+        words.append(f"name={config.recipe_name}-{datetime.now():%Y%m%d-%H%M%S}")
         config = load_config(words)
     pause_s = FIRST_PAUSE_S
     for left in range(retries, -1, -1):

@@ -25,11 +25,9 @@ from penstock.orchestrator.cluster.ray_calls import answer, outcomes
 from penstock.orchestrator.membership.liveness import MOST_BEATS, Liveness, State, Verdict
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.processes import ProcessId
-from penstock.workers.progress import SERVING, Progress
+from penstock.workers.progress import SERVES, Progress
 
 AGENT = "agent"
-SERVES = Progress(SERVING, 0.0)
-"""The progress of an actor that answers, and has nothing to be stuck in."""
 MEMBER_S = 0.02
 """Seconds between two heartbeats for each member: more than 500 are asked more seldom than every ten seconds."""
 LEAST_BEATS = 3

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from penstock.conf.algorithms.known import known_algorithms
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.known_algorithms import known_algorithms
 
 
 def differences_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@
     timeline.json   the same, Chrome trace    state.json      present waits of actors
     report.html     plots/                    tensorboard/
     cluster.json    where its actors are      checkpoints/    global_step_N: to go on from
-    run.lock        the process in it         stacks/         of members that did not answer any more
+    run.lock        the process in it         stacks/         of members that were ended, or looked at in a stall
     logs/           what actors printed       threads.json    numbers of actors' threads
     trackers/       their ids of the run      wandb/          files of W&B
 
@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from penstock.conf.cluster import TrackingConfig
 from penstock.conf.errors import CheckpointError, ConfigError, PenstockError, RunInUse
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.compose import to_yaml
 from penstock.orchestrator.run_directory.appended_file import AppendedFile
 from penstock.orchestrator.run_directory.json_lines import cut_lines, each_line, line_of, open_for_lines, read_lines
 from penstock.orchestrator.run_directory.losses import Losses
@@ -54,6 +54,11 @@ MADE_AT_START = (
     "threads.json",
 )  # fmt: skip
 """Names of what may be there of a run that has no results yet."""
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every key, resolved: what `config.yaml` of a run holds."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 class RunDirectory:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.compose import recipe_name
 from penstock.orchestrator.run_directory.mirror_record import url_of
 from penstock.workers.files import is_url
 
@@ -85,7 +84,7 @@ def cannot_make(path: Path, error: OSError) -> ConfigError:
 def new_place(config: RunConfig, time_s: float, is_taken: Callable[[str], bool]) -> RunPlace:
     """A new place for a run without a name, in a new directory: two runs of the same second get two. `is_taken`: tells
     whether there is a run at a URL. Sets `config.name`. Raises `ConfigError`."""
-    stem = f"{recipe_name(config)}-{datetime.fromtimestamp(time_s):%Y%m%d-%H%M%S}"
+    stem = f"{config.recipe_name}-{datetime.fromtimestamp(time_s):%Y%m%d-%H%M%S}"
     for count in range(1, 1000):
         place = RunPlace.of(config.output_dir, stem if count == 1 else f"{stem}-{count}")
         if place.url is not None and is_taken(place.url):

@@ -3,7 +3,8 @@ leases.
 
     lease granted ─▶ granted        rows written ─▶ wrote        once a step the controller ─▶ take
 
-The run's timeline is made of it (`orchestrator/observability/monitoring/`). Decides nothing: a reader that is late misses the oldest.
+The run's timeline is made of it (`orchestrator/observability/monitoring/`). It decides nothing: a reader that is late
+misses the oldest.
 """
 
 import time

@@ -8,7 +8,6 @@ from rich.text import Text
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.compose import recipe_name
 from penstock.orchestrator.observability.reporting.summary import cards_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
@@ -67,7 +66,7 @@ def next_steps(config: RunConfig, run: RunDirectory) -> list[tuple[str, str]]:
                 "generation runs one step ahead of training: compare samples/s",
             )
         )
-    if recipe_name(config) == "arithmetic":
+    if config.recipe_name == "arithmetic":
         steps.append(
             (
                 f"penstock run recipe={recipe} data.options.max_terms=3{model}",

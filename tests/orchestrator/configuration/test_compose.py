@@ -10,8 +10,9 @@ import pytest
 from penstock.conf.algorithms.base import GrpoConfig, SftConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.compose import load_config, to_yaml
+from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.recipes import packaged_recipes
+from penstock.orchestrator.run_directory.run_directory import to_yaml
 
 ALGORITHM = """
 from dataclasses import dataclass

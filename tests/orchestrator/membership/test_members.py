@@ -1,186 +1,149 @@
-"""Actors of a run, as the one who watches them sees them: by their answers, their stacks and their ends."""
+"""Engines and rewards that come and go at random moments, and die in between, alone or with their nodes: the accounts
+are exact. On a virtual clock: the real controller, members, supervisor and store over scripted actors."""
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
-import psutil
 import pytest
 
-from penstock.conf.errors import DeadlineExceeded
-from penstock.conf.faults import FaultsConfig
-from penstock.conf.reward import RewardConfig
-from penstock.conf.rollout import RolloutConfig
-from penstock.conf.run import RunConfig
-from penstock.network.handshake import new_token
-from penstock.orchestrator.cluster.causes import is_recoverable
-from penstock.orchestrator.cluster.fleet.roll_call import RollCall
-from penstock.orchestrator.cluster.nodes.agents import NodeAgents
-from penstock.orchestrator.membership.liveness import ALIVE, Liveness, State
-from penstock.workers.node.agent import STACKS
-from penstock.workers.progress import SERVING, STARTING, WAITING
-from tests.store.driver import make_spec
+from penstock.conf.errors import CannotScale
+from penstock.orchestrator.membership.wishes import Wish
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
+from tests.run_files import metrics_of
+from tests.virtual_time import run_virtually
 
-ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.ray
-
-CONFIG = RunConfig(faults=FaultsConfig(heartbeat_s=0.2, heartbeat_timeout_s=1.0))
-Make = Callable[..., Any]
+NUM_STEPS, GROUPS, SIZE = 30, 4, 2
 
 
-@pytest.fixture
-def make(cluster: str) -> Iterator[Make]:
-    """Makes actors, which end with the test."""
-    handles = []
-
-    def made(cls: type, *arguments: Any, max_concurrency: int = 1000) -> Any:
-        options = {"num_cpus": 0, "max_concurrency": max_concurrency}
-        handles.append(ray.remote(cls).options(**options).remote(*arguments))
-        return handles[-1]
-
-    yield made
-    for handle in handles:
-        ray.kill(handle)
-
-
-@pytest.fixture
-def agent(make: Make, tmp_path: Path) -> Iterator[tuple[Any, str]]:
-    """And where processes write their stacks."""
-    from penstock.workers.node.actor import NodeAgent
-
-    handle = make(NodeAgent, str(tmp_path / "penstock-run"), new_token(), None, None, None)
-    ray.get(handle.facts.remote())
-    yield handle, str(tmp_path / "penstock-run" / STACKS)
-    ray.get(handle.close.remote())
-
-
-def rollout(make: Make) -> Any:
-    from penstock.workers.rollout.actor import Rollout, RolloutSpec
-
-    return make(Rollout, RolloutSpec("Rollout-1", RolloutConfig(engine="scripted"), "", 1, 0, 2))
-
-
-def watched(liveness: Liveness, handle: Any, until: State) -> str:
-    """Heartbeats to an actor until it is judged so; the reason."""
-    pending, deadline = None, time.monotonic() + 60
-    while time.monotonic() < deadline:
-        pending = pending or handle.progress.remote()
-        done, _ = ray.wait([pending], timeout=CONFIG.faults.heartbeat_s)
-        if done:
-            liveness.heard(time.monotonic(), ray.get(pending))
-            pending = None
-        verdict = liveness.judge(time.monotonic())
-        if verdict.state is until:
-            return verdict.reason
-    raise AssertionError(f"never judged {until}")
-
-
-def test_a_stopped_process_is_silent_is_shown_and_is_ended_with_a_recoverable_error(
-    make: Make, agent: tuple[Any, str]
-) -> None:
-    node, stacks = agent
-    member = rollout(make)
-    ray.get(member.start.remote())
-    process = ray.get(member.process.remote(stacks))
-    assert ray.get(member.progress.remote()).phase == SERVING
-    liveness = Liveness("rollout", CONFIG, time.monotonic())
-    assert watched(liveness, member, State.ALIVE) == ""
-    psutil.Process(process.pid).suspend()
-    assert watched(liveness, member, State.SILENT) == "no answer to a heartbeat for 1 s"
-    text = ray.get(node.dump_stacks.remote(process, "Rollout-1"))
-    assert f"Rollout-1, process {process.pid} (stopped)" in text
-    assert "main_loop" in text
-    assert ray.get(node.kill.remote(process))
-    with pytest.raises(ray.exceptions.RayError) as gone:
-        ray.get(member.progress.remote(), timeout=60)
-    assert is_recoverable(gone.value)
-
-
-def test_a_process_that_goes_on_after_a_stop_is_alive_again(make: Make, agent: tuple[Any, str]) -> None:
-    member = rollout(make)
-    process = ray.get(member.process.remote(agent[1]))
-    liveness = Liveness("rollout", CONFIG, time.monotonic())
-    psutil.Process(process.pid).suspend()
-    watched(liveness, member, State.SILENT)
-    psutil.Process(process.pid).resume()
-    watched(liveness, member, State.ALIVE)
-    assert liveness.judge(time.monotonic()) == ALIVE
-
-
-def test_an_agent_tells_what_its_neighbours_say_and_a_stopped_one_is_asked_by_the_watch_itself(
-    make: Make, agent: tuple[Any, str]
-) -> None:
-    node, stacks = agent
-    members = {f"Rollout-{index}": rollout(make) for index in range(2)}
-    stopped = ray.get([member.process.remote(stacks) for member in members.values()])[1]
-    agents = NodeAgents("run", "run", CONFIG.cluster)
-    agents.members = {"node": ("Agent", node)}
-    roll_call = RollCall(members, agents, lambda name: "node", many=1)
-
-    def asked(timeout_s: float) -> list[Any]:
-        return asyncio.run(roll_call.ask(list(members.items()), "progress", phase="heartbeat", timeout_s=timeout_s))
-
-    assert [said.phase for said in asked(60.0)] == [STARTING, STARTING]
-    psutil.Process(stopped.pid).suspend()
-    answers, late = asked(2.0)
-    assert answers.phase == STARTING
-    assert isinstance(late, DeadlineExceeded)
-    psutil.Process(stopped.pid).resume()
-
-
-def test_every_light_actor_says_who_it_is_and_what_it_is_at(make: Make, agent: tuple[Any, str]) -> None:
-    from penstock.algorithms.graph.dataflow import Dataflow
-    from penstock.workers.compute.actor import Compute
-    from penstock.workers.prompts.actor import Prompts
-    from penstock.workers.reward.actor import Reward, RewardPlan
-
-    def advantage(reward: Any) -> Any:
-        return reward
-
-    flow = Dataflow().compute(advantage, reads=["reward"], writes=["advantage"])
-    members = [
-        make(Reward, RewardPlan("Reward-0", RewardConfig(function="digits"))),
-        make(Compute, "Compute-advantage", flow.stages[0], flow.columns),
-        make(Prompts, CONFIG, "", "prompts"),
-    ]
-    pids = [ray.get(member.process.remote(agent[1])).pid for member in members]
-    assert sorted(int(path.stem) for path in Path(agent[1]).iterdir()) == sorted(pids)
-    assert {ray.get(member.progress.remote()).phase for member in members} == {STARTING}
-    ray.get(members[1].start.remote())
-    assert ray.get(members[1].progress.remote()).phase == SERVING
-
-
-def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple[Any, str], tmp_path: Path) -> None:
-    from penstock.algorithms.losses import sft_loss
-    from penstock.conf.model import FreshModelConfig
-    from penstock.conf.trainer import TrainerConfig
-    from penstock.store.client.client import StoreClient
-    from penstock.store.service.actor import create_store_actor, end_store_actor
-    from penstock.workers.models.fresh import build_fresh_model
-    from penstock.workers.trainer.actor import Trainer
-    from penstock.workers.trainer.spec import TrainerSpec
-
-    model = FreshModelConfig(num_layers=1, hidden_size=32, intermediate_size=32, num_heads=2, num_kv_heads=1)
-    build_fresh_model(tmp_path / "model", model, seed=1)
-    store = create_store_actor(make_spec(), "members-test", name="trainers")
-    spec = TrainerSpec(
-        name="Trainer-policy-0",
-        config=TrainerConfig(),
-        model_path=str(tmp_path / "model"),
-        stage="train",
-        loss=sft_loss,
+def config_of(tmp_path: Path, *words: str) -> Any:
+    return scripted_config(
+        tmp_path,
+        "rollout.num_workers=2",
+        f"trainer.max_steps={NUM_STEPS}",
+        f"trainer.groups_per_step={GROUPS}",
+        f"algorithm.group_size={SIZE}",
+        "checkpoint.every_steps=0",
+        "faults.max_restarts=1000",
+        "faults.pause_s=0.1",
+        *words,
     )
-    trainer = make(Trainer, spec, max_concurrency=3)
-    assert ray.get(trainer.progress.remote()).phase == STARTING
-    ray.get(trainer.start.remote(None))
-    ray.get(trainer.attach.remote(store))
-    step = trainer.step.remote(1)
-    while ray.get(trainer.progress.remote()).phase != WAITING:
-        time.sleep(0.05)
-    text = ray.get(agent[0].dump_stacks.remote(ray.get(trainer.process.remote(agent[1])), "Trainer-policy-0"))
-    assert "lease_shared" in text
-    asyncio.run(StoreClient(store).close("the run is over"))
-    assert ray.get(step, timeout=60) is None
-    end_store_actor(store)
+
+
+async def wish(members: Any, random: Random, done: list[Any]) -> None:
+    """Now and then more or fewer of one role or both, with much time to finish, or with none."""
+    while True:
+        await asyncio.sleep(random.expovariate(1 / 3.0))
+        roles = random.choice([["rollout"], ["reward"], ["rollout", "reward"]])
+        wishes = [Wish(role, random.randint(-2, 2), is_change=True) for role in roles]
+        with contextlib.suppress(CannotScale):
+            done += await members.change(wishes, random.choice([0.0, 1.0, 60.0]))
+
+
+async def kill(fleet: ScriptedFleet, random: Random) -> None:
+    while True:
+        await asyncio.sleep(random.expovariate(1 / 25.0))
+        fleet.strike(
+            random.choice([name for role in ("rollout", "reward") for name, _ in fleet.role(role)] or ["nobody"])
+        )
+
+
+async def power_off(fleet: ScriptedFleet, random: Random) -> None:
+    """Nodes that joined."""
+    while True:
+        await asyncio.sleep(random.expovariate(1 / 30.0))
+        if nodes := [node for node, _, _ in fleet.later_nodes]:
+            fleet.power_off(random.choice(nodes))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_joins_and_leaves_each_row_is_trained_once_within_its_bound(
+    max_staleness: int, seed: int, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, f"max_staleness={max_staleness}")
+    random, done = Random(seed), list[Any]()
+
+    async def main() -> dict[str, float]:
+        flow = flow_of(config)
+        store = store_of(config, flow)
+        fleet = ScriptedFleet(store, config, flow, random)
+        directory = RunDirectory.create(config)
+        controller = controller_over(fleet, config, directory)
+        others = [asyncio.ensure_future(wish(controller._members, random, done))]
+        if seed % 2:
+            others.append(asyncio.ensure_future(kill(fleet, random)))
+        if seed % 4 >= 2:
+            others.append(asyncio.ensure_future(power_off(fleet, random)))
+        await asyncio.wait_for(controller.run(), 1e6)
+        for other in others:
+            other.cancel()
+        directory.close()
+        store.ledger.check_invariants()
+        return await store.stats()
+
+    numbers = run_virtually(main())
+    assert numbers["store/rows_trained"] == NUM_STEPS * GROUPS * SIZE
+    assert not any(value for name, value in numbers.items() if name.startswith("dropped/"))
+    lines = metrics_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    assert max(line.get("staleness/max", 0) for line in lines) <= max_staleness
+    assert all(line["rollout/num_engines"] >= 0 for line in lines)
+    events = RunDirectory.open(tmp_path / "run").read_events()
+    joined, left = ([event["member"] for event in events if event["kind"] == kind] for kind in ("joined", "left"))
+    assert len(joined) == len(set(joined)) >= sum(len(one.joined) for one in done)
+    assert len(left) == len(set(left)) >= sum(len(one.left) for one in done)
+    assert joined or left
+    faults = [event["member"] for event in events if event["kind"] == "fault"]
+    assert seed % 4 or not faults  # to leave is no fault
+    kinds = {event["kind"] for event in events} - {"hint", "warning"}  # of times that are scripted
+    assert kinds <= {"joined", "left", "join_failed", "fault", "recovered", "node_left"}
+    assert seed % 4 < 2 or "node_left" in kinds
+
+
+def test_members_that_were_wished_for_before_a_return_join_again(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "max_staleness=0")
+    wanted = {"rollout": config.rollout.least_workers + 2}
+
+    async def main() -> int:
+        flow = flow_of(config)
+        fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
+        directory = RunDirectory.create(config)
+        controller = controller_over(fleet, config, directory, wanted=wanted)
+        await asyncio.wait_for(controller.run(), 1e6)
+        directory.close()
+        return len(fleet.role("rollout"))
+
+    assert run_virtually(main()) == wanted["rollout"]
+    events = RunDirectory.open(tmp_path / "run").read_events()
+    assert [event["kind"] for event in events].count("joined") == 2
+
+
+def test_who_has_joined_before_the_others_serve_is_kept_once(tmp_path: Path) -> None:
+    """A node was lost as another process drove the run, and somebody takes the place of who was there."""
+    config, kept = config_of(tmp_path, "max_staleness=0"), list[str]()
+
+    async def main() -> None:
+        fleet = ScriptedFleet(store_of(config, flow_of(config)), config, flow_of(config), Random(1))
+        directory = RunDirectory.create(config)
+        members = controller_over(fleet, config, directory)._members
+
+        async def keep(role: str, team: Sequence[str], catch_up: Any) -> None:
+            kept.extend(team)
+
+        members._supervisor.keep = keep  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as tasks:
+            members.begin(tasks)
+            await members.change([Wish("rollout", config.rollout.least_workers + 1)])
+            members.serve("rollout")
+            await asyncio.sleep(0)
+            members.close()
+        directory.close()
+
+    run_virtually(main())
+    assert sorted(kept) == sorted({*kept})
+    assert len(kept) == config.rollout.least_workers + 1

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.conf.errors import PenstockError, TakenOver
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.compose import recipe_name
 from penstock.orchestrator.observability.reporting.summary import cards_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
@@ -35,7 +34,7 @@ class About:
 
     @classmethod
     def of(cls, config: RunConfig, directory: RunDirectory) -> "About":
-        recipe = recipe_name(config)
+        recipe = config.recipe_name
         return cls(
             name=directory.run_id,
             group=config.tracking.group or recipe,

@@ -1,7 +1,7 @@
 """The numbers of a run that rules read, with four digits, as one small file:
 
     penstock run recipe=guess name=guess
-    python -m tests.orchestrator.observability.diagnosis.recorded.record runs/guess tests/orchestrator/observability/diagnosis/recorded/guess.json
+    python -m tests.orchestrator.observability.diagnosis.recorded.record runs/guess FILE.json
 
 The files beside this one are of runs of the recipes as they are shipped, on two cores of an AMD EPYC. They have one
 value a step and metric, or one for all steps. `test_recorded_runs.py` replays them.
