@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from penstock.conf.errors import DataError, DeadlineExceeded, PartnerGone, WorkerDied, WorkerFailed
-from penstock.orchestrator.cluster.cluster import ray_calls as waiting
+from penstock.orchestrator.cluster import ray_calls as waiting
 from penstock.orchestrator.cluster.ray_calls import answer, answers, get_all, outcomes, translate
 
 

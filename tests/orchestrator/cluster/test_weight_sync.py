@@ -10,7 +10,7 @@ import pytest
 from penstock.conf.errors import WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
-from penstock.orchestrator.cluster.cluster.nodes import weight_relays
+from penstock.orchestrator.cluster.nodes import weight_relays
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from tests.orchestrator.noting_actors import NotingActors

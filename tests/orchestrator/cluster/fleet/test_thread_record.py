@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.orchestrator.cluster.cluster.fleet import thread_record
+from penstock.orchestrator.cluster.fleet import thread_record
 from penstock.orchestrator.cluster.fleet.thread_record import FILE, Trial, read_trials, write_trials
 from penstock.orchestrator.cluster.placement.threads import SharedNode, Threads
 from penstock.orchestrator.run_directory.run_directory import RunDirectory

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
-from penstock.orchestrator.cluster.cluster.nodes import agents as agents_of
+from penstock.orchestrator.cluster.nodes import agents as agents_of
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 
 A, B = "a" * 56, "b" * 56

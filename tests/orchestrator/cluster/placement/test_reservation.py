@@ -10,9 +10,9 @@ import ray
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.errors import ResourceError
-from penstock.orchestrator.cluster.cluster.placement import reservation
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.placement import reservation
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import cluster_nodes, free_nodes
