@@ -141,6 +141,8 @@ class Controller:
                 await self._run()
         except BaseExceptionGroup as failures:
             raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
+        finally:
+            await self._supervisor.end()
         return self.outcome
 
     async def _run(self) -> None:
