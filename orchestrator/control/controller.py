@@ -142,6 +142,7 @@ class Controller:
         except BaseExceptionGroup as failures:
             raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
         finally:
+            self._saving.give_up()
             await self._supervisor.end()
         return self.outcome
 

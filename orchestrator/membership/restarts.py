@@ -2,8 +2,8 @@
 
     keep, with_store, …  ── notice a loss ──▶  a restart, a task of its own  ◀── wait for it ──  others that notice it
 
-A restart belongs to no caller that waits for it: the deadline or the end of a caller does not end it. It ends when it is
-done or has failed, when its member is to leave, or with the run. A member's restart that meets the loss of the store
+A restart belongs to no caller that waits for it: the deadline or the end of a caller does not end it. It ends when it
+is done or has failed, when its member is to leave, or with the run. A member's restart that meets the loss of the store
 waits for the restart of the store.
 """
 
