@@ -168,9 +168,13 @@ class CheckpointWriter:
         for left in {step, *self._left}:
             self._checkpoints.clear(left)
 
-    def give_up(self) -> None:
-        """Complete no checkpoint any more."""
+    async def give_up(self) -> None:
+        """Complete no checkpoint any more: the run ends, or returns. What is there of one stays for the next run to
+        sweep."""
         self._checkpoints.give_up()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
 
     async def finish(self, *, strict: bool = False) -> None:
         """Wait for the checkpoint that is being written. `strict`: raise what it failed with."""

@@ -152,6 +152,13 @@ class Training:
         except TakenOver:
             is_anothers = True
             raise
+        except PenstockError as error:  # its actors may be another command's, which this one must not end
+            try:
+                owner.confirm()
+            except TakenOver as refusal:
+                is_anothers = True
+                raise refusal from error
+            raise
         finally:
             self._progress.phase("stopping")
             if is_anothers:

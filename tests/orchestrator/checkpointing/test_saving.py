@@ -317,7 +317,7 @@ def test_a_thread_that_the_run_has_returned_without_completes_nothing_and_none_i
         await writer.begin(2, {})
         while not hangs.is_set():
             await asyncio.sleep(0.01)
-        writer.give_up()
+        await writer.give_up()
 
     async def goes_on():
         writer, _, directory, _ = saving(tmp_path)
