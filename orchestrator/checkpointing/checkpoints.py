@@ -9,10 +9,13 @@
 Checkpoints are written while training goes on. The place may be an fsspec URL.
 """
 
+import asyncio
 import json
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain, count
 from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, DamagedCheckpoint
@@ -36,6 +39,7 @@ PREFIX = "global_step_"
 ASIDE = "damaged_"
 MARKER = "COMPLETE"
 MANIFEST = "manifest.json"
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -47,9 +51,36 @@ class Checkpoints:
     checkpoints.prune()
     """
 
+    _under_way: ClassVar[dict[str, dict[object, "Checkpoints"]]] = defaultdict(dict)
+    """Calls in threads of this process that have not ended, by place, and whose each is. A place that does not answer
+    keeps them."""
+
     def __init__(self, place: str, config: CheckpointConfig) -> None:
         self.place = place.rstrip("/")
         self._config = config
+        self._is_given_up = False
+
+    async def apart(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Run a call of this object, or another that uses its place, in a thread."""
+        number, under_way = object(), self._under_way[self.place]
+
+        def noted() -> T:
+            try:
+                return call(*arguments)
+            finally:
+                del under_way[number]
+
+        under_way[number] = self
+        return await asyncio.to_thread(noted)
+
+    @property
+    def is_used_by_another(self) -> bool:
+        """True while a call of another object for the same place is under way: the run has returned without it."""
+        return any(user is not self for user in list(self._under_way[self.place].values()))
+
+    def give_up(self) -> None:
+        """Complete no checkpoint from now on, also not in a thread that is late: the run ends, or returns."""
+        self._is_given_up = True
 
     def directory(self, step: int) -> str:
         return f"{self.place}/{PREFIX}{step}"
@@ -86,6 +117,8 @@ class Checkpoints:
         for file in snapshot:
             _refuse(f"{checkpoint.directory}/store/{file.name}", fault_of(f"{checkpoint.directory}/store", file))
         write_text(f"{checkpoint.directory}/{MANIFEST}", checkpoint.to_json())
+        if self._is_given_up:
+            raise CheckpointError(f"{checkpoint.directory}: the run has ended or returned before it was complete.")
         write_text(f"{checkpoint.directory}/{MARKER}", f"{checkpoint.step}\n")
 
     def prune(self) -> list[int]:

@@ -107,6 +107,8 @@ def _put_aside(checkpoints: Checkpoints, step: int, error: PenstockError, direct
 
 def _rewound(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     """The newest whole checkpoint of the run in its own directory, which is set back to it."""
+    with contextlib.suppress(OSError):  # a place that does not answer is told by what follows
+        directory.check_held()
     checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
     checkpoints.sweep()
     damaged: list[tuple[int, DamagedCheckpoint]] = []

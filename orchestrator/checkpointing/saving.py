@@ -81,10 +81,10 @@ class CheckpointWriter:
         if not self._config.checkpoint.every_steps:
             return
         with contextlib.suppress(CheckpointError):  # a place that does not answer is told by the next one
-            self._left |= set(await asyncio.to_thread(self._checkpoints.unfinished))
+            self._left |= set(await self._checkpoints.apart(self._checkpoints.unfinished))
             if step is None:
                 return
-            if step in await asyncio.to_thread(self._checkpoints.steps):
+            if step in await self._checkpoints.apart(self._checkpoints.steps):
                 self._newest = step
             elif self.is_due(step):
                 await self.begin(step, metrics, is_last=True)
@@ -103,7 +103,11 @@ class CheckpointWriter:
             "checkpoint.directory answers."
         )
         try:
-            await asyncio.to_thread(self._make_room, step)
+            if self._checkpoints.is_used_by_another:
+                raise CheckpointError(
+                    "what was begun there before the run returned has not ended. See whether it answers."
+                )
+            await self._checkpoints.apart(self._make_room, step)
             begun = await self._trainers_begin(step, patience_s)
         except (OSError, CheckpointError, ResourceError) as error:
             begun, why_not = False, f"{place}: cannot be written: {error}"
@@ -164,6 +168,14 @@ class CheckpointWriter:
         for left in {step, *self._left}:
             self._checkpoints.clear(left)
 
+    async def give_up(self) -> None:
+        """Complete no checkpoint any more: the run ends, or returns. What is there of one stays for the next run to
+        sweep."""
+        self._checkpoints.give_up()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
     async def finish(self, *, strict: bool = False) -> None:
         """Wait for the checkpoint that is being written. `strict`: raise what it failed with."""
         if self._writing is None:
@@ -189,7 +201,7 @@ class CheckpointWriter:
         await self._discard(trainer_directory(self._checkpoints.directory(step)))
         self._left.add(step)
         with contextlib.suppress(OSError, CheckpointError):  # the next run sweeps what cannot be removed now
-            await asyncio.to_thread(self._clear, step)
+            await self._checkpoints.apart(self._clear, step)
         return self._failed(step, failure)
 
     async def _not_begun(self, step: int, why: str) -> PenstockError:
@@ -213,14 +225,14 @@ class CheckpointWriter:
             *saved, cut = await _all_ended(*calls)
             snapshot = _files_of(Path(cut), root)
             if root != checkpoint.store:
-                await asyncio.to_thread(self._checkpoints.add_directory, step, "store", Path(root))
+                await self._checkpoints.apart(self._checkpoints.add_directory, step, "store", Path(root))
         await self._fleet.collect(checkpoint.trainer, self._places)
         checkpoint.files.extend(file for files in saved for file in files)
         by_rank = zip(self._places.values(), saved, strict=True)
         brought = [file.name for place, files in by_rank if place != checkpoint.trainer for file in files]
         await asyncio.to_thread(self._directory.bring, BRING_S)  # one that counts has the lines of all steps before
-        await asyncio.to_thread(self._checkpoints.seal, checkpoint, snapshot, brought)
-        removed = await asyncio.to_thread(self._checkpoints.prune)
+        await self._checkpoints.apart(self._checkpoints.seal, checkpoint, snapshot, brought)
+        removed = await self._checkpoints.apart(self._checkpoints.prune)
         num_bytes = sum(file.num_bytes for file in checkpoint.files)
         self._directory.event("checkpoint", step=step, path=checkpoint.directory, bytes=num_bytes, removed=removed)
         self._directory.timeline.span("checkpoint", "write", started, time.time(), step=step)

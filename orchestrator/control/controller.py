@@ -141,6 +141,9 @@ class Controller:
                 await self._run()
         except BaseExceptionGroup as failures:
             raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
+        finally:
+            await self._saving.give_up()
+            await self._supervisor.end()
         return self.outcome
 
     async def _run(self) -> None:
@@ -189,6 +192,7 @@ class Controller:
                 await finishing
             await self._observer.sample(step, reports)
             phases |= await self._save_if_due(step, reports)
+            await self._handover.confirm()  # ranks that another command drives may be at the next step
             delivery, phases["publish"] = await self._versions.publish(step)
             finishing = tasks.create_task(held_back(self._finish(step, reports, delivery, phases)))
             if self.config.max_staleness == 0 or self._may_stop(step):

@@ -33,6 +33,7 @@ from penstock.orchestrator.cluster.origins import DRIVER, origin_of
 from penstock.orchestrator.cluster.ownership.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed
 from penstock.orchestrator.configuration.sandbox_check import limits_of_code
+from penstock.orchestrator.control import event_loop
 from penstock.orchestrator.control.controller import Controller, Outcome
 from penstock.orchestrator.control.evaluation import Evaluator
 from penstock.orchestrator.membership.handover import Handover
@@ -103,7 +104,7 @@ class Training:
                         self._wanted, self._handover(fleet), taken, meters,
                     )  # fmt: skip
                     try:
-                        return asyncio.run(controller.run())
+                        return event_loop.run(controller.run())
                     finally:
                         step = controller.outcome.num_steps
             except PenstockError as error:
@@ -150,6 +151,13 @@ class Training:
             yield fleet
         except TakenOver:
             is_anothers = True
+            raise
+        except PenstockError as error:  # its actors may be another command's, which this one must not end
+            try:
+                owner.confirm()
+            except TakenOver as refusal:
+                is_anothers = True
+                raise refusal from error
             raise
         finally:
             self._progress.phase("stopping")

@@ -57,6 +57,11 @@ class Handover:
             self._open[step] = list(reports)
             await self._owner.note(self._open)
 
+    async def confirm(self) -> None:
+        """Raise `TakenOver` if another command drives the run by now: what comes next would harm it."""
+        if self._owner is not None:
+            await asyncio.to_thread(self._owner.confirm)
+
     def written(self, step: int) -> None:
         """Note that the line of a step is written."""
         self._open.pop(step, None)

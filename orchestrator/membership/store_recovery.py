@@ -43,16 +43,18 @@ class StoreRecovery:
         self._last = self._told = self._version = before
         """The step trained last, the last that the store knows, and the version published last."""
         self._snapshot = fleet.resumed.store if fleet.resumed is not None else None
-        self._lock = asyncio.Lock()
+        self._lock, self._replacing = asyncio.Lock(), asyncio.Lock()
+        """Locks of the snapshots, and of another store that takes the place of a lost one."""
 
     async def trained(self, step: int, reports: Sequence[StepReport], generation: int) -> None:
         """Tell the store that this step was trained: its rows end. `generation`: that of the store that its batch came
-        from. A store that has taken its place meanwhile hears of it by `tell`, as does one that takes its place because
-        this raises."""
+        from. A store that has taken its place meanwhile, or takes it now, hears of it by `tell`, as does one that takes
+        its place because this raises."""
         self._rows[step] = np.concatenate([report.row_ids for report in reports])
         self._last = step
-        if generation != self.generation:
-            await self.tell()
+        if generation != self.generation or self._replacing.locked():
+            async with self._replacing:
+                await self.tell()
             return
         told = [self._store.complete_shared(report.share) for report in reports if report.share is not None]
         await self._in_time(asyncio.gather(*told))
@@ -81,7 +83,7 @@ class StoreRecovery:
 
     async def bring_back(self) -> None:
         """Start another store, and attach the ranks to it. Raises what starting it raised."""
-        async with self._lock:
+        async with self._lock, self._replacing:
             await self._process.replace(self._snapshot, self._timeout_s)
             await self._store.move(self._fleet.store)
             self._told = int(await self._in_time(self._store.settle(STAGE)))

@@ -23,6 +23,7 @@ from penstock.orchestrator.cluster.fleet.roster import Members
 from penstock.orchestrator.cluster.ray_calls import PRESENT_S, look, outcomes, translate
 from penstock.orchestrator.membership.recoveries import Recoveries
 from penstock.orchestrator.membership.recovery import Restart
+from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -61,8 +62,7 @@ class Supervisor:
         self._fleet, self._store, self._recoveries = fleet, store, recoveries
         self._directory, self._progress, self._clock = directory, progress, clock
         self._closing = False
-        self._replacing: dict[str, asyncio.Task[None]] = {}
-        """Restarts under way, by title."""
+        self._restarts = Restarts()
         self._leaving: set[str] = set()
         self._stores, self._tokens_in_flight = stores, tokens_in_flight
         self._looking = asyncio.Lock()
@@ -89,13 +89,7 @@ class Supervisor:
                 raise failure
             if self._leaving.intersection(team):
                 return
-            title, replacing = title_of(team), asyncio.ensure_future(self.replace(role, team, failure, catch_up))
-            self._replacing[title] = replacing
-            try:
-                await replacing
-            finally:
-                del self._replacing[title]
-                replacing.cancel()
+            await self.replace(role, team, failure, catch_up)
 
     async def with_store(self, call: Callable[[], Awaitable[T]]) -> T:
         """The answer of the store, or of the one that takes its place."""
@@ -121,7 +115,13 @@ class Supervisor:
         async with self._looking:
             return stores != self.stores_before or await self._look(failure)
 
+    async def end(self) -> None:
+        """End the restarts under way: the run ends, or returns to its checkpoint."""
+        await self._restarts.end()
+
     async def _look(self, failure: Exception) -> bool:
+        if await self._restarts.joined(STORE):  # the caller that noticed the loss waits no more
+            return True
         agents = self._fleet.role("agent")
         asked = outcomes([(STORE, self._store.stats())], phase="look who is there", timeout_s=PRESENT_S)
         errors, (store,) = await asyncio.gather(look(agents), asked)
@@ -140,7 +140,7 @@ class Supervisor:
             await stores.bring_back()
             self._recoveries.started(STORE, self._clock())
 
-        await self._bring_back(STORE_ROLE, STORE, failure, start)
+        await self._restarts.done(STORE, lambda: self._bring_back(STORE_ROLE, STORE, failure, start))
         return True
 
     async def replace(self, role: str, team: Sequence[str], failure: Exception, catch_up: CatchUp) -> None:
@@ -152,9 +152,12 @@ class Supervisor:
             self._fleet.remove(team)  # those of a start that has failed, too
             await self._start(team, catch_up, title)
 
-        tokens = self._tokens_in_flight(team)
-        self._fleet.remove(team)
-        await self._bring_back(role, title, failure, start, tokens)
+        async def restart() -> None:
+            tokens = self._tokens_in_flight(team)
+            self._fleet.remove(team)
+            await self._bring_back(role, title, failure, start, tokens)
+
+        await self._restarts.done(title, restart)
 
     async def _bring_back(
         self, role: str, title: str, failure: Exception, start: Callable[[], Awaitable[None]], tokens: int = 0
@@ -197,15 +200,13 @@ class Supervisor:
     def close(self) -> None:
         """Replace no member from now on: they end because the store has closed."""
         self._closing = True
-        for replacing in self._replacing.values():
-            replacing.cancel()
+        self._restarts.cancel_all_but(STORE)
 
     def let_go(self, name: str) -> None:
         """Note that a member leaves because it was asked to, or with its node: its end is no fault, and it is not
         replaced."""
         self._leaving.add(name)
-        if name in self._replacing:
-            self._replacing[name].cancel()
+        self._restarts.cancel(name)
         self._recoveries.gone(name, self._clock())
 
     async def _serve(self, team: Sequence[str]) -> Exception | None:

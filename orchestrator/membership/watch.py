@@ -8,14 +8,10 @@ place; so it is with the store. An agent that is ended is a node that is lost.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import ray
-from ray.exceptions import RayError
 
 from penstock.conf.errors import PenstockError
 from penstock.conf.faults import FaultsConfig
@@ -131,8 +127,7 @@ class Watch:
         self._directory.event("ended", **about, stacks=file)
         if process is not None:
             await self._do(name, watched, "kill", process)
-        with contextlib.suppress(RayError):
-            ray.kill(watched.handle)
+        self._fleet.owner.end(watched.handle)
 
     async def _do(self, name: str, watched: _Watched, method: str, *arguments: Any) -> str:
         """The answer of the agent of the member's node; or why there is none. An agent has no agent: Ray ends it."""

@@ -187,6 +187,7 @@ class RunDirectory:
             return step is None or int(line.get("step", 0)) <= step
 
         try:
+            self.check_held()
             self._rewind(SPANS, is_kept)
             kept = self._rewind(METRICS, is_kept)
             if (text := to_yaml(config)) != self.config_file.read_text(encoding="utf-8"):
@@ -360,13 +361,18 @@ class RunDirectory:
         now."""
         if self._is_anothers:
             raise OSError(errno.EBUSY, f"{self.path} is in use by another process")
+        self.check_held()
+        return open_for_lines(file)
+
+    def check_held(self) -> None:
+        """Raise `RunInUse` if another process goes on with the run here: this one was thought dead, or its file system
+        was away. Raises `OSError` if that cannot be told."""
         for lock in self._locks[:1]:  # its own: the first that was taken
             try:
                 lock.check_held(f"name={self.path.name}")
             except RunInUse:
                 self._is_anothers = True
                 raise
-        return open_for_lines(file)
 
     # Reading.
 

@@ -109,17 +109,21 @@ def _make(cls: type, options: Mapping[str, Any], *arguments: Any) -> Any:
     return ray.remote(cls).options(**options).remote(*arguments)
 
 
-def end_store_actor(handle: Any, spill_dir: str | None = None, timeout_s: float = 10.0) -> None:
+def end_store_actor(
+    handle: Any, spill_dir: str | None = None, timeout_s: float = 10.0, kill: Callable[[Any], None] | None = None
+) -> None:
     """Have a store remove its files, and kill it. The files of a store that is dead already, or does not answer, are
-    swept, by this call or by the next store beside it: `spill_dir` is its spec's. Never raises for a dead one."""
+    swept, by this call or by the next store beside it: `spill_dir` is its spec's. `kill`: None is Ray's own. Never
+    raises for a dead one."""
     import ray
 
+    kill = kill or ray.kill
     try:
         ray.get(handle.end.remote(), timeout=timeout_s)
-        ray.kill(handle)
+        kill(handle)
     except ray.exceptions.RayError:
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(handle)
+            kill(handle)
         for parent in (SHARED_MEMORY, _disk(spill_dir)):
             sweep_stale(parent)
 

@@ -20,6 +20,7 @@ from penstock.conf.errors import PartnerGone, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
 from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
+from penstock.orchestrator.cluster.ownership.owners import ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller
@@ -322,6 +323,7 @@ class ScriptedFleet(OneMachine):
         await asyncio.gather(*attaching, return_exceptions=True)
 
     state_nodes = StateNodes({}, {}, {})
+    owner = ThisProcess()
 
     async def resume(self, trainers: list[tuple[str, Any]]) -> None:
         pass

@@ -65,10 +65,9 @@ class Fleet(Roster):
     ) -> None:
         """`resumed`: what the run goes on from. `owner`: the process that the actors end with; None: this one.
         `trials`: those of numbers of threads that the run has made before."""
-        super().__init__(plan, config.rollout.start_timeout_s)
+        super().__init__(plan, config.rollout.start_timeout_s, owner or ThisProcess())
         self.config, self.flow, self.model_path, self.namespace = config, flow, model_path, namespace
         self.agents, self.with_store, self.resumed = agents, with_store, resumed
-        self.owner: Owner = owner or ThisProcess()
         self._reservation: Reservation | None = None
         self._files = NodeFiles(agents, config.cluster.files_timeout_s)
         self._maker: ActorMaker | None = None
@@ -187,8 +186,7 @@ class Fleet(Roster):
         if handle is not None:
             grace_s = self.config.cluster.shutdown_timeout_s
             await outcomes([(actor.name, handle.close.remote())], phase="close", timeout_s=grace_s)
-            with contextlib.suppress(RayError):
-                ray.kill(handle)
+            self.owner.end(handle)
         self.growth.vacate(actor)
 
     async def replace(self, names: Sequence[str]) -> Members:
@@ -309,8 +307,7 @@ class Fleet(Roster):
         with contextlib.suppress(RayError):
             ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
         for handle in handles:
-            with contextlib.suppress(RayError):
-                ray.kill(handle)
+            self.owner.end(handle)
         if self.store_process is not None:
             self.store_process.end(grace_s)
         self.agents.close(grace_s)

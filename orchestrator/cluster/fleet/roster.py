@@ -1,16 +1,13 @@
 """The members of a fleet: by role and stage, those that start in place of others, and those that are gone."""
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
 from penstock.conf.errors import DeadlineExceeded
+from penstock.orchestrator.cluster.ownership.owners import Owner
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 
 Members = list[tuple[str, Any]]
@@ -26,8 +23,9 @@ class Roster:
     that begin; once they serve, `add` puts them into their role; `remove` ends them.
     """
 
-    def __init__(self, plan: Collection[ActorPlan], patience_s: float) -> None:
-        """`patience_s`: longest wait for a role that is empty."""
+    def __init__(self, plan: Collection[ActorPlan], patience_s: float, owner: Owner) -> None:
+        """`patience_s`: longest wait for a role that is empty. `owner`: that of the actors."""
+        self.owner = owner
         self.plan = list(plan)  # it changes, and a fleet after this one begins as this one did
         self.actors: dict[str, Any] = {}
         """Handles by name."""
@@ -51,8 +49,7 @@ class Roster:
         for name in names:
             for members in (self.actors, self.starting):
                 if name in members:
-                    with contextlib.suppress(RayError):
-                        ray.kill(members[name])
+                    self.owner.end(members[name])
 
     def remove(self, names: Collection[str]) -> None:
         """End actors, and take them out of their role."""

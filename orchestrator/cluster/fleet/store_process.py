@@ -83,8 +83,9 @@ class StoreProcess:
 
     async def replace(self, snapshot: str | None, timeout_s: float) -> None:
         """End the store, with all rows that lie on nodes, and start another. Raises what that raises,
-        `DeadlineExceeded`."""
-        await asyncio.to_thread(end_store_actor, self.handle, self._config.store.spill_dir, DEAD_S)
+        `DeadlineExceeded`, `TakenOver`."""
+        await asyncio.to_thread(self._owner.confirm)
+        await asyncio.to_thread(self._end, DEAD_S)
         calls = [(name, handle.clear_rows.remote()) for name, handle in self._agents.members.values()]
         await outcomes(calls, phase="clear rows", timeout_s=timeout_s)  # of a node that is gone, all are
         await asyncio.to_thread(self.start, snapshot)
@@ -100,5 +101,8 @@ class StoreProcess:
     def end(self, grace_s: float) -> None:
         """End the store, once no process reads its files any more."""
         if self.handle is not None:
-            end_store_actor(self.handle, self._config.store.spill_dir, grace_s)
+            self._end(grace_s)
         self.handle = None
+
+    def _end(self, timeout_s: float) -> None:
+        end_store_actor(self.handle, self._config.store.spill_dir, timeout_s, self._owner.end)

@@ -80,8 +80,7 @@ class NodeAgents:
             if self._is_closed:
                 raise WorkerDied(f"{name} has come too late: the run has ended.")
         except BaseException:
-            with contextlib.suppress(RayError):
-                ray.kill(handle)
+            self._owner.end(handle)
             raise
         self._facts = self._facts | {node: found}
         self.members = self.members | {node: (name, handle)}
@@ -127,8 +126,7 @@ class NodeAgents:
         self._facts = {other: fact for other, fact in self._facts.items() if other != node}
         _, handle = self.members[node]
         self.members = {other: member for other, member in self.members.items() if other != node}
-        with contextlib.suppress(RayError):
-            ray.kill(handle)
+        self._owner.end(handle)
 
     def relay_nodes(self, node_of: Mapping[str, str], engines: Sequence[str], timeout_s: float) -> RelayNodes:
         """The nodes that may have weights. `node_of`: the node of each actor. `engines`: all that there are to be.
@@ -175,6 +173,5 @@ class NodeAgents:
         with contextlib.suppress(RayError):
             ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
         for _, handle in self.members.values():
-            with contextlib.suppress(RayError):
-                ray.kill(handle)
+            self._owner.end(handle)
         self.members.clear()

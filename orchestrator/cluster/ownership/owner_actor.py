@@ -71,6 +71,12 @@ class OwnerActor:
         self._actors[options["name"]] = handle
         return handle
 
+    async def end(self, epoch: int, name: str) -> None:
+        """End an actor, for the command that drives the run: what an older one wants is not done."""
+        self._tenure.check(epoch)
+        if name in self._actors:
+            ray.kill(self._actors.pop(name))
+
     async def reserve(
         self, epoch: int, bundles: list[dict[str, float]], labels: list[dict[str, str]], name: str
     ) -> PlacementGroup:

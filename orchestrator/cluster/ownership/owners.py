@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from penstock.conf.errors import PenstockError, TakenOver
+from penstock.conf.errors import DeadlineExceeded, PenstockError, TakenOver, WorkerDied
 from penstock.orchestrator.cluster.ownership.owner_actor import Kept, OwnerActor, actor_class, reserved
 from penstock.orchestrator.cluster.ray_calls import answer, get_all
 
@@ -44,6 +44,16 @@ class Owner(Protocol):
         """Reserve bundles. `labels`: those of the node that each bundle is to be on."""
         ...
 
+    def end(self, handle: Any) -> None:
+        """End an actor of the owner, unless another process has taken it: then it is that one's. Never raises, and
+        waits for nothing."""
+        ...
+
+    def confirm(self) -> None:
+        """Raise `TakenOver` if another process has taken the owner: asked before what would harm that process. An
+        owner that is dead is nobody's."""
+        ...
+
     def close(self) -> None:
         """End what the owner has made: it is not needed any more."""
         ...
@@ -63,6 +73,13 @@ class ThisProcess:
 
     def reserve(self, bundles: list[dict[str, float]], labels: list[dict[str, str]], name: str) -> PlacementGroup:
         return reserved(bundles, labels, name)
+
+    def end(self, handle: Any) -> None:
+        with contextlib.suppress(RayError):
+            ray.kill(handle)
+
+    def confirm(self) -> None:
+        """Do nothing: no other process can take the actors."""
 
     def close(self) -> None:
         """Do nothing: actors are ended one by one."""
@@ -127,6 +144,15 @@ class RunOwner:
         with self._heeding():
             group: PlacementGroup = _asked(self._handle.reserve.remote(self.epoch, bundles, labels, name))
         return group
+
+    def end(self, handle: Any) -> None:
+        if self._refusal is None:
+            with contextlib.suppress(RayError):
+                self._handle.end.remote(self.epoch, self._names[handle])
+
+    def confirm(self) -> None:
+        with contextlib.suppress(DeadlineExceeded, WorkerDied), self._heeding():
+            _asked(self._handle.renew.remote(self.epoch))
 
     def name_of(self, handle: Any) -> str:
         """The name of one of its actors in Ray."""

@@ -8,9 +8,10 @@ import pytest
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunInUse
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
-from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
+from penstock.orchestrator.checkpointing.resuming import finished_run, open_run, rewind
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.files import SavedFile, saved_file
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
@@ -342,3 +343,20 @@ def test_a_place_that_does_not_answer_is_named(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/loop: cannot be read: .*symbolic links"):
         Checkpoints(f"{tmp_path}/loop", CheckpointConfig()).newest()
+
+
+def test_a_command_that_was_thought_dead_sets_nothing_back_that_is_anothers(tmp_path):
+    """It comes back, misses its actors, and would return to its checkpoint."""
+    config = load_config([f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=1"])
+    directory = RunDirectory.create(config)
+    for step in (1, 2):
+        directory.log_metrics({"step": step})
+    unsealed = directory.checkpoints / "global_step_2"
+    unsealed.mkdir(parents=True)
+    other = {"pid": 1, "host": "elsewhere", "user": "me", "started": "2026-01-01T00:00:00Z"}
+    (directory.path / "run.lock").write_text(json.dumps(other))
+    with pytest.raises(RunInUse, match="that process goes on with the run"):
+        rewind(directory, config)
+    assert [line["step"] for line in directory.read_metrics()] == [1, 2]
+    assert unsealed.is_dir()
+    directory.close()

@@ -1,6 +1,7 @@
 """A checkpoint that cannot be written, or not in time, costs that checkpoint only."""
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace as Some
 from unittest.mock import Mock
@@ -12,7 +13,9 @@ from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
+from penstock.orchestrator.checkpointing import checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
+from penstock.orchestrator.control import event_loop
 from penstock.workers.files import SavedFile
 from penstock.workers.prompts.source import PromptStart
 from tests.orchestrator.one_machine import OneMachine, empty_snapshot
@@ -210,7 +213,9 @@ from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
+from penstock.orchestrator.checkpointing import checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
+from penstock.orchestrator.control import event_loop
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.trainer.checkpointing.reading import check_files
 from penstock.workers.trainer.checkpointing.saver import Saver
@@ -294,3 +299,42 @@ def test_a_full_disk_costs_the_attempt_only(tmp_path: Path, warm_python: list[st
     assert message.startswith(f"{tmp_path}/global_step_6/trainer: rank 0 could not write: ")
     assert "Its part alone needs 3,145,728 bytes, and " in message
     assert message.endswith("or set checkpoint.directory to a place with more.")
+
+
+def test_a_thread_that_the_run_has_returned_without_completes_nothing_and_none_is_begun_beside_it(
+    tmp_path, monkeypatch
+):
+    """The place hangs while the last checkpoint is completed, and the run returns meanwhile."""
+    hangs, answers, write = threading.Event(), threading.Event(), checkpoints.write_text
+
+    def late(place, text):
+        hangs.set()
+        assert answers.wait(60)
+        write(place, text)
+
+    async def returns():
+        writer, *_ = saving(tmp_path)
+        await writer.begin(2, {})
+        while not hangs.is_set():
+            await asyncio.sleep(0.01)
+        await writer.give_up()
+
+    async def goes_on():
+        writer, _, directory, _ = saving(tmp_path)
+        await writer.begin(2, {})
+        await writer.finish()
+        assert writer.failed == 1
+        assert "before the run returned has not ended" in directory.event.call_args.kwargs["message"]
+        answers.set()
+        while writer._checkpoints.is_used_by_another:
+            await asyncio.sleep(0.01)
+        assert not list(tmp_path.glob("*/COMPLETE"))
+        monkeypatch.setattr(checkpoints, "write_text", write)
+        await writer.begin(2, {})
+        await writer.finish(strict=True)
+
+    monkeypatch.setattr(checkpoints, "write_text", late)
+    monkeypatch.setattr(event_loop, "LEAVE_S", 0.0)
+    event_loop.run(returns())
+    event_loop.run(goes_on())
+    assert [path.parent.name for path in tmp_path.glob("*/COMPLETE")] == ["global_step_2"]

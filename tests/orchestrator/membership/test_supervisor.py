@@ -122,6 +122,81 @@ def test_a_member_that_dies_again_and_again_ends_what_goes_on_with_its_own_name(
     run_virtually(main())
 
 
+def test_a_step_that_ends_while_the_store_is_brought_back_is_told_to_the_new_one(tmp_path: Path) -> None:
+    """The new store knows the steps before, and its ranks are not yet attached to it, when the step ends."""
+    config = config_of(tmp_path, "max_staleness=1", "faults.max_returns=0")
+    ended = asyncio.Event()
+
+    class Fleet(ScriptedFleet):
+        async def attach_trainers(self) -> None:
+            await ended.wait()
+            await asyncio.sleep(1)
+            await super().attach_trainers()
+
+    async def main() -> None:
+        flow = flow_of(config)
+        fleet = Fleet(store_of(config, flow), config, flow, Random(1))
+        directory = RunDirectory.create(config)
+        (_, rank), *_ = fleet.role("trainer")
+        update = rank._member.step
+
+        async def step(number: int, records_tokens: bool = False) -> Any:
+            if number != 3:
+                return await update(number, records_tokens)
+            report = await update(number, records_tokens)
+            fleet.store.die()
+            await asyncio.sleep(30)  # the store is back, but for the ranks
+            asyncio.get_running_loop().call_later(0.5, ended.set)
+            return report
+
+        rank._member.step = step
+        await asyncio.wait_for(controller_over(fleet, config, directory).run(), 1e6)
+        assert (await fleet.store.stats())["store/rows_trained"] == NUM_STEPS * GROUPS * SIZE
+        events = [(event["kind"], event["role"]) for event in directory.read_events() if "role" in event]
+        assert events == [("fault", "store"), ("recovered", "store")]
+        directory.close()
+
+    run_virtually(main())
+
+
+def test_the_store_is_brought_back_though_the_member_that_noticed_its_loss_leaves(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "max_staleness=1", "faults.max_returns=0")
+
+    async def main() -> None:
+        flow = flow_of(config)
+        fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
+        directory = RunDirectory.create(config)
+        progress = Progress(config, "run", console=Console(quiet=True))
+        begun, lost = [], asyncio.Event()
+
+        class Stores:
+            generation = 0
+
+            async def bring_back(self) -> None:
+                begun.append(store_of(config, flow))
+                lost.set()
+                await asyncio.sleep(5)
+                self.generation += 1
+                await client.move(begun[-1])
+
+        client = StoreClient(fleet.store)
+        supervisor = Supervisor(
+            fleet, client, Recoveries(config.faults), directory, progress, stores=Stores()  # type: ignore[arg-type]
+        )  # fmt: skip
+        fleet.strike("Reward-0")
+        fleet.store.die()
+        leaving = asyncio.ensure_future(supervisor.keep("reward", ["Reward-0"], nothing_to_catch_up))
+        await lost.wait()
+        supervisor.let_go("Reward-0")
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        await supervisor.with_store(client.stats)
+        assert len(begun) == 1
+        directory.close()
+
+    run_virtually(main())
+
+
 def test_who_fails_when_the_run_is_over_is_not_replaced(tmp_path: Path) -> None:
     config = config_of(tmp_path, "max_staleness=1")
 

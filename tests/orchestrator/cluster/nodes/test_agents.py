@@ -22,19 +22,16 @@ class Owner:
 
     def __init__(self) -> None:
         self.asked: list[Future[Any]] = []
+        self.ended: list[str] = []
+
+    def end(self, handle: Any) -> None:
+        self.ended.append(handle.name)
 
     def make(self, cls: type, options: dict[str, Any], *arguments: Any) -> Any:
         answer: Future[Any] = Future()
         self.asked.append(answer)
         call = SimpleNamespace(future=lambda: answer)
         return SimpleNamespace(name=options["name"], facts=SimpleNamespace(remote=lambda: call))
-
-
-@pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    names: list[str] = []
-    monkeypatch.setattr(agents_of.ray, "kill", lambda handle: names.append(handle.name))
-    return names
 
 
 @pytest.fixture
@@ -70,18 +67,16 @@ def test_one_that_joins_is_seen_by_nobody_before_its_facts_are_known(
     assert agents.facts(0.0) == {A: "facts of a", B: "facts of b"}
 
 
-def test_one_that_does_not_start_is_ended_and_was_never_there(
-    agents: NodeAgents, owner: Owner, killed: list[str]
-) -> None:
+def test_one_that_does_not_start_is_ended_and_was_never_there(agents: NodeAgents, owner: Owner) -> None:
     with pytest.raises(DeadlineExceeded, match=r"Agent-10\.0\.0\.2"):
         agents.add(B, "10.0.0.2", 0.01)
-    assert killed == ["Agent-10.0.0.2"]
+    assert owner.ended == ["Agent-10.0.0.2"]
     assert list(agents.members) == [A]
     assert agents.facts(0.0) == {A: "facts of a"}
 
 
 def test_one_that_comes_when_the_run_has_ended_is_ended(
-    agents: NodeAgents, owner: Owner, killed: list[str], monkeypatch: pytest.MonkeyPatch
+    agents: NodeAgents, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ends(*arguments: Any, **keywords: Any) -> list[Any]:
         agents._is_closed = True
@@ -90,5 +85,5 @@ def test_one_that_comes_when_the_run_has_ended_is_ended(
     monkeypatch.setattr(agents_of, "get_all", ends)
     with pytest.raises(WorkerDied, match="the run has ended"):
         agents.add(B, "10.0.0.2", 1.0)
-    assert killed == ["Agent-10.0.0.2"]
+    assert owner.ended == ["Agent-10.0.0.2"]
     assert list(agents.members) == [A]

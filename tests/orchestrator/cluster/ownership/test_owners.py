@@ -83,7 +83,9 @@ def test_what_one_has_left_is_the_next_ones_and_the_first_is_refused(namespace: 
     assert second.name_of(kept) == "Kept"
     wait_until_gone(namespace, "Late")
     assert [state_of(group) for group in groups] == ["CREATED", "REMOVED"]
+    first.end(kept)  # the command before has not yet heard that it is another's
     for refused in (
+        lambda: first.confirm(),
         lambda: first.make(Actor, options(namespace, "More")),
         lambda: asyncio.run(first.keep(b"mine")),
         lambda: asyncio.run(first.note({})),
@@ -91,9 +93,16 @@ def test_what_one_has_left_is_the_next_ones_and_the_first_is_refused(namespace: 
     ):
         with pytest.raises(TakenOver):
             refused()
+    first.end(kept)  # by now it has
+    second.confirm()
+    assert ray.get(kept.words.remote()) == ("by", "value")
+    more = second.make(Actor, options(namespace, "More"))
+    second.end(more)
+    wait_until_gone(namespace, "More")
     second.close()
     wait_until_gone(namespace, "Kept", "Owner")
     assert state_of(groups[0]) == "REMOVED"
+    second.confirm()  # a dead one is nobody's
 
 
 def test_all_of_it_ends_when_nobody_is_heard_of_for_the_lease(namespace: str) -> None:

@@ -1,0 +1,56 @@
+"""The end of a run's loop waits for threads that hang for so long and no longer."""
+
+import asyncio
+import threading
+
+import pytest
+
+from penstock.orchestrator.control import event_loop
+
+
+def test_a_thread_that_hangs_keeps_no_loop_from_its_end_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "LEAVE_S", 0.2)
+    began, answers, threads = threading.Event(), threading.Event(), []
+
+    def hang() -> None:
+        threads.append(threading.current_thread())
+        began.set()
+        answers.wait(600)
+
+    async def main() -> None:
+        hanging = asyncio.ensure_future(asyncio.to_thread(hang))
+        while not began.is_set():
+            await asyncio.sleep(0.01)
+        assert not hanging.done()
+        raise ConnectionError("the run returns")
+
+    with pytest.raises(ConnectionError, match="the run returns"):
+        event_loop.run(main())
+    assert threads[0].is_alive()
+    assert threads[0].daemon
+    answers.set()
+    threads[0].join(60)
+    assert not threads[0].is_alive()
+
+
+def test_what_ends_soon_is_waited_for_and_its_result_and_errors_are_its_callers() -> None:
+    written = []
+
+    def write() -> int:
+        began.set()
+        written.append(threading.current_thread().name)
+        return 7
+
+    async def main() -> int:
+        assert await asyncio.to_thread(write) == 7
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(lambda: 1 // 0)
+        began.clear()
+        last = asyncio.ensure_future(asyncio.to_thread(write))
+        await asyncio.sleep(0)
+        assert not last.cancelled()
+        return 3
+
+    began = threading.Event()
+    assert event_loop.run(main()) == 3
+    assert written == ["run", "run"]
