@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.conf.errors import CheckpointError
 from penstock.network.names import OutsideName, below
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
-from penstock.orchestrator.run_directory.mirror_record import MirrorRecord, url_of
+from penstock.orchestrator.run_directory.mirrored import MirrorRecord, url_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.files import download, is_url
 from penstock.workers.whole_files import replacing

@@ -24,8 +24,8 @@ from penstock.orchestrator.membership.left_behind import LeftBehind
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.fetching import bring_here
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_lock import ENDS, STARTS
 from penstock.orchestrator.run_directory.run_place import RunPlace
-from penstock.orchestrator.run_directory.turns import ENDS, STARTS
 from penstock.workers.files import absolute, download, exists, is_url
 
 

@@ -7,7 +7,7 @@ becomes one span.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.orchestrator.run_directory.spans import Span, Work
+from penstock.orchestrator.run_directory.timeline import Span, Work
 
 FINE = 150
 """Number of parts of a step: groups of an engine that begin in one part and end in one part are one span."""

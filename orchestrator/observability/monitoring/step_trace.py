@@ -23,7 +23,7 @@ from penstock.orchestrator.observability.monitoring.critical_path import (
 )
 from penstock.orchestrator.observability.monitoring.lanes import Lanes, lanes_of, with_waits
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.run_directory.spans import Span, Worked
+from penstock.orchestrator.run_directory.timeline import Span, Worked
 from penstock.workers.trainer.report import StepReport
 
 ENGINES, TRAINER = "engines", "trainer"

@@ -30,7 +30,7 @@ from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.observability.ui.runs.found import ENDED
 from penstock.orchestrator.run_directory.fetching import at_place, bring_all
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.run_directory.turns import last_turn
+from penstock.orchestrator.run_directory.run_lock import last_turn
 
 TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = ("colors.js", "dom.js", "chart.js", "board.js", "report.js")

@@ -26,7 +26,7 @@ from penstock.orchestrator.observability.ui.runs.own_files import (
 )
 from penstock.orchestrator.run_directory.json_lines import json_of
 from penstock.orchestrator.run_directory.run_lock import FILE as LOCK
-from penstock.orchestrator.run_directory.turns import last_turn
+from penstock.orchestrator.run_directory.run_lock import last_turn
 
 _LOG = logging.getLogger("penstock")
 DEPTH = 3
