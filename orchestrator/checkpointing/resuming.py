@@ -17,8 +17,7 @@ from pathlib import Path
 
 from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, PenstockError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.checkpointing.brought_models import with_local_models
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint, with_local_models
 from penstock.orchestrator.checkpointing.saving import checkpoint_place
 from penstock.orchestrator.membership.left_behind import LeftBehind
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint

@@ -1,7 +1,7 @@
 """The sandbox that a run's code of models needs: its limits, and a check that it holds on this machine.
 
 It has to hold where the code runs. On a cluster that was there before the run the nodes' agents try it when the run
-starts (`orchestrator/cluster/fleet/fence_trial.py`).
+starts (`orchestrator/cluster/fleet/trials.py`).
 """
 
 from collections.abc import Mapping

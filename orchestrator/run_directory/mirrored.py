@@ -1,5 +1,5 @@
-"""Rules of mirroring: which files of a run's directory are to be at its URL, when a file is due to be uploaded, and
-which copy of a run is the newer one. Pure, but for `look`.
+"""Rules of mirroring: which files of a run's directory are to be at its URL, when a file is due to be uploaded, which
+copy of a run is the newer one, and the record of what was uploaded. Pure, but for `look` and the record.
 """
 
 import contextlib

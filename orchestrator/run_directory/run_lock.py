@@ -87,7 +87,7 @@ class RunLock:
 
 
 def last_turn(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The last event of those: a run that failed and was resumed has not failed. Empty: the run never began."""
+    """The last event of `STARTS` and `ENDS`: a run that failed and was resumed has not failed. Empty: none."""
     return next((event for event in reversed(events) if event.get("kind") in (*STARTS, *ENDS)), {})
 
 

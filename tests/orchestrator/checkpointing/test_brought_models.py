@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import CheckpointError
-from penstock.orchestrator.checkpointing.brought_models import as_here, as_told, with_local_models
+from penstock.orchestrator.checkpointing.checkpoints import as_here, as_told, with_local_models
 from penstock.orchestrator.checkpointing.resuming import check_fits
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 from penstock.metering.meters import Meters
 from penstock.metering.metric import GAUGE, Metric
 from penstock.metering.ray_export import Origin, RayExport
-from penstock.orchestrator.cluster.origins import DRIVER
+from penstock.orchestrator.cluster.placement.actors import DRIVER
 from penstock.orchestrator.observability.reporting.sinks.sink import numbers
 
 STEP_PREFIX = "penstock_step_"

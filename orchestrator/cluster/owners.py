@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.conf.errors import PenstockError, TakenOver
-from penstock.orchestrator.cluster.ownership.owner_actor import Kept, OwnerActor, actor_class, reserved
+from penstock.orchestrator.cluster.owner_actor import Kept, OwnerActor, actor_class, reserved
 from penstock.orchestrator.cluster.ray_calls import answer, get_all
 
 OWNER = "Owner"

@@ -15,8 +15,8 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from penstock.conf.errors import TakenOver
-from penstock.orchestrator.cluster.ownership import owners
-from penstock.orchestrator.cluster.ownership.owners import RunOwner, ThisProcess
+from penstock.orchestrator.cluster import owners
+from penstock.orchestrator.cluster.owners import RunOwner, ThisProcess
 from penstock.orchestrator.membership.left_behind import find
 
 pytestmark = pytest.mark.ray
