@@ -30,7 +30,7 @@ from penstock.orchestrator.cluster.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.cluster.placement.actors import DRIVER, ActorPlan, needed, origin_of
 from penstock.orchestrator.cluster.placement.threads import read_trials
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
-from penstock.orchestrator.configuration.sandbox_check import limits_of_code
+from penstock.orchestrator.configuration.prerequisites import limits_of_code
 from penstock.orchestrator.control.controller import Controller, Outcome
 from penstock.orchestrator.control.evaluation import Evaluator
 from penstock.orchestrator.membership.handover import Handover

@@ -13,9 +13,8 @@ from rich.console import Console
 
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator import cli
-from penstock.orchestrator.configuration.sweeping.points import points_of
-from penstock.orchestrator.configuration.sweeping.room import jobs_for, room_for
-from penstock.orchestrator.configuration.sweeping.sweep import Sweep
+from penstock.orchestrator.configuration.sweep import Sweep, jobs_for, room_for
+from penstock.orchestrator.configuration.sweep_points import points_of
 
 PRETENDER = """
 import json, os, pathlib, signal, sys, time
