@@ -13,8 +13,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answer, outcomes
-from penstock.orchestrator.observability.monitoring.stages import stages_of
-from penstock.orchestrator.observability.monitoring.waits import longest_first, waits_of
+from penstock.orchestrator.observability.monitoring.waits import longest_first, stages_of, waits_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.progress import SERVES, Progress
 

@@ -1,4 +1,5 @@
-"""Finds which actors wait for which, from what the store says of its leases and of the actors that ask for some. Pure.
+"""Waits: which actors wait for which, from what the store says of its leases and of the actors that ask for some, and
+from the stages that rows pass. Pure but for a look at the fleet.
 
 an engine without prompts ─▶ Prompts ─▶ ranks that have not published ─▶ the reward that has the last rows ─▶ …
 """
@@ -7,13 +8,63 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.orchestrator.observability.monitoring.stages import SOURCE, StageView, before
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
 
+SOURCE = "source"
+PROMPTS = "prompts"
 A_PROMPT = "a prompt"
 """The thing that is waited for where nothing is under way."""
 MOST_AWAITED = 32
 """Most actors that are told of as holding what a stage lacks: those that have held it longest. 64 ranks that wait for a
 thousand engines would be 64,000 waits."""
+
+
+@dataclass(frozen=True)
+class StageView:
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    members: tuple[str, ...]
+    """Actors that serve the stage now."""
+
+
+def stages_of(flow: Dataflow, fleet: Fleet) -> list[StageView]:
+    """Views of the stages, the source first, the train stage last."""
+    serving: dict[str, list[str]] = {}
+    for actor in fleet.plan:
+        if actor.stage is not None and actor.name in fleet.actors:
+            serving.setdefault(actor.stage, []).append(actor.name)
+    return views_of(flow, serving)
+
+
+def views_of(flow: Dataflow, serving: Mapping[str, Sequence[str]]) -> list[StageView]:
+    """Views of the stages. `serving`: members by stage."""
+    stages = [stage for stage in flow.stages if stage.kind in ("source", "train") or not stage.is_in_trainer]
+    return [
+        StageView(
+            stage.name,
+            tuple(stage.reads),
+            tuple(column.name for column in stage.writes),
+            tuple(serving.get(stage.name, ())),
+        )
+        for stage in stages
+    ]
+
+
+def before(stage: StageView, stages: Sequence[StageView]) -> list[StageView]:
+    """Stages that write what a stage reads."""
+    return [one for one in stages if one.name != stage.name and set(one.writes) & set(stage.reads)]
+
+
+def awaited(stages: Sequence[StageView]) -> dict[str, str]:
+    """Names of what each member waits for when idle, by member: the stages before its own, or prompts. The members that
+    bring the prompts wait for no rows."""
+    found: dict[str, str] = {}
+    for stage in (one for one in stages if one.name != SOURCE):
+        names = [one.name for one in before(stage, stages) if one.name != SOURCE]
+        found |= dict.fromkeys(stage.members, " and ".join(names) or PROMPTS)
+    return found
 
 
 @dataclass(frozen=True)
@@ -35,9 +86,9 @@ def waits_of(described: Mapping[str, Any], stages: Sequence[StageView]) -> list[
             found |= dict.fromkeys(_for_credits(described, stages))
         elif name in by_name:
             blockers = list(_blockers(described, stages, by_name[name], frozenset()))
-            awaited = [one for one in blockers if one[1] != A_PROMPT] or blockers
+            held = [one for one in blockers if one[1] != A_PROMPT] or blockers
             for who in _idle(described, by_name[name]):
-                found |= {Wait(who, on, what): None for on, what in awaited[:MOST_AWAITED] if on != who}
+                found |= {Wait(who, on, what): None for on, what in held[:MOST_AWAITED] if on != who}
     return list(found)
 
 

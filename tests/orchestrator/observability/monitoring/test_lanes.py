@@ -1,6 +1,6 @@
 """Spans by lane, few enough to be kept."""
 
-from penstock.orchestrator.observability.monitoring.lanes import FINE, lanes_of, with_waits
+from penstock.orchestrator.observability.monitoring.step_trace import FINE, lanes_of, with_waits
 from penstock.orchestrator.run_directory.timeline import Span, Work, Worked
 
 
