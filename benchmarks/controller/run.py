@@ -36,8 +36,7 @@ from penstock.orchestrator.control.controller import Controller, Outcome
 from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.run_state import RunState, identity_of, pack
 from penstock.orchestrator.observability.reporting.progress import Progress
-from penstock.orchestrator.observability.reporting.sinks.json_lines import JsonLines
-from penstock.orchestrator.observability.reporting.sinks.tensorboard import TensorBoard
+from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines, TensorBoard
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.service.server import Endpoint
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock.orchestrator.observability.cards import cards
 from penstock.orchestrator.observability.differences import differences_of
-from penstock.orchestrator.observability.summary.cards import cards
-from penstock.orchestrator.observability.summary.marks import marks_of
+from penstock.orchestrator.observability.marks import marks_of
 from penstock.orchestrator.observability.ui.charts.drawn import plain
 from penstock.orchestrator.observability.ui.charts.themes import charts_of
 from penstock.orchestrator.observability.ui.runs.columns import Columns

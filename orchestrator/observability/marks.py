@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.orchestrator.observability.summary.faults import faults_of
+from penstock.orchestrator.observability.faults import faults_of
 
 MOST = 16
 """Most marks of one kind: more of them hide the curves."""

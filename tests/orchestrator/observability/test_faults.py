@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from penstock.orchestrator.observability.reporting.fault_drawing import Timeline
-from penstock.orchestrator.observability.reporting.report import write_report
-from penstock.orchestrator.observability.reporting.summary import cards_of
-from penstock.orchestrator.observability.summary.faults import Fault, faults_of
+from penstock.orchestrator.observability.faults import Fault, faults_of
+from penstock.orchestrator.observability.reporting.closing import cards_of
+from penstock.orchestrator.observability.reporting.report import Timeline, write_report
 from tests.orchestrator.observability.reporting.test_report import checked, make_run
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.orchestrator.observability.summary.marks import MOST, Mark, few, marks_of
+from penstock.orchestrator.observability.marks import MOST, Mark, few, marks_of
 
 
 def event(kind: str, step: Any = 3, **more: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A run in a dozen numbers: the cards of the report and of the run's page, and what `penstock run` prints at the end.
-Pure. The columns of `metrics.jsonl` are read by `ui/runs/columns.py`."""
+Pure. The columns of `metrics.jsonl` are read by `ui/runs/columns.py`.
+"""
 
 import statistics
 from collections import Counter
@@ -10,8 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.orchestrator.observability.summary.elapsed import elapsed
-from penstock.orchestrator.observability.summary.faults import faults_of
+from penstock.orchestrator.observability.faults import faults_of
 
 Event = Mapping[str, Any]
 
@@ -56,6 +56,13 @@ def cards(numbers: Numbers, config: Mapping[str, Any], events: Sequence[Event], 
         _warnings(events),
     ]
     return [card for card in found if card is not None]
+
+
+def elapsed(seconds: float | None) -> str:
+    """Seconds as text: `0:07`, `12:30`, `1:02:03`."""
+    total = int(seconds or 0)
+    hours, minutes = divmod(total // 60, 60)
+    return f"{hours}:{minutes:02}:{total % 60:02}" if hours else f"{minutes}:{total % 60:02}"
 
 
 def _points(numbers: Numbers, name: str) -> list[tuple[float, float]]:

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.orchestrator.observability.summary.elapsed import elapsed
+from penstock.orchestrator.observability.cards import elapsed
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(None, "0:00"), (7.9, "0:07"), (750, "12:30"), (3723, "1:02:03")])
