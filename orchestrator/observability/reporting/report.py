@@ -21,8 +21,7 @@ from penstock.orchestrator.observability.faults import Fault, duration_s, faults
 from penstock.orchestrator.observability.marks import marks_of
 from penstock.orchestrator.observability.reporting.samples import read_samples
 from penstock.orchestrator.observability.ui import bundle
-from penstock.orchestrator.observability.ui.charts.chart import Chart
-from penstock.orchestrator.observability.ui.charts.drawn import drawn
+from penstock.orchestrator.observability.ui.charts.chart import Chart, drawn
 from penstock.orchestrator.observability.ui.charts.pngs import write_pngs
 from penstock.orchestrator.observability.ui.charts.themes import charts_of
 from penstock.orchestrator.observability.ui.runs.columns import Columns

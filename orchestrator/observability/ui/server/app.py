@@ -1,33 +1,34 @@
 """The HTTP of `penstock ui`: the page, its data as JSON, and what changes as a stream of events.
 
-    GET /             the page              GET /api/NAME    an answer of `questions.py`, as JSON
+    GET /             the page              GET /api/NAME    an answer of `answers.py`, as JSON
     GET /static/…     its files             GET /api/live    events: runs that changed
 
-Files are read in threads. `door.py` decides about access.
+Files are read in threads. `Door` decides about access.
 """
 
 import asyncio
 import contextlib
+import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import anyio
 from sse_starlette.sse import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import QueryParams
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.orchestrator.observability.ui.server.answers import Answers, NoSuchRun
-from penstock.orchestrator.observability.ui.server.door import Door
+from penstock.orchestrator.observability.ui.server.answers import QUESTIONS, Answers, NoSuchRun
 from penstock.orchestrator.observability.ui.server.live import Live
-from penstock.orchestrator.observability.ui.server.questions import QUESTIONS
 from penstock.orchestrator.run_directory.json_lines import json_of
 
 STATIC = Path(__file__).parent.parent / "static"
@@ -37,7 +38,10 @@ PING_S = 15
 """Seconds between pings of a stream."""
 END_S = 1.0
 """Seconds for a stream to end by itself with the server, which waits twice as long (`serve.py`)."""
-
+COOKIE = "penstock_key"
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+"""Content policy: nothing from elsewhere, and no script in what a model wrote. Styles: the charts set their sizes."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -84,6 +88,59 @@ def as_json(value: Any, status: int = 200) -> Response:
     return Response(json_of(value).encode(errors="replace"), status, media_type="application/json")
 
 
+class Door:
+    """ASGI middleware that checks the access. Without a key: for visitors who reach the port by a name of this
+    machine's loopback, so that no page of another site can have a browser read it (DNS rebinding). With a key: for
+    visitors who have it, in the address once, then in a cookie."""
+
+    def __init__(self, app: ASGIApp, key: str | None = None) -> None:
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(Request(scope))
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["Content-Security-Policy"] = POLICY
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["Referrer-Policy"] = "no-referrer"
+                headers.setdefault(
+                    "Cache-Control", "no-cache"
+                )  # a browser asks whether the page is still that of yesterday
+            await send(message)
+
+        await self._app(scope, receive, told)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """The response that refuses a request; None: it is allowed."""
+        if self._key is None:
+            if host_of(request.headers) in LOOPBACK:
+                return None
+            return PlainTextResponse("This page is for this machine alone: open it as http://localhost.", 403)
+        if _is(request.query_params.get("key"), self._key):
+            rest = [(name, value) for name, value in request.query_params.multi_items() if name != "key"]
+            there = RedirectResponse(request.url.path + (f"?{urlencode(rest)}" if rest else ""), 303)
+            there.set_cookie(COOKIE, self._key, httponly=True, samesite="strict")
+            return there
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if _is(request.cookies.get(COOKIE), self._key) or _is(bearer, self._key):
+            return None
+        return PlainTextResponse("A key is needed: open the address that `penstock ui` has printed.", 401)
+
+
+def host_of(headers: Headers) -> str:
+    """The host of a request, without the port."""
+    host = headers.get("host", "")
+    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+
+
 @contextlib.asynccontextmanager
 async def _looking(live: Live, answers: Answers) -> AsyncIterator[None]:
     task = asyncio.create_task(live.run(lambda: run_in_threadpool(answers.table)))
@@ -102,3 +159,7 @@ def _refused(status: int) -> Callable[[Request, Exception], Awaitable[Response]]
         return as_json({"error": str(error)}, status)
 
     return refusal
+
+
+def _is(given: str | None, key: str) -> bool:
+    return given is not None and hmac.compare_digest(given.encode(), key.encode())
