@@ -22,9 +22,8 @@ from penstock.orchestrator.membership.supervisor import Supervisor
 from penstock.orchestrator.membership.watch import Watch
 from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis, Stalls
 from penstock.orchestrator.observability.monitoring.logs import Logs
-from penstock.orchestrator.observability.monitoring.state import StateLog
+from penstock.orchestrator.observability.monitoring.state import StateLog, awaited, stages_of
 from penstock.orchestrator.observability.monitoring.step_trace import StepTrace
-from penstock.orchestrator.observability.monitoring.waits import awaited, stages_of
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.observability.reporting.sample_log import SampleLog
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink

@@ -77,8 +77,8 @@ class SampleIndex:
 
 
 def matching(index: SampleIndex, wanted: Wanted, reasons: Sequence[str]) -> NDArray[np.bool_]:
-    """Return for each sample whether it is wanted, `[N]`. `reasons`: those that `finish` is an index of. The text is not
-    looked at."""
+    """Return for each sample whether it is wanted, `[N]`. `reasons`: those that `finish` is an index of. The text is
+    not looked at."""
     kept = np.ones(len(index), np.bool_)
     for values, least, most in (
         (index["step"], wanted.first_step, wanted.last_step),

@@ -1,7 +1,7 @@
 """The HTTP of `penstock ui`: the page, its data as JSON, and what changes as a stream of events.
 
     GET /             the page              GET /api/NAME    an answer of `answers.py`, as JSON
-    GET /static/…     its files             GET /api/live    events: runs that changed
+    GET /static/…     its files             GET /api/live    events: runs that changed, from one look a second for all
 
 Files are read in threads. `Door` decides about access.
 """
@@ -9,6 +9,8 @@ Files are read in threads. `Door` decides about access.
 import asyncio
 import contextlib
 import hmac
+import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,6 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.orchestrator.observability.ui.server.answers import QUESTIONS, Answers, NoSuchRun
-from penstock.orchestrator.observability.ui.server.live import Live
 from penstock.orchestrator.run_directory.json_lines import json_of
 
 STATIC = Path(__file__).parent.parent / "static"
@@ -42,6 +43,13 @@ COOKIE = "penstock_key"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 """Content policy: nothing from elsewhere, and no script in what a model wrote. Styles: the charts set their sizes."""
+_LOG = logging.getLogger("penstock")
+SHARE = 4
+"""Least pause after a look, in multiples of its time: so many runs on a slow disk keep no core busy."""
+BEHIND = 8
+"""Most changes that wait for a slow page; then it is told to ask for everything anew."""
+ANEW = {"anew": True}
+Table = list[dict[str, Any]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -72,14 +80,6 @@ def answering(answers: Answers, question: Callable[[Answers, QueryParams], Any])
         return await run_in_threadpool(lambda: as_json(question(answers, request.query_params)))
 
     return answer
-
-
-def streaming(live: Live) -> Handler:
-    async def stream(request: Request) -> Response:
-        ending = anyio.Event()
-        return EventSourceResponse(live.events(ending), ping=PING_S, shutdown_event=ending, shutdown_grace_period=END_S)
-
-    return stream
 
 
 def as_json(value: Any, status: int = 200) -> Response:
@@ -141,6 +141,68 @@ def host_of(headers: Headers) -> str:
     return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
 
 
+class Live:
+    """Lifecycle: `run` until it is cancelled; `events` for each page."""
+
+    def __init__(self, look_s: float) -> None:
+        self._look_s = look_s
+        self._pages: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._new: set[asyncio.Queue[dict[str, Any]]] = set()
+        """Queues of `_pages` that have not been told anything: what they have asked for may be older than a look."""
+        self._lines: dict[str, dict[str, Any]] = {}
+
+    async def run(self, look: Callable[[], Awaitable[Table]]) -> None:
+        while True:
+            started = time.monotonic()
+            if self._pages:
+                try:
+                    self._tell({line["id"]: line for line in await look()})
+                except OSError as error:
+                    _LOG.warning("the runs cannot be looked at: %s", error)
+            await asyncio.sleep(max(self._look_s, SHARE * (time.monotonic() - started)))
+
+    async def events(self, ending: anyio.Event | None = None) -> AsyncIterator[dict[str, str]]:
+        """Events `{"runs": {id: its line, or null}}` of runs that changed; `ANEW` first, after the first look.
+        `ending`: set when the server ends."""
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._pages.add(queue)
+        self._new.add(queue)
+        ended = asyncio.create_task((ending or anyio.Event()).wait())
+        try:
+            while not ended.done():
+                change = asyncio.create_task(queue.get())
+                try:
+                    await asyncio.wait({change, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    if change.done():
+                        yield _event(change.result())
+                finally:
+                    change.cancel()
+        finally:
+            ended.cancel()
+            self._pages.discard(queue)
+            self._new.discard(queue)
+
+    def _tell(self, lines: dict[str, dict[str, Any]]) -> None:
+        before, self._lines = self._lines, lines
+        names = [name for name in before | lines if before.get(name) != lines.get(name)]
+        for queue in self._pages:
+            if queue in self._new:
+                self._new.discard(queue)
+                queue.put_nowait(ANEW)
+            elif names and queue.qsize() < BEHIND:
+                queue.put_nowait({"runs": {name: lines.get(name) for name in names}})
+            elif names and queue.qsize() == BEHIND:
+                queue.put_nowait(ANEW)
+
+
+def streaming(live: Live) -> Handler:
+    async def stream(request: Request) -> Response:
+        ending = anyio.Event()
+        return EventSourceResponse(live.events(ending), ping=PING_S, shutdown_event=ending, shutdown_grace_period=END_S)
+
+    return stream
+
+
 @contextlib.asynccontextmanager
 async def _looking(live: Live, answers: Answers) -> AsyncIterator[None]:
     task = asyncio.create_task(live.run(lambda: run_in_threadpool(answers.table)))
@@ -163,3 +225,7 @@ def _refused(status: int) -> Callable[[Request, Exception], Awaitable[Response]]
 
 def _is(given: str | None, key: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode(), key.encode())
+
+
+def _event(value: dict[str, Any]) -> dict[str, str]:
+    return {"data": json_of(value).encode(errors="replace").decode()}
