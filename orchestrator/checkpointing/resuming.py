@@ -2,7 +2,7 @@
 
     resume=never     a new run
     resume=auto      the run called `name`: with the actors that live on, where the command that drove it has died
-                     (`takeover/`); else from its newest checkpoint; a new run if there is no such run
+                     (`membership/`); else from its newest checkpoint; a new run if there is no such run
     resume=PATH      a new run, from that checkpoint (or the newest of that run)
 
 This happens before any actor starts. The directory is locked before anything in it is touched, and so is
