@@ -169,9 +169,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from penstock.orchestrator.configuration.sweeping.points import points_of
-    from penstock.orchestrator.configuration.sweeping.room import jobs_for
-    from penstock.orchestrator.configuration.sweeping.sweep import Sweep
+    from penstock.orchestrator.configuration.sweep import Sweep, jobs_for
+    from penstock.orchestrator.configuration.sweep_points import points_of
 
     points = points_of(arguments.overrides)
     jobs = jobs_for(points)

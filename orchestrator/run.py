@@ -20,10 +20,10 @@ from penstock.conf.errors import ConfigError, PenstockError, TakenOver
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
 from penstock.network.open_files import warning
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
-from penstock.orchestrator.cluster.causes import is_recoverable
 from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere, namespace_of, this_node
 from penstock.orchestrator.cluster.connection import note_connection
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
+from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import check_run, first_runs
 from penstock.orchestrator.control.controller import Outcome

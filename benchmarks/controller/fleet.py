@@ -14,10 +14,10 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.fleet.state import FleetState
+from penstock.orchestrator.cluster.fleet.roster import FleetState
 from penstock.orchestrator.cluster.fleet.store_process import StoreState
 from penstock.orchestrator.cluster.nodes.agents import AgentsState, NodeAgents
-from penstock.orchestrator.cluster.ownership.owners import OWNER, RunOwner
+from penstock.orchestrator.cluster.owners import OWNER, RunOwner
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.cluster.placement.assignment import Assignment, assign
 from penstock.orchestrator.cluster.placement.nodes import Node

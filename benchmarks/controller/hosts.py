@@ -17,7 +17,7 @@ from benchmarks.controller.clock import run_fast
 from benchmarks.controller.fleet import agents_of, plan_of
 from benchmarks.controller.members import PlayedOwner, play
 from benchmarks.controller.scale import Scale, flow_of
-from penstock.orchestrator.cluster.ownership.owners import OWNER
+from penstock.orchestrator.cluster.owners import OWNER
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
 from penstock.store.data.segments import Segments
 from penstock.store.service.actor import GC_THRESHOLD

@@ -31,13 +31,12 @@ from benchmarks.controller.scale import Scale, flow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ownership.owners import RunOwner
+from penstock.orchestrator.cluster.owners import RunOwner
 from penstock.orchestrator.control.controller import Controller, Outcome
 from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.run_state import RunState, identity_of, pack
 from penstock.orchestrator.observability.reporting.progress import Progress
-from penstock.orchestrator.observability.reporting.sinks.json_lines import JsonLines
-from penstock.orchestrator.observability.reporting.sinks.tensorboard import TensorBoard
+from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines, TensorBoard
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.service.server import Endpoint
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as files: which are complete, which may be deleted, what one holds.
+"""The checkpoints of a run as files: which are complete, which may be deleted, what one holds, and the models it names.
 
     checkpoints/global_step_20/
         trainer/         weights and optimizer in shards with an index, and what is no tensor, written by the ranks
@@ -6,25 +6,34 @@
         manifest.json    step, prompts' place, model, sizes and checksums of the trainer's files
         COMPLETE         written last: without it, the checkpoint does not count
 
-Checkpoints are written while training goes on. The place may be an fsspec URL.
+Checkpoints are written while training goes on. The place may be an fsspec URL. A model that was made for a run with a
+URL as output_dir (a fresh one, a warm start's) lies in the run's working copy, which is elsewhere on another machine: a
+checkpoint names it by its URL.
 """
 
 import asyncio
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, DamagedCheckpoint
+from penstock.network.names import OutsideName, below
 from penstock.orchestrator.run_directory.checkpoint import FORMAT, Checkpoint
+from penstock.orchestrator.run_directory.mirrored import MirrorRecord, url_of
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.files import (
     SavedFile,
+    download,
     exists,
     fault_of,
     fault_of_size,
+    is_url,
     list_names,
     move,
     read_text,
@@ -34,6 +43,7 @@ from penstock.workers.files import (
 )
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
+from penstock.workers.whole_files import replacing
 
 PREFIX = "global_step_"
 ASIDE = "damaged_"
@@ -167,14 +177,6 @@ class Checkpoints:
         return sorted(int(number) for number in numbers if number.isdigit())
 
 
-def _refuse(place: str, fault: str | None) -> None:
-    if fault is not None:
-        raise CheckpointError(
-            f"{place} {fault} as this machine sees it, and it has been written. Give checkpoint.directory a directory "
-            "that all nodes share, and that keeps what it is given, or a URL."
-        )
-
-
 def open_checkpoint(place: str) -> Checkpoint:
     """The checkpoint in a directory, or the newest of a run's or of a `checkpoints/` directory. Its files are there in
     their sizes; checksums are checked when they are read.
@@ -183,10 +185,10 @@ def open_checkpoint(place: str) -> Checkpoint:
     that are missing or cut.
     """
     place = place.rstrip("/")
-    for below in (place, f"{place}/checkpoints"):
-        steps = Checkpoints(below, CheckpointConfig()).steps()
+    for folder in (place, f"{place}/checkpoints"):
+        steps = Checkpoints(folder, CheckpointConfig()).steps()
         if steps:
-            return open_checkpoint(f"{below}/{PREFIX}{steps[-1]}")
+            return open_checkpoint(f"{folder}/{PREFIX}{steps[-1]}")
     if not exists(f"{place}/{MARKER}"):
         raise CheckpointError(
             f"{place} is no checkpoint: it has no file {MARKER}. {way_out(place)} Give resume= the directory "
@@ -220,6 +222,59 @@ def way_out(place: str) -> str:
         step for step in Checkpoints(parent, CheckpointConfig()).steps() if number.isdigit() and step < int(number)
     ]
     return f"The one before is {parent}/{PREFIX}{before[-1]}." if before else "There is none before it."
+
+
+def as_told(path: str, directory: RunDirectory) -> str:
+    """A model's path as other machines know it."""
+    return path if directory.url is None or not Path(path).is_absolute() else url_of(Path(path)) or path
+
+
+def as_here(model: str, directory: RunDirectory) -> str:
+    """A model's path in this run, where it is or is to be, by its name in a checkpoint. Raises `CheckpointError`."""
+    if not is_url(model):
+        return model
+    copy = MirrorRecord.above(directory.path)
+    root, url = (directory.path, directory.url) if copy is None else (copy[0], copy[1].url)
+    if url is not None and model.startswith(f"{url}/"):
+        try:
+            return str(below(root, model.removeprefix(f"{url}/")))
+        except OutsideName as error:
+            raise CheckpointError(f"{url}: a checkpoint says that its model is at {model}. {error}") from None
+    return str(directory.path / "resumed_models" / hashlib.sha256(model.encode()).hexdigest()[:8])
+
+
+def with_local_models(checkpoint: Checkpoint, directory: RunDirectory) -> Checkpoint:
+    """The checkpoint with paths of this run; another run's models are brought into its directory. Raises
+    `CheckpointError`."""
+
+    def brought(model: str) -> str:
+        path = as_here(model, directory)
+        if is_url(model) and "resumed_models" in Path(path).parts:
+            bring_model(model, Path(path))
+        return path
+
+    return with_models(checkpoint, brought)
+
+
+def bring_model(url: str, directory: Path) -> None:
+    """Download a model, unless it is there. Raises `CheckpointError`."""
+    if not directory.is_dir():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(directory) as part:
+            download(url, part)
+
+
+def with_models(checkpoint: Checkpoint, place_of: Callable[[str], str]) -> Checkpoint:
+    others = {name: place_of(model) for name, model in checkpoint.model_paths.items()}
+    return replace(checkpoint, model_path=place_of(checkpoint.model_path), model_paths=others)
+
+
+def _refuse(place: str, fault: str | None) -> None:
+    if fault is not None:
+        raise CheckpointError(
+            f"{place} {fault} as this machine sees it, and it has been written. Give checkpoint.directory a directory "
+            "that all nodes share, and that keeps what it is given, or a URL."
+        )
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:

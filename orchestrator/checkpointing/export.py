@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
-from penstock.orchestrator.checkpointing.brought_models import bring_model
-from penstock.orchestrator.checkpointing.checkpoints import open_checkpoint
+from penstock.orchestrator.checkpointing.checkpoints import bring_model, open_checkpoint
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.workers.files import absolute, is_url, list_names, upload_directory
 from penstock.workers.trainer.scalar import ScalarTrainer

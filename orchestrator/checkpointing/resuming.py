@@ -2,7 +2,7 @@
 
     resume=never     a new run
     resume=auto      the run called `name`: with the actors that live on, where the command that drove it has died
-                     (`takeover/`); else from its newest checkpoint; a new run if there is no such run
+                     (`membership/`); else from its newest checkpoint; a new run if there is no such run
     resume=PATH      a new run, from that checkpoint (or the newest of that run)
 
 This happens before any actor starts. The directory is locked before anything in it is touched, and so is
@@ -17,15 +17,14 @@ from pathlib import Path
 
 from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, PenstockError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.checkpointing.brought_models import with_local_models
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint, with_local_models
 from penstock.orchestrator.checkpointing.saving import checkpoint_place
 from penstock.orchestrator.membership.left_behind import LeftBehind
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.fetching import bring_here
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_lock import ENDS, STARTS
 from penstock.orchestrator.run_directory.run_place import RunPlace
-from penstock.orchestrator.run_directory.turns import ENDS, STARTS
 from penstock.workers.files import absolute, download, exists, is_url
 
 

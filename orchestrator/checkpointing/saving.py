@@ -22,12 +22,10 @@ from typing import Any
 
 from penstock.conf.errors import CheckpointError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.checkpointing.brought_models import as_told, with_models
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
-from penstock.orchestrator.cluster.causes import is_recoverable
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, as_told, with_models
 from penstock.orchestrator.cluster.failures import cause_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import answer, answers
+from penstock.orchestrator.cluster.ray_calls import answer, answers, is_recoverable
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint, trainer_directory
 from penstock.orchestrator.run_directory.json_lines import plain

@@ -1,2 +1,2 @@
-"""A run on a Ray cluster: connection, calls and failures of actors, and where the actors are (`fleet/`, `placement/`,
-`nodes/`, `ownership/`)."""
+"""A run on a Ray cluster: connection, calls and failures of actors, who owns them, and where they are (`fleet/`,
+`placement/`, `nodes/`)."""

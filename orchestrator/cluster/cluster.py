@@ -1,6 +1,12 @@
-"""The Ray cluster of a run: the one that RAY_ADDRESS names, or a local one that ends with the run."""
+"""The Ray cluster of a run: the one that RAY_ADDRESS names, or a local one that ends with the run.
+
+Cluster   connects, and stays connected while the run goes on
+look      the nodes that a run would have, without staying connected, for `penstock validate`: a process of its own
+          joins the cluster, prints its nodes as JSON and leaves
+"""
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -9,9 +15,12 @@ import shlex
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,11 +32,13 @@ from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, check_fits, needed
 from penstock.orchestrator.cluster.placement.assignment import assign
-from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
+from penstock.orchestrator.cluster.placement.nodes import Node, cluster_nodes
 
 MIB = 2**20
 KNOCK_S = 10.0
 """Seconds for the cluster's port to answer."""
+LOOK_S = 90.0
+"""Deadline in seconds for Ray to be imported, joined and asked."""
 PRIVATE, OTHERS = 0o600, 0o077
 TOKEN_BYTES = 32
 """Size of a token, in bytes, as Ray makes them."""
@@ -108,6 +119,32 @@ def check_placement(actors: Sequence[ActorPlan], config: RunConfig) -> None:
     """Raise `ResourceError` if the nodes of the cluster that this process is connected to could not hold the plan even
     if they were empty."""
     assign(actors, cluster_nodes(), config)
+
+
+def look(timeout_s: float = LOOK_S) -> list[Node] | None:
+    """Nodes of the cluster, the driver's first. None where there is no cluster: the run would start a local Ray. Raises
+    `ResourceError` if the cluster that RAY_ADDRESS names does not answer."""
+    if ray.is_initialized():
+        return cluster_nodes()
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        return None
+    try:
+        looker = subprocess.run(
+            [sys.executable, "-m", __name__], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ResourceError(
+            f"RAY_ADDRESS={address}: the cluster did not answer within {timeout_s:g} s. See `ray status` there."
+        ) from None
+    lines = looker.stdout.splitlines()
+    if looker.returncode or not lines:
+        reason = (looker.stderr.splitlines() or ["no reason given"])[-1]
+        raise ResourceError(f"RAY_ADDRESS={address}: the cluster cannot be looked at ({reason}).")
+    answer = json.loads(lines[-1])
+    if "refused" in answer:
+        raise ResourceError(answer["refused"])
+    return [Node(**fields) for fields in answer["nodes"]]
 
 
 def join(address: str, **options: Any) -> None:
@@ -209,3 +246,19 @@ def _connect(actors: list[ActorPlan], config: RunConfig, common: dict[str, Any])
         **common,
     )
     _started.add(ray.get_runtime_context().gcs_address)
+
+
+def main() -> None:
+    """Entry of the process of its own: print the nodes."""
+    answer: dict[str, Any]
+    try:
+        join(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
+        answer = {"nodes": [asdict(node) for node in cluster_nodes()]}
+        ray.shutdown()
+    except ResourceError as error:
+        answer = {"refused": str(error)}
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

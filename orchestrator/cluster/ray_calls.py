@@ -1,4 +1,6 @@
-"""Calls of actors: every wait has a deadline, and every failure arrives as one of Penstock's own errors."""
+"""Calls of actors: every wait has a deadline, and every failure arrives as one of Penstock's own errors, which tell
+whether a new process can help.
+"""
 
 import asyncio
 import concurrent.futures
@@ -17,7 +19,7 @@ from penstock.conf.errors import (
     WorkerFailed,
     is_device_failure,
 )
-from penstock.orchestrator.cluster.failures import CAUSE_GRACE_S, cause_of, is_cause
+from penstock.orchestrator.cluster.failures import CAUSE_GRACE_S, Kind, cause_of, is_cause, kind_of
 
 MEMORY_KEYS = {
     "Rollout": "lower rollout.kv_cache_gib, or rollout.gpu_memory_utilization on a GPU",
@@ -27,7 +29,6 @@ MEMORY_KEYS = {
     "Store": "lower store.max_bytes or store.shared_memory_mib",
 }
 """Keys that an actor's memory depends on, by the first word of its name."""
-
 PRESENT_S = 15.0
 """Seconds within which a living actor answers."""
 _F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
@@ -52,6 +53,12 @@ def translate(error: Exception, name: str) -> Exception:
     if isinstance(error, RayError):
         return WorkerDied(f"{name} did not answer: {type(error).__name__}: {_first_line(str(error))}")
     return error
+
+
+def is_recoverable(error: Exception) -> bool:
+    """Return whether a new process can help: after deaths of processes, missed deadlines, partners and nodes that are
+    gone, and other errors of Ray. Errors of data, settings, the user's code or Penstock's own would come again."""
+    return kind_of(translate(error, "a member")) is not Kind.ERROR
 
 
 async def answer(ref: Awaitable[Any], *, name: str, phase: str, timeout_s: float) -> Any:

@@ -16,11 +16,10 @@ from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError, Work
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.conf.weights import STREAMS, SYNC_PHASES
-from penstock.orchestrator.cluster.causes import is_recoverable
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.roster import LOOK_S, Members
 from penstock.orchestrator.cluster.nodes.weight_relays import WeightRelays
-from penstock.orchestrator.cluster.ray_calls import answers, outcomes
+from penstock.orchestrator.cluster.ray_calls import answers, is_recoverable, outcomes
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.streaming.engine_calls import ActorEngines
 from penstock.workers.weights.transport import Delivery

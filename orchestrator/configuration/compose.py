@@ -26,7 +26,7 @@ from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.presets import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.configuration.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
-from penstock.orchestrator.configuration.recipes import Recipe, find_recipe
+from penstock.orchestrator.configuration.recipes import Recipe, find_recipe, load_file
 
 DEFAULT_ALGORITHM = "grpo"
 _LOG = logging.getLogger("penstock")
@@ -75,11 +75,8 @@ def _load_imports(recipe: Recipe, assignments: list[Override]) -> list[Path]:
             names = word.value if isinstance(word.value, list) else [word.value]
             files += [Path(str(name)).expanduser().resolve() for name in names]
     files = list(dict.fromkeys(files))
-    if files:
-        from penstock.orchestrator.configuration.imports import load_file  # late: most runs bring no file
-
-        for file in files:
-            load_file(file, "imports")
+    for file in files:
+        load_file(file, "imports")
     return files
 
 
@@ -104,7 +101,6 @@ def _load_algorithm(name: str, base: Path, files: list[Path]) -> str:
     registered name."""
     from penstock.algorithms.catalogue import ALGORITHMS
     from penstock.algorithms.registry import algorithm
-    from penstock.orchestrator.configuration.imports import load_file
 
     file_name, _, function_name = name.rpartition(":")
     path = (base / Path(file_name).expanduser()).resolve()

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.look import look
+from penstock.orchestrator.cluster.cluster import look
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed
 from penstock.orchestrator.cluster.placement.assignment import Assignment, assign
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, titles

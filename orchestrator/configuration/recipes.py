@@ -1,5 +1,5 @@
-"""Recipes: directories with a `recipe.yaml` that says what differs from the defaults. They are found here, and composed
-in `compose.py`.
+"""Recipes: directories with a `recipe.yaml` that says what differs from the defaults, and the Python files that they or
+the user bring. They are found and loaded here, and composed in `compose.py`.
 
     recipe=arithmetic          a directory of the package `penstock.recipes`
     recipe=path/to/directory   any other one, or its YAML file
@@ -10,11 +10,13 @@ A recipe may say `base: NAME` and then only what differs from that one.
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
 
 from penstock.conf.errors import ConfigError, suggest
+from penstock.workers.user_code import import_file
 
 FILE_NAME = "recipe.yaml"
 FREE = ("options", "tags", "labels")
@@ -75,6 +77,18 @@ def find_recipe(name: str) -> Recipe:
     else:
         raise ConfigError(f"recipe={name}: neither a recipe nor a directory with a {FILE_NAME}{suggest(name, known)}")
     return Recipe(directory.name, directory, _with_base(directory, _read(directory / FILE_NAME)))
+
+
+def load_file(path: Path, key: str) -> ModuleType:
+    """The module of a file that a user brings; the same file gives the same module. It is pickled by value, so that
+    what it defines reaches every actor. Reward processes import the same files by their path (`workers/user_code.py`).
+    Raises `ConfigError` naming `key` and the fault."""
+    module = import_file(str(path), key)
+    from ray import cloudpickle  # late: takes half a second, and most runs bring no file
+
+    # Actors run elsewhere and cannot import a user's file by its name; its functions travel as code.
+    cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+    return module
 
 
 def _with_base(directory: Path, values: dict[str, Any], seen: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -23,10 +23,15 @@ from penstock.conf.transports import choose_transport, shares_gpus
 from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.model_check import check_model, tokenizer_of
 from penstock.orchestrator.configuration.placement_view import PlacementView
-from penstock.orchestrator.configuration.sandbox_check import check_sandbox, runs_code
-from penstock.orchestrator.configuration.tracker_check import CHECKS, check_trackers
+from penstock.orchestrator.configuration.prerequisites import (
+    CHECKS,
+    check_model,
+    check_sandbox,
+    check_trackers,
+    runs_code,
+    tokenizer_of,
+)
 from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.files import is_url, list_names

@@ -31,7 +31,7 @@ from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.cluster.failures import cause_of, held_back, leaves
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.nodes.kept_states import KeptStates
-from penstock.orchestrator.cluster.ownership.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.ray_calls import answers, translate
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.control.colocation import Turns

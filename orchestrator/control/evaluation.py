@@ -14,9 +14,8 @@ from typing import Any
 from penstock.conf.errors import PenstockError
 from penstock.conf.reward import ENVIRONMENT_REWARD
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.causes import is_recoverable
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import answers_or_end
+from penstock.orchestrator.cluster.ray_calls import answers_or_end, is_recoverable
 from penstock.workers.attempts.runner import Played
 from penstock.workers.concurrent_tasks import cancel_all
 from penstock.workers.prompts.opening import open_source

@@ -20,11 +20,9 @@ from penstock.orchestrator.cluster.ray_calls import answer
 from penstock.orchestrator.control.versions import Versions
 from penstock.orchestrator.membership.supervisor import Supervisor
 from penstock.orchestrator.membership.watch import Watch
-from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis
-from penstock.orchestrator.observability.diagnosis.stall import Stalls
+from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis, Stalls
 from penstock.orchestrator.observability.monitoring.logs import Logs
-from penstock.orchestrator.observability.monitoring.stages import awaited, stages_of
-from penstock.orchestrator.observability.monitoring.state import StateLog
+from penstock.orchestrator.observability.monitoring.state import StateLog, awaited, stages_of
 from penstock.orchestrator.observability.monitoring.step_trace import StepTrace
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.observability.reporting.sample_log import SampleLog

@@ -20,19 +20,17 @@ from penstock.conf.transports import takes_newcomers
 from penstock.metering.meters import Meters
 from penstock.metering.ray_export import exporting
 from penstock.orchestrator.checkpointing.resuming import fall_back, newest, rewind
-from penstock.orchestrator.cluster.causes import is_recoverable
 from penstock.orchestrator.cluster.cluster import is_elsewhere, namespace_of
 from penstock.orchestrator.cluster.connection import note_connection
 from penstock.orchestrator.cluster.failures import first_line
-from penstock.orchestrator.cluster.fleet.fence_trial import try_fences
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.fleet.thread_record import read_trials
-from penstock.orchestrator.cluster.fleet.thread_trial import try_threads
+from penstock.orchestrator.cluster.fleet.trials import try_fences, try_threads
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
-from penstock.orchestrator.cluster.origins import DRIVER, origin_of
-from penstock.orchestrator.cluster.ownership.owners import Owner, RunOwner, ThisProcess
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed
-from penstock.orchestrator.configuration.sandbox_check import limits_of_code
+from penstock.orchestrator.cluster.owners import Owner, RunOwner, ThisProcess
+from penstock.orchestrator.cluster.placement.actors import DRIVER, ActorPlan, needed, origin_of
+from penstock.orchestrator.cluster.placement.threads import read_trials
+from penstock.orchestrator.cluster.ray_calls import is_recoverable
+from penstock.orchestrator.configuration.prerequisites import limits_of_code
 from penstock.orchestrator.control import event_loop
 from penstock.orchestrator.control.controller import Controller, Outcome
 from penstock.orchestrator.control.evaluation import Evaluator

@@ -15,7 +15,7 @@ from penstock.orchestrator.cluster.connection import at_run
 from penstock.orchestrator.membership.wishes import Wish
 from penstock.orchestrator.run_directory.fetching import at_place
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.run_directory.turns import ENDS, last_turn
+from penstock.orchestrator.run_directory.run_lock import ENDS, last_turn
 
 PATIENCE_S = 60.0
 """Seconds to wait for the answer beyond what starting and draining may take."""

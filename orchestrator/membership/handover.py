@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from penstock.orchestrator.cluster.ownership.owners import Owner, RunOwner
+from penstock.orchestrator.cluster.owners import Owner, RunOwner
 from penstock.workers.trainer.report import StepReport
 
 KEEP_S, LONGEST_S = 1.0, 10.0

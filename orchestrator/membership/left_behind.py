@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError
-from penstock.orchestrator.cluster.ownership.owners import RunOwner
+from penstock.orchestrator.cluster.owners import RunOwner
 from penstock.orchestrator.membership.run_state import Identity, RunState, unpack
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.trainer.report import StepReport

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.fleet.state import FleetState
+from penstock.orchestrator.cluster.fleet.roster import FleetState
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 
 MAY_DIFFER = ("resume",)

@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 from penstock.conf.errors import PartnerGone, PenstockError, WorkerDied
 from penstock.metering.meters import Meters
 from penstock.metering.table import MEMBER_ROLES, RUN_LOST, RUN_REPLACED
-from penstock.orchestrator.cluster.causes import is_recoverable
 from penstock.orchestrator.cluster.failures import CAUSE_GRACE_S, Kind, cause_of, first_line, kind_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.roster import Members
-from penstock.orchestrator.cluster.ray_calls import PRESENT_S, look, outcomes, translate
+from penstock.orchestrator.cluster.ray_calls import PRESENT_S, is_recoverable, look, outcomes, translate
 from penstock.orchestrator.membership.recoveries import Recoveries
 from penstock.orchestrator.membership.recovery import Restart
 from penstock.orchestrator.membership.restarts import Restarts

@@ -12,11 +12,10 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from penstock.conf.errors import DeadlineExceeded, KeptStateError, PenstockError
-from penstock.orchestrator.cluster.causes import is_recoverable
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.roster import Members
 from penstock.orchestrator.cluster.nodes.kept_states import KeptStates
-from penstock.orchestrator.cluster.ray_calls import answers, outcomes
+from penstock.orchestrator.cluster.ray_calls import answers, is_recoverable, outcomes
 from penstock.orchestrator.membership.supervisor import Supervisor, title_of
 from penstock.store.client.client import StoreClient
 from penstock.workers.progress import WAITING, Progress

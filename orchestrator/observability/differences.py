@@ -1,6 +1,6 @@
-"""The part of a configuration that differs from the defaults, which is what a person wants to see."""
+"""Differences of configurations, which are what a person wants to see: from the defaults, and between several runs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from penstock.conf.algorithms.known import known_algorithms
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.run_directory.json_lines import json_of
 
 
 def differences_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,6 +20,14 @@ def differences_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if "name" in algorithm:
         changed["algorithm"] = {"name": algorithm["name"], **changed.get("algorithm", {})}
     return changed
+
+
+def differing(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Differences of several runs' configurations: each run's value, by key. `name` and places are no difference."""
+    flat = {run: dict(_flat(config)) for run, config in configs.items()}
+    keys = dict.fromkeys(key for values in flat.values() for key in values if key not in ("name", "output_dir"))
+    rows = {key: {run: values.get(key) for run, values in flat.items()} for key in keys}
+    return {key: row for key, row in rows.items() if len({json_of(value) for value in row.values()}) > 1}
 
 
 def _algorithm_defaults(name: str) -> dict[str, Any]:
@@ -42,3 +51,11 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
         elif key not in defaults or value != usual:
             result[key] = value
     return result
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

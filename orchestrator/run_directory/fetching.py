@@ -11,11 +11,11 @@ from pathlib import Path
 from penstock.conf.cluster import TrackingConfig
 from penstock.conf.errors import CheckpointError, ConfigError, RunInUse
 from penstock.orchestrator.run_directory.mirror import Mirror
-from penstock.orchestrator.run_directory.mirror_record import MirrorRecord
 from penstock.orchestrator.run_directory.mirrored import (
     EVENTS,
     METRICS,
     Lines,
+    MirrorRecord,
     is_ahead,
     is_fetched,
     seen_of,

@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 from penstock.conf.cluster import TrackingConfig
 from penstock.conf.errors import CheckpointError, RunInUse
 from penstock.orchestrator.run_directory.losses import Losses
-from penstock.orchestrator.run_directory.mirror_record import MirrorRecord
 from penstock.orchestrator.run_directory.mirrored import (
     EVENTS,
+    MirrorRecord,
     Seen,
     due,
     gone,

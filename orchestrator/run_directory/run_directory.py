@@ -40,11 +40,16 @@ from penstock.orchestrator.run_directory.appended_file import AppendedFile
 from penstock.orchestrator.run_directory.json_lines import cut_lines, each_line, line_of, open_for_lines, read_lines
 from penstock.orchestrator.run_directory.losses import Losses
 from penstock.orchestrator.run_directory.mirror import Mirror
-from penstock.orchestrator.run_directory.mirror_record import url_of
-from penstock.orchestrator.run_directory.mirrored import EVENTS, LOGS, METRICS, RECORD, SPANS, STATE
+from penstock.orchestrator.run_directory.mirrored import EVENTS, LOGS, METRICS, RECORD, SPANS, STATE, url_of
 from penstock.orchestrator.run_directory.run_lock import RunLock
-from penstock.orchestrator.run_directory.run_place import RunPlace, cannot_make, checked_name, new_place
-from penstock.orchestrator.run_directory.run_url import has_begun_at, made_free
+from penstock.orchestrator.run_directory.run_place import (
+    RunPlace,
+    cannot_make,
+    checked_name,
+    has_begun_at,
+    made_free,
+    new_place,
+)
 from penstock.orchestrator.run_directory.timeline import Timeline, chrome_trace
 from penstock.workers.whole_files import replacing, write_whole
 

@@ -1,10 +1,10 @@
-"""The lock of a run's directory: one process at a time works in it, and the lock ends with the process.
+"""The lock of a run's directory, and the turns of the processes that drive the run: one at a time works in it.
 
 The lock is the kernel's (`flock`), so that a killed process leaves none; the file names the process that holds it.
 There is one for `checkpoint.directory` as well. It holds between machines where their shared file system has such locks
 (NFSv4, Lustre); one that has none is used without, and the run says so. A place behind a URL cannot be locked: two runs
 must not share one. With `filelock` most of this would remain: the name of the holder, file systems without locks, and a
-file that its last holder removes.
+file that its last holder removes. A turn is what a process does between two events of `events.jsonl`.
 """
 
 import fcntl
@@ -12,13 +12,19 @@ import getpass
 import json
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from penstock.conf.errors import RunInUse
 
 FILE = "run.lock"
+STARTS = ("start", "resume", "taken_over")
+"""Events with which a process takes a run up."""
+ENDS = ("end", "failed", "interrupted")
+"""Events with which a process leaves a run."""
 
 
 class RunLock:
@@ -78,6 +84,11 @@ class RunLock:
                 os.ftruncate(descriptor, 0)
         with suppress(OSError):
             os.close(descriptor)
+
+
+def last_turn(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The last event of `STARTS` and `ENDS`: a run that failed and was resumed has not failed. Empty: none."""
+    return next((event for event in reversed(events) if event.get("kind") in (*STARTS, *ENDS)), {})
 
 
 def _lock(descriptor: int, path: Path, what: str) -> bool:

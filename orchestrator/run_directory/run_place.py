@@ -1,4 +1,4 @@
-"""The place of a run: its directory on this machine, and its URL if it has one.
+"""The place of a run: its directory on this machine, its URL if it has one, and whether a run is there already.
 
 output_dir=runs              runs/<name>
 output_dir=s3://bucket/runs  s3://bucket/runs/<name>, with a working copy in ~/.cache/penstock/runs/<hash>/<name>
@@ -7,17 +7,19 @@ output_dir=s3://bucket/runs  s3://bucket/runs/<name>, with a working copy in ~/.
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.run_directory.mirror_record import url_of
-from penstock.workers.files import is_url
+from penstock.orchestrator.run_directory.mirrored import url_of
+from penstock.workers.files import exists, is_url, list_names, remove
 
 HASH_LENGTH = 16
+RESULTS = ("metrics.jsonl", "model", "checkpoints", "samples")
+"""Names of results that would be costly to make again."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +100,23 @@ def new_place(config: RunConfig, time_s: float, is_taken: Callable[[str], bool])
         config.name = place.path.name
         return place
     raise ConfigError(f"{config.output_dir}/{stem}: a thousand runs of that name; set name=...")
+
+
+def has_begun_at(url: str) -> bool:
+    """Return whether there is a run with results. Raises `CheckpointError` if that cannot be told."""
+    names = list_names(url)
+    return "config.yaml" in names and (
+        any(name in RESULTS for name in names) or any(exists(f"{url}/{name}/config.yaml") for name in names)
+    )
+
+
+def made_free(url: str, made: Collection[str]) -> bool:
+    """Return whether a new run may be there. What a run without results left is removed. Raises `CheckpointError`."""
+    if has_begun_at(url):
+        return False
+    names = list_names(url)
+    if "config.yaml" in names:
+        for name in names:
+            if name in made:
+                remove(f"{url}/{name}")
+    return True

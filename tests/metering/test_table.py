@@ -8,7 +8,7 @@ import pytest
 from penstock.metering import table
 from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, ORIGIN, Metric
 from penstock.metering.table import METRICS, all_metrics
-from penstock.orchestrator.observability.reporting.sinks.ray_gauges import STEP_PREFIX
+from penstock.orchestrator.observability.reporting.sinks.sink import STEP_PREFIX
 from penstock.workers.reward.outcome import KINDS
 from penstock.workers.trajectory import trajectory
 

@@ -27,8 +27,7 @@ from penstock.orchestrator.control.controller import Controller
 from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.taken import Taken
 from penstock.orchestrator.observability.reporting.progress import Progress
-from penstock.orchestrator.observability.reporting.sinks.json_lines import JsonLines
-from penstock.orchestrator.observability.reporting.sinks.sink import Sink
+from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines, Sink
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient

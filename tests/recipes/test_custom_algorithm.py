@@ -9,7 +9,7 @@ import torch
 import penstock.recipes
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.orchestrator.configuration.imports import load_file
+from penstock.orchestrator.configuration.recipes import load_file
 from penstock.store.data.rows import Rows
 
 RECIPE = next(path for root in penstock.recipes.__path__ if (path := Path(root) / "custom_algorithm").is_dir())

@@ -1,5 +1,5 @@
 """The actors of a node, asked by its agent for the controller: one answer for all of them. The controller itself asks
-actors that are not in the answer (`orchestrator/cluster/fleet/roll_call.py`).
+actors that are not in the answer (`orchestrator/cluster/fleet/roster.py`).
 """
 
 import asyncio

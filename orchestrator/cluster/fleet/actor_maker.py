@@ -11,13 +11,11 @@ from penstock.conf.reward import JUDGE, has_own_judge
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport, takes_newcomers
 from penstock.metering.ray_export import Origin
-from penstock.orchestrator.cluster.fleet.thread_record import Trial
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
-from penstock.orchestrator.cluster.origins import origin_of
-from penstock.orchestrator.cluster.ownership.owners import Owner
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, reward_of
+from penstock.orchestrator.cluster.owners import Owner
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, origin_of, reward_of
 from penstock.orchestrator.cluster.placement.reservation import Reservation
-from penstock.orchestrator.cluster.placement.threads import SharedNode, threads_of
+from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial, threads_of
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.spec import given
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec

@@ -20,20 +20,17 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, cores_here
 from penstock.orchestrator.cluster.fleet.growth import Growth
-from penstock.orchestrator.cluster.fleet.roll_call import RollCall
-from penstock.orchestrator.cluster.fleet.roster import GANGS, Members, Roster
-from penstock.orchestrator.cluster.fleet.state import FleetState
+from penstock.orchestrator.cluster.fleet.roster import GANGS, FleetState, Members, RollCall, Roster
 from penstock.orchestrator.cluster.fleet.store_process import StoreProcess
-from penstock.orchestrator.cluster.fleet.thread_record import Trial
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
 from penstock.orchestrator.cluster.nodes.kept_states import POLICY, StateNodes
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
-from penstock.orchestrator.cluster.ownership.owners import Owner, RunOwner, ThisProcess
+from penstock.orchestrator.cluster.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.cluster.placement.reservation import Reservation
-from penstock.orchestrator.cluster.placement.threads import SharedNode
+from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial
 from penstock.orchestrator.cluster.ray_calls import answers, get_all, outcomes
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.service.actor import STORE
@@ -75,7 +72,7 @@ class Fleet(Roster):
         self.cores: dict[str, int] = {}
         """Number of cores that processes may use, by node."""
         self.trials: dict[SharedNode, Trial] = dict(trials or {})
-        """Trials of numbers of threads: those of `thread_trial.py` are added."""
+        """Trials of numbers of threads: those of `trials.py` are added."""
         self.store_process: StoreProcess | None = None
         self.roll_call = RollCall(self.actors, agents, self.node_of)
 

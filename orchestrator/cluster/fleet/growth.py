@@ -19,8 +19,8 @@ from penstock.conf.transports import takes_newcomers
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
+from penstock.orchestrator.cluster.placement.assignment import engines_to_add, next_of
 from penstock.orchestrator.cluster.placement.nodes import free_nodes
-from penstock.orchestrator.cluster.placement.one_more import engines_to_add, next_of
 from penstock.orchestrator.cluster.placement.reservation import Claim, Reservation
 from penstock.orchestrator.cluster.ray_calls import look
 

@@ -8,8 +8,8 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
-from penstock.orchestrator.cluster.origins import origin_of
-from penstock.orchestrator.cluster.ownership.owners import Owner
+from penstock.orchestrator.cluster.owners import Owner
+from penstock.orchestrator.cluster.placement.actors import origin_of
 from penstock.orchestrator.cluster.ray_calls import answer, outcomes
 from penstock.store.service.actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec

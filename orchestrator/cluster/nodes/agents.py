@@ -19,7 +19,7 @@ from penstock.conf.errors import WorkerDied
 from penstock.network.handshake import new_token
 from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
-from penstock.orchestrator.cluster.ownership.owners import Owner, ThisProcess
+from penstock.orchestrator.cluster.owners import Owner, ThisProcess
 from penstock.orchestrator.cluster.ray_calls import get_all
 from penstock.store.data.far.nodes import RowsNode, RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY

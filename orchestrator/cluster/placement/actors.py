@@ -1,5 +1,5 @@
-"""The actors that a dataflow needs, and what each reserves: decided before anything starts, from the graph and the
-configuration.
+"""The actors that a dataflow needs, what each reserves, and which share a device: decided before anything starts, from
+the graph and the configuration.
 
 `penstock validate` prints the plan, `assignment.py` gives each actor its node, `fleet/` carries it out.
 """
@@ -12,7 +12,14 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ResourceError
 from penstock.conf.reward import has_own_judge
 from penstock.conf.run import RunConfig
+from penstock.conf.transports import choose_transport
+from penstock.metering.ray_export import Origin
 from penstock.store.service.actor import STORE
+
+SHARING = ("trainer", "rollout")
+"""Roles whose members may share a device: rank i and engine i."""
+DRIVER = "driver"
+"""Role and name of the driver, as the origin of measurements."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +97,26 @@ def check_fits(actors: Sequence[ActorPlan], num_cpus: float, num_gpus: float, wh
             "reward.cpus_per_worker (0 reserves none), rollout.num_workers or trainer.num_ranks, or point RAY_ADDRESS "
             "to a larger cluster."
         )
+
+
+def pairs(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
+    """Actors that share a device, by rank: they take turns (`placement=colocated`), or weights are handed over in the
+    memory of one GPU (`weights.transport=ipc`). Empty where none do. The last ones may be alone, where there are more
+    engines than ranks or fewer."""
+    members = [actor for actor in plan if actor.role in SHARING]
+    if not members or (config.placement != "colocated" and choose_transport(config) != "ipc"):
+        return []
+    together: list[list[ActorPlan]] = [[] for _ in range(1 + max(actor.rank for actor in members))]
+    for actor in members:
+        together[actor.rank].append(actor)
+    return together
+
+
+def plan_sharing(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
+    """Actors that share a GPU, one list a GPU; empty where none has one."""
+    return pairs([actor for actor in plan if actor.num_gpus], config)
+
+
+def origin_of(config: RunConfig, role: str, actor: str) -> Origin | None:
+    """The origin of an actor's measurements; None where the run exports none."""
+    return Origin(config.name or "", role, actor) if "ray" in config.tracking.sinks else None

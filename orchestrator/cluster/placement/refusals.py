@@ -6,9 +6,8 @@ from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import ResourceError, suggest
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
-from penstock.orchestrator.cluster.placement.filling import NoRoom, Unit
+from penstock.orchestrator.cluster.placement.filling import UNIT, Need, NoRoom, Room, Unit
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, titles
-from penstock.orchestrator.cluster.placement.room import UNIT, Need, Room
 
 KEYS = {
     "rollout": "rollout.num_workers, rollout.num_gpus_per_worker, rollout.tensor_parallel_size or "

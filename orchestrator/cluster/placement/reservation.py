@@ -22,12 +22,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.ownership.owners import Owner, ThisProcess
-from penstock.orchestrator.cluster.placement.actors import ActorPlan
-from penstock.orchestrator.cluster.placement.assignment import Assignment, assign
+from penstock.orchestrator.cluster.owners import Owner, ThisProcess
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_sharing
+from penstock.orchestrator.cluster.placement.assignment import Assignment, assign, open_nodes, place_one
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, cluster_nodes, free_nodes, titles
-from penstock.orchestrator.cluster.placement.one_more import open_nodes, place_one
-from penstock.orchestrator.cluster.placement.sharing import plan_sharing
 
 PATIENCE_S = 5.0
 """Seconds that a run waits for the nodes that it planned, before it looks whether others are free."""

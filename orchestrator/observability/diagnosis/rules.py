@@ -1,16 +1,270 @@
-"""All rules of the diagnosis, which find what is wrong with a run from the metrics of its steps. Pure.
+"""Rules of the diagnosis, which find what is wrong with a run from the metrics of its steps. Pure.
 
-A warning says that something is broken or wasted; a hint, that it could be faster.
+A rule is a function of what a run has measured so far; it returns a `Finding` or nothing. A warning says that something
+is broken or wasted; a hint, that it could be faster.
 """
 
+import statistics
+from collections import Counter
+
 from penstock.conf.diagnosis import DiagnosisConfig
-from penstock.orchestrator.observability.diagnosis import learning, waste
-from penstock.orchestrator.observability.diagnosis.seen import Finding, Rule, Seen
+from penstock.orchestrator.observability.diagnosis.seen import HINT, Finding, Rule, Seen
+
+SAME = 1e-9
+"""Largest difference of rewards that count as the same."""
+FILTERED = "no_signal"
+OF_THE_TASK = (FILTERED, "prompt_too_long", "held_out")
+"""Reasons of drops that are no fault: an algorithm's filter, and rows that were never meant to be trained on."""
+ENGINE = "rollout/groups/Rollout-"
+"""Prefix of the metrics of what each engine has sampled. Where environments play, they lease the groups, and engines
+only answer."""
+LEAST_GROUPS = 10
+"""Least number of groups of an engine in a window, on average: fewer are spread by chance."""
+SLOW_STAGES = {
+    "reward": "rewards are slow. Raise reward.num_workers or reward.num_processes.",
+    "reference": "the scorers are slow. Give the models that judge more ranks, or a smaller model.",
+    "compute": "the stage compute is slow. Make its functions faster.",
+}
+"""Advice for slow stages, by phase of `timing_s/`."""
+SAME_RANK = 0.8
+"""Least share of the steps in which one rank has to be the slowest."""
+HELD_UP = 0.1
+"""Least share of the step that the other ranks have to wait for it."""
+
+
+# Learning: whether there is something to learn from, and whether the policy still does.
+
+
+def no_spread(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    spread, mean, best = seen.last("reward/std"), seen.last("reward/mean"), seen.last("reward/max")
+    if len(spread) < seen.window or max(spread) > SAME or not best:
+        return None
+    risen = mean and (first := seen.first("reward/mean")) and mean[-1] > first[0] + SAME
+    return Finding(
+        "no_spread",
+        f"all samples of the last {seen.window} steps have had the reward {best[-1]:g}, so nothing is learned",
+        "The task may be solved: end the run, or take harder problems." if risen else
+        "Read some rollouts: the task may be too hard, its format unknown to the model, or the reward wrong.",
+    )  # fmt: skip
+
+
+def cut_off(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    shares = seen.last("response_length/clip_ratio")
+    if len(shares) < seen.window or (share := statistics.fmean(shares)) <= config.cut_off_share:
+        return None
+    return Finding(
+        "cut_off",
+        f"{share:.0%} of the responses end at the limit of tokens",
+        "Raise rollout.sampling.max_tokens (in environments: environment.max_tokens and max_turns), or have the reward "
+        "punish length.",
+    )
+
+
+def mismatch(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    key = "mismatch/logprob_abs_mean"
+    now, first = seen.last(key), seen.first(key)
+    if len(now) < seen.window:
+        return None
+    mean, before = statistics.fmean(now), statistics.fmean(first)
+    advice = "Compare rollout.dtype with the trainer's; algorithm.correction weighs tokens by the difference."
+    if mean > config.mismatch:
+        return Finding("mismatch", f"trainer and engine differ by |Δ log p| {mean:.2g} a token", advice)
+    if mean > max(1e-3, config.mismatch_growth * before):
+        return Finding("mismatch", f"|Δ log p| between trainer and engine grew from {before:.1g} to {mean:.1g}", advice)
+    return None
+
+
+def other_distribution(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    counts = {kind: sum(seen.last(f"environment/turns_{kind}")) for kind in ("greedy", "structured", "narrowed")}
+    turns = sum(seen.last("environment/turns"))
+    if not turns or not any(counts.values()):
+        return None
+    told = ", ".join(f"{count:g} {kind}" for kind, count in counts.items() if count)
+    return Finding(
+        "other_distribution",
+        f"of {turns:g} turns some were not sampled from what the trainer computes at any temperature: {told}",
+        "Sample what is trained without temperature 0, structure, top_p, top_k and min_p, or correct for it "
+        "(algorithm.correction). environment.gateway.sampling=run leaves out what clients send.",
+        HINT,
+    )
+
+
+def gradients(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    skipped = sum(seen.last("actor/skipped_nonfinite"))
+    if skipped:
+        return Finding(
+            "gradients",
+            f"{skipped:g} optimizer step(s) of the last {seen.window} were skipped, as gradients were not finite",
+            "Lower trainer.optimizer.lr, or look for rewards and lengths that stand out.",
+        )
+    now, first = seen.last("actor/grad_norm"), seen.first("actor/grad_norm")
+    if len(now) < seen.window:
+        return None
+    usual = statistics.median(first)
+    if usual > 0 and statistics.median(now) > config.grad_norm_growth * usual:
+        return Finding(
+            "gradients",
+            f"gradients grew from a norm of {usual:.2g} to {statistics.median(now):.2g}",
+            "Lower trainer.optimizer.lr.",
+        )
+    return None
+
+
+def entropy(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    now, first = seen.last("actor/entropy"), seen.first("actor/entropy")
+    reward, before = seen.last("reward/mean"), seen.first("reward/mean")
+    if len(now) < seen.window or len(reward) < seen.window:
+        return None
+    mean = statistics.fmean(before)
+    has_risen = statistics.fmean(reward) > mean + 0.05 * abs(mean)  # it is sure of what it has learned
+    if has_risen or statistics.fmean(now) >= config.entropy_share * statistics.fmean(first):
+        return None
+    return Finding(
+        "entropy",
+        f"entropy fell from {statistics.fmean(first):.2g} to {statistics.fmean(now):.2g} nats without a higher reward",
+        "The policy explores no more: lower trainer.optimizer.lr, or set algorithm.entropy_coef.",
+    )
+
+
+def far_from_reference(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    distance = seen.last("actor/kl")
+    if len(distance) < seen.window or (mean := statistics.fmean(distance)) <= config.kl:
+        return None
+    return Finding(
+        "kl",
+        f"the policy is {mean:.1f} nats a token away from its reference",
+        "Raise algorithm.kl_coef, or lower trainer.optimizer.lr.",
+    )
+
+
+# Waste: work that is lost or waited for.
+
+
+def dropped(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    reasons = {key.removeprefix("dropped/"): seen.grown(key) for key in seen.named("dropped/")}
+    lost = {reason: count for reason, count in reasons.items() if count > 0 and reason not in OF_THE_TASK}
+    every = sum(lost.values()) + seen.grown("store/rows_trained")
+    if not lost or sum(lost.values()) <= config.dropped_share * every:
+        return None
+    told = ", ".join(f"{reason} {count:g}" for reason, count in sorted(lost.items(), key=lambda item: -item[1]))
+    return Finding(
+        "dropped",
+        f"{sum(lost.values()) / every:.0%} of the samples of the last {seen.window} steps were dropped: {told}",
+        "`penstock status` says what their workers said of them.",
+    )
+
+
+def filtered(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    gone, trained = seen.grown(f"dropped/{FILTERED}"), seen.grown("store/rows_trained")
+    if not gone or gone <= config.filtered_share * (gone + trained):
+        return None
+    return Finding(
+        "filtered", f"{gone / (gone + trained):.0%} of the samples were filtered out: their groups agree on the reward",
+        "Take problems that are neither solved nor out of reach, or a larger algorithm.group_size.", HINT,
+    )  # fmt: skip
+
+
+def lazy_engine(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    names = seen.named(ENGINE)
+    there = seen.last("rollout/num_engines")
+    if len(names) < 2 or not there or min(there) < len(names):  # one of them has left, or was away
+        return None
+    groups = {name: seen.grown(name) for name in names if seen.is_throughout(name)}
+    if len(groups) < len(names) or (mean := statistics.fmean(groups.values())) < LEAST_GROUPS:
+        return None
+    laziest = min(groups, key=lambda name: groups[name])
+    if groups[laziest] >= config.engine_share * mean:
+        return None
+    title = laziest.rpartition("/")[2]
+    return Finding(
+        "lazy_engine",
+        f"{title} has sampled {groups[laziest]:g} groups in {seen.window} steps, an engine {mean:.0f} on the average",
+        "Look at what else its node computes, and at its log; `penstock status` says what it is at.",
+    )
+
+
+def slow_rank(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    slowest, own = seen.last("ranks/slowest"), sum(seen.last("ranks/forward_s_slowest"))
+    others, step = sum(seen.last("ranks/forward_s_others")), sum(seen.last("timing_s/step"))
+    if len(slowest) < seen.window or own <= config.rank_slowdown * others or own - others <= HELD_UP * step:
+        return None
+    rank, count = Counter(slowest).most_common(1)[0]
+    if count < SAME_RANK * seen.window:
+        return None
+    has_more = statistics.fmean(seen.last("ranks/tokens_spread") or [1.0]) > config.rank_slowdown
+    return Finding(
+        "slow_rank",
+        f"rank {rank:g} takes {own / max(others, 1e-9):.1f} times as long as the others for its forward passes",
+        "It has far more tokens than they do: raise trainer.groups_per_step, so that rows even out." if has_more else
+        "Look at what else its node or device computes: the others wait for it.",
+    )  # fmt: skip
+
+
+def padding(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    shares = seen.last("actor/padding_share")
+    train, step = sum(seen.last("timing_s/train")), sum(seen.last("timing_s/step"))
+    if len(shares) < seen.window or (share := statistics.fmean(shares)) <= config.padding_share:
+        return None
+    if train <= config.idle_share * step:  # nobody would be faster without it
+        return None
+    return Finding(
+        "padding", f"{share:.0%} of what ranks compute is padding",
+        "Lower trainer.max_tokens_per_microbatch, so that only rows of like length share a micro-batch.", HINT,
+    )  # fmt: skip
+
+
+def idle(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    step = sum(seen.last("timing_s/step"))
+    if not step:
+        return None
+    if max_staleness == 0:
+        hidden = min(sum(seen.last("timing_s/rollout")), sum(seen.last("timing_s/train"))) / step
+        if hidden <= config.idle_share / 2:
+            return None
+        return Finding(
+            "idle", f"engines and ranks take turns: {hidden:.0%} of a step one waits for the other",
+            f"max_staleness=1 would hide up to {hidden:.0%} of the step.", HINT,
+        )  # fmt: skip
+    of_ranks, of_engines = seen.last("idle/train"), seen.last("idle/rollout")
+    ranks = statistics.fmean(of_ranks) if of_ranks else 0.0
+    engines = statistics.fmean(of_engines) if of_engines else 0.0
+    if ranks > config.idle_share:
+        advice = _feeding(seen, ranks, engines > config.idle_share)
+        return Finding("idle", f"ranks wait {ranks:.0%} of the step for samples", advice, HINT)
+    if engines > config.idle_share:
+        fewer = f"{1 - engines:.0%} of the engines would do"
+        advice = f"Raise max_staleness, or have more ranks and fewer engines: {fewer}."
+        return Finding("idle", f"engines wait {engines:.0%} of the step", advice, HINT)
+    return None
+
+
+def _feeding(seen: Seen, ranks: float, engines_wait: bool) -> str:
+    """Advice on how to give the ranks their samples sooner. `ranks`: the share of the step that they wait."""
+    if engines_wait:
+        others = {name: sum(seen.last(f"timing_s/{name}")) for name in SLOW_STAGES}
+        slowest = max(others, key=lambda name: others[name])
+        if others[slowest] > sum(seen.last("timing_s/rollout")):
+            return f"Engines wait as well: {SLOW_STAGES[slowest]}"
+        return "Engines wait as well: raise max_staleness, so that more groups are under way."
+    key = "environment.num_workers or rollout.num_workers" if seen.last("environment/turns") else "rollout.num_workers"
+    return f"Raise {key}: {1 / max(0.01, 1 - ranks):.1f} times as many would keep the ranks busy."
+
+
+def evaluation(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    spent, step = sum(seen.last("timing_s/evaluation")), sum(seen.last("timing_s/step"))
+    if not step or spent <= config.evaluation_share * step:
+        return None
+    return Finding(
+        "evaluation", f"evaluation takes {spent / step:.0%} of the time",
+        "Raise evaluation.every_steps, or lower evaluation.num_problems.", HINT,
+    )  # fmt: skip
+
+
+# All of them.
 
 RULES: tuple[Rule, ...] = (
-    learning.no_spread, learning.cut_off, learning.mismatch, learning.other_distribution, learning.gradients,
-    learning.entropy, learning.far_from_reference, waste.dropped, waste.filtered, waste.lazy_engine,
-    waste.slow_rank, waste.padding, waste.idle, waste.evaluation,
+    no_spread, cut_off, mismatch, other_distribution, gradients, entropy, far_from_reference, dropped, filtered,
+    lazy_engine, slow_rank, padding, idle, evaluation,
 )  # fmt: skip
 
 

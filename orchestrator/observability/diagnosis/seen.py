@@ -1,5 +1,4 @@
-"""The input of rules, and their findings. Pure. Rules are in `learning.py` and `waste.py`, all of them in
-`rules.py`."""
+"""The input of rules, and their findings. Pure. The rules are in `rules.py`."""
 
 import math
 from collections import deque

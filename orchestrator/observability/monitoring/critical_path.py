@@ -10,7 +10,7 @@ parallel programs: what is not on the path could have been faster without the st
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.orchestrator.run_directory.spans import Span, Work
+from penstock.orchestrator.run_directory.timeline import Span, Work
 
 WAIT = "wait for batch"
 CONTROLLER = "Controller"

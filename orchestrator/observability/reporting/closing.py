@@ -8,7 +8,9 @@ from rich.text import Text
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.observability.reporting.summary import cards_of
+from penstock.orchestrator.observability.cards import Card, cards
+from penstock.orchestrator.observability.faults import duration_s
+from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 
@@ -52,6 +54,14 @@ def print_unfinished(config: RunConfig, run: RunDirectory, console: Console) -> 
     console.print(f"\nrun       {run.url or _short(run.path)}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"report    {_at(run.url, run.report)}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"go on     {way_on}", markup=False, highlight=False, soft_wrap=True)
+
+
+def cards_of(directory: RunDirectory) -> list[Card]:
+    """The cards of a run. Raises `ConfigError` where there is no run, `OSError` where it cannot be read."""
+    columns = Columns(directory.metrics_file)
+    columns.update()
+    events = directory.read_events()
+    return cards(columns, directory.read_config(), events, duration_s(events))
 
 
 def next_steps(config: RunConfig, run: RunDirectory) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from penstock.conf.errors import ConfigError
 from penstock.orchestrator.cluster.connection import at_run
 from penstock.orchestrator.run_directory.fetching import at_place
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.run_directory.turns import ENDS, last_turn
+from penstock.orchestrator.run_directory.run_lock import ENDS, last_turn
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import STORE
 

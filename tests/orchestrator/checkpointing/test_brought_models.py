@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import CheckpointError
-from penstock.orchestrator.checkpointing.brought_models import as_here, as_told, with_local_models
+from penstock.orchestrator.checkpointing.checkpoints import as_here, as_told, with_local_models
 from penstock.orchestrator.checkpointing.resuming import check_fits
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
-from penstock.orchestrator.run_directory.mirror_record import MirrorRecord
+from penstock.orchestrator.run_directory.mirrored import MirrorRecord
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart

@@ -14,8 +14,7 @@ from ray.exceptions import (
 
 from penstock.conf import errors
 from penstock.conf.errors import DeadlineExceeded, LeaseExpired, PartnerGone, PenstockError, WorkerDied, WorkerFailed
-from penstock.orchestrator.cluster.causes import is_recoverable
-from penstock.orchestrator.cluster.ray_calls import translate
+from penstock.orchestrator.cluster.ray_calls import is_recoverable, translate
 from penstock.store import errors as store_errors
 from penstock.store.errors import AnsweredByAnother, RowsLost, RowsUnreachable, StoreClosed, StoreUnreachable
 

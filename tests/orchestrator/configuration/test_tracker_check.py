@@ -8,7 +8,7 @@ from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.tracker_check import check_trackers, need
+from penstock.orchestrator.configuration.prerequisites import check_trackers, need
 from penstock.orchestrator.configuration.validate import checks
 
 

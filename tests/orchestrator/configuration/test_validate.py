@@ -21,8 +21,7 @@ from penstock.conf.errors import (
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.model_check import check_model, num_parameters
-from penstock.orchestrator.configuration.sandbox_check import limits_of_code
+from penstock.orchestrator.configuration.prerequisites import check_model, limits_of_code, num_parameters
 from penstock.orchestrator.configuration.validate import check_run, checks
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.sandbox.limits import Limits

@@ -21,7 +21,7 @@ from penstock.orchestrator.control import controller as controlling
 from penstock.orchestrator.control.controller import Controller, Outcome
 from penstock.orchestrator.observability.monitoring.state import StateLog
 from penstock.orchestrator.observability.reporting.progress import Progress
-from penstock.orchestrator.observability.reporting.sinks.json_lines import JsonLines
+from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.fleet.state import FleetState
+from penstock.orchestrator.cluster.fleet.roster import FleetState
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.membership.run_state import Identity, RunState, identity_of, pack, unpack
 from penstock.orchestrator.membership.taken import Taken

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.orchestrator.cluster.ownership.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.ranks import take_up
 from penstock.orchestrator.membership.taken import Taken

@@ -1,1 +1,1 @@
-"""Sinks of a step's metrics: a file each, found by name in `table.py`."""
+"""Sinks of a step's metrics, by name in `table.py`: those of this machine in `sink.py`, trackers in a file each."""

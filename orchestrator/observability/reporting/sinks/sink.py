@@ -1,15 +1,31 @@
-"""Sinks, which take a step's metrics: metrics.jsonl always, others by `tracking.sinks` or of the user's own.
+"""Sinks, which take a step's metrics: metrics.jsonl always, others by `tracking.sinks` or of the user's own. Here are
+those that talk to no service: metrics.jsonl, TensorBoard's files, gauges for the cluster's own monitoring.
 
 The controller calls `log_to` once a step. A user's sink is any object with the two methods of `Sink`. One that cannot
 write (`OSError`: its disk, its connection) loses its own metrics only; any other error ends the run. Sinks that talk to
 a service are behind a `Sender`, which raises nothing.
 """
 
+import io
 import math
+import os
+import re
+import socket
+import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.metering.meters import Meters
+from penstock.metering.metric import GAUGE, Metric
+from penstock.metering.ray_export import Origin, RayExport
+from penstock.orchestrator.cluster.placement.actors import DRIVER
+from penstock.orchestrator.run_directory.appended_file import AppendedFile
 from penstock.orchestrator.run_directory.losses import Losses
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+
+STEP_PREFIX = "penstock_step_"
+"""Prefix of the gauges of a step's metrics: no metric that actors measure themselves (`metering/table.py`) has it."""
 
 
 class Sink(Protocol):
@@ -36,3 +52,76 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+class JsonLines:
+    """The sink that every run has: metrics.jsonl of the run directory, which the controller closes."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._directory.log_metrics({"step": step, **metrics})
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """An event file in `runs/<name>/tensorboard/`, one record a step. It is written without torch's `SummaryWriter`,
+    which writes from a thread that prints the first error and ends."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # late: half a second
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._event, self._summary = Event, Summary
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendedFile(directory.tensorboard / name, "tensorboard", directory.losses, _open_below_run)
+        self._append(file_version="brain.Event:2")
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers(metrics).items()]
+        self._append(step=step, summary=self._summary(value=values))
+
+    def _append(self, **fields: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.append(record.getvalue())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RayGauges:
+    """Gauges `penstock_step_<name>` of the driver: Prometheus and the Ray dashboard read them. Each is handed over
+    again and again until the next step, however long that takes, since Ray forgets those that are not. Ray must be up
+    once `log` is called."""
+
+    def __init__(self, run_name: str) -> None:
+        self._meters = Meters()
+        self._export = RayExport(self._meters, Origin(run_name, DRIVER, DRIVER))
+        self._metrics: dict[str, Metric] = {}
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in numbers(metrics).items():
+            if name not in self._metrics:
+                self._metrics[name] = Metric(gauge_name(name), GAUGE, "", name)
+            self._meters.put(self._metrics[name], value)
+        self._export.start()
+
+    def close(self) -> None:
+        self._export.close()
+
+
+def gauge_name(name: str) -> str:
+    """The name of a gauge as Prometheus allows it: `penstock_step_actor_pg_loss` for `actor/pg_loss`."""
+    return STEP_PREFIX + re.sub(r"\W", "_", name)
+
+
+def _open_below_run(file: Path) -> int:
+    """Open a new file, or one that was closed before. Raises `OSError`; where the run's directory is away, none is
+    made."""
+    file.parent.mkdir(exist_ok=True)
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from penstock.conf.cluster import TrackingConfig
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.observability.reporting.sinks import mlflow, trackio, wandb
-from penstock.orchestrator.observability.reporting.sinks.json_lines import JsonLines
-from penstock.orchestrator.observability.reporting.sinks.ray_gauges import RayGauges
 from penstock.orchestrator.observability.reporting.sinks.sender import Sender
-from penstock.orchestrator.observability.reporting.sinks.sink import Sink, close_sinks
-from penstock.orchestrator.observability.reporting.sinks.tensorboard import TensorBoard
+from penstock.orchestrator.observability.reporting.sinks.sink import (
+    JsonLines,
+    RayGauges,
+    Sink,
+    TensorBoard,
+    close_sinks,
+)
 from penstock.orchestrator.observability.reporting.sinks.tracker import About, End, Tracker
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 

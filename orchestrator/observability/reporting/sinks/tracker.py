@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.conf.errors import PenstockError, TakenOver
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.observability.reporting.summary import cards_of
+from penstock.orchestrator.observability.reporting.closing import cards_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 FINISHED, FAILED, INTERRUPTED, TAKEN_OVER = "finished", "failed", "interrupted", "taken_over"

@@ -1,7 +1,20 @@
-"""A chart: the metrics that it shows, and how. `static/chart.js` and `pngs.py` draw it."""
+"""A chart: the metrics that it shows, and how, and the numbers in it, as few as a screen can show. Pure.
 
+`static/chart.js` and `pngs.py` draw it. Points are put into as many buckets of equal width as the chart has pixels; of
+each bucket the mean is drawn, and its least and largest values are a band around that. A spike of one step stays
+visible.
+"""
+
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
+
+from penstock.orchestrator.observability.ui.runs.columns import Columns, Values
+
+MOST = 500
+"""Most points of a curve."""
 
 
 @dataclass(frozen=True)
@@ -43,3 +56,56 @@ class Chart:
     def plain(self) -> dict[str, Any]:
         """The chart as plain data."""
         return asdict(self)
+
+
+def drawn(charts: Sequence[Chart], columns: Columns) -> dict[str, list[dict[str, Any]]]:
+    """Curves of each chart, by its name: {label, steps, mean, low, high}, as `static/chart.js` takes them."""
+    return {chart.name: [_curve(curve, columns) for curve in chart.curves] for chart in charts}
+
+
+def _curve(curve: Curve, columns: Columns) -> dict[str, Any]:
+    own = thinned(columns.steps, columns[curve.key], MOST)
+    low, high = own.low, own.high
+    if curve.low is not None and curve.high is not None:
+        below, above = (thinned(columns.steps, columns[key], MOST) for key in (curve.low, curve.high))
+        if len(below.steps) == len(above.steps) == len(own.steps):
+            low = below.mean if below.low is None else below.low
+            high = above.mean if above.high is None else above.high
+    return {
+        "label": curve.label, "steps": plain(own.steps), "mean": plain(own.mean),
+        "low": None if low is None else plain(low), "high": None if high is None else plain(high),
+    }  # fmt: skip
+
+
+def plain(values: Values) -> list[float]:
+    """Values with seven digits: that is more than a screen shows, and half of the bytes."""
+    return [float(f"{value:.7g}") for value in values.tolist()]
+
+
+@dataclass(frozen=True)
+class Thinned:
+    steps: Values
+    """Steps `[M]`; for a bucket, the step of its last point."""
+    mean: Values
+    low: Values | None = None
+    """Least values `[M]`; None: no points were put together."""
+    high: Values | None = None
+
+
+def thinned(steps: Values, values: Values, most: int, first: float = -np.inf, last: float = np.inf) -> Thinned:
+    """Thin a curve. `steps`: `[N]` ascending. `values`: `[N]`; those that are not finite are left out. `most`: most
+    points of the result. `first`, `last`: only steps between these."""
+    kept = np.isfinite(values) & (steps >= first) & (steps <= last)
+    steps, values = steps[kept], values[kept]
+    if len(steps) <= most:
+        return Thinned(steps, values)
+    width = (steps[-1] - steps[0]) / most
+    bucket = np.minimum(((steps - steps[0]) / width).astype(np.int64), most - 1)
+    starts = np.flatnonzero(np.diff(bucket, prepend=-1))
+    counts = np.diff(starts, append=len(steps))
+    return Thinned(
+        steps[starts + counts - 1],
+        np.add.reduceat(values, starts) / counts,
+        np.minimum.reduceat(values, starts),
+        np.maximum.reduceat(values, starts),
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.orchestrator.observability.summary.marks import Mark
+from penstock.orchestrator.observability.marks import Mark
 from penstock.orchestrator.observability.ui.charts.chart import Chart
 from penstock.orchestrator.observability.ui.charts.themes import THEMES
 from penstock.orchestrator.observability.ui.runs.columns import Columns, Values

@@ -77,7 +77,7 @@ def charts_of(keys: Collection[str], config: Mapping[str, Any] | None = None) ->
     return sorted(found, key=lambda chart: THEMES.index(chart.theme))
 
 
-def _learning(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
+def _rewards(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
     theme = "learning"
     has_quantiles = names.has("reward/p10", "reward/p90")
     yield Chart(
@@ -128,6 +128,10 @@ def _learning(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
     yield Chart(
         "rewards", "Rewards, each by itself", theme, names.below("reward/", but=own), about="Before their weights."
     )
+
+
+def _updates(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
+    theme = "learning"
     yield Chart("loss", "Loss", theme, names.of({"actor/loss": "loss", "actor/pg_loss": "policy gradient"}))
     entropy = names.of({"actor/entropy": "entropy", "actor/kl": "KL to the reference"})
     yield Chart(
@@ -329,7 +333,7 @@ def _faults(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
     yield Chart("recording", "Lines that could not be written", "faults", names.below("recording/"), bottom=0)
 
 
-_MAKERS = (_learning, _lengths, _staleness, _mismatch, _time, _store, _weights, _environment, _faults)
+_MAKERS = (_rewards, _updates, _lengths, _staleness, _mismatch, _time, _store, _weights, _environment, _faults)
 
 
 def _file(prefix: str) -> str:

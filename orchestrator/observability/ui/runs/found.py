@@ -12,7 +12,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.orchestrator.observability.ui.runs.cost import cost_of
 from penstock.orchestrator.observability.ui.runs.own_files import (
     TAIL_BYTES,
     first_line,
@@ -24,9 +23,8 @@ from penstock.orchestrator.observability.ui.runs.own_files import (
     read_json,
     section,
 )
-from penstock.orchestrator.run_directory.json_lines import json_of
 from penstock.orchestrator.run_directory.run_lock import FILE as LOCK
-from penstock.orchestrator.run_directory.turns import last_turn
+from penstock.orchestrator.run_directory.run_lock import last_turn
 
 _LOG = logging.getLogger("penstock")
 DEPTH = 3
@@ -41,6 +39,8 @@ FINISHED, RUNNING, FAILED, INTERRUPTED, LOST = "finished", "running", "failed", 
 UNFINISHED, UNREADABLE = "unfinished", "unreadable"
 ENDED = {"end": FINISHED, "failed": FAILED, "interrupted": INTERRUPTED}
 """States of a run that is over, by the event with which a process has left it."""
+PLACED = "placed"
+"""The event that says what a run's actors have reserved."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +211,23 @@ def is_held(path: Path) -> bool:
     return holder.get("host") != socket.gethostname() or (0 < pid < MOST_PID and Path(f"/proc/{pid:d}").exists())
 
 
+def cost_of(events: Sequence[Mapping[str, Any]], seconds: float | None) -> tuple[float, str] | None:
+    """Hours and their unit. Members that joined or left later are not counted. None: the run has not started its
+    actors, or comes from a version that did not say.
+
+    >>> cost_of([{"kind": "placed", "cpus": 6.0, "gpus": 4.0}], 1800.0)
+    (2.0, 'GPU h')
+    """
+    placed = next((event for event in reversed(events) if event.get("kind") == PLACED), None)
+    if placed is None or seconds is None:
+        return None
+    for key, unit in (("gpus", "GPU h"), ("cpus", "CPU h")):
+        count = placed.get(key)
+        if isinstance(count, int | float) and count > 0:
+            return count * seconds / 3600, unit
+    return None
+
+
 def newest(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     """The last value of a metric that is a finite number."""
     return next((float(line[key]) for line in reversed(lines) if is_number(line.get(key))), None)
@@ -242,19 +259,3 @@ def _seconds(start: Any, end: Any) -> float | None:
         return (datetime.fromisoformat(str(end)) - datetime.fromisoformat(str(start))).total_seconds()
     except (ValueError, TypeError):  # TypeError: one of them without a time zone
         return None
-
-
-def differing(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Differences of several runs' configurations: each run's value, by key. `name` and places are no difference."""
-    flat = {run: dict(_flat(config)) for run, config in configs.items()}
-    keys = dict.fromkeys(key for values in flat.values() for key in values if key not in ("name", "output_dir"))
-    rows = {key: {run: values.get(key) for run, values in flat.items()} for key in keys}
-    return {key: row for key, row in rows.items() if len({json_of(value) for value in row.values()}) > 1}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -7,8 +7,7 @@ shown. A file that cannot be read (cut off, or of another version) is left out a
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from penstock.orchestrator.observability.ui.runs.own_files import open_own
-from penstock.orchestrator.observability.ui.runs.sample_index import SampleIndex
+from penstock.orchestrator.observability.ui.runs.sample_index import SampleIndex, Wanted, matching, ordered
 
 EXCERPT = 240
 """Most characters of a text in a list."""
@@ -30,35 +29,6 @@ MOST_REASONS = 100
 ODD = (pa.ArrowException, OSError, ValueError, TypeError, OverflowError)
 """Errors that are raised by files that are no samples, or not of this version."""
 _STEP = re.compile(r"step_(\d{1,9})\.parquet")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A filter of samples; what is None or empty does not matter."""
-
-    first_step: int | None = None
-    last_step: int | None = None
-    group: int | None = None
-    least_reward: float | None = None
-    most_reward: float | None = None
-    least_tokens: int | None = None
-    most_tokens: int | None = None
-    finish_reason: str = ""
-    text: str = ""
-    """Text that occurs in a prompt, a response or a conversation, in any case."""
-    sort: str = "step"
-    """Key to sort by: step, group, reward, advantage or tokens."""
-    down: bool = True
-    offset: int = 0
-    limit: int = 50
-
-    def __post_init__(self) -> None:
-        for name, value in (("offset", self.offset), ("limit", self.limit)):
-            if value < 0:
-                raise ValueError(f"{name}={value}: a number of rows, from 0 on.")
-
-
-SORTS = ("step", "group", "reward", "advantage", "tokens")
 
 
 class Rollouts:
@@ -98,13 +68,13 @@ class Rollouts:
         """A page of the samples that are wanted: {total, rows, complete}. `complete`: false if there was not enough
         time to look for the text in all of them."""
         index = self._index
-        kept = np.flatnonzero(_matches(index, wanted, self.reasons))
+        kept = np.flatnonzero(matching(index, wanted, self.reasons))
         end, total, complete = wanted.offset + min(wanted.limit, MANY), len(kept), True
         if wanted.text:
-            order, complete = self._with_text(index, _order(index, kept, wanted, total), wanted, budget_s)
+            order, complete = self._with_text(index, ordered(index, kept, wanted, total), wanted, budget_s)
             total = len(order)
         else:
-            order = _order(index, kept, wanted, end)
+            order = ordered(index, kept, wanted, end)
         return {"total": total, "complete": complete, "rows": self._lines(index, order[wanted.offset : end])}
 
     def sample(self, step: int, place: int) -> dict[str, Any]:
@@ -222,39 +192,6 @@ def _excerpts(table: pa.Table | None, place: int) -> dict[str, str]:
 
 def _is_hit(hits: NDArray[np.bool_], place: int) -> bool:
     return place < len(hits) and bool(hits[place])
-
-
-def _matches(index: SampleIndex, wanted: Wanted, reasons: Sequence[str]) -> NDArray[np.bool_]:
-    kept = np.ones(len(index), np.bool_)
-    for values, least, most in (
-        (index["step"], wanted.first_step, wanted.last_step),
-        (index["group"], wanted.group, wanted.group),
-        (index["reward"], wanted.least_reward, wanted.most_reward),
-        (index["tokens"], wanted.least_tokens, wanted.most_tokens),
-    ):
-        if least is not None:
-            kept &= values >= least
-        if most is not None:
-            kept &= values <= most
-    if wanted.finish_reason:
-        known = reasons.index(wanted.finish_reason) if wanted.finish_reason in reasons else -2
-        kept &= index["finish"] == known
-    return kept
-
-
-def _order(index: SampleIndex, kept: NDArray[np.int64], wanted: Wanted, most: int) -> NDArray[np.int64]:
-    """Order of at least the first `most` rows, by what is asked for, then by step, group and place; unknown values come
-    last."""
-    if wanted.sort not in SORTS:
-        raise ValueError(f"sort={wanted.sort}: one of {', '.join(SORTS)}.")
-    values = np.asarray(index[wanted.sort][kept], np.float64)
-    values = np.where(np.isnan(values), np.inf, -values if wanted.down else values)
-    if 0 < most < len(kept):
-        first = values <= np.partition(values, most - 1)[most - 1]
-        kept, values = kept[first], values[first]
-    ties = index["place"][kept], index["group"][kept], -index["step"][kept]
-    order: NDArray[np.int64] = kept[np.lexsort((*ties, values))]
-    return order
 
 
 def _integers(table: pa.Table, name: str) -> NDArray[np.int64]:

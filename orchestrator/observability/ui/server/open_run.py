@@ -12,19 +12,18 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock.orchestrator.observability.cards import cards
 from penstock.orchestrator.observability.differences import differences_of
-from penstock.orchestrator.observability.summary.cards import cards
-from penstock.orchestrator.observability.summary.marks import marks_of
-from penstock.orchestrator.observability.ui.charts.drawn import plain
+from penstock.orchestrator.observability.marks import marks_of
+from penstock.orchestrator.observability.ui.charts.chart import plain, thinned
 from penstock.orchestrator.observability.ui.charts.themes import charts_of
+from penstock.orchestrator.observability.ui.runs.activity import Traced, printed
 from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.observability.ui.runs.found import MAX_CHARACTERS, line_of
 from penstock.orchestrator.observability.ui.runs.own_files import MOST_STATE_BYTES, read_config, read_events, read_json
-from penstock.orchestrator.observability.ui.runs.printed import printed
-from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts, Wanted
-from penstock.orchestrator.observability.ui.runs.thinning import thinned
+from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts
+from penstock.orchestrator.observability.ui.runs.sample_index import Wanted
 from penstock.orchestrator.observability.ui.runs.token_texts import TokenTexts
-from penstock.orchestrator.observability.ui.runs.traced import Traced
 
 MAX_EVENTS = 500
 """Most events that are shown, the newest."""

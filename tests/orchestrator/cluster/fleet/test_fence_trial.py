@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import SandboxUnavailable
-from penstock.orchestrator.cluster.fleet.fence_trial import try_fences
+from penstock.orchestrator.cluster.fleet.trials import try_fences
 from penstock.workers.sandbox.limits import Limits
 
 HOMES = {"Trainer-policy-0": "n1", "Reward-0": "n2", "Reward-1": "n3", "Reward-2": "n2", "Environment-0": "n4"}

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
-from penstock.orchestrator.cluster.fleet.roll_call import RollCall
+from penstock.orchestrator.cluster.fleet.roster import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.workers.node.neighbours import Neighbours
 

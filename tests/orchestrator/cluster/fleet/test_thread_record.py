@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.orchestrator.cluster.fleet import thread_record
-from penstock.orchestrator.cluster.fleet.thread_record import FILE, Trial, read_trials, write_trials
-from penstock.orchestrator.cluster.placement.threads import SharedNode, Threads
+from penstock.orchestrator.cluster.placement import threads
+from penstock.orchestrator.cluster.placement.threads import FILE, SharedNode, Threads, Trial, read_trials, write_trials
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 TRIALS = {
@@ -24,7 +23,7 @@ def test_a_run_that_goes_on_has_what_was_found(tmp_path: Path) -> None:
 
 def test_what_was_found_on_another_cpu_is_found_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_trials(RunDirectory(tmp_path), TRIALS)
-    monkeypatch.setattr(thread_record, "cpu_name", lambda: "another")
+    monkeypatch.setattr(threads, "cpu_name", lambda: "another")
     assert read_trials(RunDirectory(tmp_path)) == {}
 
 

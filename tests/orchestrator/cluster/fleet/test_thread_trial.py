@@ -7,10 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.orchestrator.cluster.fleet.thread_record import FILE, Trial, read_trials
-from penstock.orchestrator.cluster.fleet.thread_trial import try_threads
+from penstock.orchestrator.cluster.fleet.trials import try_threads
 from penstock.orchestrator.cluster.placement.assignment import assign
-from penstock.orchestrator.cluster.placement.threads import SharedNode, Threads, shared_nodes, threads_of
+from penstock.orchestrator.cluster.placement.threads import (
+    FILE,
+    SharedNode,
+    Threads,
+    Trial,
+    read_trials,
+    shared_nodes,
+    threads_of,
+)
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.orchestrator.cluster.placement.clusters import node, planned
 

@@ -9,7 +9,7 @@ import ray
 from rich.console import Console
 
 from penstock.conf.errors import ResourceError
-from penstock.orchestrator.cluster.look import look
+from penstock.orchestrator.cluster.cluster import look
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import validate_run
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.conf.cluster import ClusterConfig
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
-from penstock.orchestrator.cluster.placement.one_more import engines_to_add, next_of, num_more, open_nodes, place_one
+from penstock.orchestrator.cluster.placement.assignment import engines_to_add, next_of, num_more, open_nodes, place_one
 from tests.orchestrator.cluster.placement.clusters import node, planned
 
 ENGINE = ActorPlan("Rollout-7", "rollout", num_cpus=1)

@@ -5,9 +5,8 @@ import ray
 
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.placement.actors import ActorPlan
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_sharing
 from penstock.orchestrator.cluster.placement.reservation import Reservation
-from penstock.orchestrator.cluster.placement.sharing import plan_sharing
 
 PLAN = [
     ActorPlan("Store", "store"),

@@ -13,7 +13,7 @@ from ray.util.state import list_actors, list_jobs
 
 from penstock.metering.table import MEMBER_ROLES, ON_GPU
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.grafana.panels import ROWS
+from penstock.orchestrator.observability.grafana.dashboard import ROWS
 from penstock.orchestrator.observability.grafana.rules import RULES
 from penstock.orchestrator.observability.grafana.writing import SETTINGS, write
 from penstock.orchestrator.run import run

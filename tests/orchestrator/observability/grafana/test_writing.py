@@ -10,7 +10,7 @@ from penstock.metering import table
 from penstock.metering.metric import HISTOGRAM, ORIGIN
 from penstock.metering.table import all_metrics
 from penstock.orchestrator.cli import main
-from penstock.orchestrator.observability.grafana.panels import ROWS
+from penstock.orchestrator.observability.grafana.dashboard import ROWS
 from penstock.orchestrator.observability.grafana.promql import PANELS
 from penstock.orchestrator.observability.grafana.rules import RULES
 

@@ -1,7 +1,7 @@
 """Spans by lane, few enough to be kept."""
 
-from penstock.orchestrator.observability.monitoring.lanes import FINE, lanes_of, with_waits
-from penstock.orchestrator.run_directory.spans import Span, Work, Worked
+from penstock.orchestrator.observability.monitoring.step_trace import FINE, lanes_of, with_waits
+from penstock.orchestrator.run_directory.timeline import Span, Work, Worked
 
 
 def test_a_lane_of_a_role_stands_for_all_of_its_members() -> None:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from penstock.orchestrator.observability.monitoring.stages import StageView, awaited
-from penstock.orchestrator.observability.monitoring.waits import MOST_AWAITED, Wait, waits_of
+from penstock.orchestrator.observability.monitoring.state import MOST_AWAITED, StageView, Wait, awaited, waits_of
 
 STAGES = [
     StageView("source", (), ("prompt_ids", "task"), ("Prompts",)),

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.reporting.closing import next_steps, print_summary
+from penstock.orchestrator.observability.reporting.closing import cards_of, next_steps, print_summary
 from penstock.orchestrator.observability.reporting.report import write_report
-from penstock.orchestrator.observability.reporting.summary import cards_of
 from penstock.orchestrator.observability.ui.charts.pngs import write_pngs
 from penstock.orchestrator.observability.ui.charts.themes import charts_of
 from penstock.orchestrator.observability.ui.runs.columns import Columns

@@ -5,14 +5,14 @@ import doctest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.orchestrator.observability.reporting.sinks import mlflow, new_steps, wandb
-from penstock.orchestrator.observability.reporting.sinks.new_steps import NewSteps
+from penstock.orchestrator.observability.reporting.sinks import mlflow, sender, wandb
+from penstock.orchestrator.observability.reporting.sinks.sender import NewSteps
 
 LINES = st.lists(st.tuples(st.integers(0, 5), st.dictionaries(st.sampled_from("abc"), st.just(1.0))))
 
 
 def test_the_examples_of_the_trackers_hold() -> None:
-    assert [doctest.testmod(module).failed for module in (new_steps, mlflow, wandb)] == [0, 0, 0]
+    assert [doctest.testmod(module).failed for module in (sender, mlflow, wandb)] == [0, 0, 0]
 
 
 @given(LINES, st.none() | st.integers(0, 3))

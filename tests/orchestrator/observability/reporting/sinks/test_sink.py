@@ -9,10 +9,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.reporting.sinks.json_lines import JsonLines
-from penstock.orchestrator.observability.reporting.sinks.ray_gauges import RayGauges, gauge_name
-from penstock.orchestrator.observability.reporting.sinks.sink import close_sinks, log_to
-from penstock.orchestrator.observability.reporting.sinks.tensorboard import TensorBoard
+from penstock.orchestrator.observability.reporting.sinks.sink import (
+    JsonLines,
+    RayGauges,
+    TensorBoard,
+    close_sinks,
+    gauge_name,
+    log_to,
+)
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.small_files import files_up_to
 

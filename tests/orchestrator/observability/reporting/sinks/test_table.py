@@ -7,7 +7,7 @@ import pytest
 from penstock.conf.errors import DataError
 from penstock.conf.trackers import SINKS
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.tracker_check import CHECKS
+from penstock.orchestrator.configuration.prerequisites import CHECKS
 from penstock.orchestrator.observability.reporting.sinks import table
 from penstock.orchestrator.observability.reporting.sinks.table import FILES, TRACKERS, opened_sinks
 from penstock.orchestrator.run_directory.run_directory import RunDirectory

@@ -11,7 +11,8 @@ from penstock.conf.errors import CheckpointError
 from penstock.orchestrator.observability.ui.runs import far
 from penstock.orchestrator.observability.ui.runs.far import SAMPLES_AT_ONCE, Copy
 from penstock.orchestrator.observability.ui.runs.found import Runs
-from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts, Wanted
+from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts
+from penstock.orchestrator.observability.ui.runs.sample_index import Wanted
 from tests.orchestrator.observability.ui.made_runs import make_run, steps, write_samples
 
 URL = "memory://bucket/runs"

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.orchestrator.observability.ui.runs.found import RunLine, Runs, differing, newest
+from penstock.orchestrator.observability.differences import differing
+from penstock.orchestrator.observability.ui.runs.found import RunLine, Runs, newest
 from penstock.orchestrator.observability.ui.runs.own_files import last_lines
 from tests.orchestrator.observability.ui.made_runs import HERE, make_run, steps
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.orchestrator.observability.ui.runs.printed import MOST_LINES, TAIL_BYTES, printed
+from penstock.orchestrator.observability.ui.runs.activity import MOST_LINES, TAIL_BYTES, printed
 
 
 def write(folder: Path, name: str, *lines: str) -> None:

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts, Wanted
+from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts
+from penstock.orchestrator.observability.ui.runs.sample_index import Wanted
 from tests.orchestrator.observability.ui.made_runs import write_samples
 
 

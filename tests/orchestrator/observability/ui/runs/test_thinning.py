@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.orchestrator.observability.ui.runs.thinning import thinned
+from penstock.orchestrator.observability.ui.charts.chart import thinned
 
 
 def test_few_points_stay_as_they_are() -> None:

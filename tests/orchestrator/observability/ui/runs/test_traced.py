@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from penstock.orchestrator.observability.ui.runs.traced import MOST_STEPS, Traced
+from penstock.orchestrator.observability.ui.runs.activity import MOST_STEPS, Traced
 
 
 def line(step: int, text: str = "") -> str:

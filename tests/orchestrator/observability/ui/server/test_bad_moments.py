@@ -16,7 +16,7 @@ from pyarrow import parquet
 from starlette.testclient import TestClient
 
 from penstock.orchestrator.observability.ui.runs.found import MAX_CHARACTERS, MAX_RUNS, Runs
-from penstock.orchestrator.observability.ui.runs.rollouts import Wanted
+from penstock.orchestrator.observability.ui.runs.sample_index import Wanted
 from penstock.orchestrator.observability.ui.server import answers as answers_module
 from penstock.orchestrator.observability.ui.server.answers import Answers
 from penstock.orchestrator.observability.ui.server.app import make_app

@@ -18,9 +18,8 @@ from starlette.testclient import TestClient
 
 from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.observability.ui.runs.rollouts import MANY
-from penstock.orchestrator.observability.ui.server.answers import Answers
+from penstock.orchestrator.observability.ui.server.answers import QUESTIONS, Answers
 from penstock.orchestrator.observability.ui.server.app import as_json, make_app
-from penstock.orchestrator.observability.ui.server.questions import QUESTIONS
 from tests.orchestrator.observability.ui.made_runs import make_run, steps, write_samples
 
 SECRET = "hunter2"

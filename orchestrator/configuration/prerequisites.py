@@ -1,0 +1,200 @@
+"""Prerequisites of a run, which are checked before anything starts: the model's directory, the sandbox for code that
+models write, and the experiment trackers.
+
+No weights are loaded: the check reads the directory's JSON files. The sandbox has to hold where the code runs. On a
+cluster that was there before the run the nodes' agents try it when the run starts (`cluster/fleet/trials.py`). Of
+trackers, their packages have to be there, and what they need of the user; nothing is sent.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.cluster import TrackingConfig
+from penstock.conf.errors import ConfigError, ModelError
+from penstock.conf.model import FreshModelConfig, ModelConfig
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.cluster import is_elsewhere
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.workers.models.fresh import character_tokenizer, vocabulary_size
+from penstock.workers.prompts.tokenization import load_tokenizer
+from penstock.workers.reward.fences import limits_of
+from penstock.workers.sandbox.blocking import tried_here
+from penstock.workers.sandbox.limits import Limits
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+SANDBOXED = ("python_tests", "sql_result")
+"""Rewards that run code."""
+
+
+# The model.
+
+
+def check_model(config: RunConfig) -> str:
+    """Describe the policy in a few words. Raises `ModelError` naming the missing file, or `ConfigError` for lengths
+    that do not fit."""
+    if config.model.reference_path is not None:
+        _describe(config.model.reference_path, "model.reference_path", config.rollout.max_model_len)
+    model = starting_model_config(config)
+    if model.path is None:
+        return _fresh(model.fresh, config.rollout.max_model_len)
+    return _describe(model.path, "model.path", config.rollout.max_model_len)
+
+
+def starting_model_config(config: RunConfig) -> ModelConfig:
+    """The model's configuration in the run that brings the first weights: this one, or its warm start."""
+    if config.model.path is not None or config.warm_start.recipe is None:
+        return config.model
+    return starting_model_config(load_config([f"recipe={config.warm_start.recipe}", *config.warm_start.overrides]))
+
+
+def tokenizer_of(config: RunConfig) -> Any:
+    """The tokenizer that prompts will be encoded with. Raises `ModelError`."""
+    model = starting_model_config(config)
+    return character_tokenizer(model.fresh) if model.path is None else load_tokenizer(model.path)
+
+
+def _fresh(model: FreshModelConfig, max_model_len: int) -> str:
+    _check_length("model.fresh.max_position_embeddings", model.max_position_embeddings, max_model_len)
+    return f"a fresh Qwen2 of {num_parameters(model) / 1e6:.1f}M parameters, character tokenizer"
+
+
+def num_parameters(model: FreshModelConfig) -> int:
+    """Number of parameters of the Qwen2 that `build_fresh_model` makes, tied embeddings counted once."""
+    hidden, key_value = model.hidden_size, model.hidden_size // model.num_heads * model.num_kv_heads
+    attention = 2 * hidden * hidden + 2 * hidden * key_value + hidden + 2 * key_value  # q, k, v have biases
+    layer = attention + 3 * hidden * model.intermediate_size + 2 * hidden
+    return vocabulary_size(model) * hidden + model.num_layers * layer + hidden
+
+
+def _describe(path: str, key: str, max_model_len: int) -> str:
+    directory = Path(path).expanduser()
+    if not directory.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ModelError(f"{key}={path}: there is no such directory.")
+        return f"{path} of the Hugging Face hub, fetched at the start unless it is in the cache"
+    model = _read_config(directory, key)
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"{key}={path}: has no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
+            f"Save it there: tokenizer.save_pretrained({path!r})."
+        )
+    if not any(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{key}={path}: has no weights (*.safetensors). Save them there: model.save_pretrained({path!r})."
+        )
+    longest = model.get("max_position_embeddings")
+    if isinstance(longest, int):
+        _check_length(f"{key}={path}: max_position_embeddings", longest, max_model_len)
+    size_mib = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 2**20
+    return f"{path}: {model.get('model_type', 'unknown type')}, {size_mib:,.0f} MiB of weights"
+
+
+def _read_config(directory: Path, key: str) -> dict[str, Any]:
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{key}={directory}: has no config.json, so it is no HF model directory.")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{file}: not valid JSON ({error}).") from None
+    return values if isinstance(values, dict) else {}
+
+
+def _check_length(what: str, longest: int, max_model_len: int) -> None:
+    if max_model_len > longest:
+        raise ConfigError(
+            f"rollout.max_model_len={max_model_len} is more than the model takes ({what}={longest}). "
+            "Lower rollout.max_model_len."
+        )
+
+
+# The sandbox of code that models write.
+
+
+def runs_code(config: RunConfig) -> bool:
+    """Return whether the run runs code that a model wrote, as far as the configuration tells."""
+    return bool(_options_of_rewards(config)) or _environment_runs_code(config)
+
+
+def limits_of_code(config: RunConfig) -> list[Limits]:
+    """Limits of the code that models write, each once; empty for a run that runs no code. Raises `ConfigError`."""
+    found = [limits_of(options.get("limits")) for options in _options_of_rewards(config)]
+    if _environment_runs_code(config):
+        found.append(Limits.of(config.environment.sandbox))
+    return list(dict.fromkeys(found))
+
+
+def check_sandbox(config: RunConfig) -> str:
+    """Try the sandbox, if it has to hold on this machine. Returns what was found. Raises `SandboxUnavailable`,
+    `ConfigError`."""
+    all_limits = limits_of_code(config)
+    return "tried on the cluster's nodes when the run starts" if is_elsewhere() else tried_here(all_limits)
+
+
+def _options_of_rewards(config: RunConfig) -> list[Mapping[str, Any]]:
+    """Options of the rewards that run code."""
+    of_environment = config.environment.options
+    rewards = [
+        (config.reward.function, config.reward.options),
+        *((one.function, one.options) for one in config.rewards),
+        (of_environment.get("reward"), of_environment.get("reward_options") or {}),
+    ]
+    return [options for function, options in rewards if function in SANDBOXED]
+
+
+def _environment_runs_code(config: RunConfig) -> bool:
+    """Return whether the environment runs code. A user's own does not say so, unless it requires a control group."""
+    environment = config.environment
+    return "python" in (environment.options.get("tools") or ()) or environment.sandbox.require_cgroup
+
+
+# The trackers.
+
+
+def check_trackers(tracking: TrackingConfig) -> str:
+    """Describe the trackers in a few words. Raises `ConfigError`."""
+    return ", ".join(CHECKS[name](tracking) for name in tracking.sinks if name in CHECKS)
+
+
+def need(sink: str, modules: str, packages: str) -> None:
+    """Raise `ConfigError` if a module of a sink cannot be found."""
+    if any(find_spec(module) is None for module in modules.split()):
+        raise ConfigError(
+            f"tracking.sinks: {sink} needs what is not installed. `pip install {packages}`, or leave {sink} out."
+        )
+
+
+def _wandb(tracking: TrackingConfig) -> str:
+    """Check that W&B has a key, or it would ask for one while the run goes on."""
+    need("wandb", "wandb", "wandb")
+    import wandb  # late: half a second
+
+    mode = tracking.wandb.mode or os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
+    if mode == "online" and not wandb.login(prompt=False, verify=False):
+        raise ConfigError(
+            "tracking.sinks: wandb has no key. Run `wandb login`, set WANDB_API_KEY, or tracking.wandb.mode=offline."
+        )
+    return f"wandb {mode}"
+
+
+def _mlflow(tracking: TrackingConfig) -> str:
+    need("mlflow", "mlflow", "mlflow-skinny")
+    uri = tracking.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if uri is None or uri.startswith("sqlite:"):
+        need("mlflow", "sqlalchemy alembic", "sqlalchemy alembic")
+    return f"mlflow at {uri or 'mlflow.db in output_dir'}"
+
+
+def _trackio(tracking: TrackingConfig) -> str:
+    need("trackio", "trackio", "trackio")
+    server = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
+    if server:
+        return f"trackio at {server.partition('?')[0]}"  # what follows has a token
+    return f"trackio in {tracking.trackio.directory or os.environ.get('TRACKIO_DIR') or 'its own folder'}"
+
+
+CHECKS: Mapping[str, Callable[[TrackingConfig], str]] = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}

@@ -1,0 +1,234 @@
+"""Runs the points of a sweep, as many side by side as there is room for, and tells their results.
+
+Each is a `penstock run` in a process of its own, with `resume=auto`: the same sweep again goes on where it was, and
+runs that have finished are not made twice. A run that fails does not end the others.
+"""
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.algorithms.catalogue import dataflow_of
+from penstock.conf.errors import ConfigError
+from penstock.orchestrator.cluster.cluster import count_local_gpus, join
+from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.sweep_points import Point
+from penstock.orchestrator.observability.ui.runs.found import FINISHED, RunLine, line_of
+from penstock.workers.whole_files import write_whole
+
+FILE = "sweep.json"
+"""Name of the file in the sweep's directory with its words and its runs, for the page."""
+COMMAND = (sys.executable, "-m", "penstock.orchestrator.cli", "run")
+LOOK_S = 0.2
+GRACE_S = 60.0
+"""Seconds for runs to end after Ctrl-C; then they are killed."""
+INTERRUPTED = 130
+
+
+class Sweep:
+    """Lifecycle: made, `run` once."""
+
+    def __init__(
+        self, points: Sequence[Point], directory: Path, jobs: int, console: Console, command: Sequence[str] = COMMAND
+    ) -> None:
+        """`jobs`: number of runs side by side. `command`: the one that a run's words are given to."""
+        self._points, self._directory, self._jobs = points, directory.expanduser().resolve(), jobs
+        self._console, self._command = console, command
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._codes: dict[str, int] = {}
+        self._stops = False
+
+    def run(self) -> int:
+        """Run the sweep. Returns the exit code: 1 if a run failed, 130 after Ctrl-C. Raises `ConfigError`."""
+        self._claim()
+        waiting = deque(point for point in self._points if not self._is_done(point))
+        done = len(self._points) - len(waiting)
+        self._console.print(
+            f"{len(self._points)} runs below {self._directory}, {self._jobs} side by side"
+            + (f"; {done} are finished already" if done else ""),
+            highlight=False,
+        )
+        before = [signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)]
+        try:
+            while (waiting and not self._stops) or self._running:
+                while waiting and len(self._running) < self._jobs and not self._stops:
+                    self._start(waiting.popleft())
+                self._look()
+                time.sleep(LOOK_S)
+        finally:
+            self._end_all()
+            for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+                signal.signal(number, handler)
+        self._console.print(self.table())
+        if self._stops:
+            return INTERRUPTED
+        return 1 if any(self._codes.values()) else 0
+
+    def table(self) -> Table:
+        """A table of the results, by setting: mean over its seeds, and the least and the largest."""
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+        settings: dict[tuple[tuple[str, str], ...], list[RunLine | None]] = {}
+        for point in self._points:
+            settings.setdefault(point.setting, []).append(self._line(point))
+        keys = [key for key, _ in next(iter(settings))]
+        for title in (*keys, "runs", "accuracy", "reward", "samples/s"):
+            table.add_column(title)
+        for setting, lines in settings.items():
+            done = [line for line in lines if line is not None and line.state == FINISHED]
+            cells = [spread([getattr(line, name) for line in done], say) for name, say in SHOWN.items()]
+            table.add_row(*(value for _, value in setting), f"{len(done)} of {len(lines)}", *cells)
+        return table
+
+    def _claim(self) -> None:
+        """Make the directory this sweep's. Raises `ConfigError`."""
+        file, said = self._directory / FILE, self._said()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            known = json.loads(file.read_text()) if file.is_file() else said
+            if known != said:
+                raise ConfigError(
+                    f"{self._directory}: another sweep is there, with other runs ({FILE}). Choose another --directory, "
+                    "or repeat its words to go on with it."
+                )
+            write_whole(file, json.dumps(said, indent=1))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._directory}: {error}.") from None
+
+    def _said(self) -> Any:
+        return {"runs": {point.name: {"values": point.values, "words": list(point.words)} for point in self._points}}
+
+    def _start(self, point: Point) -> None:
+        group = f"tracking.group={self._directory.name}"  # first: the user's own word wins
+        words = [group, *point.words, f"name={point.name}", f"output_dir={self._directory}", "resume=auto"]
+        with (self._directory / f"{point.name}.log").open("ab") as log:
+            self._running[point.name] = subprocess.Popen(
+                [*self._command, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        self._console.print(f"[bold]{point.name}[/] begins", highlight=False)
+
+    def _look(self) -> None:
+        for point in self._points:
+            process = self._running.get(point.name)
+            if process is None or process.poll() is None:
+                continue
+            del self._running[point.name]
+            self._codes[point.name] = process.returncode
+            line = self._line(point)
+            if process.returncode == 0 and line is not None:
+                said = (
+                    f"accuracy {SHOWN['accuracy'](line.accuracy)}" if line.accuracy is not None else f"step {line.step}"
+                )
+                self._console.print(f"[bold]{point.name}[/] is finished: {said}", highlight=False)
+            else:
+                why = (
+                    f"exit code {process.returncode}"
+                    if process.returncode > 0
+                    else signal.Signals(-process.returncode).name
+                )
+                self._console.print(
+                    f"[red]{point.name}[/] has ended ({why}): {self._directory}/{point.name}.log", highlight=False
+                )
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
+        """Interrupt the runs, which then end in order; kill them at a second signal."""
+        how = signal.SIGKILL if self._stops else signal.SIGINT
+        self._stops = True
+        for process in self._running.values():
+            if process.poll() is None:
+                process.send_signal(how)
+
+    def _end_all(self) -> None:
+        give_up = time.monotonic() + GRACE_S
+        for process in self._running.values():
+            try:
+                process.wait(max(0.0, give_up - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _is_done(self, point: Point) -> bool:
+        line = self._line(point)
+        return line is not None and line.state == FINISHED
+
+    def _line(self, point: Point) -> RunLine | None:
+        path = self._directory / point.name
+        try:
+            return line_of(path, point.name) if (path / "config.yaml").is_file() else None
+        except OSError:
+            return None
+
+
+def jobs_for(points: Sequence[Point]) -> int:
+    """Number of runs side by side, by the run that reserves most. Every point's words are read, so that a wrong one
+    ends the sweep before its first run. Raises `ConfigError`, `ResourceError`."""
+    needs = []
+    for point in points:
+        config = load_config([*point.words, f"name={point.name}"])
+        needs.append(needed(plan_actors(dataflow_of(config), config)))
+    cpus, gpus = max(cpus for cpus, _ in needs), max(gpus for _, gpus in needs)
+    return room_for(cpus, gpus, *_room())
+
+
+def room_for(cpus: float, gpus: float, have_cpus: float, have_gpus: float) -> int:
+    """Number of runs side by side that need so much each; at least one.
+
+    >>> room_for(3, 0, 8, 0), room_for(3, 1, 64, 2), room_for(3, 0, 2, 0)
+    (2, 2, 1)
+    """
+    by = [have / need for have, need in ((have_cpus, cpus), (have_gpus, gpus)) if need]
+    return max(1, math.floor(min(by))) if by else max(1, os.cpu_count() or 1)
+
+
+def _room() -> tuple[float, float]:
+    """Numbers of CPUs and GPUs of the machine or the cluster."""
+    if address := os.environ.get("RAY_ADDRESS"):
+        import ray
+
+        join(address, log_to_driver=False)
+        try:
+            found = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        finally:
+            ray.shutdown()
+        return found.get("CPU", 0.0), found.get("GPU", 0.0)
+    return float(len(os.sched_getaffinity(0))), float(count_local_gpus())
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+SHOWN: Mapping[str, Callable[[float | None], str]] = {
+    "accuracy": _percent, "reward": _number, "samples_per_s": _number,
+}  # fmt: skip
+
+
+def spread(values: Sequence[float | None], say: Callable[[float | None], str] = _number) -> str:
+    """The mean of values, and least to largest, as text.
+
+    >>> spread([1.0, 2.0, 3.0]), spread([2.0]), spread([None])
+    ('2 (1 to 3)', '2', '–')
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    mean = say(statistics.fmean(known))
+    return mean if len(known) == 1 else f"{mean} ({say(min(known))} to {say(max(known))})"

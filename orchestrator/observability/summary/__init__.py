@@ -1,1 +1,0 @@
-"""A run in short: cards, losses of members, marks on charts."""
