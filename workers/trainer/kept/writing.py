@@ -20,8 +20,8 @@ from penstock.workers.trainer.kept.room import reserve_slots
 from penstock.workers.trainer.kept.slots import Slots
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.copying import copy_and_sum
 from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMappings, populate
+from penstock.workers.weights.publication.publication import copy_and_sum
 
 
 class Keeper:

@@ -17,9 +17,8 @@ import xxhash
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication.layout import Layout, compute_layout
+from penstock.workers.weights.publication.layout import ElementRange, Layout, byte_span, compute_layout
 from penstock.workers.weights.publication.mapping import POPULATE_READ, populate
-from penstock.workers.weights.publication.ranges import ElementRange, byte_span
 
 if TYPE_CHECKING:
     import torch
