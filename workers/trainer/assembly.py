@@ -22,7 +22,7 @@ from penstock.workers.trainer.thread_trial import seconds_per_token as seconds_p
 from penstock.workers.trainer.thread_trial import use_threads as use_threads
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
-from penstock.workers.trainer.update.old_turns import without_old_turns
+from penstock.workers.trainer.update.sequences import without_old_turns
 from penstock.workers.trainer.update.token_recorder import PLACES
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 

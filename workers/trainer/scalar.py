@@ -20,8 +20,7 @@ from penstock.workers.trainer.models.scalar_model import ScalarModel, open_scala
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.loss_inputs import LossInputs
-from penstock.workers.trainer.update.minibatches import Minibatch
+from penstock.workers.trainer.update.minibatches import LossInputs, Minibatch
 from penstock.workers.trainer.update.tally import Tally
 from penstock.workers.trainer.update.token_recorder import TokenRecorder
 

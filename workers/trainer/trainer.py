@@ -36,8 +36,7 @@ from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.loss_inputs import LossInputs
-from penstock.workers.trainer.update.minibatches import Cutter, Minibatch
+from penstock.workers.trainer.update.minibatches import Cutter, LossInputs, Minibatch
 from penstock.workers.trainer.update.schedule import learning_rate
 from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padding_share
 from penstock.workers.trainer.update.token_recorder import TokenRecorder
