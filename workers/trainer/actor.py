@@ -30,9 +30,8 @@ from penstock.workers.processes import ProcessId
 from penstock.workers.progress import EXPORTING, IDLE, PUBLISHING, RESUMING, SAVING, SERVING, Phases, Progress
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.stacks import register
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.report import StepReport, TokenValues
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
-from penstock.workers.trainer.token_values import TokenValues
 from penstock.workers.weights.transport import Delivery, Engines, Transport
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.step_meter import StepMeter
 from penstock.workers.trainer.thread_trial import seconds_per_token as seconds_per_token
 from penstock.workers.trainer.thread_trial import use_threads as use_threads
+from penstock.workers.trainer.token_recorder import PLACES
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.sequences import without_old_turns
-from penstock.workers.trainer.update.token_recorder import PLACES
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
 

@@ -34,12 +34,12 @@ from penstock.workers.trainer.models.policy_model import PolicyModel, max_length
 from penstock.workers.trainer.models.size import size_of
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Cutter, LossInputs, Minibatch
 from penstock.workers.trainer.update.schedule import learning_rate
 from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padding_share
-from penstock.workers.trainer.update.token_recorder import TokenRecorder
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import Layout
