@@ -76,7 +76,7 @@ class _Rank:
     def _collective(self, name: str, ranks: "Ranks") -> AbstractContextManager[None]:
         """Name failures in the block: another rank's death is raised as `PartnerGone`, wherever this rank waits for
         it."""
-        from penstock.workers.trainer.deadlines import phase
+        from penstock.workers.trainer.ranks import phase
 
         return phase(name, ranks)
 

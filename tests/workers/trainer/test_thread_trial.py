@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.workers.trainer.thread_trial import NUM_ROWS, NUM_TOKENS, _rows, seconds_per_token, use_threads
+from penstock.workers.trainer.assembly import NUM_ROWS, NUM_TOKENS, _rows, seconds_per_token, use_threads
 from penstock.workers.trainer.trainer import PolicyTrainer
 
 

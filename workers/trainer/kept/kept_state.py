@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.conf.errors import DataflowError
-from penstock.workers.trainer import deadlines
 from penstock.workers.trainer.kept.kept_copy import parts_of, restore, runs_of
 from penstock.workers.trainer.kept.slots import BLOCK_BYTES, Block, Header, Slots, reserve_slots
-from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
@@ -46,7 +45,7 @@ class KeptState:
         now on, told once. Collective the first time."""
         problem = None if self._keeper.is_off else self._copy(step)
         if self._ranks.num_peers > 1:
-            with deadlines.phase(f"copy of the state after step {step}", self._ranks):
+            with phase(f"copy of the state after step {step}", self._ranks):
                 self._ranks.barrier()
         return problem
 
@@ -54,7 +53,7 @@ class KeptState:
         """Go on from the copies of a step. As many ranks of the same engine must have made them, and each has its own
         on its node. Collective. Raises `KeptStateError` on all ranks alike, having changed nothing."""
         targets = self._state.targets()
-        with deadlines.phase(f"restoring the state after step {step}", self._ranks):
+        with phase(f"restoring the state after step {step}", self._ranks):
             carried = restore(self._keeper.slots, step, targets.pieces, self._ranks)
             self._state.take(targets, carried)
 
