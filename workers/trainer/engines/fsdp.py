@@ -22,12 +22,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.workers.trainer.engines.layers import decoder_layers
 from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
-from penstock.workers.trainer.engines.mesh import RankMesh, first_row
-from penstock.workers.trainer.engines.sharded import local
+from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
 from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
 from penstock.workers.trainer.engines.ulysses import SequenceParallel
-from penstock.workers.trainer.models.policy_model import PolicyModel
-from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.trainer.models.starting_weights import ALL, StartingWeights
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece

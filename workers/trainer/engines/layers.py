@@ -5,8 +5,7 @@ from typing import Any
 from torch import nn
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.trainer.models.policy_model import PolicyModel
-from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 
 
 def decoder_layers(model: PolicyModel | ScalarModel) -> list[nn.Module]:

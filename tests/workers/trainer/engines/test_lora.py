@@ -25,7 +25,7 @@ from penstock.workers.models.adapted_layers import adapted_layers, target_layers
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.engines.lora import hf_name, is_adapter
-from penstock.workers.trainer.models.policy_model import load_causal_lm
+from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes, layout_of

@@ -1,9 +1,12 @@
-"""A causal language model that answers with the log-probabilities of given tokens, never with whole logits.
+"""A language model as a trainer calls it: one that answers with the log-probabilities of given tokens, never with whole
+logits (`PolicyModel`), or with one number for an output (`ScalarModel`): a critic's value at each token, or a reward
+model's score of a whole response.
 
 The hidden states of the response positions, and only those, go through the output layer, which scores them tile by tile
 (`token_scores.py`): `[tokens, vocabulary]` never exists at once, unless it is small.
 
-Legend: B rows of the micro-batch, L padded tokens of prompt and response, N response tokens of all rows.
+Legend: B rows of the micro-batch, L padded tokens of prompt and response, N response tokens of all rows, K places asked
+for.
 """
 
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ from penstock.workers.trainer.models.token_scores import ENTROPY, OutputLayer
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_enabled")
 """Settings of models that do something between the output layer and the logits."""
+HEAD = "score.weight"
 
 
 class PolicyModel(nn.Module):
@@ -90,6 +94,23 @@ class PolicyModel(nn.Module):
         return temperature.view(torch.float32) if isinstance(temperature, Tensor) else temperature
 
 
+class ScalarModel(nn.Module):
+    """Wraps a HF sequence classification model with one label (`.lm`); its parameters are the model's own."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        use_fast_linears(lm)
+        self.lm = lm
+
+    def forward(self, input_ids_BL: Tensor, positions_K: Tensor) -> Tensor:
+        """The number at each place, `[K]` float32. `input_ids_BL`: int64, padded on the right. `positions_K`: int64,
+        into the flattened `[B * L]`."""
+        hidden_BLH = self.lm.base_model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+        hidden_KH = hidden_BLH.flatten(0, 1).index_select(0, positions_K)
+        # A clone and no view: in-place operations on a view would bypass FSDP's backward hook on what forward returns.
+        return self.lm.score(hidden_KH).float().squeeze(-1).clone()
+
+
 def load_causal_lm(
     path: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
 ) -> Any:
@@ -126,6 +147,37 @@ def open_causal_lm(
             path,
         )
         keep_generation_config(lm, path)
+    return for_training(lm, checkpoint_layers), weights
+
+
+def open_scalar_lm(
+    path: str, key: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
+) -> tuple[Any, StartingWeights]:
+    """A sequence classification model with one label, without its weights, and the weights; from such a directory or
+    from a causal model's, whose head is then new and all zero: a critic that begins by expecting nothing, a reward
+    model without an opinion.
+
+    `key`: the configuration's, for messages. Raises `ModelError` if there is no such model.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+    try:
+        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1))
+        has_head = any("SequenceClassification" in name for name in config.architectures or ())
+        lm, weights = without_weights(
+            lambda: AutoModelForSequenceClassification.from_config(config, **options),
+            lambda: AutoModelForSequenceClassification.from_pretrained(path, config=config, **options),
+            path,
+            new=() if has_head else (HEAD,),
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{key}={path}: no model with a scalar head can be made from there: {error}") from error
+    if not isinstance(getattr(lm, "score", None), nn.Linear):
+        raise ModelError(f"{key}={path}: {type(lm).__name__} has no linear head `score`, which the trainer reads.")
+    if not has_head:
+        weights.add({HEAD: torch.zeros(lm.score.weight.shape)})
+    lm.config.architectures = [type(lm).__name__]
     return for_training(lm, checkpoint_layers), weights
 
 
