@@ -30,6 +30,7 @@ from penstock.workers.trainer import exporting, writing
 from penstock.workers.trainer.engines.engine import make_engine
 from penstock.workers.trainer.engines.layers import compile_layers, use_liger
 from penstock.workers.trainer.engines.lora import add_adapters
+from penstock.workers.trainer.engines.optimizer import learning_rate
 from penstock.workers.trainer.models.language_model import PolicyModel, max_length, open_causal_lm
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks, phase
@@ -38,7 +39,6 @@ from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Cutter, LossInputs, Minibatch
-from penstock.workers.trainer.update.schedule import learning_rate
 from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padding_share
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece

@@ -29,7 +29,8 @@ from penstock.workers.trainer.engines.deepspeed_runtime import (
     load_whole,
     settings,
 )
-from penstock.workers.trainer.engines.fsdp import MOMENTS, buffer_pieces, make_adamw, moments_of
+from penstock.workers.trainer.engines.fsdp import buffer_pieces
+from penstock.workers.trainer.engines.optimizer import MOMENTS, make_adamw, moments_of
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
