@@ -28,10 +28,15 @@ from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer import exporting, writing
 from penstock.workers.trainer.engines.engine import make_engine
-from penstock.workers.trainer.engines.layers import compile_layers, use_liger
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.engines.optimizer import learning_rate
-from penstock.workers.trainer.models.language_model import PolicyModel, max_length, open_causal_lm
+from penstock.workers.trainer.models.language_model import (
+    PolicyModel,
+    compile_layers,
+    max_length,
+    open_causal_lm,
+    use_liger,
+)
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.trainer.step_meter import size_of

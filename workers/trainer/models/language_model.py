@@ -1,6 +1,6 @@
 """A language model as a trainer calls it: one that answers with the log-probabilities of given tokens, never with whole
 logits (`PolicyModel`), or with one number for an output (`ScalarModel`): a critic's value at each token, or a reward
-model's score of a whole response.
+model's score of a whole response. And its decoder layers: which they are, and how they are computed.
 
 The hidden states of the response positions, and only those, go through the output layer, which scores them tile by tile
 (`token_scores.py`): `[tokens, vocabulary]` never exists at once, unless it is small.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.conf.errors import ModelError, suggest
+from penstock.conf.errors import ConfigError, ModelError, suggest
 from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
 from penstock.workers.trainer.models.token_scores import ENTROPY, OutputLayer
@@ -181,6 +181,50 @@ def open_scalar_lm(
     return for_training(lm, checkpoint_layers), weights
 
 
+def decoder_layers(model: PolicyModel | ScalarModel) -> list[nn.Module]:
+    """The blocks that are sharded and compiled one by one: what the model's class calls indivisible."""
+    names = set(model.lm._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def compile_layers(model: PolicyModel | ScalarModel) -> None:
+    """Have each layer compiled when it is first called, in place, so that no parameter changes its name. Call it before
+    an engine puts its hooks on them: those stay as they are, between the compiled parts.
+
+    All layers share what is compiled, with gradient and without, for any number of tokens and for one row or more.
+    Where activations are recomputed, transformers' checkpoint calls the compiled layer once more: compiling checkpoint
+    and layer together, which torch prefers, was seen to take several times as long to compile.
+    """
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
+
+
+def use_liger(lm: Any) -> None:
+    """Put Liger's kernels in the places of a model's own norms, rotary embedding and gated activations, in place.
+    Parameters stay as they are. Call it before `add_adapters`. Raises `ConfigError` where Liger is not installed or
+    does not know the model."""
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.liger=true: the package cannot be imported ({error}). Run pip install liger-kernel, or leave it "
+            "out."
+        ) from error
+    kind = lm.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:  # for which Liger would do nothing, and say so in a log
+        raise ConfigError(
+            f"trainer.liger=true: Liger has no kernels for models of type {kind!r}; it knows "
+            f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}. Leave it out."
+        )
+    _apply_liger_kernel_to_instance(model=lm, fused_linear_cross_entropy=False, cross_entropy=False)
+
+
+def max_length(lm: Any) -> int | None:
+    """Longest sequence that the model has positions for, in tokens; None: unbounded."""
+    return getattr(lm.config, "max_position_embeddings", None)
+
+
 @contextmanager
 def named_failure(path: str) -> Iterator[None]:
     """Raise `ModelError` for what transformers raises where there is no such model."""
@@ -211,8 +255,3 @@ def without_dropout(config: Any) -> Any:
         if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
-
-
-def max_length(lm: Any) -> int | None:
-    """Longest sequence that the model has positions for, in tokens; None: unbounded."""
-    return getattr(lm.config, "max_position_embeddings", None)
