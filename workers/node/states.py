@@ -33,7 +33,7 @@ from penstock.workers.trainer.kept.slots import (
     steps_there,
     to_json,
 )
-from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMappings, populate
+from penstock.workers.weights.publication.reused_files import POPULATE_WRITE, KeptMappings, populate
 
 FOUND, MISSING = 1, 2
 """Kinds of answers."""

@@ -23,7 +23,7 @@ from penstock.conf.errors import KeptStateError
 from penstock.workers.trainer.kept.slots import Header, Part, Slots
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.mapping import POPULATE_READ, populate
+from penstock.workers.weights.publication.reused_files import POPULATE_READ, populate
 
 MEND = "Go on from the last checkpoint (resume=auto)."
 

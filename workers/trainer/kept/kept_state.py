@@ -22,8 +22,8 @@ from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMappings, populate
 from penstock.workers.weights.publication.publication import copy_and_sum
+from penstock.workers.weights.publication.reused_files import POPULATE_WRITE, KeptMappings, populate
 
 PUBLICATIONS = 3
 """Number of publications that may lie in shared memory at the same time: copies leave room for them."""

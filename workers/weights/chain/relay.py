@@ -27,8 +27,7 @@ from penstock.workers.weights.chain.pulling import Puller
 from penstock.workers.weights.chain.reports import ReportServer
 from penstock.workers.weights.chain.serving import Server
 from penstock.workers.weights.chain.transfer import Counters, Slot, Transfer, TransferOver
-from penstock.workers.weights.publication.mapping import KeptMappings
-from penstock.workers.weights.publication.reused_files import reclaim
+from penstock.workers.weights.publication.reused_files import KeptMappings, reclaim
 
 PUBLICATIONS_KEPT = 2
 EXPECT_S = 30.0

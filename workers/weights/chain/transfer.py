@@ -25,9 +25,15 @@ from penstock.workers.protocols import Publication
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 from penstock.workers.weights.chain.pull import Pull
 from penstock.workers.weights.publication.layout import ElementRange
-from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMappings, populate
-from penstock.workers.weights.publication.reading import MANIFEST_NAME, Manifest, manifest_to_json
-from penstock.workers.weights.publication.reused_files import prepare_slot, publication_directory
+from penstock.workers.weights.publication.reading import Manifest, manifest_to_json
+from penstock.workers.weights.publication.reused_files import (
+    MANIFEST_NAME,
+    POPULATE_WRITE,
+    KeptMappings,
+    populate,
+    prepare_slot,
+    publication_directory,
+)
 from penstock.workers.whole_files import write_whole
 
 LEAVING_S = 5.0

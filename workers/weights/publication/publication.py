@@ -10,9 +10,9 @@
       barrier; rank 0: seal(root, 12, layout, R)
 
 Bytes are cast and copied straight into a mapping of the file, whose pages are warm and known to be there
-(`reused_files.py`, `mapping.py`): one copy, summed while it is in the cache, and several ranks do not wait for each
-other. Several threads copy at once, without torch's own, which would synchronize after every block and, on cores that
-others use as well, wait for each other longer than they copy. Reading is in `reading.py`.
+(`reused_files.py`): one copy, summed while it is in the cache, and several ranks do not wait for each other. Several
+threads copy at once, without torch's own, which would synchronize after every block and, on cores that others use as
+well, wait for each other longer than they copy. Reading is in `reading.py`.
 """
 
 import json
@@ -37,16 +37,18 @@ from penstock.workers.weights.publication.layout import (
     compute_layout,
     cut,
 )
-from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMappings, populate
 from penstock.workers.weights.publication.reading import (
-    MANIFEST_NAME,
-    WEIGHTS_NAME,
     Manifest,
     manifest_to_json,
     open_publication,
 )
 from penstock.workers.weights.publication.reused_files import (
+    MANIFEST_NAME,
+    POPULATE_WRITE,
+    WEIGHTS_NAME,
+    KeptMappings,
     is_sealed,
+    populate,
     prepare_slot,
     publication_directories,
     publication_directory,

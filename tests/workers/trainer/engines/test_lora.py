@@ -29,7 +29,8 @@ from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes, layout_of
-from penstock.workers.weights.publication.reading import WEIGHTS_NAME, MappedWeights, open_publication
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.reused_files import WEIGHTS_NAME
 from tests.workers.weights.chain.relays import Cluster
 
 Make = Callable[..., PolicyTrainer]
