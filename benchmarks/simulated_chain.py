@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
-from penstock.workers.weights.chain.feed import Feed
-from penstock.workers.weights.chain.patience import Pace, Patience
-from penstock.workers.weights.chain.pull import Pull
-from penstock.workers.weights.chain.routes import Broadcast, chain, upstreams
+from penstock.workers.weights.chain.plan import Broadcast, chain, upstreams
+from penstock.workers.weights.chain.pull import Pace, Patience, Pull
+from penstock.workers.weights.chain.serving import Feed
 
 FOREVER_S = 3600.0
 

@@ -184,7 +184,7 @@ class Trainer(Protocol):
 
     def update(self, rows: Rows, loss: Loss, recorder: Any = None) -> UpdateReport:
         """Run one policy update (`num_minibatches` optimizer steps) over the union of all ranks' rows. `recorder`:
-        notes each token (`trainer/update/token_recorder.py`)."""
+        notes each token (`trainer/token_recorder.py`)."""
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write the weights into shared memory, each rank its own shard."""

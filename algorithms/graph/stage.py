@@ -12,7 +12,7 @@ from penstock.algorithms.graph.columns import Column
 
 UNITS = ("sample", "group", "batch")
 PROVIDED_BY_TRAINER = ("logprobs", "old_logprobs", "entropy", "mask", "totals", "group_ids", "values", "scores")
-"""Arguments of a loss that are no columns: see `workers/trainer/update/loss_inputs.py`."""
+"""Arguments of a loss that are no columns: see `workers/trainer/update/minibatches.py`."""
 
 
 @dataclass(frozen=True)

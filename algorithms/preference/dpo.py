@@ -3,7 +3,7 @@
     r(x, y) = β · (log π(y | x) - log π_ref(y | x))          the implicit reward, 2305.18290 eq. 5
     h       = r(chosen) - r(rejected)                        the margin
 
-Losses of `flow.train`: the trainer finds their arguments by name (`workers/trainer/update/loss_inputs.py`) and gives
+Losses of `flow.train`: the trainer finds their arguments by name (`workers/trainer/update/minibatches.py`) and gives
 `group_ids` beside the rest. Each returns this micro-batch's contribution to the mean over the groups of the optimizer
 step, exactly the same however the minibatch is cut into whole groups.
 

@@ -25,8 +25,7 @@ from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.worker import RolloutWorker
 from penstock.workers.serving import Serving
 from penstock.workers.trainer.report import StepReport, TrainedRows
-from penstock.workers.weights.chain.plan import ChunkPlan
-from penstock.workers.weights.chain.routes import Broadcast
+from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 
 UPDATE_METRICS = ("loss", "pg_loss", "kl", "entropy", "grad_norm", "clip_fraction", "lr", "padding_share")
 PARTS = ("plan", "forward", "backward", "optimizer", "keep")

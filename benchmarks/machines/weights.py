@@ -23,8 +23,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.harness import Child, Target, new_table, show
-from penstock.workers.weights.chain.plan import ChunkPlan, choose_chunk_bytes, make_plan
-from penstock.workers.weights.chain.routes import Broadcast, chain
+from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, chain, choose_chunk_bytes, make_plan
 from penstock.workers.weights.publication.layout import compute_layout
 from tests.machines.cluster import Cluster, machines
 

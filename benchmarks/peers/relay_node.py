@@ -21,10 +21,9 @@ from benchmarks.peers.channel import Channel
 from penstock.network.connection import Address
 from penstock.network.listener import Listener
 from penstock.workers.node.services import CHUNKS
-from penstock.workers.weights.chain.plan import ChunkPlan
+from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 from penstock.workers.weights.chain.relay import Relay
 from penstock.workers.weights.chain.reports import Reporter
-from penstock.workers.weights.chain.routes import Broadcast
 from penstock.workers.weights.publication.publication import PublicationWriter
 
 TOKEN = bytes(32)

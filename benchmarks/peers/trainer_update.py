@@ -25,7 +25,7 @@ from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm
+from penstock.workers.trainer.models.language_model import PolicyModel, load_causal_lm
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 

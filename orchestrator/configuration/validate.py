@@ -41,7 +41,7 @@ from penstock.workers.prompts.opening import open_apart, open_rows
 from penstock.workers.prompts.task import is_cut
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.trainer.checkpointing.carried import states_to_text
+from penstock.workers.trainer.checkpointing.plain_data import states_to_text
 
 RESOURCES = "resources"
 

@@ -24,9 +24,8 @@ from penstock.workers.processes import ProcessId
 from penstock.workers.protocols import Publication
 from penstock.workers.sandbox.limits import Limits
 from penstock.workers.stacks import register
-from penstock.workers.weights.chain.plan import ChunkPlan
+from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 from penstock.workers.weights.chain.relay import Relay
-from penstock.workers.weights.chain.routes import Broadcast
 
 
 class NodeAgent:

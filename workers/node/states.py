@@ -23,10 +23,17 @@ from penstock.conf.errors import KeptStateError
 from penstock.network.connection import Address, Connection, connect
 from penstock.network.names import OutsideName, checked
 from penstock.workers.node.services import STATES
-from penstock.workers.trainer.kept.header import Header, from_json, to_json
-from penstock.workers.trainer.kept.room import reserve_slots
-from penstock.workers.trainer.kept.slots import Slots, keep_only, ranks_there, steps_there
-from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMappings, populate
+from penstock.workers.trainer.kept.slots import (
+    Header,
+    Slots,
+    from_json,
+    keep_only,
+    ranks_there,
+    reserve_slots,
+    steps_there,
+    to_json,
+)
+from penstock.workers.weights.publication.reused_files import POPULATE_WRITE, KeptMappings, populate
 
 FOUND, MISSING = 1, 2
 """Kinds of answers."""

@@ -46,7 +46,7 @@ from penstock.workers.rollout.vllm_requests import (
 )
 from penstock.workers.rollout.vllm_setup import engine_arguments, shares_gpu, vllm_environment
 from penstock.workers.weights.publication.reading import mapped_publication
-from penstock.workers.weights.streaming.received_parts import Inbox
+from penstock.workers.weights.streaming.engine_calls import Inbox
 from penstock.workers.weights.transport import Delivery, Info, Part
 
 T = TypeVar("T")

@@ -30,9 +30,8 @@ from penstock.workers.processes import ProcessId
 from penstock.workers.progress import EXPORTING, IDLE, PUBLISHING, RESUMING, SAVING, SERVING, Phases, Progress
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.stacks import register
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.report import StepReport, TokenValues
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
-from penstock.workers.trainer.token_values import TokenValues
 from penstock.workers.weights.transport import Delivery, Engines, Transport
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class _Rank:
     def _collective(self, name: str, ranks: "Ranks") -> AbstractContextManager[None]:
         """Name failures in the block: another rank's death is raised as `PartnerGone`, wherever this rank waits for
         it."""
-        from penstock.workers.trainer.deadlines import phase
+        from penstock.workers.trainer.ranks import phase
 
         return phase(name, ranks)
 

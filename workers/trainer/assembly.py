@@ -4,11 +4,18 @@
     assemble_scorer(spec, address)  ─▶ ScorerParts: model, loop over a store
 
 All ranks are assembled at the same time, with one address: they meet there.
+
+Where engines and ranks run at the same time on CPUs, the time that a rank takes for a token is then measured by the
+threads that it computes with (`seconds_per_token`), before the first step; `orchestrator/cluster/placement/threads.py`
+divides the threads.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
@@ -18,13 +25,19 @@ from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.step_meter import StepMeter
-from penstock.workers.trainer.thread_trial import seconds_per_token as seconds_per_token
-from penstock.workers.trainer.thread_trial import use_threads as use_threads
+from penstock.workers.trainer.token_recorder import PLACES
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
-from penstock.workers.trainer.update.old_turns import without_old_turns
-from penstock.workers.trainer.update.token_recorder import PLACES
+from penstock.workers.trainer.update.sequences import without_old_turns
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
+
+NUM_ROWS, NUM_TOKENS = 8, 127
+"""Numbers of rows and of tokens in each for the trial: about a thousand tokens, one micro-batch."""
+NUM_TRIES = 3
+"""Number of tries, of which the shortest counts: first ones are slower, and so is one that something else has
+disturbed."""
+FORWARDS = 3
+"""Forward passes that an update is worth: a backward pass has twice the products of a forward one."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,23 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
     return ScorerParts(trainer, worker)
 
 
+def seconds_per_token(trainer: PolicyTrainer, counts: Sequence[int]) -> dict[int, float]:
+    """Seconds of an update for a token, by number of threads. Collective; changes nothing that is trained."""
+    rows = _rows(trainer.max_length or NUM_TOKENS + 1)
+    num_tokens = int(rows.lengths("response_ids").sum()) + len(rows)
+    found = {}
+    for count in counts:
+        use_threads(count)
+        found[count] = FORWARDS * min(_seconds(trainer, rows) for _ in range(NUM_TRIES)) / num_tokens
+    return found
+
+
+def use_threads(num_threads: int) -> None:
+    """Have the calling thread compute with this number of threads; 0 leaves it."""
+    if num_threads:
+        torch.set_num_threads(num_threads)
+
+
 def _young(spec: TrainerSpec) -> Callable[[Rows, int], Rows] | None:
     """A function that returns rows for a version without turns that are too old for it; None where there are no such
     turns."""
@@ -132,3 +162,15 @@ def _options(spec: RankSpec, address: str | None) -> dict[str, Any]:
         "attention": spec.attention,
         "engine_dtype": spec.engine_dtype,
     }
+
+
+def _seconds(trainer: PolicyTrainer, rows: Rows) -> float:
+    started = time.perf_counter()
+    trainer.logprobs(rows)
+    return time.perf_counter() - started
+
+
+def _rows(max_length: int) -> Rows:
+    """Rows for the trial. They consist of token 0, which every model has."""
+    response = [0] * min(NUM_TOKENS, max_length - 1)
+    return Rows.from_lists({"prompt_ids": [[0]] * NUM_ROWS, "response_ids": [response] * NUM_ROWS})

@@ -20,7 +20,7 @@ from penstock.algorithms.graph.stage import Stage
 from penstock.store.data.rows import Rows
 from penstock.workers.compute.worker import ComputeWorker
 from penstock.workers.protocols import Loss, UpdateReport
-from penstock.workers.trainer.checkpointing.carried import states_from_text, states_to_text
+from penstock.workers.trainer.checkpointing.plain_data import states_from_text, states_to_text
 from penstock.workers.trainer.update.tally import with_explained_variance
 
 CRITIC = "critic"

@@ -1,7 +1,8 @@
 """The report of a rank on a step: numbers small enough to send to the controller. The step's metrics are made of it
-(`orchestrator/observability/reporting/metrics.py`).
+(`orchestrator/observability/reporting/metrics.py`). The values of each token are larger, and asked for where samples
+are written; `token_recorder.py` makes them and says what they mean. Without torch.
 
-Legend: _N rows (samples) of this rank.
+Legend: _N rows (samples) of this rank, T_i sampled tokens of row i.
 """
 
 from dataclasses import dataclass, field
@@ -82,3 +83,16 @@ class StepReport:
     not_kept: str | None = None
     """The reason why this rank keeps no copies of its state from this step on: told once. None: it does, or this has
     been told."""
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """The values of each sampled token in this rank's update."""
+
+    row_ids: np.ndarray
+    """Ids (int64) of the rows."""
+    trainer_logprobs: list[np.ndarray | None]
+    """Log-probabilities, `[T_i]` float32, NaN for a token of an old turn. None: the row came after an optimizer step of
+    its own update, and the loss asked for no log-probabilities of before."""
+    loss_mask: list[np.ndarray]
+    """Loss masks, `[T_i]` bool."""

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.models.policy_model import max_length
-from penstock.workers.trainer.models.scalar_model import ScalarModel, open_scalar_lm
+from penstock.workers.trainer.models.language_model import ScalarModel, max_length, open_scalar_lm
 from penstock.workers.trainer.models.starting_weights import StartingWeights
+from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.loss_inputs import LossInputs
-from penstock.workers.trainer.update.minibatches import Minibatch
+from penstock.workers.trainer.update.minibatches import LossInputs, Minibatch
 from penstock.workers.trainer.update.tally import Tally
-from penstock.workers.trainer.update.token_recorder import TokenRecorder
 
 
 class ScalarTrainer(PolicyTrainer):

@@ -1,21 +1,76 @@
-"""The measurements of its steps that a rank notes in `Meters`, after each."""
+"""The measurements of its steps that a rank notes in `Meters`, after each, and the floating-point operations that it
+counts for them.
+
+A token costs 6 for each parameter, 2 forward and 4 backward (Kaplan et al., 2001.08361), and its attention 12 l h q t
+more, of l layers whose heads have h q together, in a sequence of t tokens (PaLM, 2204.02311, appendix B). With adapters
+the backward pass makes no gradients of the other weights: 4 for each parameter. What is computed a second time, as with
+checkpointed activations, does not count.
+"""
 
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.flops import ModelSize, peak_flops
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.trainer.update.sequences import context_column
 
 MISMATCH = "mismatch/logprob_abs_mean"
 WHOLE = "update"
 """Key in `UpdateReport.seconds` for the whole update: all others together."""
+PEAKS = {"H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
+"""Peak FLOP/s of dense bf16 with fp32 accumulation, as the vendor says, by a word of the device's name."""
+SLOWER = {"PCIe", "NVL"}
+"""Words in the names of boards whose peak is another."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    num_parameters: int
+    num_layers: int
+    width: int
+    """Width of all heads of a layer together."""
+    has_adapters: bool = False
+    """True if adapters alone are trained."""
+
+    def update_flops(self, sequence_lengths: Iterable[int]) -> float:
+        """FLOPs of an update on sequences of these lengths, in tokens.
+
+        >>> ModelSize(num_parameters=1000, num_layers=2, width=10).update_flops([4])
+        27840.0
+        """
+        of_weights, of_attention = (
+            (4 if self.has_adapters else 6) * self.num_parameters,
+            12 * self.num_layers * self.width,
+        )
+        return float(sum(length * (of_weights + of_attention * length) for length in sequence_lengths))
+
+
+def size_of(model: nn.Module, *, has_adapters: bool) -> ModelSize:
+    """The size of a whole model, with or without its weights. `has_adapters`: they alone will be trained. Where its
+    configuration does not say how wide the heads are, they are as wide as the hidden states."""
+    config = getattr(getattr(model, "lm", model), "config", None)
+    config = getattr(config, "text_config", config)  # of one that sees, too
+    hidden, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 1)
+    head = getattr(config, "head_dim", None) or hidden // max(1, heads)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return ModelSize(num_parameters, getattr(config, "num_hidden_layers", 0), heads * head, has_adapters)
+
+
+def peak_flops(device: str) -> float | None:
+    """Peak FLOP/s of a device, by its name; None for an unknown one.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3")
+    989000000000000.0
+    """
+    words = set(device.replace("-", " ").split())
+    return next((peak for name, peak in PEAKS.items() if name in words), None) if not words & SLOWER else None
 
 
 class StepMeter:

@@ -26,21 +26,25 @@ from torch import Tensor
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.trainer import deadlines, exporting, writing
-from penstock.workers.trainer.engines.factory import make_engine
-from penstock.workers.trainer.engines.layers import compile_layers, use_liger
+from penstock.workers.trainer import exporting, writing
+from penstock.workers.trainer.engines.engine import make_engine
 from penstock.workers.trainer.engines.lora import add_adapters
-from penstock.workers.trainer.models.policy_model import PolicyModel, max_length, open_causal_lm
-from penstock.workers.trainer.models.size import size_of
+from penstock.workers.trainer.engines.optimizer import learning_rate
+from penstock.workers.trainer.models.language_model import (
+    PolicyModel,
+    compile_layers,
+    max_length,
+    open_causal_lm,
+    use_liger,
+)
 from penstock.workers.trainer.models.starting_weights import StartingWeights
-from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.ranks import Ranks, phase
+from penstock.workers.trainer.step_meter import size_of
+from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.loss_inputs import LossInputs
-from penstock.workers.trainer.update.minibatches import Cutter, Minibatch
-from penstock.workers.trainer.update.schedule import learning_rate
+from penstock.workers.trainer.update.minibatches import Cutter, LossInputs, Minibatch
 from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padding_share
-from penstock.workers.trainer.update.token_recorder import TokenRecorder
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import Layout
@@ -176,7 +180,7 @@ class PolicyTrainer:
             return self._cutter.microbatches(rows)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
-        return deadlines.phase(name, self.ranks, lambda: self.engine.where)
+        return phase(name, self.ranks, lambda: self.engine.where)
 
     def update(self, rows: Rows, loss: Loss, recorder: TokenRecorder | None = None) -> UpdateReport:
         """Run one policy update, `num_minibatches` optimizer steps, over the union of all ranks' rows. Collective.

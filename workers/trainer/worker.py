@@ -24,10 +24,9 @@ from penstock.store.data.rows import Rows
 from penstock.workers.progress import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.trainer.preparation import Preparation
-from penstock.workers.trainer.report import StepReport, TrainedRows
+from penstock.workers.trainer.report import StepReport, TokenValues, TrainedRows
 from penstock.workers.trainer.shared_rounds import Alone, Peers, SharedRounds
-from penstock.workers.trainer.token_values import TokenValues
-from penstock.workers.trainer.update.token_recorder import TokenRecorder, with_places
+from penstock.workers.trainer.token_recorder import TokenRecorder, with_places
 
 
 class TrainerWorker:

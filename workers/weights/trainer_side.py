@@ -1,4 +1,5 @@
-"""The transport of a rank, by its name."""
+"""The transport of a rank, by its name: what it is made of, and the settings of vLLM's backend under each that
+streams."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.weights import TRANSPORTS
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.streaming.senders import INIT_INFOS, SenderPlace, StreamTransport
+from penstock.workers.weights.streaming.senders import InitInfo, SenderPlace, StreamTransport
 from penstock.workers.weights.streaming.weight_stream import WeightStream
-from penstock.workers.weights.transport import ShmTransport, Transport
+from penstock.workers.weights.transport import Engines, ShmTransport, Transport
 
 PATIENCE = 1.5
 """Deadlines of an engine that a sender waits for, so that it gets the engine's own error first."""
@@ -60,6 +61,46 @@ def make_transport(name: str, side: TrainerSide, *, directory: str, bucket_mib: 
     place = SenderPlace(side.rank, side.num_ranks, side.device, PATIENCE * timeout_s, bucket_mib * 2**20)
     stream = WeightStream(side.pieces, side.dtype, side.device, side.gather)
     return StreamTransport(name, INIT_INFOS[name], stream, place, _source(name, side))
+
+
+def ipc_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
+    """Settings of `ipc`, packed: tensors are copied into one buffer that both processes see, a bucket at a time."""
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    return IPCTrainerInitInfo(rank=place.rank, packed=True, packed_buffer_size_bytes=bucket_bytes)
+
+
+def nccl_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
+    """Settings of `nccl`: rank 0 and all engines' workers connect; the trainer's other ranks only gather."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    host, _, port = address.rpartition(":")
+    return NCCLTrainerInitInfo(
+        rank=place.rank,
+        master_address=host,
+        master_port=int(port),
+        world_size=1 + engines.num_engines * engines.workers_per_engine,
+        packed=True,
+        packed_buffer_size_bytes=bucket_bytes,
+    )
+
+
+def m2n_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
+    """Settings of `nccl_m2n`: all ranks and all workers connect. An engine's workers shard, engines replicate."""
+    from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
+
+    host, _, port = address.rpartition(":")
+    return M2NTrainerInitInfo(
+        rank=place.rank,
+        master_address=host,
+        master_port=int(port),
+        world_size=place.num_ranks + engines.num_engines * engines.workers_per_engine,
+        num_trainer_ranks=place.num_ranks,
+        dst_mesh_dims=(engines.num_engines, engines.workers_per_engine),
+    )
+
+
+INIT_INFOS: dict[str, InitInfo] = {"ipc": ipc_init_info, "nccl": nccl_init_info, "nccl_m2n": m2n_init_info}
 
 
 def _source(name: str, side: TrainerSide) -> Any:

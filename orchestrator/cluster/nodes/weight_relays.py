@@ -18,8 +18,7 @@ from penstock.conf.errors import WeightError, WorkerDied
 from penstock.network.connection import Address
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.ray_calls import answers, translate
-from penstock.workers.weights.chain.plan import ChunkPlan
-from penstock.workers.weights.chain.routes import Broadcast
+from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 
 Members = Sequence[tuple[str, Any]]
 """Names and handles of actors."""

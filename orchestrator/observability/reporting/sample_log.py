@@ -2,7 +2,7 @@
 
 
 Columns are those that the store has of the batch, and two that the trainer's ranks know of it alone
-(`workers/trainer/update/token_recorder.py`): `trainer_logprobs` and `loss_mask`, one value a token.
+(`workers/trainer/token_recorder.py`): `trainer_logprobs` and `loss_mask`, one value a token.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from penstock.orchestrator.cluster.ray_calls import answer, outcomes
 from penstock.orchestrator.observability.reporting.step_log import QUICK_S
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.token_values import TokenValues
+from penstock.workers.trainer.report import TokenValues
 
 COLUMNS = (
     "task", "prompt_ids", "response_ids", "response_text", "finish_reason", "reward", "advantage", "token_versions",

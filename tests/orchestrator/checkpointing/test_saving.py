@@ -217,7 +217,7 @@ from penstock.orchestrator.checkpointing import checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.control import event_loop
 from penstock.workers.prompts.source import PromptStart
-from penstock.workers.trainer.checkpointing.reading import check_files
+from penstock.workers.trainer.checkpointing.shard_files import check_files
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.weights.piece import Piece
 from penstock.workers.trainer.ranks import Ranks

@@ -11,9 +11,7 @@ import xxhash
 from penstock.conf.errors import KeptStateError
 from penstock.network.handshake import new_token
 from penstock.workers.node.agent import NodeAgent
-from penstock.workers.trainer.kept.header import Block, Header, Part
-from penstock.workers.trainer.kept.room import reserve_slots
-from penstock.workers.trainer.kept.slots import SLOTS, Slots
+from penstock.workers.trainer.kept.slots import SLOTS, Block, Header, Part, Slots, reserve_slots
 
 HOST, TRAINER = "127.0.0.1", "policy"
 NUM_BYTES, BLOCK = 3_000_000, 1_000_000

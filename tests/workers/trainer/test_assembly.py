@@ -1,8 +1,10 @@
-"""One rank's parts without Ray, and the shells that are light to import."""
+"""One rank's parts without Ray, the shells that are light to import, and how fast a rank is by threads, which leaves no
+trace in what it trains."""
 
 import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,19 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.store.client.client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
 from penstock.workers.trainer.actor import Scorer, Trainer
-from penstock.workers.trainer.assembly import assemble_scorer, assemble_trainer
+from penstock.workers.trainer.assembly import (
+    NUM_ROWS,
+    NUM_TOKENS,
+    _rows,
+    assemble_scorer,
+    assemble_trainer,
+    seconds_per_token,
+    use_threads,
+)
 from penstock.workers.trainer.kept.slots import steps_there
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.test_worker import fill, flow, make_store
 
 
@@ -131,3 +142,28 @@ def test_a_trainer_without_a_store_takes_no_step_of_it(model_path: str) -> None:
             trainer.step(1)
     finally:
         trainer.close()
+
+
+def test_each_number_of_threads_is_tried_and_nothing_that_is_trained_changes(
+    make_trainer: Callable[..., PolicyTrainer],
+) -> None:
+    trainer = make_trainer()
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    found = seconds_per_token(trainer, [1, 2])
+    assert found.keys() == {1, 2}
+    assert min(found.values()) > 0
+    assert torch.get_num_threads() == 2
+    after = trainer.model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert trainer.num_updates == 0
+
+
+def test_rows_that_are_tried_fit_the_model() -> None:
+    assert _rows(16).lengths("response_ids").tolist() == [15] * NUM_ROWS
+    assert _rows(4096).lengths("response_ids").tolist() == [NUM_TOKENS] * NUM_ROWS
+
+
+def test_no_number_leaves_the_threads_as_they_are() -> None:
+    use_threads(2)
+    use_threads(0)
+    assert torch.get_num_threads() == 2

@@ -13,9 +13,8 @@ import torch
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, WorkerDied
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.trainer.deadlines import named
 from penstock.workers.trainer.meeting import Meeting
-from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.ranks import Ranks, named
 from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import random_rows
 

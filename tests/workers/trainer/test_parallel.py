@@ -19,7 +19,7 @@ from penstock.store.client.lease import Share
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import mesh, tensor_parallel, ulysses
 from penstock.workers.trainer.engines.lora import add_adapters
-from penstock.workers.trainer.models.policy_model import load_causal_lm
+from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker

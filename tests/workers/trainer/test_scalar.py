@@ -12,7 +12,7 @@ from penstock.algorithms.preference.bradley_terry import bradley_terry_loss
 from penstock.conf.errors import DataflowError, ModelError
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.models.scalar_model import open_scalar_lm
+from penstock.workers.trainer.models.language_model import open_scalar_lm
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from tests.workers.trainer.conftest import ENGINES, random_rows

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.metering.meters import Meters
-from penstock.workers.trainer.flops import ModelSize, peak_flops
-from penstock.workers.trainer.models.size import size_of
 from penstock.workers.trainer.report import StepReport, TrainedRows
-from penstock.workers.trainer.step_meter import StepMeter
+from penstock.workers.trainer.step_meter import ModelSize, StepMeter, peak_flops, size_of
 from tests.metering.measured import measured
 
 

@@ -1,4 +1,5 @@
-"""Values as JSON and back, exactly, and nothing else: the text that is read cannot run code, whatever its source.
+"""Plain data: values as JSON and back, exactly, and nothing else. The text that is read cannot run code, whatever its
+source. Of such are the states that per-batch functions carry from step to step (`Dataflow.compute(state=…)`).
 
 `encode` takes None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, dict, numpy arrays and scalars
 of numbers, and torch tensors on the CPU; anything else it refuses by the place where it lies. `decode` gives equal
@@ -8,17 +9,21 @@ large arrays have better forms (Arrow, safetensors).
     {"loss": (0.5, nan)}  ─▶  {"dict": [["loss", {"tuple": [0.5, {"float": "7ff8000000000000"}]}]]}
 
 A JSON object has one key, which says what it stands for. numpy and torch are imported where one of theirs is met.
+
+A carried state is plain data, or a dataclass of plain fields. Of a dataclass the fields are kept; its class is the one
+that the stage of the resumed run starts with, so a checkpoint never says what is to be made.
 """
 
 import base64
+import dataclasses
 import json
 import math
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.conf.errors import NotPlainData
+from penstock.conf.errors import CheckpointError, DataflowError, NotPlainData, PenstockError
 
 MAX_DEPTH = 64
 """Depth of containers within containers: neither writer nor reader may run out of stack."""
@@ -30,6 +35,7 @@ INTS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
 TENSORS = frozenset(["bool", *INTS, "float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
 """torch's dtypes that are plain bytes. torch may crash where bytes claim to be of another one."""
 KNOWN = "None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and torch tensors"
+MEND = "Checkpoints keep it: let the stage's state be such data or a dataclass of it, or set checkpoint.every_steps=0."
 
 
 def encode(value: Any) -> str:
@@ -45,6 +51,27 @@ def decode(text: str | bytes) -> Any:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError, struct.error) as error:
         raise NotPlainData(f"the text is no plain data: {type(error).__name__}: {error}"[:300]) from None
+
+
+def states_to_text(states: Mapping[str, Any], starts: Mapping[str, Any]) -> str:
+    """Encode the states. `states`: by the names of their stages. `starts`: what those stages started with. Raises
+    `DataflowError` for a state that cannot be kept."""
+    return encode({name: _kept(name, state, starts[name]) for name, state in states.items()})
+
+
+def states_from_text(text: str, starts: Mapping[str, Any]) -> dict[str, Any]:
+    """Decode the states. Raises `CheckpointError` for states of other stages, or of another kind than theirs."""
+    try:
+        found = decode(text)
+    except NotPlainData as error:
+        raise CheckpointError(f"what is carried from step to step cannot be read: {error}") from None
+    if not isinstance(found, dict) or found.keys() != starts.keys():
+        names = sorted(map(str, found)) if isinstance(found, dict) else type(found).__name__
+        raise CheckpointError(
+            f"it holds the states of {names}, and this dataflow's stages with a state are {sorted(starts)}. Resume "
+            "with the algorithm that wrote it."
+        )
+    return {name: _restored(name, found[name], start) for name, start in starts.items()}
 
 
 def _tree(value: Any, place: str, depth: int) -> Any:
@@ -179,3 +206,35 @@ LEAVES: dict[str, Callable[[Any], Any]] = {
     "scalar": lambda content: _read_array([content[0], [], content[1]])[()],
     "tensor": _read_tensor,
 }
+
+
+def _kept(name: str, state: Any, start: Any) -> Any:
+    """The plain data that is written of a state."""
+    if dataclasses.is_dataclass(start) and type(state) is type(start):
+        fields = dataclasses.fields(start)
+        derived = [field.name for field in fields if not field.init]
+        if derived:
+            raise DataflowError(f"stage {name!r}: its state's field {derived[0]!r} is not one to make it from. {MEND}")
+        state = {field.name: getattr(state, field.name) for field in fields}
+    elif dataclasses.is_dataclass(state) and not isinstance(state, type):
+        raise DataflowError(
+            f"stage {name!r}: its state is a {type(state).__name__} now and started as {type(start).__name__}; a "
+            "resumed run makes it from its fields, by the class that it starts with. Start with that class."
+        )
+    try:
+        encode(state)
+    except NotPlainData as error:
+        raise DataflowError(f"stage {name!r}: of its state, {error} {MEND}") from None
+    return state
+
+
+def _restored(name: str, state: Any, start: Any) -> Any:
+    if not dataclasses.is_dataclass(start) or isinstance(start, type):
+        return state
+    try:
+        return type(start)(**state)
+    except (TypeError, ValueError, PenstockError) as error:
+        raise CheckpointError(
+            f"the state of stage {name!r} makes no {type(start).__name__} ({error}). Resume with the algorithm that "
+            "wrote it."
+        ) from None

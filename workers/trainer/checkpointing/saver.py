@@ -36,14 +36,12 @@ from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.workers.files import SavedFile, fault_of, is_url, remove, upload
 from penstock.workers.room import Room
 from penstock.workers.trainer.checkpointing.flat_shards import FlatSavePlanner, values_of
-from penstock.workers.trainer.checkpointing.shard_files import INDEX, ShardWriter, file_of
+from penstock.workers.trainer.checkpointing.shard_files import CARRIED, INDEX, ShardWriter, file_of
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
 
 LOWEST = 19
 """Niceness of a thread that yields to all others."""
-CARRIED = "carried.json"
-"""The file of what is no tensor."""
 ADVICE = "Make room, lower checkpoint.keep_last, or set checkpoint.directory to a place with more."
 
 

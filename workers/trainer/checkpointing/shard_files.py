@@ -5,18 +5,21 @@
 
 torch's distributed checkpoint (DCP) plans which rank writes and reads what; these classes are the storage under it,
 through its public interface. Its own `FileSystemWriter` pickles the index and each tensor: reading them back runs what
-their author wrote.
+their author wrote. Here nothing in the files is run.
+
+`load` reads a trainer's share, whatever the number of ranks that wrote it; `saver.py` writes the files.
 """
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -24,14 +27,19 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from penstock.conf.errors import DamagedCheckpoint
+from penstock.conf.errors import CheckpointError, DamagedCheckpoint, suggest
 from penstock.network.names import checked
 from penstock.workers.direct_io import DirectReader, DirectWriter
-from penstock.workers.files import FarFile, SavedFile, is_url, open_file, read_text
+from penstock.workers.files import FarFile, SavedFile, fault_of, is_url, open_file, read_text
+from penstock.workers.trainer.checkpointing.flat_shards import FlatLoadPlanner, values_of
 from penstock.workers.trainer.checkpointing.plain_data import TENSORS
+from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.piece import Piece
 from penstock.workers.whole_files import write_whole
 
 INDEX = "index.json"
+CARRIED = "carried.json"
+"""The file of what is no tensor."""
 FORMAT = 1
 
 
@@ -162,6 +170,41 @@ class ShardReader(StorageReader):
         return not is_url(str(checkpoint_id))
 
 
+@torch.no_grad()
+def load(pieces: Iterable[Piece], directory: str, ranks: Ranks, optional: Collection[str] = ()) -> set[str]:
+    """Overwrite the pieces' values with those of a checkpoint, however many ranks wrote it. Collective.
+
+    `optional`: names that the checkpoint may lack. Returns the names that were found. Raises `CheckpointError` for a
+    checkpoint of another architecture, before anything is overwritten, and for files that cannot be read.
+    """
+    reader = ShardReader(directory)
+    saved = reader.read_metadata().state_dict_metadata
+    wanted = [piece for piece in pieces if piece.name in saved or piece.name not in optional]
+    for piece in wanted:
+        _check_fits(piece, saved, directory)
+    try:
+        planner = FlatLoadPlanner(wanted)
+        dcp.load(values_of(wanted), storage_reader=reader, planner=planner, no_dist=ranks.num_ranks == 1)
+    except (OSError, RuntimeError, ValueError, EOFError, dcp.CheckpointException) as error:
+        raise CheckpointError(f"{directory}: rank {ranks.rank} could not read it: {error}") from None
+    return {piece.name for piece in wanted}
+
+
+def read_carried(directory: str) -> str:
+    """Return what `Saver.begin` was given besides tensors. Raises `CheckpointError`."""
+    try:
+        return read_text(f"{directory}/{CARRIED}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{directory}/{CARRIED}: cannot be read: {error}") from None
+
+
+def check_files(directory: str, files: Iterable[SavedFile]) -> None:
+    """Raise `DamagedCheckpoint` for the first file of a directory or URL that is not what was written."""
+    for file in files:
+        if fault := fault_of(directory, file):
+            raise DamagedCheckpoint(f"{directory}/{file.name} {fault}. Resume from the checkpoint before it.")
+
+
 def _metadata_of(index: dict[str, Any]) -> Metadata:
     """The metadata of an index. Raises `ValueError`, `KeyError` or `TypeError` for what is no index."""
     if index["format"] != FORMAT:
@@ -206,3 +249,18 @@ def _done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
+
+
+def _check_fits(piece: Piece, saved: dict[str, Any], directory: str) -> None:
+    found = saved.get(piece.name)
+    if found is None:
+        raise CheckpointError(
+            f"{directory} has no {piece.name!r}{suggest(piece.name, saved)} It is of another model or algorithm: "
+            "resume with the configuration that wrote it."
+        )
+    wanted = torch.Size(piece.shape).numel()
+    if found.size != torch.Size([wanted]):
+        raise CheckpointError(
+            f"{directory}: {piece.name!r} has {found.size.numel():,} elements, and this model's has {wanted:,} "
+            f"(shape {list(piece.shape)}). It is of another architecture: set model.path to the model that was trained."
+        )

@@ -16,9 +16,7 @@ from torch.distributed import distributed_c10d
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.trainer.engines.layers import decoder_layers
-from penstock.workers.trainer.models.policy_model import PolicyModel
-from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers
 from penstock.workers.trainer.models.starting_weights import StartingWeights, replace_parameters
 from penstock.workers.trainer.ranks import Ranks
 

@@ -1,5 +1,5 @@
 """The interface of engines, which hold a sharded model and its optimizer: FSDP2 (`fsdp.py`) or DeepSpeed
-(`deepspeed.py`).
+(`deepspeed.py`), as `trainer.engine` names it. DeepSpeed is imported only where it is asked for.
 
 `trainer.py` decides what is computed; an engine decides where parameters, gradients and optimizer states lie while it
 is. Every rank makes the same calls in the same order, since most of them communicate.
@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.workers.trainer.models.policy_model import PolicyModel
-from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.engines.fsdp import FsdpEngine
+from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
+from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
 
@@ -77,3 +79,14 @@ class TrainEngine(Protocol):
 
     def close(self) -> None:
         """Release what outlives the engine otherwise. Called once, last, before the ranks part."""
+
+
+def make_engine(
+    model: PolicyModel | ScalarModel, weights: StartingWeights, ranks: Ranks, config: TrainerConfig
+) -> TrainEngine:
+    """Make `config.engine` around a model, which gets its weights there. Collective."""
+    if config.engine == "deepspeed":
+        from penstock.workers.trainer.engines.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(model, weights, ranks, config)
+    return FsdpEngine(model, weights, ranks, config)

@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from penstock.conf.trainer import OptimizerConfig, TrainerConfig
-from penstock.workers.trainer.engines.layers import decoder_layers
+from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
-from penstock.workers.trainer.engines.mesh import RankMesh, first_row
-from penstock.workers.trainer.engines.sharded import local
+from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
+from penstock.workers.trainer.engines.optimizer import MOMENTS, make_adamw, moments_of
 from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
 from penstock.workers.trainer.engines.ulysses import SequenceParallel
-from penstock.workers.trainer.models.policy_model import PolicyModel
-from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers
 from penstock.workers.trainer.models.starting_weights import ALL, StartingWeights
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
@@ -37,7 +35,6 @@ KEEP_WHOLE_BYTES = 2 * 2**30
 communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
 forward and backward.
 """
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpEngine:
@@ -272,33 +269,6 @@ class FsdpEngine:
         if self.tensor and split_dim is None and self.tensor.rank > 0:
             rows = rows[:0]
         yield Piece(name, shape, first * row_elements, rows.reshape(-1))
-
-
-def make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Make AdamW. Parameters of one mesh go together, since an operation on several DTensors wants them all on the
-    same."""
-    by_mesh: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return torch.optim.AdamW(
-        [{"params": some} for some in by_mesh.values()],
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-
-
-def moments_of(optimizer: torch.optim.AdamW, tensor: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of a tensor that it steps. AdamW makes it at its first step; it is made here if asked for
-    before."""
-    state: dict[str, Tensor] = optimizer.state[tensor]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-        for moment in MOMENTS:
-            state[moment] = torch.zeros_like(tensor)
-    return state
 
 
 def buffer_pieces(lm: nn.Module, rank: int) -> Iterator[Piece]:

@@ -1,4 +1,5 @@
-"""The layout of FSDP2's ranks: copies of the model, shards of a copy, parts of a layer.
+"""The layout of FSDP2's ranks: copies of the model, shards of a copy, parts of a layer. And the tensors that several of
+them hold in parts, which are DTensors then.
 
     R copies   each has the whole model, and gradients are summed over them (HSDP)
     F shards   split the rows of each tensor of a copy; F * T ranks hold one copy: trainer.shard_size
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from penstock.workers.trainer.engines.sharded import TENSOR
 from penstock.workers.trainer.ranks import Ranks
 
+TENSOR = "tensor"
+"""Name of the mesh's dim along which tensor parallelism splits layers. FSDP2 works over the others."""
 COPIES, SHARDS = "copies", "shards"
 
 
@@ -65,10 +68,35 @@ class RankMesh:
                 dist.broadcast(given, group=self.copies, group_src=copy)
 
 
+def first_row(num_rows: int, rank: int, num_ranks: int) -> int:
+    """First row of a rank's shard of dim 0: shards are as large as the first one, the last may be short or empty."""
+    return min(num_rows, rank * -(-num_rows // num_ranks))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this rank has; shares memory with it. Another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def tensor_placement(tensor: Tensor) -> Placement | None:
+    """The placement of a tensor in tensor parallelism; None where tensor parallelism does not concern it."""
+    if isinstance(tensor, DTensor) and TENSOR in _dims(tensor):
+        return tensor.placements[_dims(tensor).index(TENSOR)]
+    return None
+
+
+def gathered(tensor: DTensor) -> DTensor:
+    """The tensor with all of what FSDP2 splits; what tensor parallelism splits stays so. Collective over the shards."""
+    placements = zip(_dims(tensor), tensor.placements, strict=True)
+    return tensor.redistribute(
+        placements=[placement if name == TENSOR else Replicate() for name, placement in placements]
+    )
+
+
 def _share(num_rows: int, rank: int, num_ranks: int) -> slice:
     return slice(first_row(num_rows, rank, num_ranks), first_row(num_rows, rank + 1, num_ranks))
 
 
-def first_row(num_rows: int, rank: int, num_ranks: int) -> int:
-    """First row of a rank's shard of dim 0: shards are as large as the first one, the last may be short or empty."""
-    return min(num_rows, rank * -(-num_rows // num_ranks))
+def _dims(tensor: DTensor) -> tuple[str, ...]:
+    mesh = tensor.device_mesh
+    return mesh.mesh_dim_names or ("",) * mesh.ndim

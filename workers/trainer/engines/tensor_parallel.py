@@ -21,8 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.trainer.engines.mesh import RankMesh
-from penstock.workers.trainer.engines.sharded import local, tensor_placement
+from penstock.workers.trainer.engines.mesh import RankMesh, local, tensor_placement
 
 KEY = "trainer.tensor_parallel_size"
 COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"

@@ -1,13 +1,29 @@
-"""The kept copies of one rank's whole state: made after every update, read by the ranks that come after its death.
-Called on all ranks alike.
+"""The kept copies of one rank's whole state in shared memory: made after every update, read by the ranks that come
+after its death. Called on all ranks alike.
+
+    keep(12):  begin a slot ─▶ bytes, summed while they are in the cache, by torch's number of threads ─▶ seal
+
+One copy of the bytes at the speed of memory: slots are mapped once, and their pages written again and again. A failure
+here never ends a run. Where there is no room, on any rank, none of them keeps copies, and that is told once.
 """
 
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
 from penstock.conf.errors import DataflowError
-from penstock.workers.trainer import deadlines
-from penstock.workers.trainer.kept.reading import restore
-from penstock.workers.trainer.kept.writing import Keeper
+from penstock.workers.trainer.kept.kept_copy import parts_of, restore, runs_of
+from penstock.workers.trainer.kept.slots import BLOCK_BYTES, Block, Header, Slots, reserve_slots
+from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
+from penstock.workers.weights.piece import Piece
+from penstock.workers.weights.publication.publication import copy_and_sum
+from penstock.workers.weights.publication.reused_files import POPULATE_WRITE, KeptMappings, populate
 
 PUBLICATIONS = 3
 """Number of publications that may lie in shared memory at the same time: copies leave room for them."""
@@ -29,7 +45,7 @@ class KeptState:
         now on, told once. Collective the first time."""
         problem = None if self._keeper.is_off else self._copy(step)
         if self._ranks.num_peers > 1:
-            with deadlines.phase(f"copy of the state after step {step}", self._ranks):
+            with phase(f"copy of the state after step {step}", self._ranks):
                 self._ranks.barrier()
         return problem
 
@@ -37,7 +53,7 @@ class KeptState:
         """Go on from the copies of a step. As many ranks of the same engine must have made them, and each has its own
         on its node. Collective. Raises `KeptStateError` on all ranks alike, having changed nothing."""
         targets = self._state.targets()
-        with deadlines.phase(f"restoring the state after step {step}", self._ranks):
+        with phase(f"restoring the state after step {step}", self._ranks):
             carried = restore(self._keeper.slots, step, targets.pieces, self._ranks)
             self._state.take(targets, carried)
 
@@ -54,3 +70,99 @@ class KeptState:
         if self._leave_bytes is None:
             self._leave_bytes = PUBLICATIONS * self._trainer.publication_bytes
         return self._keeper.keep(step, self._state.pieces_of_rank(), carried, self._leave_bytes)
+
+
+class Keeper:
+    """Keeps the copies of one rank. Lifecycle: `keep` after each update, by all ranks; `close`.
+
+    keeper = Keeper("/dev/shm/penstock-run/states/policy", ranks)
+    trainer.update(rows, loss)
+    problem = keeper.keep(12, pieces)
+    """
+
+    def __init__(self, root: str | Path, ranks: Ranks) -> None:
+        """`root`: the directory of all ranks of the trainer."""
+        self.slots = Slots(root, ranks.rank)
+        self._ranks = ranks
+        self._mappings = KeptMappings()
+        self._threads = ThreadPoolExecutor(torch.get_num_threads())
+        self._lineage: str | None = None
+        """The id that all ranks share; None before the first copy."""
+        self.is_off = False
+        """True once no copies are kept any more."""
+
+    def keep(self, step: int, pieces: Sequence[Piece], carried: str = "", leave_bytes: int = 0) -> str | None:
+        """Copy the state after `step`; it is there when this returns. None: it is there; else why there are no
+        copies from now on. Not to be called then. Collective the first time: where one rank cannot, none does.
+
+        `carried`: what is no tensor. `leave_bytes`: what must stay free in shared memory beside the copies.
+        """
+        num_bytes = sum(piece.values.nbytes for piece in pieces)
+        try:
+            problem = self._begin(num_bytes, leave_bytes) if self._lineage is None else None
+            if problem is None:
+                self._copy(step, pieces, num_bytes, carried, leave_bytes)
+        except OSError as error:
+            problem = (
+                f"{self.slots.directory}: the state of rank {self._ranks.rank} could not be kept there ({error}). If a "
+                "rank dies, its trainer goes on from the last checkpoint. faults.keep_state=false does without copies."
+            )
+        if problem is not None:
+            self.give_up()
+        return problem
+
+    def give_up(self) -> None:
+        """Keep no more copies, and give the memory back."""
+        self.is_off = True
+        self.close()
+        self.slots.remove()
+
+    def close(self) -> None:
+        """Stop keeping copies; those that are there stay."""
+        self._threads.shutdown()
+        self._mappings.close()
+
+    def _begin(self, num_bytes: int, leave_bytes: int) -> str | None:
+        """Reserve room, and agree on a lineage that all ranks share. Collective."""
+        try:
+            problem = reserve_slots(self.slots, num_bytes, leave_bytes)
+        except OSError as error:
+            problem = f"{self.slots.directory} cannot be made: {error}. faults.keep_state=false does without copies."
+        problems, lineages = zip(*self._ranks.gather_ranks((problem, uuid.uuid4().hex)), strict=True)
+        self._lineage = lineages[0]
+        return next((found for found in problems if found is not None), None)
+
+    def _copy(self, step: int, pieces: Sequence[Piece], num_bytes: int, carried: str, leave_bytes: int) -> None:
+        slot = self.slots.begin(step)
+        memory, is_fresh = self._mappings.writable(self.slots.data(slot), self.slots.root)
+        view = memoryview(memory)
+
+        def write(share: list[tuple[int, Tensor]]) -> list[Block]:
+            blocks = []
+            for start, values in share:
+                if is_fresh:
+                    populate(memory, start, start + len(values), POPULATE_WRITE)
+                blocks.append(Block(len(values), copy_and_sum(values, view[start : start + len(values)], "uint8")))
+            return blocks
+
+        written = tuple(block for blocks in self._threads.map(write, _shares_of(pieces)) for block in blocks)
+        assert self._lineage is not None
+        header = Header(
+            step, self._ranks.rank, self._ranks.num_ranks, self._lineage, num_bytes, leave_bytes, parts_of(pieces),
+            written, carried,
+        )  # fmt: skip
+        self.slots.seal(slot, header)
+
+
+def _shares_of(pieces: Sequence[Piece]) -> Iterator[list[tuple[int, Tensor]]]:
+    """Blocks and where each begins in the file, as much at a time as a thread is to copy: handing over a small tensor
+    alone costs more than copying it."""
+    share: list[tuple[int, Tensor]] = []
+    start = share_bytes = 0
+    for block in (block for run in runs_of(pieces) for block in run.split(BLOCK_BYTES)):
+        if share_bytes + len(block) > BLOCK_BYTES:
+            yield share
+            share, share_bytes = [], 0
+        share.append((start, block))
+        start, share_bytes = start + len(block), share_bytes + len(block)
+    yield share

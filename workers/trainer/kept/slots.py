@@ -1,4 +1,4 @@
-"""The files of one rank's copies: two slots in turn, so that the last step's is whole until the next one's is.
+"""The slots of one rank's copies: two files in turn, so that the last step's is whole until the next one's is.
 
     <root>/rank-3/slot-0         bytes of the rank's pieces, back to back, written over every second step
     <root>/rank-3/slot-0.json    the header: removed before the bytes change, renamed into place when they are whole
@@ -7,20 +7,86 @@
 
 So a copy with a header is whole, however its writer died, and the copy before the one that was under way has a header.
 The kernel keeps the files when their writer dies; they go with the run's directory, which the node's agent owns.
+
+Room for both is taken before anything is written. Publications need the same shared memory, and a run cannot do without
+them, so copies leave them their room.
+
+Light: agents import it too, and have no torch.
 """
 
+import fcntl
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.workers.trainer.kept.header import Header, from_json, to_json
+import msgspec
+import psutil
+
+from penstock.workers.reserving import Shortage, reserve
 from penstock.workers.whole_files import write_whole
 
+BLOCK_BYTES = 16 * 2**20
+"""Largest number of bytes that one checksum is for."""
 SLOTS = (0, 1)
+LEFT_OF_MEMORY = 0.05
+"""Share of the machine's memory that copies leave free, besides what they leave to publications."""
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive bytes of the file, and their xxh3-128 (hexadecimal). Blocks follow each other without gaps."""
+
+    num_bytes: int
+    checksum: str
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Elements that the rank has of one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Shape of the full tensor."""
+    first: int
+    """Place of the first element here, in the flattened full tensor."""
+    num_elements: int
+    ranges: str
+    """Hash (xxh3-64) of first element and length of each of its ranges: a rank may have many."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """Description of one rank's copy after one step."""
+
+    step: int
+    rank: int
+    num_ranks: int
+    lineage: str
+    """Id that all ranks that were started together share, and no others. Copies of one step are one state only if
+    theirs are equal: a step that was lost may have been made again."""
+    num_bytes: int
+    leave_bytes: int
+    """Bytes that must stay free in the shared memory of a node that takes such copies."""
+    parts: tuple[Part, ...]
+    """Parts in the order of the file."""
+    blocks: tuple[Block, ...]
+    carried: str
+    """The states of functions of the dataflow, as text: they are no tensors."""
+
+
+def to_json(header: Header) -> str:
+    return msgspec.json.encode(header).decode()
+
+
+def from_json(text: bytes) -> Header | None:
+    """Decode a header. None for what `to_json` does not write."""
+    try:
+        return msgspec.json.decode(text, type=Header)
+    except msgspec.MsgspecError:
+        return None
 
 
 class Slots:
-    """The slots of one rank. Lifecycle: `reserve` (`room.py`) once, then `begin`, write, `seal` for each step. One
+    """The slots of one rank. Lifecycle: `reserve_slots` once, then `begin`, write, `seal` for each step. One
     process at a time writes; any may read."""
 
     def __init__(self, root: str | Path, rank: int) -> None:
@@ -96,3 +162,45 @@ def keep_only(root: str | Path, ranks: Collection[int], up_to: int) -> None:
             Slots(root, rank).drop(after=up_to)
         else:
             Slots(root, rank).remove()
+
+
+def reserve_slots(slots: Slots, num_bytes: int, leave_bytes: int) -> str | None:
+    """Reserve all pages of both slots, each of `num_bytes`, if `leave_bytes` are free afterwards. None: they are there;
+    else why not and what to do, and nothing of them is left. Raises `OSError` where no file can be made."""
+    for directory in (slots.root, slots.directory):  # where the run's own is gone nobody would remove a new one
+        directory.mkdir(exist_ok=True)
+    with _alone(slots.root):
+        short = _reserve(slots, num_bytes, leave_bytes)
+    if short is None:
+        return None
+    slots.remove()
+    return (
+        f"no room in {slots.root} for the state of rank {slots.rank}: two copies of {num_bytes:,} bytes are needed, "
+        f"{short.free_bytes:,} of {short.total_bytes:,} are free, and {leave_bytes:,} of them are left to publications "
+        "of the weights. If a rank dies, its trainer goes on from the last checkpoint. To keep its state, enlarge "
+        "shared memory (docker: --shm-size; else: mount -o remount,size=… /dev/shm) or the machine's memory; "
+        "faults.keep_state=false does without."
+    )
+
+
+def _reserve(slots: Slots, num_bytes: int, leave_bytes: int) -> Shortage | None:
+    files = [slots.data(slot) for slot in SLOTS]
+    statuses = [file.stat() for file in files if file.exists()]
+    missing = len(SLOTS) * num_bytes - sum(status.st_blocks * 512 for status in statuses)
+    if missing <= 0 and [status.st_size for status in statuses] == [num_bytes] * len(SLOTS):
+        return None
+    memory = psutil.virtual_memory()  # shared memory may be said to be larger: who takes the last of it is killed
+    if memory.available < missing + leave_bytes + LEFT_OF_MEMORY * memory.total:
+        return Shortage(missing, memory.available, memory.total)
+    # Each leaves room for those after it.
+    leave = [leave_bytes + len(files[number + 1 :]) * num_bytes for number in range(len(files))]
+    shortages = (reserve(file, num_bytes, leave_bytes=some) for file, some in zip(files, leave, strict=True))
+    return next((short for short in shortages if short is not None), None)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Let one process of the node at a time see how much is free, and take it."""
+    with (root / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -6,10 +6,14 @@
 In both, `response_ids` has all sampled tokens of the row in their order, and everything that has one value a token has
 one for each of these. So a row is one row in every sum and mean, however many sequences it takes to compute it.
 
+A trajectory may outlast the bound of staleness: its first turns were sampled under versions that are more than
+`max_staleness` behind by the time it is trained. With `environment.old_turns=context` those turns are read as context,
+like the environment's messages, and the others are trained (`without_old_turns`).
+
 Legend: B rows, S sequences, S_i those of row i, N sampled tokens of all rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +88,28 @@ def sequences_of(rows: Rows, positions: np.ndarray) -> Sequences:
     return Sequences(token_ids, num_sampled_B, np.concatenate(sequences), np.concatenate(places))
 
 
+def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -> Rows:
+    """The rows, with turns that have a token of a version before `oldest` as context. `token_columns`: names of columns
+    with one value a sampled token; those that the rows have are cut alike."""
+    versions = rows.arrays("token_versions")
+    if not any(len(one) and one.min() < oldest for one in versions):
+        return rows
+    names = [name for name in rows.names if name in token_columns]
+    cut: dict[str, list[np.ndarray]] = {name: [] for name in (*names, "context_ids", SPANS)}
+    arrays = {name: rows.arrays(name) for name in cut}
+    for index, of_row in enumerate(versions):
+        context, spans, kept = _as_context(
+            arrays["context_ids"][index], arrays["response_ids"][index], arrays[SPANS][index], of_row, oldest
+        )
+        cut["context_ids"].append(context)
+        cut[SPANS].append(spans)
+        for name in names:
+            cut[name].append(arrays[name][index][kept])
+    for name, values in cut.items():
+        rows = rows.with_column(name, values)
+    return rows
+
+
 def _segments(context: np.ndarray, response: np.ndarray, spans: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Token ids of each segment of a trajectory, and the places of what was sampled in it."""
     table, starts = _table(spans)
@@ -114,3 +140,27 @@ def _without_prompt(rows: Rows, position: int) -> DataError:
 
 def _at(arrays: Sequence[np.ndarray], positions: np.ndarray) -> list[np.ndarray]:
     return [arrays[position] for position in positions.tolist()]
+
+
+def _as_context(
+    context: np.ndarray, response: np.ndarray, spans: np.ndarray, versions: np.ndarray, oldest: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Context and spans of one row without its old turns, and a bool for each of its sampled tokens: whether it is
+    left. What follows the last turn of a segment that is left, and segments of which none is, are not read."""
+    contexts, runs, kept = [np.zeros(0, context.dtype)], [], np.zeros(len(response), bool)
+    waiting: list[np.ndarray] = []
+    number, segment, read, said = -1, None, 0, 0
+    for of_segment, num_read, num_said in spans.reshape(-1, 3).tolist():
+        if of_segment != segment:
+            segment, waiting, is_new = of_segment, [], True
+        sampled = slice(said, said + num_said)
+        waiting.append(context[read : read + num_read])
+        read, said = read + num_read, said + num_said
+        if versions[sampled].min() < oldest:
+            waiting.append(response[sampled])
+            continue
+        number, is_new = number + is_new, False
+        runs += [number, sum(map(len, waiting)), num_said]
+        contexts += waiting
+        waiting, kept[sampled] = [], True
+    return np.concatenate(contexts), np.asarray(runs, spans.dtype), kept

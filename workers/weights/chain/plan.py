@@ -1,8 +1,17 @@
-"""The chunks of every version: which bytes of the file each is, which rank writes it, and on which node that rank is.
+"""The plan by which weights go to other nodes: the chunks of every version, and the chain of nodes that they pass.
+Pure.
+
+    chunks       which bytes of the file each is, which rank writes it, and on which node that rank is
+    version 12   trainer X ─▶ a ─▶ b ─▶ c      trainer Y ─▶ b ─▶ c ─▶ a
+    version 13   trainer X ─▶ b ─▶ c ─▶ a      trainer Y ─▶ c ─▶ a ─▶ b
 
 Ranks cut the same pieces of the same tensors for every version, so they tell once what they will write, before the
 first version; the plan is checked once, and both ends of every connection know what a chunk's number means. The
 trainer's ranks make it (`trainer/writing.py`), and it goes to the nodes' relays as plain data (`relay.py`).
+
+For each node that has trainer ranks there is one chain of the receiving nodes. Their order turns with the version and
+from chain to chain, so that no node is always the last, and in a version each sends about as much as any other. Every
+node computes the same, so no node has to be told its place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,8 +21,15 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from penstock.workers.weights.publication.layout import Layout, compute_layout
-from penstock.workers.weights.publication.ranges import RANGE_BYTES, byte_span, check_coverage, cut
+from penstock.network.connection import Address
+from penstock.workers.weights.publication.layout import (
+    RANGE_BYTES,
+    Layout,
+    byte_span,
+    check_coverage,
+    compute_layout,
+    cut,
+)
 
 LEAST_BYTES = 2**20
 """Smallest chunk, unless the data is smaller. A chunk costs a relay's processor about 0.1 ms, whatever is in it: the
@@ -21,6 +37,9 @@ time of that many bytes at 10 GB/s."""
 FILLING = 16
 """Part of a version's time that filling a chain may take, at most one in so many, as long as `LEAST_BYTES` allows it. A
 chain is full when its last node gets its first chunk."""
+NEARBY = 3
+"""Nodes of the chain that are asked before its trainer is: a node that dies then costs its neighbours little, and all
+nodes share the trainer's link."""
 
 
 class Chunk(NamedTuple):
@@ -111,3 +130,31 @@ def choose_chunk_bytes(num_bytes: int, num_sources: int, num_receivers: int) -> 
     """
     filling = max(1, num_receivers - 1) * FILLING
     return min(RANGE_BYTES, max(LEAST_BYTES, num_bytes // num_sources // filling))
+
+
+class Broadcast(msgspec.Struct, frozen=True):
+    """The announcement of a version that goes to many nodes; each of them gets it before the ranks write."""
+
+    number: int
+    """Number among broadcasts: greater than any before, also where a version is sent again because it has failed."""
+    version: int
+    receivers: list[str]
+    """Nodes that are to get all of it."""
+    addresses: dict[str, Address]
+    """Address of the listener of every node that has ranks or receives."""
+
+
+def chain(broadcast: Broadcast, sources: Sequence[str], source: str) -> list[str]:
+    """The nodes after `source`, which has trainer ranks, in the order in which its chunks pass them."""
+    others = [node for node in sorted(broadcast.receivers) if node != source]
+    if not others:
+        return []
+    apart = max(1, len(others) // len(sources))
+    first = (broadcast.version + sources.index(source) * apart) % len(others)
+    return others[first:] + others[:first]
+
+
+def upstreams(order: Sequence[str], source: str, node: str) -> list[str]:
+    """Nodes that a node of the chain asks for chunks, best first. All are before it, so that no two ask each other."""
+    place = order.index(node)
+    return [*reversed(order[max(0, place - NEARBY) : place]), source]

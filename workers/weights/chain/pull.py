@@ -1,25 +1,69 @@
 """A node's part in one chain: which chunks it has, which upstream it asks for the others, when it asks another one.
-Pure.
+Pure: times are arguments.
 
     ask(upstream, missing) ─▶ arrived(chunk)* ─▶ … ─▶ ended      complete, or ask again for what was damaged
                               waiting(age_s)                      the upstream has nothing new, and says so
                               lost | no word until `deadline`     ask the next upstream, for what is missing
 
-An upstream that waits also says how long ago the trainer's node was heard of, through all nodes between. So a node
-knows it, too, when its upstream is alive but cut off from the trainer.
+An upstream that has nothing to send says so, `heartbeat_s` after its last message: silence means that the upstream or
+the connection is gone. It says with it how long ago the trainer's node was heard of, through all nodes between. So a
+node knows it, too, when its upstream is alive but cut off from the trainer.
 
 `pulling.py` runs it with sockets, `benchmarks/simulated_chain.py` with a virtual clock.
 """
 
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-
-from penstock.workers.weights.chain.patience import Pace, Patience
+from dataclasses import dataclass
 
 MOST_DAMAGED = 8
 """Times that one chunk may arrive damaged. After that it is no accident of a link."""
 PAUSE_S, MOST_PAUSE_S = 0.05, 1.0
 """Seconds of the first and of the longest pause after all upstreams have been asked in vain; it doubles each time."""
+SAMPLES = 9
+"""Number of samples that the median is taken of: few, so that a link that has become slow is soon known as such."""
+LEAST_SAMPLE_BYTES = 2**16
+"""Smallest chunk that is timed. The time of a smaller one is below the clock's resolution and says nothing of the
+link."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    heartbeat_s: float = 0.05
+    factor: float = 3.0
+    """Longest silence, in median times of a chunk."""
+    floor_s: float = 0.2
+    """Least seconds of silence, however fast chunks are: processes may stop for so long when a machine is busy."""
+    first_s: float = 1.0
+    """Seconds of silence before any chunk has been timed."""
+    slow: float = 4.0
+    """Longest time of a chunk in transit, in longest silences, as long as some of it comes: links are shared, and
+    seldom evenly."""
+    cut_off: float = 4.0
+    """Longest time since the trainer's node was last heard of through the chain, in longest silences. After it the
+    upstream is taken to be cut off from that node. Its own upstream is nearer to the node: it has had the time to ask
+    another."""
+
+
+class Pace:
+    """Times of the chunks of one chain, from version to version."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._seconds_per_byte: deque[float] = deque(maxlen=SAMPLES)
+
+    def timed(self, num_bytes: int, seconds: float) -> None:
+        """Note that a chunk took so many seconds from its beginning to its end."""
+        if num_bytes >= LEAST_SAMPLE_BYTES:
+            self._seconds_per_byte.append(seconds / num_bytes)
+
+    def silence_s(self, chunk_bytes: int) -> float:
+        """Seconds for which nothing may come where chunks of at most `chunk_bytes` are sent."""
+        if not self._seconds_per_byte:
+            return self._patience.first_s
+        median = statistics.median(self._seconds_per_byte) * chunk_bytes
+        return max(self._patience.floor_s, self._patience.factor * median)
 
 
 class Pull:

@@ -8,7 +8,6 @@ import time
 import xxhash
 
 from penstock.network.connection import Connection, Frame, connect
-from penstock.workers.weights.chain.counters import Counters
 from penstock.workers.weights.chain.messages import (
     DIGEST_BYTES,
     Ended,
@@ -21,7 +20,7 @@ from penstock.workers.weights.chain.messages import (
     send,
     to_bits,
 )
-from penstock.workers.weights.chain.transfer import Transfer, TransferOver
+from penstock.workers.weights.chain.transfer import Counters, Transfer, TransferOver
 
 WINDOW_BYTES = 2**18
 """Bytes that are received, then summed while they are still in the cache."""

@@ -6,7 +6,7 @@
                           └─▶ <root>/v00000012/, which the engines of this node load
 
 Every node that has trainer ranks or engines has one, in its agent's process (`workers/node/agent.py`). A version is
-begun on all of them, then the ranks write it; each relay computes the route itself (`routes.py`). What lies in shared
+begun on all of them, then the ranks write it; each relay computes the route itself (`plan.py`). What lies in shared
 memory afterwards is what ranks of one node alone would have written there.
 
 Plain Python, without Ray. The agent's listener calls `serve`; the orchestrator's weight sync the rest.
@@ -20,19 +20,14 @@ from pathlib import Path
 from penstock.conf.errors import NotStarted, WeightError
 from penstock.network.connection import Connection
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.chain.counters import Counters
 from penstock.workers.weights.chain.messages import Failed, Gone, Subscribe, Waiting, read, send
-from penstock.workers.weights.chain.patience import Pace, Patience
-from penstock.workers.weights.chain.plan import ChunkPlan
-from penstock.workers.weights.chain.pull import Pull
+from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, chain, upstreams
+from penstock.workers.weights.chain.pull import Pace, Patience, Pull
 from penstock.workers.weights.chain.pulling import Puller
 from penstock.workers.weights.chain.reports import ReportServer
-from penstock.workers.weights.chain.routes import Broadcast, chain, upstreams
 from penstock.workers.weights.chain.serving import Server
-from penstock.workers.weights.chain.slot import Slot
-from penstock.workers.weights.chain.transfer import Transfer, TransferOver
-from penstock.workers.weights.publication.mapping import KeptMappings
-from penstock.workers.weights.publication.reused_files import reclaim
+from penstock.workers.weights.chain.transfer import Counters, Slot, Transfer, TransferOver
+from penstock.workers.weights.publication.reused_files import KeptMappings, reclaim
 
 PUBLICATIONS_KEPT = 2
 EXPECT_S = 30.0

@@ -21,7 +21,7 @@ from penstock.network.connection import hang_up, read_exactly
 from penstock.store.service.peers import bind, connect, is_same_user
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.chain.transfer import Transfer, TransferOver
-from penstock.workers.weights.publication.ranges import ElementRange, Outlet
+from penstock.workers.weights.publication.layout import ElementRange, Outlet
 
 SOCKET_NAME = "relay.sock"
 HELLO = struct.Struct("!QI16s")

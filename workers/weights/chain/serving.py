@@ -1,12 +1,13 @@
 """The upstream's side of a connection: chunks as they come to this node, as long as a subscriber wants them. There is a
 thread of the agent's listener for each subscriber.
+
+`Feed`, which is pure, decides what is sent next; `Server` sends it.
 """
 
 import time
+from collections.abc import Collection, Sequence
 
 from penstock.network.connection import Connection
-from penstock.workers.weights.chain.counters import Counters
-from penstock.workers.weights.chain.feed import Feed
 from penstock.workers.weights.chain.messages import (
     Ended,
     Failed,
@@ -18,7 +19,12 @@ from penstock.workers.weights.chain.messages import (
     from_bits,
     send,
 )
-from penstock.workers.weights.chain.transfer import Transfer
+from penstock.workers.weights.chain.transfer import Counters, Transfer
+
+SMALL_BYTES = 2**16
+"""Largest chunk that is sent together with others: a model has many vectors, an adapter nothing else."""
+PARCEL_BYTES, PARCEL_CHUNKS = 2**20, 256
+"""Most bytes and most chunks that are sent together."""
 
 
 class Server:
@@ -79,3 +85,37 @@ class Server:
         else:
             connection.send_bytes(transfer.slot.bytes_of(parcel))
         self._counters.add(bytes_out=num_bytes)
+
+
+class Feed:
+    """The place of one subscriber in the order in which chunks have come to this node."""
+
+    def __init__(self, log: Sequence[int], wanted: Collection[int], spans: Sequence[tuple[int, int]]) -> None:
+        """`log`: numbers of the chunks that are here; it grows. `spans`: of all chunks in the file."""
+        self._log, self._wanted, self._spans = log, set(wanted), spans
+        self._position = 0
+
+    @property
+    def is_over(self) -> bool:
+        """True once all wanted chunks have been sent."""
+        return not self._wanted
+
+    def next_parcel(self) -> list[int]:
+        """Take the chunks to be sent together; none: there is nothing new."""
+        parcel: list[int] = []
+        room = PARCEL_BYTES
+        while self._position < len(self._log) and len(parcel) < PARCEL_CHUNKS:
+            chunk = self._log[self._position]
+            if chunk in self._wanted:
+                start, end = self._spans[chunk]
+                is_small = end - start <= SMALL_BYTES
+                if parcel and (not is_small or end - start > room):
+                    break
+                parcel.append(chunk)
+                room -= end - start
+                self._wanted.discard(chunk)
+                if not is_small:
+                    self._position += 1
+                    break
+            self._position += 1
+        return parcel

@@ -1,7 +1,9 @@
-"""The place of each tensor in a safetensors file, computed before any of its bytes exist.
+"""The layout of a safetensors file, computed before any of its bytes exist: the place of each tensor, and the ranges of
+elements that have one checksum each. Pure: no I/O, no torch.
 
 Trainer ranks compute the same layout from the same names, shapes and dtypes, and then write their shards into their
-places without talking to each other (`publication.py`). Pure: no I/O, no torch.
+places without talking to each other (`publication.py`). They cut what they write into ranges, and say beforehand what
+they will cut (`chain/plan.py`), so that both are the same.
 
 Format: 8 bytes header length (little-endian), a JSON header padded with spaces to a multiple of 8, then the tensors
 back to back. Widest dtypes come first and names in order within one dtype, as the safetensors library writes them: same
@@ -10,15 +12,18 @@ tensors, same bytes.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, Protocol
 
 from penstock.conf.errors import WeightError, suggest
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, in the order in which the library sorts dtypes."""
 DTYPE_CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+RANGE_BYTES = 16 * 2**20
+"""Largest range that one checksum is for. Readers can check several at a time."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,76 @@ def compute_layout(tensors: Iterable[tuple[str, Sequence[int], str]]) -> Layout:
     return Layout(header, places)
 
 
+class ElementRange(NamedTuple):
+    """Consecutive elements of one flattened tensor that one rank wrote, and the xxh3-128 of their bytes
+    (hexadecimal)."""
+
+    name: str
+    first_element: int
+    num_elements: int
+    checksum: str
+    rank: int
+
+
+class Elements(Protocol):
+    """The fields of a range that a check of coverage needs."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def first_element(self) -> int: ...
+    @property
+    def num_elements(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """The connection of a rank's writing to its node's relay, which sends to other machines meanwhile
+    (`chain/reports.py`). By default there is none."""
+
+    range_bytes: int = RANGE_BYTES
+    """Largest size of a range, in bytes."""
+    spans: Sequence[tuple[int, int]] | None = None
+    """Bytes of the file, first and last-plus-one, that this node's ranks write. None: all of it."""
+    written: Callable[[ElementRange], None] | None = None
+    """Callback for each range whose bytes are there and stay as they are; from any thread."""
+
+
+NO_OUTLET = Outlet()
+
+
+def cut(place: TensorPlace, first_element: int, num_elements: int, range_bytes: int) -> Iterator[tuple[int, int]]:
+    """First element and length of each range of a piece, of at most `range_bytes`. An empty piece has none."""
+    size = max(1, range_bytes // place.element_bytes)
+    end = first_element + num_elements
+    for start in range(first_element, end, size):
+        yield start, min(size, end - start)
+
+
+def byte_span(layout: Layout, entry: Elements) -> tuple[int, int]:
+    """First and last-plus-one byte of a range in the file. Raises `WeightError` for an unknown tensor."""
+    place = layout.place(entry.name)
+    start = place.offset + entry.first_element * place.element_bytes
+    return start, start + entry.num_elements * place.element_bytes
+
+
+def check_coverage(what: str, layout: Layout, ranges: Iterable[Elements]) -> None:
+    """Check that every element of every tensor is in exactly one range. Raises `WeightError` with the first tensor for
+    which it is not so; `what`: whose ranges they are."""
+    written: dict[str, list[Elements]] = {}
+    for entry in ranges:
+        written.setdefault(entry.name, []).append(entry)
+    for place in layout.tensors:
+        parts = sorted(written.get(place.name, []), key=lambda part: part.first_element)
+        covered = _covered(parts)
+        total = sum(entry.num_elements for entry in parts)
+        if (covered, total) != (place.num_elements, place.num_elements):
+            raise WeightError(
+                f"{what}: tensor {place.name!r} has {place.num_elements} elements, {total} were written, "
+                f"in order up to element {covered}. Every element must be written by exactly one rank."
+            )
+
+
 def _sorted_entries(tensors: Iterable[tuple[str, Sequence[int], str]]) -> list[tuple[str, tuple[int, ...], str]]:
     entries: dict[str, tuple[str, tuple[int, ...], str]] = {}
     for name, shape, dtype in tensors:
@@ -108,3 +183,12 @@ def _sorted_entries(tensors: Iterable[tuple[str, Sequence[int], str]]) -> list[t
         entries[name] = (name, tuple(int(extent) for extent in shape), dtype)
     order = list(DTYPE_BYTES)
     return sorted(entries.values(), key=lambda entry: (order.index(entry[2]), entry[0].encode()))
+
+
+def _covered(parts: Sequence[Elements]) -> int:
+    covered = 0
+    for entry in parts:
+        if entry.first_element != covered:
+            break
+        covered += entry.num_elements
+    return covered

@@ -10,7 +10,9 @@
       barrier; rank 0: seal(root, 12, layout, R)
 
 Bytes are cast and copied straight into a mapping of the file, whose pages are warm and known to be there
-(`reused_files.py`, `mapping.py`): one copy, and several ranks do not wait for each other. Reading is in `reading.py`.
+(`reused_files.py`): one copy, summed while it is in the cache, and several ranks do not wait for each other. Several
+threads copy at once, without torch's own, which would synchronize after every block and, on cores that others use as
+well, wait for each other longer than they copy. Reading is in `reading.py`.
 """
 
 import json
@@ -18,23 +20,35 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
+import xxhash
+from torch import Tensor
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication.copying import copy_and_sum
-from penstock.workers.weights.publication.layout import Layout, TensorPlace, compute_layout
-from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMappings, populate
-from penstock.workers.weights.publication.ranges import NO_OUTLET, ElementRange, Outlet, check_coverage, cut
+from penstock.workers.weights.publication.layout import (
+    NO_OUTLET,
+    ElementRange,
+    Layout,
+    Outlet,
+    TensorPlace,
+    check_coverage,
+    compute_layout,
+    cut,
+)
 from penstock.workers.weights.publication.reading import (
-    MANIFEST_NAME,
-    WEIGHTS_NAME,
     Manifest,
     manifest_to_json,
     open_publication,
 )
 from penstock.workers.weights.publication.reused_files import (
+    MANIFEST_NAME,
+    POPULATE_WRITE,
+    WEIGHTS_NAME,
+    KeptMappings,
     is_sealed,
+    populate,
     prepare_slot,
     publication_directories,
     publication_directory,
@@ -53,6 +67,11 @@ __all__ = [
 ]
 
 
+BLOCK_BYTES = 2**19
+"""Bytes that are copied, then summed: the bytes read and written fit into the cache of a core, also at four bytes to
+two."""
+CAST_ELEMENTS = 2**15
+"""Largest number of elements that torch casts without its threads, where it has several."""
 _mappings = KeptMappings()
 """Mappings of the process, like page tables: a rank writes many versions, each with a writer of its own."""
 
@@ -91,7 +110,7 @@ class PublicationWriter:
         if rank == 0:
             self._memory[: len(layout.header)] = layout.header
 
-    def write_rows(self, name: str, first_row: int, tensor: torch.Tensor) -> None:
+    def write_rows(self, name: str, first_row: int, tensor: Tensor) -> None:
         """Write rows `[first_row, first_row + tensor.shape[0])` of tensor `name`: `write_elements` for a shard of dim
         0.
 
@@ -106,7 +125,7 @@ class PublicationWriter:
             )
         self.write_elements(name, first_row * place.row_elements, tensor.detach().reshape(-1))
 
-    def write_elements(self, name: str, first_element: int, values: torch.Tensor) -> None:
+    def write_elements(self, name: str, first_element: int, values: Tensor) -> None:
         """Write elements `[first_element, first_element + len(values))` of the flattened tensor `name`, cast to the
         layout's dtype.
 
@@ -137,7 +156,7 @@ class PublicationWriter:
         write_whole(_rank_file(self.path, self.rank), json.dumps(entries))
         return self.ranges
 
-    def _write(self, place: TensorPlace, first_element: int, values: torch.Tensor) -> ElementRange:
+    def _write(self, place: TensorPlace, first_element: int, values: Tensor) -> ElementRange:
         """Cast, copy, sum. Called from any thread."""
         start = place.offset + first_element * place.element_bytes
         num_bytes = len(values) * place.element_bytes
@@ -174,7 +193,7 @@ def seal(directory: str | Path, version: int, layout: Layout, num_ranks: int = 1
 
 
 def write_publication(
-    directory: str | Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]], dtype: str | None = None
+    directory: str | Path, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: str | None = None
 ) -> Publication:
     """Write a whole publication in one process: `(name, tensor)` pairs, cast to `dtype` (default: each its own)."""
     pairs = list(tensors)
@@ -196,6 +215,24 @@ def newest_publication(directory: str | Path) -> Publication | None:
     return None
 
 
+def copy_and_sum(values: Tensor, target: memoryview, dtype: str) -> str:
+    """Write `values` (`[num_elements]`, any device and float dtype) as `dtype` into `target`; return the xxh3-128 of
+    the bytes written, hexadecimal.
+    """
+    destination = torch.frombuffer(target, dtype=getattr(torch, dtype))
+    if values.device.type != "cpu":  # one transfer: each of them costs a round trip
+        destination.copy_(values)
+        return xxhash.xxh3_128_hexdigest(target)
+    digest = xxhash.xxh3_128()
+    step = BLOCK_BYTES // destination.itemsize
+    for start, source, block in zip(
+        range(0, len(values), step), values.split(step), destination.split(step), strict=True
+    ):
+        _copy(source, block)
+        digest.update(target[start * destination.itemsize : (start + step) * destination.itemsize])
+    return digest.hexdigest()
+
+
 def _rank_file(path: Path, rank: int) -> Path:
     return path / f"manifest.rank_{rank}.json"
 
@@ -206,3 +243,12 @@ def _check_elements(place: TensorPlace, first_element: int, shape: tuple[int, ..
             f"tensor {place.name!r}: values of shape {list(shape)} from element {first_element} do not fit into "
             f"{list(place.shape)}, which has {place.num_elements} elements. Flatten a piece, and cut off its padding."
         )
+
+
+def _copy(source: Tensor, block: Tensor) -> None:
+    if source.dtype == block.dtype and source.is_contiguous():
+        np.copyto(block.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+        return
+    step = len(source) if torch.get_num_threads() == 1 else CAST_ELEMENTS
+    for some, there in zip(source.split(step), block.split(step), strict=True):
+        there.copy_(some)

@@ -17,15 +17,11 @@ import xxhash
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication.layout import Layout, compute_layout
-from penstock.workers.weights.publication.mapping import POPULATE_READ, populate
-from penstock.workers.weights.publication.ranges import ElementRange, byte_span
+from penstock.workers.weights.publication.layout import ElementRange, Layout, byte_span, compute_layout
+from penstock.workers.weights.publication.reused_files import MANIFEST_NAME, POPULATE_READ, WEIGHTS_NAME, populate
 
 if TYPE_CHECKING:
     import torch
-
-WEIGHTS_NAME = "model.safetensors"
-MANIFEST_NAME = "manifest.json"
 
 
 @dataclass(frozen=True)

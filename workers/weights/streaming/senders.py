@@ -9,10 +9,15 @@
 vLLM's engines expect a client that calls the other side for every step of a transfer. Here an engine's own `load` does
 that, with its pauses, deadlines and assertions (`rollout/engine_vllm.py`); so the client only carries parts. vLLM is
 imported in `connect`.
+
+Both calls are watched, since they may never return: a collective that lost its partner blocks in a library that knows
+no deadline. So it runs in a thread of its own, and when it has made no progress for too long it is left behind with an
+error. The stuck thread remains until its process ends, which is what the error leads to.
 """
 
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,7 +25,6 @@ from typing import Any, cast
 import torch
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError, WeightError
-from penstock.workers.weights.streaming.watch import watched
 from penstock.workers.weights.streaming.weight_stream import WeightStream
 from penstock.workers.weights.transport import Delivery, Engines, Info, Part, StreamedVersion
 
@@ -35,6 +39,10 @@ class SenderPlace:
     timeout_s: float
     """Longest silence, in seconds: no tensor taken, no engine connected."""
     bucket_bytes: int
+
+
+InitInfo = Callable[[SenderPlace, Engines, str, int], Any]
+"""Function `(place, engines, address, bucket_bytes)` that returns vLLM's `TrainerInitInfo` of one backend."""
 
 
 class PartsClient:
@@ -77,10 +85,6 @@ class PartsClient:
             self.failure = self.failure or error
             self.alarm.set()
             raise
-
-
-InitInfo = Callable[[SenderPlace, Engines, str, int], Any]
-"""Function `(place, engines, address, bucket_bytes)` that returns vLLM's `TrainerInitInfo` of one backend."""
 
 
 class StreamTransport:
@@ -180,44 +184,30 @@ class StreamTransport:
         return WeightError(f"{where}, {self.name}: {type(failure).__name__}: {failure} ({self._stream.position}).")
 
 
-def ipc_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
-    """Settings of `ipc`, packed: tensors are copied into one buffer that both processes see, a bucket at a time."""
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+def watched(
+    action: Callable[[], None],
+    *,
+    timeout_s: float,
+    progress: Callable[[], int],
+    alarm: threading.Event,
+    device: torch.device,
+) -> None:
+    """Run `action` in a thread until it ends, or `alarm` is set elsewhere, or `progress()` has not changed for
+    `timeout_s` (looked at in eighths of it).
 
-    return IPCTrainerInitInfo(rank=place.rank, packed=True, packed_buffer_size_bytes=bucket_bytes)
-
-
-def nccl_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
-    """Settings of `nccl`: rank 0 and all engines' workers connect; the trainer's other ranks only gather."""
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    host, _, port = address.rpartition(":")
-    return NCCLTrainerInitInfo(
-        rank=place.rank,
-        master_address=host,
-        master_port=int(port),
-        world_size=1 + engines.num_engines * engines.workers_per_engine,
-        packed=True,
-        packed_buffer_size_bytes=bucket_bytes,
-    )
-
-
-def m2n_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
-    """Settings of `nccl_m2n`: all ranks and all workers connect. An engine's workers shard, engines replicate."""
-    from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
-
-    host, _, port = address.rpartition(":")
-    return M2NTrainerInitInfo(
-        rank=place.rank,
-        master_address=host,
-        master_port=int(port),
-        world_size=place.num_ranks + engines.num_engines * engines.workers_per_engine,
-        num_trainer_ranks=place.num_ranks,
-        dst_mesh_dims=(engines.num_engines, engines.workers_per_engine),
-    )
-
-
-INIT_INFOS: dict[str, InitInfo] = {"ipc": ipc_init_info, "nccl": nccl_init_info, "nccl_m2n": m2n_init_info}
+    Raises what `action` raised; `TimeoutError` when it stands still. Returns early, `action` unfinished, on an alarm
+    that was set elsewhere: the one that set it knows what happened. `device`: the thread's current one, if it is a GPU.
+    """
+    call = _Call(action, alarm, device)
+    last, moved = progress(), time.monotonic()
+    call.start()
+    while not alarm.wait(timeout_s / 8):
+        if progress() != last:
+            last, moved = progress(), time.monotonic()
+        elif time.monotonic() - moved > timeout_s:
+            raise TimeoutError
+    if call.error is not None:
+        raise call.error
 
 
 def _vllm_trainer_init() -> Callable[..., Any]:
@@ -234,3 +224,22 @@ def _portable(info: Info) -> Info:
     from penstock.workers.weights.vllm.ipc import PICKLED
 
     return {key: value for key, value in info.items() if key != "ipc_handles"} | {PICKLED: pickle.dumps(handles)}
+
+
+class _Call(threading.Thread):
+    """A daemon thread for the action, so that a stuck one does not keep the process from ending."""
+
+    def __init__(self, action: Callable[[], None], ended: threading.Event, device: torch.device) -> None:
+        super().__init__(name="weights", daemon=True)
+        self.error: Exception | None = None
+        self._action, self._ended, self._device = action, ended, device
+
+    def run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread starts on device 0
+        try:
+            self._action()
+        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
+            self.error = error
+        finally:
+            self._ended.set()

@@ -15,7 +15,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.reporting.sample_log import SampleLog, with_token_values
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.token_values import TokenValues
+from penstock.workers.trainer.report import TokenValues
 from tests.run_files import samples_of
 
 

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
-from penstock.workers.trainer.checkpointing.reading import load
 from penstock.workers.trainer.checkpointing.saver import Saver
-from penstock.workers.trainer.checkpointing.shard_files import file_of
+from penstock.workers.trainer.checkpointing.shard_files import file_of, load
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
 from tests.rank_processes import run_ranks

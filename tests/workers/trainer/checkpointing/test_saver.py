@@ -17,9 +17,8 @@ from penstock.conf.errors import CheckpointError
 from penstock.conf.model import FreshModelConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.models.fresh import build_fresh_model
-from penstock.workers.trainer.checkpointing.reading import load
 from penstock.workers.trainer.checkpointing.saver import Saver
-from penstock.workers.trainer.checkpointing.shard_files import INDEX
+from penstock.workers.trainer.checkpointing.shard_files import INDEX, load
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer

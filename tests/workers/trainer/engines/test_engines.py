@@ -10,8 +10,8 @@ import torch
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.engines.factory import make_engine
-from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm, open_causal_lm
+from penstock.workers.trainer.engines.engine import make_engine
+from penstock.workers.trainer.models.language_model import PolicyModel, load_causal_lm, open_causal_lm
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import ENGINES, random_rows

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.trainer.engines.layers import use_liger
-from penstock.workers.trainer.models.policy_model import load_causal_lm
+from penstock.workers.trainer.models.language_model import load_causal_lm, use_liger
 
 
 @pytest.fixture

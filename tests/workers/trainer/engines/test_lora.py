@@ -25,11 +25,12 @@ from penstock.workers.models.adapted_layers import adapted_layers, target_layers
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.engines.lora import hf_name, is_adapter
-from penstock.workers.trainer.models.policy_model import load_causal_lm
+from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes, layout_of
-from penstock.workers.weights.publication.reading import WEIGHTS_NAME, MappedWeights, open_publication
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.reused_files import WEIGHTS_NAME
 from tests.workers.weights.chain.relays import Cluster
 
 Make = Callable[..., PolicyTrainer]

@@ -17,8 +17,8 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.errors import KeptStateError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
-from penstock.workers.trainer.kept import kept_state, writing
-from penstock.workers.trainer.kept.contents import runs_of
+from penstock.workers.trainer.kept import kept_state
+from penstock.workers.trainer.kept.kept_copy import runs_of
 from penstock.workers.trainer.kept.kept_state import KeptState
 from penstock.workers.trainer.kept.slots import SLOTS, steps_there
 from penstock.workers.trainer.preparation import Preparation
@@ -239,7 +239,7 @@ def test_a_copy_that_fails_later_ends_the_copies_and_nothing_else(
     def fail(*_: object) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(writing, "copy_and_sum", fail)
+    monkeypatch.setattr(kept_state, "copy_and_sum", fail)
     problem = rank.kept.keep(2)
     assert problem is not None
     assert "the state of rank 0 could not be kept there ([Errno 5] Input/output error)" in problem

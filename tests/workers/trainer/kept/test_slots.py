@@ -7,9 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.trainer.kept.header import Block, Header, Part, from_json, to_json
-from penstock.workers.trainer.kept.room import reserve_slots
-from penstock.workers.trainer.kept.slots import SLOTS, Slots, keep_only, ranks_there, steps_there
+from penstock.workers.trainer.kept.slots import (
+    SLOTS,
+    Block,
+    Header,
+    Part,
+    Slots,
+    from_json,
+    keep_only,
+    ranks_there,
+    reserve_slots,
+    steps_there,
+    to_json,
+)
 from tests.tmpfs import run_in_tmpfs
 
 NUM_BYTES = 64
@@ -117,7 +127,7 @@ def test_files_of_another_size_are_made_fit_and_no_copies_any_more(slots: Slots)
 FULL = """
 import sys
 from pathlib import Path
-from penstock.workers.trainer.kept.room import reserve_slots
+from penstock.workers.trainer.kept.slots import reserve_slots
 from penstock.workers.trainer.kept.slots import Slots
 MIB = 2**20
 root = Path(sys.argv[1]) / "states"

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from penstock.conf.errors import ModelError
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm
+from penstock.workers.trainer.models.language_model import PolicyModel, load_causal_lm
 from penstock.workers.trainer.update import batching
 
 TEMPERATURE = 0.7

@@ -23,8 +23,7 @@ from transformers import (
 
 from penstock.conf.errors import ModelError
 from penstock.workers.trainer.models import starting_weights
-from penstock.workers.trainer.models.policy_model import load_causal_lm, open_causal_lm
-from penstock.workers.trainer.models.scalar_model import open_scalar_lm
+from penstock.workers.trainer.models.language_model import load_causal_lm, open_causal_lm, open_scalar_lm
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 
 SIZES: dict[str, Any] = {

@@ -19,7 +19,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import KeptStateError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.workers.trainer.engines import deepspeed_runtime
-from penstock.workers.trainer.kept import writing
+from penstock.workers.trainer.kept import kept_state
 from penstock.workers.trainer.kept.kept_state import KeptState
 from penstock.workers.trainer.kept.slots import steps_there
 from penstock.workers.trainer.trainer import PolicyTrainer
@@ -98,7 +98,7 @@ def goes_on_from_a_mixture(kept: KeptState) -> str:
     slots = kept._keeper.slots
     if slots.rank == 1:
         slot, header = slots.copies()[3]
-        slots.seal(slot, writing.Header(**{name: getattr(header, name) for name in header.__struct_fields__} | {
+        slots.seal(slot, kept_state.Header(**{name: getattr(header, name) for name in header.__struct_fields__} | {
             "lineage": "of another life"}))  # fmt: skip
     try:
         kept.restore(3)
@@ -108,7 +108,7 @@ def goes_on_from_a_mixture(kept: KeptState) -> str:
 
 
 def die_within_the_next_copy() -> None:
-    copy, written = writing.copy_and_sum, []
+    copy, written = kept_state.copy_and_sum, []
 
     def copy_and_die(values: Tensor, target: memoryview, dtype: str) -> str:
         written.append(len(values))
@@ -117,7 +117,7 @@ def die_within_the_next_copy() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return copy(values, target, dtype)
 
-    writing.copy_and_sum = copy_and_die
+    kept_state.copy_and_sum = copy_and_die
 
 
 def everything(state: TrainingState) -> dict[str, Tensor]:

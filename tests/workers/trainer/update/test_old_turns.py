@@ -5,7 +5,7 @@ import pytest
 
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update import batching
-from penstock.workers.trainer.update.old_turns import without_old_turns
+from penstock.workers.trainer.update.sequences import without_old_turns
 from penstock.workers.trajectory.segments import segments_of
 from penstock.workers.trajectory.trajectory import Trajectory, row_columns
 from penstock.workers.trajectory.turn import Turn

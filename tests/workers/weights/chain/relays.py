@@ -9,11 +9,10 @@ import torch
 
 from penstock.network.connection import Address
 from penstock.network.listener import Listener
-from penstock.workers.weights.chain.patience import Patience
-from penstock.workers.weights.chain.plan import ChunkPlan, make_plan
+from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, make_plan
+from penstock.workers.weights.chain.pull import Patience
 from penstock.workers.weights.chain.relay import Relay
 from penstock.workers.weights.chain.reports import Reporter
-from penstock.workers.weights.chain.routes import Broadcast
 from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication

@@ -1,4 +1,7 @@
-"""The plan of chunks is checked once, and its numbers mean the same bytes wherever it is read."""
+"""The plan of chunks is checked once, and its numbers mean the same bytes wherever it is read. Every receiving node is
+in each chain once, and nobody asks one that might ask it."""
+
+from collections import Counter
 
 import msgspec
 import pytest
@@ -6,12 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import WeightError
-from penstock.workers.weights.chain.plan import ChunkPlan, choose_chunk_bytes, make_plan
-from penstock.workers.weights.publication.layout import compute_layout
-from penstock.workers.weights.publication.ranges import RANGE_BYTES
+from penstock.workers.weights.chain.plan import (
+    NEARBY,
+    Broadcast,
+    ChunkPlan,
+    chain,
+    choose_chunk_bytes,
+    make_plan,
+    upstreams,
+)
+from penstock.workers.weights.publication.layout import RANGE_BYTES, compute_layout
 
 LAYOUT = compute_layout([("w", (6, 4), "float32"), ("b", (3,), "float32"), ("none", (0, 3), "float32")])
 BY_RANK = [[("w", 0, 12), ("b", 0, 3)], [("w", 12, 12), ("none", 0, 0)]]
+NODES = st.lists(st.sampled_from([f"n{number}" for number in range(12)]), unique=True, min_size=1, max_size=12)
 
 
 def test_pieces_are_cut_at_the_ends_of_ranks_and_of_chunks() -> None:
@@ -59,3 +70,40 @@ def test_chunks_are_small_enough_for_a_chain_to_fill_soon(num_bytes: int, num_so
 def test_a_short_chain_of_a_large_model_takes_the_largest_chunks() -> None:
     assert choose_chunk_bytes(10**9, 2, 2) == RANGE_BYTES
     assert choose_chunk_bytes(10**9, 1, 128) == 2**20
+
+
+def test_the_order_turns_with_the_version_and_from_chain_to_chain() -> None:
+    def orders(version: int) -> list[list[str]]:
+        return [chain(Broadcast(1, version, ["a", "b", "c"], {}), ["x", "y"], source) for source in ("x", "y")]
+
+    assert orders(12) == [["a", "b", "c"], ["b", "c", "a"]]
+    assert orders(13) == [["b", "c", "a"], ["c", "a", "b"]]
+
+
+def test_a_trainers_node_that_has_engines_gets_the_others_chunks_and_not_its_own() -> None:
+    broadcast = Broadcast(1, 0, ["x", "a"], {})
+    assert chain(broadcast, ["x", "y"], "x") == ["a"]
+    assert sorted(chain(broadcast, ["x", "y"], "y")) == ["a", "x"]
+    assert chain(Broadcast(1, 0, ["x"], {}), ["x"], "x") == []
+
+
+@given(NODES, NODES, st.integers(0, 1000))
+def test_whoever_is_asked_is_nearer_to_the_trainer(receivers: list[str], sources: list[str], version: int) -> None:
+    for source in sources:
+        order = chain(Broadcast(1, version, receivers, {}), sources, source)
+        assert Counter(order) == Counter(set(receivers) - {source})
+        for place, node in enumerate(order):
+            asked = upstreams(order, source, node)
+            assert asked == [*[order[place - 1 - back] for back in range(min(place, NEARBY))], source]
+
+
+@given(st.integers(1, 12), st.integers(1, 4))
+def test_over_the_versions_every_node_is_the_first_as_often_as_any_other(num_nodes: int, num_sources: int) -> None:
+    receivers = [f"n{number:02}" for number in range(num_nodes)]
+    sources = [f"x{number}" for number in range(num_sources)]
+    firsts = Counter(
+        chain(Broadcast(1, version, receivers, {}), sources, source)[0]
+        for version in range(num_nodes)
+        for source in sources
+    )
+    assert set(firsts.values()) == {num_sources}

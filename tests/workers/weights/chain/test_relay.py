@@ -12,10 +12,10 @@ from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError
 from penstock.network.connection import Connection, connect
 from penstock.network.listener import Listener
 from penstock.workers.weights.chain import messages
-from penstock.workers.weights.chain.patience import Patience
+from penstock.workers.weights.chain.plan import Broadcast
+from penstock.workers.weights.chain.pull import Patience
 from penstock.workers.weights.chain.relay import Relay
 from penstock.workers.weights.chain.reports import HELLO, Reporter
-from penstock.workers.weights.chain.routes import Broadcast
 from penstock.workers.weights.publication.publication import PublicationWriter, newest_publication
 from penstock.workers.weights.publication.reused_files import publication_directories
 from tests.tmpfs import run_in_tmpfs
@@ -196,7 +196,7 @@ def test_a_flipped_byte_is_counted_and_fetched_again(tmp_path: Path, monkeypatch
         self.send_bytes(data)
 
     monkeypatch.setattr(Connection, "send_file", flip)
-    monkeypatch.setattr("penstock.workers.weights.chain.feed.SMALL_BYTES", 0)
+    monkeypatch.setattr("penstock.workers.weights.chain.serving.SMALL_BYTES", 0)
     with Cluster(tmp_path, plan_of(["x"]), ["a", "b"]) as cluster:
         cluster.begin(1)
         cluster.write(1)
@@ -237,7 +237,7 @@ from penstock.conf.errors import WeightError
 from penstock.network.connection import Address
 from penstock.workers.weights.chain.plan import make_plan
 from penstock.workers.weights.chain.relay import Relay
-from penstock.workers.weights.chain.routes import Broadcast
+from penstock.workers.weights.chain.plan import Broadcast
 from penstock.workers.weights.publication.layout import compute_layout
 
 layout = compute_layout([("w", (3, 2**20), "float32")])

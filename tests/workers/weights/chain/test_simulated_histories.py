@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulated_chain import FOREVER_S, Link, SimulatedChain, model_s
-from penstock.workers.weights.chain.patience import Patience
+from penstock.workers.weights.chain.pull import Patience
 
 LINK = Link(bandwidth=1e8, latency_s=0.001)
 CHUNK_BYTES = 2**20

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from penstock.workers.weights.publication.mapping import KeptMappings
+from penstock.workers.weights.publication.reused_files import KeptMappings
 
 
 def test_threads_with_different_roots_let_go_of_each_others_mappings_without_harm(tmp_path: Path) -> None:

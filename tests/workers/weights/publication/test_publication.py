@@ -10,8 +10,7 @@ import torch
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication import copying
-from penstock.workers.weights.publication.layout import compute_layout
+from penstock.workers.weights.publication.layout import Outlet, compute_layout
 from penstock.workers.weights.publication.publication import (
     PublicationWriter,
     newest_publication,
@@ -21,7 +20,6 @@ from penstock.workers.weights.publication.publication import (
     seal,
     write_publication,
 )
-from penstock.workers.weights.publication.ranges import Outlet
 from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.publication.reused_files import publication_directories
 
@@ -109,7 +107,7 @@ def test_flat_pieces_in_any_cut_make_the_same_file_as_whole_tensors(tmp_path: Pa
 
 
 def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "BLOCK_BYTES", 12)
+    monkeypatch.setattr("penstock.workers.weights.publication.publication.BLOCK_BYTES", 12)
     writer = PublicationWriter(tmp_path, 1, layout_of(), outlet=Outlet(range_bytes=36))
     for name, tensor in TENSORS.items():
         writer.write_rows(name, 0, tensor)

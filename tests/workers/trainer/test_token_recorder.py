@@ -16,10 +16,10 @@ from penstock.conf.trainer import LoraConfig
 from penstock.store.client.client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.token_values import TokenValues
+from penstock.workers.trainer.report import TokenValues
+from penstock.workers.trainer.token_recorder import PLACES, TokenRecorder, with_places
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trainer.update.old_turns import without_old_turns
-from penstock.workers.trainer.update.token_recorder import PLACES, TokenRecorder, with_places
+from penstock.workers.trainer.update.sequences import without_old_turns
 from penstock.workers.trainer.worker import TrainerWorker
 from tests.workers.trainer.test_worker import fill, flow, make_store
 from tests.workers.trainer.update.test_old_turns import TOKENS, rows_of

@@ -1,9 +1,12 @@
-"""A causal language model that answers with the log-probabilities of given tokens, never with whole logits.
+"""A language model as a trainer calls it: one that answers with the log-probabilities of given tokens, never with whole
+logits (`PolicyModel`), or with one number for an output (`ScalarModel`): a critic's value at each token, or a reward
+model's score of a whole response. And its decoder layers: which they are, and how they are computed.
 
 The hidden states of the response positions, and only those, go through the output layer, which scores them tile by tile
 (`token_scores.py`): `[tokens, vocabulary]` never exists at once, unless it is small.
 
-Legend: B rows of the micro-batch, L padded tokens of prompt and response, N response tokens of all rows.
+Legend: B rows of the micro-batch, L padded tokens of prompt and response, N response tokens of all rows, K places asked
+for.
 """
 
 from collections.abc import Iterator
@@ -13,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.conf.errors import ModelError, suggest
+from penstock.conf.errors import ConfigError, ModelError, suggest
 from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
 from penstock.workers.trainer.models.token_scores import ENTROPY, OutputLayer
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_enabled")
 """Settings of models that do something between the output layer and the logits."""
+HEAD = "score.weight"
 
 
 class PolicyModel(nn.Module):
@@ -90,6 +94,23 @@ class PolicyModel(nn.Module):
         return temperature.view(torch.float32) if isinstance(temperature, Tensor) else temperature
 
 
+class ScalarModel(nn.Module):
+    """Wraps a HF sequence classification model with one label (`.lm`); its parameters are the model's own."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        use_fast_linears(lm)
+        self.lm = lm
+
+    def forward(self, input_ids_BL: Tensor, positions_K: Tensor) -> Tensor:
+        """The number at each place, `[K]` float32. `input_ids_BL`: int64, padded on the right. `positions_K`: int64,
+        into the flattened `[B * L]`."""
+        hidden_BLH = self.lm.base_model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+        hidden_KH = hidden_BLH.flatten(0, 1).index_select(0, positions_K)
+        # A clone and no view: in-place operations on a view would bypass FSDP's backward hook on what forward returns.
+        return self.lm.score(hidden_KH).float().squeeze(-1).clone()
+
+
 def load_causal_lm(
     path: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
 ) -> Any:
@@ -129,6 +150,81 @@ def open_causal_lm(
     return for_training(lm, checkpoint_layers), weights
 
 
+def open_scalar_lm(
+    path: str, key: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
+) -> tuple[Any, StartingWeights]:
+    """A sequence classification model with one label, without its weights, and the weights; from such a directory or
+    from a causal model's, whose head is then new and all zero: a critic that begins by expecting nothing, a reward
+    model without an opinion.
+
+    `key`: the configuration's, for messages. Raises `ModelError` if there is no such model.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+    try:
+        config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1))
+        has_head = any("SequenceClassification" in name for name in config.architectures or ())
+        lm, weights = without_weights(
+            lambda: AutoModelForSequenceClassification.from_config(config, **options),
+            lambda: AutoModelForSequenceClassification.from_pretrained(path, config=config, **options),
+            path,
+            new=() if has_head else (HEAD,),
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{key}={path}: no model with a scalar head can be made from there: {error}") from error
+    if not isinstance(getattr(lm, "score", None), nn.Linear):
+        raise ModelError(f"{key}={path}: {type(lm).__name__} has no linear head `score`, which the trainer reads.")
+    if not has_head:
+        weights.add({HEAD: torch.zeros(lm.score.weight.shape)})
+    lm.config.architectures = [type(lm).__name__]
+    return for_training(lm, checkpoint_layers), weights
+
+
+def decoder_layers(model: PolicyModel | ScalarModel) -> list[nn.Module]:
+    """The blocks that are sharded and compiled one by one: what the model's class calls indivisible."""
+    names = set(model.lm._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def compile_layers(model: PolicyModel | ScalarModel) -> None:
+    """Have each layer compiled when it is first called, in place, so that no parameter changes its name. Call it before
+    an engine puts its hooks on them: those stay as they are, between the compiled parts.
+
+    All layers share what is compiled, with gradient and without, for any number of tokens and for one row or more.
+    Where activations are recomputed, transformers' checkpoint calls the compiled layer once more: compiling checkpoint
+    and layer together, which torch prefers, was seen to take several times as long to compile.
+    """
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
+
+
+def use_liger(lm: Any) -> None:
+    """Put Liger's kernels in the places of a model's own norms, rotary embedding and gated activations, in place.
+    Parameters stay as they are. Call it before `add_adapters`. Raises `ConfigError` where Liger is not installed or
+    does not know the model."""
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.liger=true: the package cannot be imported ({error}). Run pip install liger-kernel, or leave it "
+            "out."
+        ) from error
+    kind = lm.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:  # for which Liger would do nothing, and say so in a log
+        raise ConfigError(
+            f"trainer.liger=true: Liger has no kernels for models of type {kind!r}; it knows "
+            f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}. Leave it out."
+        )
+    _apply_liger_kernel_to_instance(model=lm, fused_linear_cross_entropy=False, cross_entropy=False)
+
+
+def max_length(lm: Any) -> int | None:
+    """Longest sequence that the model has positions for, in tokens; None: unbounded."""
+    return getattr(lm.config, "max_position_embeddings", None)
+
+
 @contextmanager
 def named_failure(path: str) -> Iterator[None]:
     """Raise `ModelError` for what transformers raises where there is no such model."""
@@ -159,8 +255,3 @@ def without_dropout(config: Any) -> Any:
         if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
-
-
-def max_length(lm: Any) -> int | None:
-    """Longest sequence that the model has positions for, in tokens; None: unbounded."""
-    return getattr(lm.config, "max_position_embeddings", None)

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.conf.trainer import OptimizerConfig
-from penstock.workers.trainer.update.schedule import learning_rate
+from penstock.workers.trainer.engines.optimizer import learning_rate
 
 
 def test_constant_is_constant() -> None:
