@@ -16,10 +16,9 @@ from penstock.network.open_files import raise_limit
 from penstock.workers import processes, stacks
 from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
-from penstock.workers.node.file_set import FileSet
-from penstock.workers.node.mailbox import Mailbox
-from penstock.workers.node.neighbours import Neighbours
+from penstock.workers.node.file_service import FileSet
 from penstock.workers.node.output import Lines, Output
+from penstock.workers.node.questions import Mailbox, Neighbours
 from penstock.workers.processes import ProcessId
 from penstock.workers.protocols import Publication
 from penstock.workers.sandbox.limits import Limits
