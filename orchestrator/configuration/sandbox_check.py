@@ -10,8 +10,8 @@ from typing import Any
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.workers.reward.fences import limits_of
-from penstock.workers.sandbox.blocking import tried_here
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
+from penstock.workers.sandbox.sandbox import tried_here
 
 SANDBOXED = ("python_tests", "sql_result")
 """Rewards that run code."""

@@ -30,7 +30,7 @@ from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.errors import AttemptOver, LimitReached, Rejected
 from penstock.workers.gateway.session import Session
 from penstock.workers.protocols import Sampling
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.trajectory.trajectory import FAILED, REJECTED, TRUNCATED, Outcome, Trajectory
 

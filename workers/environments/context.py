@@ -9,7 +9,7 @@ from penstock.workers.environments.tools.calling import Toolbox
 from penstock.workers.gateway.errors import Rejected
 from penstock.workers.gateway.formats.format import Message
 from penstock.workers.gateway.session import Session
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.trajectory.turn import Turn
 

@@ -21,7 +21,7 @@ from penstock.workers.node.output import Lines, Output
 from penstock.workers.node.questions import Mailbox, Neighbours
 from penstock.workers.processes import ProcessId
 from penstock.workers.protocols import Publication
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 from penstock.workers.stacks import register
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.chain.relay import Relay

@@ -10,9 +10,8 @@ from typing import Any
 
 from penstock.workers.reward.fences import BUDGET_S, last_block, sandbox, warm
 from penstock.workers.reward.registry import reward
-from penstock.workers.sandbox.blocking import BlockingSandbox
-from penstock.workers.sandbox.data import same
-from penstock.workers.sandbox.outcome import Value
+from penstock.workers.sandbox.execution import Value, same
+from penstock.workers.sandbox.sandbox import BlockingSandbox
 
 LANGUAGES = ("python", "py", "python3")
 Test = dict[str, Any]

@@ -10,8 +10,8 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.sandbox import SandboxConfig
-from penstock.workers.sandbox.blocking import BlockingSandbox
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
+from penstock.workers.sandbox.sandbox import BlockingSandbox
 
 BUDGET_S = 8.0
 """Seconds for all executions of a response. Less than `reward.timeout_s` (10 s), at which the pool would drop the

@@ -10,8 +10,8 @@ from typing import Any
 
 from penstock.workers.reward.fences import BUDGET_S, last_block, sandbox, warm
 from penstock.workers.reward.registry import reward
-from penstock.workers.sandbox.blocking import BlockingSandbox
-from penstock.workers.sandbox.outcome import Failed, Result
+from penstock.workers.sandbox.execution import Failed, Result
+from penstock.workers.sandbox.sandbox import BlockingSandbox
 
 LANGUAGES = ("sql", "sqlite")
 MAX_ROWS = 10_000

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from penstock.workers.contained import TookTooLong
-from penstock.workers.sandbox.limits import Limits
-from penstock.workers.sandbox.outcome import Outcome
+from penstock.workers.sandbox.execution import Limits, Outcome
 from penstock.workers.sandbox.sandbox import Sandbox
 
 MAX_CHARACTERS = 8_000

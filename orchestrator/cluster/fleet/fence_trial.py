@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import get_all
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 
 ROLES = ("reward", "environment")
 """Roles that run code."""

@@ -25,7 +25,7 @@ from penstock.orchestrator.configuration.model_check import check_model, num_par
 from penstock.orchestrator.configuration.sandbox_check import limits_of_code
 from penstock.orchestrator.configuration.validate import check_run, checks
 from penstock.workers.models.fresh import build_fresh_model
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 
 SMALL = FreshModelConfig(
     num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, max_position_embeddings=256

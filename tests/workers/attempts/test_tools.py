@@ -11,8 +11,7 @@ import pytest
 from penstock.conf.errors import ResourceError
 from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.protocols import Sampling
-from penstock.workers.sandbox.limits import Limits
-from penstock.workers.sandbox.outcome import Outcome
+from penstock.workers.sandbox.execution import Limits, Outcome
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.sandbox.tools import python
 from tests.workers.attempts.played import TASK, Played, ScriptedEngines, make_runner, play

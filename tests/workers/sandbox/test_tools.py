@@ -3,7 +3,7 @@
 import asyncio
 
 from penstock.workers.sandbox import tools
-from penstock.workers.sandbox.outcome import Outcome
+from penstock.workers.sandbox.execution import Outcome
 from penstock.workers.sandbox.tools import MAX_CHARACTERS, python, said
 
 WELL = Outcome("", "", 0, 0.1, 0.1, "exited")

@@ -18,7 +18,7 @@ from penstock.workers.contained import CodeEnded, TookTooLong, contained
 from penstock.workers.environments.tools.description import Described
 from penstock.workers.environments.tools.threads import ToolThreads
 from penstock.workers.gateway.formats.format import Message, Tools
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.tools import TIMED
 from penstock.workers.trajectory.turn import ToolCall, Turn
 

@@ -1,23 +1,59 @@
-"""The outcome of an execution, decided from what the fence's keeper measured. Pure.
+"""An execution as its caller sees it: its limits, its outcome, and the data that the code returned. Pure.
 
-Nothing here judges the code: the caller does that, by comparing data with data (`data.py`).
+    Limits ─▶ worker, keeper ─▶ Ending ─▶ outcome_of ─▶ Outcome         of a program
+                                       ─▶ results_of ─▶ Value, Failed   of each call
+
+The outcome is decided from what the fence's keeper measured. Nothing here judges the code: the caller does that, by
+comparing data with data (`same`), outside the fence. Data is JSON and nothing else: None, bool, int, finite float, str,
+list, dict with str keys. Tuples come as lists.
 """
 
 import json
+import math
 import os
 import signal
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.errors import NotPlainData
-from penstock.workers.sandbox.data import parse
-from penstock.workers.sandbox.limits import Limits
+from penstock.conf.sandbox import SandboxConfig
 
+MIB = 1 << 20
 MAX_TEXT = 2_000
 """Largest number of characters of a failure's text, which quotes the code's own output."""
 CPU_SLACK_S = 0.25
 """Seconds by which the counted time may be below the limit: the kernel ends a process within a tick of its limit, and
 counts a little less than that."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one execution, in seconds and bytes. Plain data, which also the program inside the fence reads.
+    The defaults, with the reasons for them, are those of `conf/sandbox.py`."""
+
+    cpu_s: float = SandboxConfig.cpu_s
+    wall_s: float = SandboxConfig.wall_s
+    memory_bytes: int = SandboxConfig.memory_mib * MIB
+    num_processes: int = SandboxConfig.num_processes
+    file_bytes: int = SandboxConfig.file_mib * MIB
+    tmp_bytes: int = SandboxConfig.tmp_mib * MIB
+    tmp_files: int = SandboxConfig.tmp_files
+    output_bytes: int = int(SandboxConfig.output_mib * MIB)
+    require_cgroup: bool = SandboxConfig.require_cgroup
+
+    @classmethod
+    def of(cls, config: SandboxConfig) -> "Limits":
+        return cls(
+            cpu_s=config.cpu_s,
+            wall_s=config.wall_s,
+            memory_bytes=config.memory_mib * MIB,
+            num_processes=config.num_processes,
+            file_bytes=config.file_mib * MIB,
+            tmp_bytes=config.tmp_mib * MIB,
+            tmp_files=config.tmp_files,
+            output_bytes=int(config.output_mib * MIB),
+            require_cgroup=config.require_cgroup,
+        )
 
 
 @dataclass(frozen=True)
@@ -142,3 +178,50 @@ def _result(line: bytes) -> Result:
 
 def _text(output: bytes, limits: Limits) -> str:
     return output[: limits.output_bytes].decode(errors="replace")
+
+
+def parse(text: bytes) -> Any:
+    """Parse JSON. Raises `NotPlainData` for what is no JSON, is no UTF-8, is nested too deeply, or has a number that is
+    not finite or has thousands of digits."""
+    try:
+        return json.loads(text.decode(), parse_constant=_refused, parse_float=_finite)
+    except RecursionError:
+        raise NotPlainData("nested too deeply") from None
+    except ValueError as error:
+        raise NotPlainData(f"no plain data: {str(error)[:200]}") from None
+
+
+def same(expected: Any, got: Any, tolerance: float = 1e-9) -> bool:
+    """Return whether two values are equal. Numbers are equal within the relative `tolerance` if one is a float; true
+    and false are no numbers."""
+    if isinstance(expected, bool) or isinstance(got, bool) or expected is None or got is None:
+        return expected is got
+    if isinstance(expected, int | float) and isinstance(got, int | float):
+        return _same_number(expected, got, tolerance)
+    if isinstance(expected, str) and isinstance(got, str):
+        return expected == got
+    if isinstance(expected, list) and isinstance(got, list):
+        return len(expected) == len(got) and all(same(a, b, tolerance) for a, b in zip(expected, got, strict=True))
+    if isinstance(expected, dict) and isinstance(got, dict):
+        return expected.keys() == got.keys() and all(same(expected[key], got[key], tolerance) for key in expected)
+    return False
+
+
+def _same_number(expected: float, got: float, tolerance: float) -> bool:
+    if isinstance(expected, int) and isinstance(got, int):
+        return expected == got
+    try:
+        return math.isclose(expected, got, rel_tol=tolerance)
+    except OverflowError:  # an int that no float holds
+        return expected == got
+
+
+def _refused(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:40]} is too large")
+    return number
