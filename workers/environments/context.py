@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from penstock.workers.environments.tools.calling import Toolbox
+from penstock.workers.environments.toolbox import Toolbox
 from penstock.workers.gateway.errors import Rejected
 from penstock.workers.gateway.formats.format import Message
 from penstock.workers.gateway.session import Session

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from penstock.conf.errors import DataError
-from penstock.workers.environments import task as environments
+from penstock.workers.environments import environment as environments
 from penstock.workers.prompts.python_rows import first_of
 from penstock.workers.prompts.task import Task
 

@@ -205,7 +205,7 @@ def test_a_tool_that_computes_for_ever_is_ended() -> None:
 
 
 def test_too_many_that_hang_end_the_run_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.workers.environments.tools.threads.MAX_LEFT", 2)
+    monkeypatch.setattr("penstock.workers.environments.tool_threads.MAX_LEFT", 2)
     over = threading.Event()
 
     def hangs() -> str:

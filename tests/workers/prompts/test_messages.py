@@ -9,7 +9,7 @@ import pytest
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.model import ModelConfig
-from penstock.workers.environments import task as environments
+from penstock.workers.environments import environment as environments
 from penstock.workers.environments.adapters.agent import row_of
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.messages import is_conversation, messages_of, with_template

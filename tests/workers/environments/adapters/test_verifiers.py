@@ -14,7 +14,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.workers.environments.task import Task
+from penstock.workers.environments.environment import Task
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.prompts.environment_tasks import EnvironmentTasks
 from penstock.workers.prompts.opening import open_apart, open_rows

@@ -1,4 +1,4 @@
-"""A server of tools in a process of its own, which speaks the Model Context Protocol.
+"""A server of tools in a process of its own, which speaks the Model Context Protocol over its stdin and stdout.
 
 server = McpServer("files", McpCommand("python", ("files.py",)), start_timeout_s=30)
 await server.start()
@@ -8,13 +8,68 @@ await server.stop()           the process and all that it has started are gone
 
 import asyncio
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
 
-from penstock.workers.environments.child import LEAVE_S, SOON_S
-from penstock.workers.environments.tools.calling import as_text
-from penstock.workers.environments.tools.mcp_process import McpCommand, McpProcess
+import anyio
+
+from penstock.workers.environments.child import LEAVE_S, SOON_S, Child
+from penstock.workers.environments.toolbox import as_text
+
+
+@dataclass(frozen=True)
+class McpCommand:
+    command: str
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables beside PATH, HOME and a few more: a server does not see this process's keys."""
+
+
+class McpProcess(Child):
+    """The process of a server, and messages over its stdin and stdout. Lifecycle: `started`, `messages`, `end`.
+
+    It replaces the transport of the `mcp` package, which does not say which process it has started. When that process
+    ends by itself, the package does not end its children.
+    """
+
+    @classmethod
+    async def started(cls, command: McpCommand) -> Self:
+        """Start the process. Raises `OSError`."""
+        inherited = importlib.import_module("mcp.client.stdio").get_default_environment()
+        return await cls.start([command.command, *command.args], {**inherited, **command.env})
+
+    @asynccontextmanager
+    async def messages(self) -> AsyncIterator[Any]:
+        """Open two streams, as the package's clients take them. The one to read from ends with the process."""
+        heard, read = anyio.create_memory_object_stream[Any](0)
+        write, to_say = anyio.create_memory_object_stream[Any](0)
+        async with anyio.create_task_group() as both:
+            both.start_soon(self._hear, heard)
+            both.start_soon(self._say, to_say)
+            try:
+                yield read, write
+            finally:
+                both.cancel_scope.cancel()
+                for stream in (heard, read, write, to_say):
+                    stream.close()
+
+    async def _hear(self, heard: Any) -> None:
+        message = importlib.import_module("mcp.shared.message").SessionMessage
+        read_json = importlib.import_module("mcp_types").jsonrpc_message_adapter.validate_json
+        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError, ConnectionError):
+            async with heard:
+                while line := await self.line():
+                    try:
+                        await heard.send(message(read_json(line, by_name=False)))
+                    except ValueError as error:  # servers print to where they should not
+                        await heard.send(error)
+
+    async def _say(self, to_say: Any) -> None:
+        with suppress(anyio.ClosedResourceError, ConnectionError):
+            async for said in to_say:
+                await self.say(said.message.model_dump_json(by_alias=True, exclude_unset=True).encode())
 
 
 class McpFailed(Exception):
