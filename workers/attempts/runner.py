@@ -32,7 +32,7 @@ from penstock.workers.gateway.session import Session
 from penstock.workers.protocols import Sampling
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.trajectory.trajectory import FAILED, REJECTED, TRUNCATED, Outcome, Trajectory
+from penstock.workers.trajectory import FAILED, REJECTED, TRUNCATED, Outcome, Trajectory
 
 GRACE_S = 5.0
 """Seconds for an attempt that is cancelled to end; after that it is left running."""

@@ -21,7 +21,7 @@ from penstock.workers.error_share import ErrorShare
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.groups import GroupLoop
 from penstock.workers.rollout.worker import STAGE, sample_seed
-from penstock.workers.trajectory.trajectory import FAILED, Trajectory, row_columns
+from penstock.workers.trajectory import FAILED, Trajectory, row_columns
 
 
 class EnvironmentWorker:

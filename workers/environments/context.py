@@ -11,7 +11,7 @@ from penstock.workers.gateway.formats.format import Message
 from penstock.workers.gateway.session import Session
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 
 T = TypeVar("T")
 

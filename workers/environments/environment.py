@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.workers.environments.context import Context
-from penstock.workers.trajectory.trajectory import Trajectory
+from penstock.workers.trajectory import Trajectory
 from penstock.workers.user_code import find_function, import_file
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -25,7 +25,7 @@ from penstock.workers.environments.tool_threads import ToolThreads
 from penstock.workers.gateway.formats.format import Message, Tools
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.tools import TIMED
-from penstock.workers.trajectory.turn import ToolCall, Turn
+from penstock.workers.trajectory import ToolCall, Turn
 
 
 class Described:

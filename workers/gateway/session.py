@@ -21,7 +21,7 @@ from penstock.workers.gateway.errors import AttemptOver, LimitReached
 from penstock.workers.gateway.formats.format import Format, Message, Tools
 from penstock.workers.gateway.history import Key, history_key
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "structure")
 """Options in which a request may differ from the run."""

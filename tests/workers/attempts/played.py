@@ -16,7 +16,7 @@ from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.session import Session, TurnLimits
 from penstock.workers.models.fresh import EOS_ID, character_tokenizer
 from penstock.workers.protocols import Completion, Sampling
-from penstock.workers.trajectory.trajectory import Trajectory
+from penstock.workers.trajectory import Trajectory
 
 Script = Callable[[str, Sampling], str]
 """What is answered to a prompt."""

@@ -14,7 +14,7 @@ from penstock.workers.environments.environment import Task, environment
 from penstock.workers.environments.scoring import Scoring
 from penstock.workers.gateway.formats.format import Message
 from penstock.workers.sandbox.tools import python
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 from penstock.workers.user_code import find_function
 
 PROMPT = "prompt"

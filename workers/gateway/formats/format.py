@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.workers.trajectory.turn import ToolCall, Turn
+from penstock.workers.trajectory import ToolCall, Turn
 
 Message = Mapping[str, Any]
 """A message: {role, content}, of the assistant also {reasoning_content, tool_calls}, of a tool also {tool_call_id,

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.conf.errors import ConfigError, DataError, suggest
-from penstock.workers.encodable import encodable
 from penstock.workers.gateway.formats.format import Message, Read, Tools
 from penstock.workers.gateway.formats.template import as_message
 from penstock.workers.gateway.formats.thinking import split_thinking
 from penstock.workers.gateway.formats.tool_calls import Unreadable, found, made, strict_json
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn, encodable
 
 NO_FAMILIES = ("auto", "custom", "default")
 """Names of `renderers` that are no family: ways to choose one, and the one that never goes on with sampled tokens."""

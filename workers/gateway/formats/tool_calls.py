@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.workers.gateway.formats.format import SHORT_ID, Tools, call_id
-from penstock.workers.trajectory.turn import ToolCall
+from penstock.workers.trajectory import ToolCall
 
 
 class Call(NamedTuple):

@@ -24,7 +24,7 @@ from penstock.workers.gateway.http.asked import (
 )
 from penstock.workers.gateway.http.fields import Fields
 from penstock.workers.gateway.http.sse import Event, pieces
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 
 ROLES = {"system": "system", "developer": "system", "user": "user"}
 

@@ -10,7 +10,7 @@ from penstock.workers.gateway.http.asked import Asked
 from penstock.workers.gateway.http.errors import Failure, as_anthropic, as_openai
 from penstock.workers.gateway.http.fields import Fields
 from penstock.workers.gateway.http.sse import COMMENT, Event
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from penstock.workers.gateway.http.fields import parsed
 from penstock.workers.gateway.http.protocols import ANTHROPIC, PROTOCOLS, Protocol, error_shape, models
 from penstock.workers.gateway.http.sse import Event
 from penstock.workers.gateway.session import Session
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 
 _LOG = logging.getLogger("penstock")
 MAX_BODY_BYTES = 32 * 2**20

@@ -7,7 +7,7 @@ from typing import Any
 from penstock.conf.environment import EnvironmentConfig
 from penstock.workers.environments.environment import Task, make_environment
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.trajectory import Trajectory
+from penstock.workers.trajectory import Trajectory
 from tests.workers.attempts.played import Script, play
 
 

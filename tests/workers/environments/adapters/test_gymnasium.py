@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.adapters.gymnasium import NamedActions, as_text, painted
 from penstock.workers.environments.environment import Task
-from penstock.workers.trajectory.trajectory import COMPLETED, TRUNCATED
+from penstock.workers.trajectory import COMPLETED, TRUNCATED
 from tests.workers.environments.adapters.adapted import adapter, heard, played
 
 TASK = Task("0", 7)

@@ -13,7 +13,7 @@ from penstock.workers.environments.adapters.mcp import told_apart
 from penstock.workers.environments.environment import Task
 from penstock.workers.environments.mcp_server import McpCommand, McpServer, McpTool
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, TRUNCATED
+from penstock.workers.trajectory import COMPLETED, FAILED, TRUNCATED
 from tests.workers.attempts.played import ScriptedEngines, make_runner
 from tests.workers.environments.adapters.adapted import adapter, heard, played
 
