@@ -20,7 +20,7 @@ from penstock.workers.environments.environment import Task, make_environment
 from penstock.workers.error_share import ErrorShare
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.engines import EnginePool
-from penstock.workers.gateway.formats.choosing import make_format
+from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.gateway.ray_engines import ask
 from penstock.workers.gateway.session import Session, TurnLimits

@@ -21,9 +21,8 @@ from typing import Any
 from jinja2 import TemplateError
 
 from penstock.conf.errors import DataError, ModelError
+from penstock.workers.gateway.formats.answers import EMPTY, READERS, Call, begins_thinking, made, split_thinking
 from penstock.workers.gateway.formats.format import SHORT_ID, Message, Read, Tools
-from penstock.workers.gateway.formats.thinking import EMPTY, begins_thinking, split_thinking
-from penstock.workers.gateway.formats.tool_calls import READERS, Call, made
 from penstock.workers.trajectory import ToolCall, Turn, encodable
 
 NUM_BEFORE = 16

@@ -6,10 +6,9 @@ from typing import Any
 
 from penstock.workers.gateway.formats.format import Message
 from penstock.workers.gateway.http import chat, messages, responses
-from penstock.workers.gateway.http.asked import Asked
 from penstock.workers.gateway.http.errors import Failure, as_anthropic, as_openai
+from penstock.workers.gateway.http.exchange import COMMENT, Asked, Event
 from penstock.workers.gateway.http.fields import Fields
-from penstock.workers.gateway.http.sse import COMMENT, Event
 from penstock.workers.trajectory import Turn
 
 

@@ -7,8 +7,7 @@ import pytest
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.gateway.formats.choosing import make_format
-from penstock.workers.gateway.formats.rendered import RenderedFormat
+from penstock.workers.gateway.formats.rendered import RenderedFormat, make_format
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.models.fresh import character_tokenizer
 from penstock.workers.trajectory import segments_of

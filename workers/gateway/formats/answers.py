@@ -1,5 +1,7 @@
-"""The ways in which models write tool calls. A function for each takes a text and tools, and returns the rest of the
-text, calls, and a problem.
+"""Answers of models, read from their text: thinking, what is said, and calls of tools in the ways in which models write
+them. A function for each way takes a text and tools, and returns the rest of the text, calls, and a problem.
+
+    thinking      <think>…</think>, [THINK]…[/THINK]                                before what is said
 
     hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes, Qwen
     llama3_json   {"name": "add", "parameters": {"a": 1}}                           Llama 3, the whole answer
@@ -20,6 +22,40 @@ from typing import Any, NamedTuple
 from penstock.workers.gateway.formats.format import SHORT_ID, Tools, call_id
 from penstock.workers.trajectory import ToolCall
 
+MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Marks of thinking: of most models, and of Mistral's."""
+EMPTY = re.compile(r"<think>\s*</think>\n*")
+"""Pattern of empty thinking, as templates write it."""
+_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+MISTRAL = "[TOOL_CALLS]"
+_NAMED = re.compile(r"\s*([^\[\]{}\s]+)\s*(?:\[CALL_ID\]\s*([a-zA-Z0-9]*)\s*)?\[ARGS\](.*)\Z", re.DOTALL)
+MAX_NESTING = 64
+"""Deepest nesting of arguments. Deeper ones would exceed Python's stack when they are written again."""
+
+
+def split_thinking(text: str, *, begun: bool = False) -> tuple[str | None, str]:
+    """Split a text into thinking, and what is said after it. None: there is no thinking. `begun`: the prompt has begun
+    the thinking, so that all is thinking if it was cut off before an end.
+
+    >>> split_thinking("<think>2 + 2</think>4")
+    ('2 + 2', '4')
+    >>> split_thinking("4")
+    (None, '4')
+    """
+    for begin, end in MARKS:
+        thinking, mark, said = text.partition(end)
+        if mark:
+            thinking = thinking.partition(begin)[2] if begin in thinking else thinking
+            return thinking.strip("\n"), said.lstrip("\n")
+        if text.lstrip().startswith(begin):  # cut off while it thought
+            return text.partition(begin)[2].strip("\n"), ""
+    return (text.strip("\n"), "") if begun else (None, text)
+
+
+def begins_thinking(prompt: str) -> bool:
+    """Return whether a prompt ends where the model is to think."""
+    return prompt.rstrip().endswith(tuple(begin for begin, _ in MARKS))
+
 
 class Call(NamedTuple):
     name: str
@@ -32,12 +68,6 @@ Calls = list[Call]
 Found = tuple[str, Calls, str]
 """The text without its calls, the calls, and why others could not be read."""
 Reader = Callable[[str, Tools], Found]
-
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-MISTRAL = "[TOOL_CALLS]"
-_NAMED = re.compile(r"\s*([^\[\]{}\s]+)\s*(?:\[CALL_ID\]\s*([a-zA-Z0-9]*)\s*)?\[ARGS\](.*)\Z", re.DOTALL)
-MAX_NESTING = 64
-"""Deepest nesting of arguments. Deeper ones would exceed Python's stack when they are written again."""
 
 
 class Unreadable(Exception):

@@ -1,4 +1,5 @@
-"""A request in the gateway's own terms, and the parsing that the protocols share. Pure.
+"""An exchange with a client in the gateway's own terms, whatever its protocol: a request, parsed by what the protocols
+share, and the server-sent events by which an answer is streamed. Pure.
 
 A request may contain some fields that have no effect: seed (the attempt has its own), user, metadata, store,
 service_tier, effort and cache settings, parallel_tool_calls. Fields that would change the answer and are not supported
@@ -7,7 +8,7 @@ are forced.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,16 @@ from penstock.workers.gateway.http.fields import Fields
 
 PENALTIES = ("frequency_penalty", "presence_penalty")
 GUIDED = ("json", "regex", "choice", "grammar")
+COMMENT = b": the turn is being sampled\n\n"
+"""Comment that is no event: clients skip it, and know that the connection lives."""
+NUM_PIECES = 4
+"""Number of deltas that a text is cut into. The whole text is there when the first one is sent."""
 
 
 @dataclass(frozen=True)
 class Asked:
+    """A request."""
+
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -157,3 +164,23 @@ def _part(part: Fields, kinds: Sequence[str]) -> str:
     if kind not in kinds:
         raise part.wrong("type", f"{kind} cannot be read: the policy reads text alone ({', '.join(kinds)}).")
     return part.need_text("refusal" if kind == "refusal" else "text")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event."""
+
+    data: Mapping[str, Any] | str
+    name: str = ""
+    """Name of the event; empty: it has none, as in chat completions."""
+
+    def encode(self) -> bytes:
+        data = self.data if isinstance(self.data, str) else json.dumps(self.data)
+        return (f"event: {self.name}\n" if self.name else "").encode() + f"data: {data}\n\n".encode()
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Pieces of a text in order; none for an empty one."""
+    size = -(-len(text) // NUM_PIECES)
+    for start in range(0, len(text), max(1, size)):
+        yield text[start : start + size]
