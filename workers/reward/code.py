@@ -13,7 +13,7 @@ from penstock.workers.reward.registry import reward
 from penstock.workers.sandbox.execution import Value, same
 from penstock.workers.sandbox.sandbox import BlockingSandbox
 
-LANGUAGES = ("python", "py", "python3")
+PYTHON = ("python", "py", "python3")
 Test = dict[str, Any]
 
 
@@ -39,7 +39,7 @@ def python_tests(
     row that has no such tests, and `SandboxUnavailable`.
     """
     tests = tests_of(task)
-    source = last_block(response, LANGUAGES)
+    source = last_block(response, PYTHON)
     if "input" in tests[0]:
         passed = _passed_calls(sandbox(limits), source, _function_of(task), tests, budget_s, tolerance)
     else:

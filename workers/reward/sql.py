@@ -13,7 +13,7 @@ from penstock.workers.reward.registry import reward
 from penstock.workers.sandbox.execution import Failed, Result
 from penstock.workers.sandbox.sandbox import BlockingSandbox
 
-LANGUAGES = ("sql", "sqlite")
+SQL = ("sql", "sqlite")
 MAX_ROWS = 10_000
 """Largest number of rows of a result. More are cut, and so equal to no other result of another length."""
 DIGITS = 9
@@ -58,7 +58,7 @@ def sql_result(
         raise ValueError(f"the row's `setup` and `query` are {setup!r:.40} and {query!r:.40}, where SQL is due")
     fence = sandbox(limits)
     gold = _gold(fence, setup, query, budget_s / 2)
-    got = _run(fence, setup, last_block(response, LANGUAGES).strip(), budget_s / 2)
+    got = _run(fence, setup, last_block(response, SQL).strip(), budget_s / 2)
     if isinstance(got, Failed) or not _are_rows(got.data):
         return 0.0
     return float(same_rows(gold, got.data, in_order=is_ordered(query)))
