@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.cluster import is_elsewhere
-from penstock.workers.reward.fences import limits_of
+from penstock.workers.reward.code import limits_of
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import tried_here
 

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError, SandboxUnavailable
 from penstock.conf.sandbox import SandboxConfig
-from penstock.workers.reward.fences import sandbox
+from penstock.workers.reward.code import sandbox
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.sandbox import cgroup, check, fence, seccomp, worker

@@ -1,5 +1,5 @@
-r"""The rewards that Penstock brings and that execute nothing: `reward.function=math_verify`, `reasoning_gym`, `label` or
-`digits`. Those that execute something are in `code.py`.
+r"""The rewards that Penstock brings and that execute nothing: `reward.function=math_verify`, `reasoning_gym`, `label`
+or `digits`. Those that execute something are in `code.py`.
 
 Each runs in the pool's child processes. Heavy imports are made by `warm`, before the first sample's deadline starts.
 
@@ -24,7 +24,6 @@ from typing import Any
 
 from penstock.workers.problems.reasoning_gym import verify
 from penstock.workers.reward.registry import reward
-
 
 ANSWER_MARK = "####"
 _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)")
