@@ -23,7 +23,7 @@ from typing import Any
 
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.environments.context import Context
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 from penstock.workers.gateway.formats.format import Message
 from penstock.workers.models.fresh import build_fresh_model, character_tokenizer
 

@@ -15,7 +15,7 @@ from benchmarks.harness import Target
 from penstock.conf.environment import EnvironmentConfig
 from penstock.workers.attempts.runner import Runner
 from penstock.workers.environments.context import Context
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 from penstock.workers.gateway.door import Door
 from penstock.workers.protocols import Sampling
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from penstock.workers.environments.context import Context
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 from penstock.workers.gateway.formats.format import Message
 
 HIGHEST = 15

@@ -16,7 +16,8 @@ from penstock.metering.ray_export import Origin, exported
 from penstock.workers.attempts.runner import Played, Runner
 from penstock.workers.attempts.worker import EnvironmentWorker
 from penstock.workers.contained import containing
-from penstock.workers.environments.environment import Task, make_environment
+from penstock.workers.environments.environment import make_environment
+from penstock.workers.environments.task import Task
 from penstock.workers.error_share import ErrorShare
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.engines import EnginePool

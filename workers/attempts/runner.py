@@ -23,7 +23,7 @@ from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.workers.contained import CodeEnded, OwnTime, called, contained, heard, result_of, started
 from penstock.workers.environments.context import Context, finite
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 from penstock.workers.environments.tool_threads import ToolThreads
 from penstock.workers.environments.toolbox import Toolbox
 from penstock.workers.gateway.door import Door

@@ -16,7 +16,7 @@ from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
 from penstock.store.errors import AnsweredByAnother
 from penstock.workers.attempts.runner import Runner
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 from penstock.workers.error_share import ErrorShare
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.groups import GroupLoop

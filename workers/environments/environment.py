@@ -1,4 +1,4 @@
-"""The interface of environments: their tasks, how they play an attempt, and how one is found by name.
+"""The interface of environments, and how one is found by name.
 
     class Guess:
         def tasks(self, seed):
@@ -18,14 +18,13 @@ of tokens, weights or batches. `environment.name` names a registered one, `file.
 """
 
 import importlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.workers.environments.context import Context
+from penstock.workers.environments.task import Task
 from penstock.workers.trajectory import Trajectory
 from penstock.workers.user_code import find_function, import_file
 
@@ -36,48 +35,6 @@ BUILTIN = {
 }
 """Modules that register environments, by the environment's name."""
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {}
-KEY = "environment_task"
-"""Key of a row's JSON, where the row is a task."""
-MESSAGES = "task_messages"
-"""Key of a row's JSON for the conversation that it begins with, beside the row's own columns."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """A task of an environment, which all attempts of a group work on."""
-
-    id: str
-    seed: int
-    """Seed of what is random in the environment; the policy's sampling has its own."""
-    data: Mapping[str, Any] = field(default_factory=dict)
-    """Data as JSON: what the environment needs to know, or the row of a dataset."""
-    messages: Sequence[Mapping[str, Any]] = ()
-    """The conversation that a row of a dataset begins with: `data.system_prompt`, what was said before, the question.
-    Empty for a task of the environment's own."""
-    problem: Any = None
-    """Identity among tasks, as JSON; None: its data, or its seed where it has none. Where these identify it only for
-    one setting of the environment's options, those belong in here, too. No step trains on a problem that evaluation
-    measures."""
-
-    @property
-    def identity(self) -> Any:
-        if self.problem is not None:
-            return self.problem
-        return dict(self.data) or self.seed
-
-    def as_columns(self) -> Mapping[str, Any]:
-        """The task in the place of a dataset's columns."""
-        return {KEY: {"id": self.id, "seed": self.seed, "data": dict(self.data)}}
-
-    @classmethod
-    def from_json(cls, text: str) -> "Task":
-        """Read the `task` column: an environment's own task, or a row of a dataset, whose number is its id and seed."""
-        columns = json.loads(text)
-        if KEY not in columns:
-            messages = columns.pop(MESSAGES, ())
-            return cls(str(columns["index"]), int(columns["index"]), columns, messages)
-        value = columns[KEY]
-        return cls(str(value["id"]), int(value["seed"]), value["data"])
 
 
 class Environment(Protocol):

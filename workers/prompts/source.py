@@ -15,7 +15,7 @@ from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
-from penstock.workers.environments.environment import KEY, MESSAGES
+from penstock.workers.environments.task import KEY, MESSAGES
 from penstock.workers.prompts.apart import Apart
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
 from penstock.workers.prompts.task import PromptDataset, Task

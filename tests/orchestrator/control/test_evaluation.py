@@ -15,7 +15,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.evaluation import TRIES, EnvironmentEvaluator, Evaluator, HeldOut, play_timeout_s
 from penstock.workers.attempts.runner import Played
 from penstock.workers.environments.context import Context
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.worker import sample_seed

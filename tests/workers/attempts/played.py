@@ -10,7 +10,7 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.model import FreshModelConfig
 from penstock.metering.meters import Meters
 from penstock.workers.attempts.runner import Runner
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.session import Session, TurnLimits

@@ -17,12 +17,11 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.workers.environments.environment import Task, make_environment
+from penstock.workers.environments.environment import make_environment
+from penstock.workers.environments.task import Task
 from penstock.workers.prompts import opening
 from penstock.workers.prompts.apart import Apart, problem_of
-from penstock.workers.prompts.check import rows_to_read
-from penstock.workers.prompts.environment_tasks import EnvironmentTasks
-from penstock.workers.prompts.opening import open_apart, open_rows, open_source
+from penstock.workers.prompts.opening import EnvironmentTasks, open_apart, open_rows, open_source, rows_to_read
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.task import Task as Row
 from tests.workers.prompts.test_source import Characters
@@ -30,7 +29,7 @@ from tests.workers.prompts.test_source import Characters
 EVALUATED = ["evaluation.every_steps=5", "evaluation.num_problems=20"]
 GAME = """
 import random
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 
 class Game:
     def __init__(self, highest=200, names_it=False):

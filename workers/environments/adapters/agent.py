@@ -20,8 +20,9 @@ from typing import Any
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.child import Child
 from penstock.workers.environments.context import Context
-from penstock.workers.environments.environment import Task, environment
+from penstock.workers.environments.environment import environment
 from penstock.workers.environments.scoring import Scoring
+from penstock.workers.environments.task import Task
 from penstock.workers.user_code import find_function
 
 MAX_OUTPUT = 2**20

@@ -11,8 +11,9 @@ from typing import Any
 from penstock.conf.errors import ConfigError, suggest
 from penstock.workers.environments.adapters.tools import Tools
 from penstock.workers.environments.context import Context
-from penstock.workers.environments.environment import Task, environment
+from penstock.workers.environments.environment import environment
 from penstock.workers.environments.mcp_server import McpCommand, McpServer, McpTool
+from penstock.workers.environments.task import Task
 from penstock.workers.environments.toolbox import Described
 
 

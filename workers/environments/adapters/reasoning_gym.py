@@ -8,8 +8,9 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.context import Context
-from penstock.workers.environments.environment import Task, environment
+from penstock.workers.environments.environment import environment
 from penstock.workers.environments.scoring import Scoring
+from penstock.workers.environments.task import Task
 from penstock.workers.gateway.formats.format import Message
 from penstock.workers.problems.reasoning_gym import Problems, make_dataset
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, suggest
 from penstock.workers.environments.context import Context
-from penstock.workers.environments.environment import Task, environment
+from penstock.workers.environments.environment import environment
+from penstock.workers.environments.task import Task
 from penstock.workers.gateway.formats.format import Message
 from penstock.workers.user_code import find_function
 

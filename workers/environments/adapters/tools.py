@@ -10,8 +10,9 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, DataError, suggest
 from penstock.workers.environments.context import Context
-from penstock.workers.environments.environment import Task, environment
+from penstock.workers.environments.environment import environment
 from penstock.workers.environments.scoring import Scoring
+from penstock.workers.environments.task import Task
 from penstock.workers.gateway.formats.format import Message
 from penstock.workers.sandbox.tools import python
 from penstock.workers.trajectory import Turn

@@ -21,7 +21,8 @@ from typing import Any
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.child import LEAVE_S, Child, Started
 from penstock.workers.environments.context import Context
-from penstock.workers.environments.environment import Task, environment
+from penstock.workers.environments.environment import environment
+from penstock.workers.environments.task import Task
 
 EPISODES = Path(__file__).with_name("verifiers_episodes.py")
 START_TIMEOUT_S = 120.0

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.conf.environment import EnvironmentConfig
-from penstock.workers.environments.environment import Task, make_environment
+from penstock.workers.environments.environment import make_environment
+from penstock.workers.environments.task import Task
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import Trajectory
 from tests.workers.attempts.played import Script, play

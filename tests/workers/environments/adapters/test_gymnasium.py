@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.adapters.gymnasium import NamedActions, as_text, painted
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 from penstock.workers.trajectory import COMPLETED, TRUNCATED
 from tests.workers.environments.adapters.adapted import adapter, heard, played
 

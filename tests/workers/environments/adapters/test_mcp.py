@@ -10,8 +10,8 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.adapters.mcp import told_apart
-from penstock.workers.environments.environment import Task
 from penstock.workers.environments.mcp_server import McpCommand, McpServer, McpTool
+from penstock.workers.environments.task import Task
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import COMPLETED, FAILED, TRUNCATED
 from tests.workers.attempts.played import ScriptedEngines, make_runner

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.adapters.textarena import Game
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import COMPLETED, REJECTED
 from tests.workers.attempts.played import ScriptedEngines, make_runner

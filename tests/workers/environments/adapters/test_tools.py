@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 from penstock.workers.trajectory import COMPLETED, FAILED
 from tests.workers.environments.adapters.adapted import adapter, heard, played
 

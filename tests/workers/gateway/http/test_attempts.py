@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from penstock.conf.environment import EnvironmentConfig
 from penstock.workers.attempts.runner import Runner
-from penstock.workers.environments.environment import Task
+from penstock.workers.environments.task import Task
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.gateway.session import Session
