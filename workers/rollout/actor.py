@@ -20,8 +20,7 @@ from penstock.workers.processes import ProcessId
 from penstock.workers.progress import ASLEEP, LOADING, SERVING, Phases, Progress
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
-from penstock.workers.rollout.metered import MeteredEngine
-from penstock.workers.rollout.thread_trial import ThreadedEngine, seconds_per_token
+from penstock.workers.rollout.metered import MeteredEngine, ThreadedEngine, seconds_per_token
 from penstock.workers.rollout.worker import RolloutWorker
 from penstock.workers.serving import Serving
 from penstock.workers.stacks import register
