@@ -9,7 +9,7 @@ from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.model import FreshModelConfig, ModelConfig
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.workers.models.fresh import character_tokenizer, vocabulary_size
+from penstock.workers.fresh_model import character_tokenizer, vocabulary_size
 from penstock.workers.prompts.tokenization import load_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")

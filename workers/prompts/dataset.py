@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError, suggest
-from penstock.workers.problems.reasoning_gym import Problems
+from penstock.workers.problems import Problems
 from penstock.workers.prompts.rows import JsonLines, PythonRows, RawRows, open_huggingface
 from penstock.workers.prompts.task import (
     Message,

@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.workers.problems.reasoning_gym import verify
+from penstock.workers.problems import verify
 from penstock.workers.reward.registry import reward
 
 ANSWER_MARK = "####"

@@ -64,7 +64,7 @@ class VllmAdapterEngine(VllmEngine):
         return super()._arguments() | adapter_arguments(self._adapter)
 
     async def _create(self) -> None:
-        from penstock.workers.models.adapted_layers import adapted_layers
+        from penstock.workers.adapted_layers import adapted_layers
 
         self._layers = await asyncio.to_thread(adapted_layers, self._model_path, self._adapter)
         self._folder.stage_zeros(self._version, layout_of(self._layers, self._adapter, self._config.dtype))

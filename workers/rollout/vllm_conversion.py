@@ -16,7 +16,7 @@ from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import VLLM_LORA_RANKS
-from penstock.workers.cpu_process import SETTINGS
+from penstock.workers.cpu import SETTINGS
 from penstock.workers.protocols import Completion, Sampled, Sampling
 from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.transport import Info, vllm_backend

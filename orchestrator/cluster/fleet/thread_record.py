@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.orchestrator.cluster.placement.threads import SharedNode, Threads
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.cpu_info import cpu_entry
+from penstock.workers.cpu import cpu_entry
 
 FILE = "threads.json"
 

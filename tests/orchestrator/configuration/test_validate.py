@@ -24,7 +24,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.model_check import check_model, num_parameters
 from penstock.orchestrator.configuration.sandbox_check import limits_of_code
 from penstock.orchestrator.configuration.validate import check_run, checks
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.sandbox.execution import Limits
 
 SMALL = FreshModelConfig(

@@ -18,7 +18,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.opening import check_prompts, open_source
 from penstock.workers.prompts.order import PromptCursor

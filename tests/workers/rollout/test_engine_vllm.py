@@ -25,7 +25,7 @@ from penstock.conf.errors import (
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.meters import Meters
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.vllm_conversion import engine_arguments

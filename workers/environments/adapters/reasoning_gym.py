@@ -12,7 +12,7 @@ from penstock.workers.environments.environment import environment
 from penstock.workers.environments.scoring import Scoring
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.formats.format import Message
-from penstock.workers.problems.reasoning_gym import Problems, make_dataset
+from penstock.workers.problems import Problems, make_dataset
 
 
 @environment("reasoning_gym")

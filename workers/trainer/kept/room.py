@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from penstock.workers.reserving import Shortage, reserve
+from penstock.workers.room import Shortage, reserve
 from penstock.workers.trainer.kept.slots import SLOTS, Slots
 
 LEFT_OF_MEMORY = 0.05

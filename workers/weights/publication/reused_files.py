@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.conf.errors import WeightError
-from penstock.workers.reserving import Shortage, Spans, reserve
+from penstock.workers.room import Shortage, Spans, reserve
 from penstock.workers.weights.publication.reading import MANIFEST_NAME, WEIGHTS_NAME
 
 LOCK_NAME = ".lock"

@@ -10,9 +10,9 @@ import pytest
 from penstock.conf.errors import WorkerDied
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.reward import JudgeConfig
-from penstock.workers.judging import pool as judging
-from penstock.workers.judging.pool import JudgePool, JudgeSpec
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers import judging
+from penstock.workers.fresh_model import build_fresh_model
+from penstock.workers.judging import JudgePool, JudgeSpec
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.reward.outcome import RewardError

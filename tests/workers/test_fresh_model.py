@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.conf.errors import ModelError
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.models.fresh import EOS_ID, build_fresh_model
+from penstock.workers.fresh_model import EOS_ID, build_fresh_model
 
 SMALL = FreshModelConfig(num_layers=1, hidden_size=32, intermediate_size=48, num_heads=2, num_kv_heads=1)
 

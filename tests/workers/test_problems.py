@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.conf.errors import ConfigError, DataError
-from penstock.workers.problems.reasoning_gym import Problems, from_json, make_dataset, to_json, verify
+from penstock.workers.problems import Problems, from_json, make_dataset, to_json, verify
 
 EASY = {"max_terms": 2, "max_digits": 1}
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from penstock.workers.cpu_process import SETTINGS, prepare_for_torch
+from penstock.workers.cpu import SETTINGS, prepare_for_torch
 
 
 def test_threads_sleep_and_pages_are_large_unless_the_user_wants_it_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
