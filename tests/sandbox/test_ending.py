@@ -193,7 +193,7 @@ async def test_a_keeper_that_does_not_answer_is_taken_down(monkeypatch):
 LEAVER = """
 import asyncio
 from penstock.workers.sandbox.sandbox import BlockingSandbox
-from penstock.workers.sandbox.tools import _sandboxes, python
+from penstock.workers.environments.toolbox import _sandboxes, python
 sandbox = BlockingSandbox()
 sandbox.start()
 asyncio.run(python("1"))

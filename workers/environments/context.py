@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from penstock.workers.environments.toolbox import Toolbox
 from penstock.workers.gateway.errors import Rejected
-from penstock.workers.gateway.formats.format import Message
+from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.session import Session
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox

@@ -18,8 +18,7 @@ from typing import Any
 from penstock.conf.errors import SamplingError, suggest
 from penstock.workers.gateway.engines import Engines
 from penstock.workers.gateway.errors import AttemptOver, LimitReached
-from penstock.workers.gateway.formats.format import Format, Message, Tools
-from penstock.workers.gateway.history import Key, history_key
+from penstock.workers.gateway.formats.conversation import Format, Key, Message, Tools, history_key
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import Turn
 

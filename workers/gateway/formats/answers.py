@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from penstock.workers.gateway.formats.format import SHORT_ID, Tools, call_id
+from penstock.workers.gateway.formats.conversation import SHORT_ID, Tools, call_id
 from penstock.workers.trajectory import ToolCall
 
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))

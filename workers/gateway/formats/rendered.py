@@ -13,7 +13,7 @@ from typing import Any
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, DataError, suggest
 from penstock.workers.gateway.formats.answers import Unreadable, found, made, split_thinking, strict_json
-from penstock.workers.gateway.formats.format import Format, Message, Read, Tools
+from penstock.workers.gateway.formats.conversation import Format, Message, Read, Tools
 from penstock.workers.gateway.formats.template import TemplateFormat, as_message
 from penstock.workers.trajectory import Turn, encodable
 

@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 
 from penstock.conf.errors import DataError, ModelError
 from penstock.workers.gateway.formats.answers import EMPTY, READERS, Call, begins_thinking, made, split_thinking
-from penstock.workers.gateway.formats.format import SHORT_ID, Message, Read, Tools
+from penstock.workers.gateway.formats.conversation import SHORT_ID, Message, Read, Tools
 from penstock.workers.trajectory import ToolCall, Turn, encodable
 
 NUM_BEFORE = 16

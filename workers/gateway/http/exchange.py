@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.workers.gateway.formats.format import Message
+from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http.fields import Fields
 
 PENALTIES = ("frequency_penalty", "presence_penalty")

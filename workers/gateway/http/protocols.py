@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.workers.gateway.formats.format import Message
+from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http import chat, messages, responses
 from penstock.workers.gateway.http.errors import Failure, as_anthropic, as_openai
 from penstock.workers.gateway.http.exchange import COMMENT, Asked, Event

@@ -33,7 +33,7 @@ from aiohttp import web
 
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.errors import AttemptOver
-from penstock.workers.gateway.formats.format import Message
+from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http.errors import NO_KEY, UNKNOWN_KEY, Failure, failure_of
 from penstock.workers.gateway.http.exchange import Asked, Event
 from penstock.workers.gateway.http.fields import parsed
