@@ -27,7 +27,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.roots import SHARED_MEMORY
 from penstock.store.data.rows import Rows
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.kept.kept_state import KeptState
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
-from penstock.workers.sandbox.outcome import Value
+from penstock.workers.sandbox.execution import Value
 from penstock.workers.sandbox.sandbox import Sandbox
 
 CODE = """

@@ -44,7 +44,7 @@ from benchmarks.harness import (
 from benchmarks.weights_memory import Peak, folder_bytes, object_store_bytes, private_bytes
 from penstock.conf.model import FreshModelConfig
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
-from penstock.workers.models.fresh import character_tokenizer
+from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.trainer.meeting import Meeting
 from penstock.workers.weights.publication.publication import reclaim
 

@@ -37,7 +37,7 @@ from penstock.orchestrator.observability.reporting.sinks.sink import Sink
 from penstock.orchestrator.observability.reporting.sinks.table import opened_sinks
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,26 @@
-"""The identity of a run's processes by more than their number, which another process may have by the time that it is
-used: an actor says who it is, and its node's agent ends no other process.
+"""Processes of a run: their identity, their end, and the stacks of all their threads, for the log of one that does not
+answer any more.
+
+The identity is more than a number, which another process may have by the time that it is used: an actor says who it is,
+and its node's agent ends no other process.
+
+worker        register(directory)             a signal has `faulthandler` write stacks, which needs no Python lock
+node's agent  dump(process, directory, name)  by py-spy, which needs no help of the process; else by that signal
+              kill(process)                   with all that it has started
 """
 
 import contextlib
+import faulthandler
 import os
+import shutil
+import signal
+import subprocess
+import sysconfig
 import time
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import psutil
 
@@ -15,6 +28,17 @@ from penstock.store.data.roots import identity
 
 END_S = 10.0
 """Seconds for a killed process to be gone: its memory, on a GPU too, is given back only then."""
+SIGNAL = signal.SIGUSR2
+MAX_BYTES = 200_000
+"""Largest size of one dump: what is beyond is mostly the same frames again."""
+SPY_S = 10.0
+WRITE_S = 5.0
+"""Seconds for the process to write its stacks. The kernel lets it do so whatever it computes, unless it is stopped."""
+QUIET_S = 0.3
+"""Seconds without growth after which the file is taken to be whole."""
+
+_files: dict[Path, TextIO] = {}
+"""Files of this process: `faulthandler` wants its file open."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +101,89 @@ def end_children(but: Set[psutil.Process] = frozenset()) -> int:
     return len(left)
 
 
+def register(directory: str | Path) -> ProcessId:
+    """Have a signal make this process write its stacks below `directory`, if the process sees that; return the identity
+    of the process. A second call changes nothing."""
+    process = ProcessId.own()
+    path = _path(directory, process)
+    if path not in _files and path.parent.is_dir():
+        _files[path] = path.open("w")
+        faulthandler.register(SIGNAL, _files[path], all_threads=True, chain=False)
+    return process
+
+
+def dump(process: ProcessId, directory: str | Path, name: str, py_spy: str | None = None) -> str:
+    """The stacks of a process of this machine, within half a minute; or a text that says why there are none. Never
+    raises for a process that is gone. `py_spy`: the program; None: the one that is installed, if any."""
+    if not process.is_alive:
+        return f"{name}, process {process.pid}: it is gone, or of another machine."
+    spied = _spied(process.pid, py_spy or _installed())
+    try:
+        text = spied if spied is not None else _written(process, _path(directory, process))
+    except (ProcessLookupError, FileNotFoundError):
+        text = "it has ended meanwhile."
+    return _shortened(f"{name}, process {process.pid} ({_status(process.pid)}):\n{text}")
+
+
 def _with_children(pid: int) -> list[psutil.Process]:
     try:
         first = psutil.Process(pid)
         return [first, *first.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def _path(directory: str | Path, process: ProcessId) -> Path:
+    return Path(directory) / f"{process.pid}.txt"
+
+
+def _installed() -> str | None:
+    """The py-spy beside this Python, or on the PATH."""
+    scripts = sysconfig.get_path("scripts")
+    return shutil.which("py-spy", path=os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]))
+
+
+def _spied(pid: int, py_spy: str | None) -> str | None:
+    """The stacks of the process and of those that it has started. None where py-spy is missing, or may not look. It
+    cannot pause a stopped process, and need not."""
+    for options in ([], ["--nonblocking"]) if py_spy is not None else ():
+        command = [str(py_spy), "dump", "--pid", str(pid), "--subprocesses", *options]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SPY_S, check=True)
+            return done.stdout.decode(errors="replace")
+    return None
+
+
+def _written(process: ProcessId, path: Path) -> str:
+    """The stacks as the process itself writes them."""
+    if not path.exists() or not _catches(process.pid):
+        return "py-spy cannot look at it, and it has not registered to write its stacks itself."
+    before = size = path.stat().st_size
+    os.kill(process.pid, SIGNAL)
+    deadline = grown = time.monotonic() + WRITE_S
+    while time.monotonic() < deadline and not (size > before and time.monotonic() - grown > QUIET_S):
+        time.sleep(QUIET_S / 10)
+        if path.stat().st_size > size:
+            size, grown = path.stat().st_size, time.monotonic()
+    with path.open("rb") as file:
+        file.seek(before)
+        return file.read(MAX_BYTES).decode(errors="replace") or f"it wrote no stacks within {WRITE_S:g} s."
+
+
+def _catches(pid: int) -> bool:
+    """Return whether the process handles the signal, which would end one without a handler."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (SIGNAL - 1) & 1)
+
+
+def _status(pid: int) -> str:
+    """State of a process: stopped, waiting for a disk, running, …"""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "gone"
+
+
+def _shortened(text: str) -> str:
+    return text.encode()[:MAX_BYTES].decode(errors="ignore")

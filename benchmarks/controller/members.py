@@ -17,7 +17,7 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.store.client.client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreClosed
-from penstock.workers.node.neighbours import Neighbours
+from penstock.workers.node.questions import Neighbours
 from penstock.workers.processes import ProcessId
 from penstock.workers.progress import IDLE, LOADING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
 from penstock.workers.protocols import Publication, Sampling

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.models.fresh import EOS_ID, character_tokenizer, qwen2_config
+from penstock.workers.fresh_model import EOS_ID, character_tokenizer, qwen2_config
 
 NO_GPU = 2
 """Exit code without a GPU."""

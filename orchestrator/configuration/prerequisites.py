@@ -19,11 +19,11 @@ from penstock.conf.model import FreshModelConfig, ModelConfig
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.workers.models.fresh import character_tokenizer, vocabulary_size
+from penstock.workers.fresh_model import character_tokenizer, vocabulary_size
 from penstock.workers.prompts.tokenization import load_tokenizer
-from penstock.workers.reward.fences import limits_of
-from penstock.workers.sandbox.blocking import tried_here
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.reward.code import limits_of
+from penstock.workers.sandbox.execution import Limits
+from penstock.workers.sandbox.sandbox import tried_here
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 SANDBOXED = ("python_tests", "sql_result")

@@ -35,9 +35,8 @@ from penstock.orchestrator.configuration.prerequisites import (
 from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.files import is_url, list_names
-from penstock.workers.gateway.formats.choosing import make_format
-from penstock.workers.prompts.check import check_prompts, rows_to_read
-from penstock.workers.prompts.opening import open_apart, open_rows
+from penstock.workers.gateway.formats.rendered import make_format
+from penstock.workers.prompts.opening import check_prompts, open_apart, open_rows, rows_to_read
 from penstock.workers.prompts.task import is_cut
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.registry import RewardSpec

@@ -21,7 +21,7 @@ from penstock.workers.concurrent_tasks import cancel_all
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.worker import sample_seed
-from penstock.workers.trajectory.trajectory import REJECTED
+from penstock.workers.trajectory import REJECTED
 
 CORRECT = 1.0
 """Least reward of a response that counts as right: partial credit does not count."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.task import Task
-from penstock.workers.gateway.formats.format import Message
+from penstock.workers.gateway.formats.conversation import Message
 
 HIGHEST = 15
 

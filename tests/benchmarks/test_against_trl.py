@@ -7,9 +7,9 @@ import statistics
 import pytest
 
 from benchmarks.agents import against_trl, sums
-from penstock.workers.environments.tools.description import Described
+from penstock.workers.environments.toolbox import Described
+from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.gateway.formats.template import TemplateFormat
-from penstock.workers.models.fresh import character_tokenizer
 
 TOOLS = (Described(sums.add).schema,)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from tests.machines.cluster import ROOT, machines
 from tests.orchestrator.conftest import SMALL_MODEL
 from tests.run_files import metrics_of

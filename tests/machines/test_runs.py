@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.exported_files import INDEX, shard_name
 from tests.machines.cluster import ROOT, machines
 from tests.model_files import load_model

@@ -9,8 +9,8 @@ from penstock.metering import table
 from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, ORIGIN, Metric
 from penstock.metering.table import METRICS, all_metrics
 from penstock.orchestrator.observability.reporting.sinks.sink import STEP_PREFIX
+from penstock.workers import trajectory
 from penstock.workers.reward.outcome import KINDS
-from penstock.workers.trajectory import trajectory
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "monitoring.md"
 SUFFIXES = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "FLOP/s": "flops_per_second"}

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.observability.reporting import report
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 
 SMALL_MODEL = FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2)
 """Heads of 32: the smallest that vLLM's attention takes on a CPU."""

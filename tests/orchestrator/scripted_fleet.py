@@ -20,7 +20,7 @@ from penstock.conf.errors import PartnerGone, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
 from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
-from penstock.orchestrator.cluster.ownership.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller

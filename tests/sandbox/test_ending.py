@@ -17,8 +17,7 @@ from penstock.conf.errors import NotStarted, SandboxUnavailable
 from penstock.workers.processes import ProcessId
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.sandbox.limits import Limits
-from penstock.workers.sandbox.outcome import Value
+from penstock.workers.sandbox.execution import Limits, Value
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.sandbox.usage import descendants
 from penstock.workers.sandbox.worker import Worker
@@ -30,7 +29,7 @@ LIMITS = Limits(cpu_s=600, wall_s=600)
 """Nothing here ends by itself while a test looks at it."""
 DRIVER = """
 import asyncio, sys
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
 async def main():
     async with Sandbox(Limits(wall_s=600)) as sandbox:
@@ -193,8 +192,8 @@ async def test_a_keeper_that_does_not_answer_is_taken_down(monkeypatch):
 
 LEAVER = """
 import asyncio
-from penstock.workers.sandbox.blocking import BlockingSandbox
-from penstock.workers.sandbox.tools import _sandboxes, python
+from penstock.workers.sandbox.sandbox import BlockingSandbox
+from penstock.workers.environments.toolbox import _sandboxes, python
 sandbox = BlockingSandbox()
 sandbox.start()
 asyncio.run(python("1"))

@@ -15,12 +15,12 @@ import pytest
 
 from penstock.conf.errors import ConfigError, SandboxUnavailable
 from penstock.conf.sandbox import SandboxConfig
-from penstock.workers.reward.fences import sandbox
+from penstock.workers.reward.code import sandbox
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.sandbox import cgroup, check, fence, seccomp, worker
+from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.fence import Machine
-from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import HUNGRY, Group, in_a_loop
 
@@ -107,8 +107,8 @@ async def test_a_keeper_that_says_nothing_is_not_waited_for_forever(marker, monk
 ORDINARY_USER = """
 import os, sys
 sys.path.insert(0, {root!r})
-from penstock.workers.sandbox.blocking import BlockingSandbox
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.sandbox import BlockingSandbox
+from penstock.workers.sandbox.execution import Limits
 sandbox = BlockingSandbox(Limits(wall_s=120))
 sandbox.start()
 print(os.getuid(), sandbox.run_python("import os; print(os.getuid())").stdout)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from penstock.workers.reward.code import python_tests
-from penstock.workers.sandbox.outcome import Failed, Value
+from penstock.workers.sandbox.execution import Failed, Value
 from tests.sandbox.conftest import LIMITS
 
 YES = """

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from penstock.workers.sandbox.outcome import Outcome, Value
+from penstock.workers.sandbox.execution import Outcome, Value
 
 TRACES = {
     "files": ("open('/tmp/x', 'w').write('x'); open('/dev/shm/y', 'w').write('y')", "os.listdir('/tmp')", []),

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock.workers.sandbox import cgroup, usage
+from penstock.workers.sandbox.execution import MIB, Ending, Limits, Value
 from penstock.workers.sandbox.fence import Machine
-from penstock.workers.sandbox.limits import MIB, Limits
-from penstock.workers.sandbox.outcome import Ending, Value
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.sandbox.worker import Worker
 from tests.sandbox.conftest import HUNGRY, in_a_loop

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.workers.sandbox.execution import Failed, Value
 from penstock.workers.sandbox.fence import DEVICES
-from penstock.workers.sandbox.outcome import Failed, Value
 
 PRELUDE = """
 import ctypes, errno, os, socket, struct, subprocess, sys

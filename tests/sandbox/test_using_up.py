@@ -4,7 +4,7 @@
 
 import pytest
 
-from penstock.workers.sandbox.outcome import Value
+from penstock.workers.sandbox.execution import Value
 from penstock.workers.sandbox.usage import descendants, memory_of
 from tests.sandbox.conftest import worker_of
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.workers import stacks
+from penstock.workers import processes
 from penstock.workers.processes import ProcessId
 
 NOWHERE = "/nowhere/py-spy"
 WORKER = """
 import itertools, sys, threading, time
-from penstock.workers.stacks import register
+from penstock.workers.processes import register
 
 def waiting_in_a_thread():
     time.sleep(600)
@@ -55,7 +55,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 def test_py_spy_reads_the_stacks_of_a_stopped_process(worker: subprocess.Popen[str], tmp_path: Path) -> None:
     stop(worker)
-    text = stacks.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1")
+    text = processes.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1")
     assert text.startswith(f"Rollout-1, process {worker.pid} (stopped):\n")
     assert "endless_c_call" in text
 
@@ -64,7 +64,7 @@ def test_py_spy_reads_the_stacks_of_a_stopped_process(worker: subprocess.Popen[s
 def test_an_endless_c_call_and_the_other_threads_are_in_the_stacks(
     worker: subprocess.Popen[str], tmp_path: Path, py_spy: str | None
 ) -> None:
-    text = stacks.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1", py_spy)
+    text = processes.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1", py_spy)
     assert text.startswith(f"Rollout-1, process {worker.pid} (running):\n")
     assert "endless_c_call" in text
     assert "waiting_in_a_thread" in text
@@ -72,14 +72,14 @@ def test_an_endless_c_call_and_the_other_threads_are_in_the_stacks(
 
 
 def test_a_second_dump_has_the_new_stacks_alone(worker: subprocess.Popen[str], tmp_path: Path) -> None:
-    first, second = (stacks.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1", NOWHERE) for _ in range(2))
+    first, second = (processes.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1", NOWHERE) for _ in range(2))
     assert second.count("endless_c_call") == first.count("endless_c_call") == 1
 
 
 def test_a_process_that_did_not_register_is_not_sent_the_signal_which_would_end_it(tmp_path: Path) -> None:
     with started("") as process:
         (tmp_path / f"{process.pid}.txt").write_text("")  # of one before it, with the same number
-        text = stacks.dump(ProcessId.of(process.pid), tmp_path, "Rollout-1", NOWHERE)
+        text = processes.dump(ProcessId.of(process.pid), tmp_path, "Rollout-1", NOWHERE)
         assert "it has not registered" in text
         assert process.poll() is None
         process.kill()
@@ -88,26 +88,26 @@ def test_a_process_that_did_not_register_is_not_sent_the_signal_which_would_end_
 def test_a_stopped_process_that_py_spy_cannot_look_at_is_told_as_such(
     worker: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "WRITE_S", 0.5)
+    monkeypatch.setattr(processes, "WRITE_S", 0.5)
     stop(worker)
-    text = stacks.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1", NOWHERE)
+    text = processes.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1", NOWHERE)
     assert "(stopped)" in text
     assert "it wrote no stacks within 0.5 s" in text
 
 
 def test_of_a_process_that_is_gone_or_another_there_are_none(tmp_path: Path) -> None:
     other = ProcessId(os.getpid(), ("1", "2", "3", "4"))
-    assert "it is gone, or of another machine" in stacks.dump(other, tmp_path, "Rollout-1")
+    assert "it is gone, or of another machine" in processes.dump(other, tmp_path, "Rollout-1")
 
 
 def test_a_dump_is_cut_to_its_size(tmp_path: Path) -> None:
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\nhead -c 1000000 /dev/zero | tr '\\0' x\n")
     spy.chmod(0o755)
-    text = stacks.dump(ProcessId.own(), tmp_path, "me", str(spy))
-    assert len(text) == stacks.MAX_BYTES
+    text = processes.dump(ProcessId.own(), tmp_path, "me", str(spy))
+    assert len(text) == processes.MAX_BYTES
 
 
 def test_where_the_directory_is_not_nothing_is_made(tmp_path: Path) -> None:
-    assert stacks.register(tmp_path / "not" / "there") == ProcessId.own()
+    assert processes.register(tmp_path / "not" / "there") == ProcessId.own()
     assert not (tmp_path / "not").exists()

@@ -21,16 +21,15 @@ from penstock.workers.environments.task import Task
 from penstock.workers.error_share import ErrorShare
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.engines import EnginePool
-from penstock.workers.gateway.formats.choosing import make_format
+from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.gateway.ray_engines import ask
 from penstock.workers.gateway.session import Session, TurnLimits
-from penstock.workers.processes import ProcessId, children, end_children
+from penstock.workers.processes import ProcessId, children, end_children, register
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Sampling
 from penstock.workers.serving import Serving
-from penstock.workers.stacks import register
 
 ERROR_WINDOW = 100
 """Number of attempts over which the share of failures is taken."""

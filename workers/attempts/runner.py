@@ -24,15 +24,15 @@ from penstock.metering.meters import Meters
 from penstock.workers.contained import CodeEnded, OwnTime, called, contained, heard, result_of, started
 from penstock.workers.environments.context import Context, finite
 from penstock.workers.environments.task import Task
-from penstock.workers.environments.tools.calling import Toolbox
-from penstock.workers.environments.tools.threads import ToolThreads
+from penstock.workers.environments.tool_threads import ToolThreads
+from penstock.workers.environments.toolbox import Toolbox
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.errors import AttemptOver, LimitReached, Rejected
 from penstock.workers.gateway.session import Session
 from penstock.workers.protocols import Sampling
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.trajectory.trajectory import FAILED, REJECTED, TRUNCATED, Outcome, Trajectory
+from penstock.workers.trajectory import FAILED, REJECTED, TRUNCATED, Outcome, Trajectory
 
 GRACE_S = 5.0
 """Seconds for an attempt that is cancelled to end; after that it is left running."""

@@ -2,7 +2,7 @@
 
     lease groups ─▶ an attempt for each row, concurrently ─▶ write what is trained, drop the rest with its reason
 
-The loop is `rollout/groups.py`'s.
+The loop is `rollout/worker.py`'s.
 """
 
 from collections import Counter
@@ -19,9 +19,8 @@ from penstock.workers.attempts.runner import Runner
 from penstock.workers.environments.task import Task
 from penstock.workers.error_share import ErrorShare
 from penstock.workers.protocols import Sampling
-from penstock.workers.rollout.groups import GroupLoop
-from penstock.workers.rollout.worker import STAGE, sample_seed
-from penstock.workers.trajectory.trajectory import FAILED, Trajectory, row_columns
+from penstock.workers.rollout.worker import STAGE, GroupLoop, sample_seed
+from penstock.workers.trajectory import FAILED, Trajectory, row_columns
 
 
 class EnvironmentWorker:

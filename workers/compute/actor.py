@@ -5,10 +5,9 @@ from typing import Any
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.stage import Stage
 from penstock.workers.compute.worker import ComputeWorker
-from penstock.workers.processes import ProcessId
+from penstock.workers.processes import ProcessId, register
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.serving import Serving
-from penstock.workers.stacks import register
 
 
 class Compute:

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from penstock.workers.environments.tools.calling import Toolbox
+from penstock.workers.environments.toolbox import Toolbox
 from penstock.workers.gateway.errors import Rejected
-from penstock.workers.gateway.formats.format import Message
+from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.session import Session
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 
 T = TypeVar("T")
 

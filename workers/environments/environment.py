@@ -25,7 +25,7 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.task import Task
-from penstock.workers.trajectory.trajectory import Trajectory
+from penstock.workers.trajectory import Trajectory
 from penstock.workers.user_code import find_function, import_file
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -18,10 +18,9 @@ from typing import Any
 from penstock.conf.errors import SamplingError, suggest
 from penstock.workers.gateway.engines import Engines
 from penstock.workers.gateway.errors import AttemptOver, LimitReached
-from penstock.workers.gateway.formats.format import Format, Message, Tools
-from penstock.workers.gateway.history import Key, history_key
+from penstock.workers.gateway.formats.conversation import Format, Key, Message, Tools, history_key
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "structure")
 """Options in which a request may differ from the run."""

@@ -13,17 +13,15 @@ import ray
 
 from penstock.network.connection import Address
 from penstock.network.open_files import raise_limit
-from penstock.workers import processes, stacks
+from penstock.workers import processes
 from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
-from penstock.workers.node.file_set import FileSet
-from penstock.workers.node.mailbox import Mailbox
-from penstock.workers.node.neighbours import Neighbours
+from penstock.workers.node.file_service import FileSet
 from penstock.workers.node.output import Lines, Output
-from penstock.workers.processes import ProcessId
+from penstock.workers.node.questions import Mailbox, Neighbours
+from penstock.workers.processes import ProcessId, register
 from penstock.workers.protocols import Publication
-from penstock.workers.sandbox.limits import Limits
-from penstock.workers.stacks import register
+from penstock.workers.sandbox.execution import Limits
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 from penstock.workers.weights.chain.relay import Relay
 
@@ -121,7 +119,7 @@ class NodeAgent:
     async def dump_stacks(self, process: ProcessId, name: str) -> str:
         """The stacks of all threads of an actor's process on this node, within half a minute; or why they are not
         known. 200 kB at most."""
-        return await asyncio.to_thread(stacks.dump, process, self._agent.root / agent.STACKS, name)
+        return await asyncio.to_thread(processes.dump, process, self._agent.root / agent.STACKS, name)
 
     async def take_output(self, processes: dict[str, ProcessId]) -> dict[str, Lines]:
         """Take the output of this node's members since the last call, by name. `processes`: of those that are there."""

@@ -28,8 +28,8 @@ from penstock.workers.node import services
 from penstock.workers.node.file_service import FileService
 from penstock.workers.node.states import StateService
 from penstock.workers.processes import ProcessId, kill
-from penstock.workers.sandbox.blocking import tried_here
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
+from penstock.workers.sandbox.sandbox import tried_here
 from penstock.workers.weights.chain.relay import Relay
 
 WEIGHTS, ROWS, STATES, STACKS = "weights", "rows", "states", "stacks"

@@ -5,13 +5,21 @@ driver's node: offer(set, directory)          another node: obtain(set, path, so
                     └──────────── TCP, sendfile ◀───────────────┘ else fetch, verify, keep until the run's end
 
 another node: scratch, offer ─────────────────▶ driver's node: collect(set, directory, source)
+
+They are a model, a checkpoint, a user's code: a `FileSet`, by its content, so that a node can tell whether it has the
+same ones, at any path.
 """
 
+import os
 import platform
 import shutil
 import socket
 import tempfile
 import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -21,8 +29,7 @@ from penstock.conf.errors import ResourceError
 from penstock.network.connection import Address, Connection, connect
 from penstock.network.names import OutsideName, below
 from penstock.store.data.roots import claim_root, guard_root, remove_root, sweep_stale
-from penstock.workers.files import SavedFile
-from penstock.workers.node.file_set import FileSet
+from penstock.workers.files import SavedFile, saved_file
 from penstock.workers.node.services import FILES
 from penstock.workers.whole_files import replacing
 
@@ -31,6 +38,55 @@ FOUND, MISSING = 1, 2
 BLOCK_BYTES = 2**20
 """Bytes that are received, summed and written at a time."""
 CONNECT_S = 30.0
+HASHING_THREADS = 4
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """Files below one directory. Their names are relative to it, with `/` between folders."""
+
+    files: tuple[SavedFile, ...]
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> "FileSet":
+        """Make a set of all files of a model or checkpoint. Raises `OSError`."""
+        return cls._of(directory, (path for path in directory.rglob("*") if path.is_file()))
+
+    @classmethod
+    def of_code(cls, file: Path) -> "FileSet":
+        """Make a set of a Python file and what it may import from beside it: the other files of its folder, and
+        packages there."""
+        folder = file.parent
+        packages = [path.parent for path in folder.glob("*/__init__.py")]
+        return cls._of(folder, {*folder.glob("*.py"), *(path for one in packages for path in one.rglob("*.py"))})
+
+    @classmethod
+    def _of(cls, directory: Path, paths: Iterable[Path]) -> "FileSet":
+        with ThreadPoolExecutor(HASHING_THREADS) as threads:
+            return cls(tuple(threads.map(lambda path: _named(directory, path), sorted(paths))))
+
+    @cached_property
+    def address(self) -> str:
+        """The id of the content, equal for equal content: xxh3-128 of names, sizes and checksums, hexadecimal."""
+        digest = xxhash.xxh3_128()
+        for file in self.files:
+            digest.update(f"{file.name}\0{file.num_bytes}\0{file.checksum}\n".encode())
+        return digest.hexdigest()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    def lies_in(self, directory: Path) -> bool:
+        """Return whether every file is there with the same content; others may lie beside them."""
+        try:
+            if any(os.stat(directory / file.name).st_size != file.num_bytes for file in self.files):
+                return False
+            with ThreadPoolExecutor(HASHING_THREADS) as threads:
+                found = threads.map(lambda file: _named(directory, directory / file.name), self.files)
+                return all(one == file for one, file in zip(found, self.files, strict=True))
+        except OSError:
+            return False
 
 
 class FileService:
@@ -158,3 +214,8 @@ def _receive(connection: Connection, address: str, number: int, file: SavedFile,
             copy.write(some)
     if digest.hexdigest() != file.checksum:
         raise OSError(f"{file.name} arrived damaged, or changes while it is read")
+
+
+def _named(directory: Path, path: Path) -> SavedFile:
+    file = saved_file(path)
+    return SavedFile(path.relative_to(directory).as_posix(), file.num_bytes, file.checksum)

@@ -12,7 +12,7 @@ fetched instead.
 
 import socket
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,6 +40,19 @@ FOUND, MISSING = 1, 2
 CONNECT_S = 30.0
 STREAMS = 4
 """Ranks whose copies are fetched at the same time: a connection each, and a thread that sums."""
+
+
+def partners(nodes: Sequence[str], node_of_rank: Mapping[int, str]) -> dict[int, str]:
+    """The node that has a second copy of each rank's state: the next after its own, in the order of `nodes`, which
+    wraps around; none where there is no other.
+
+    `nodes`: those that live, each with shared memory of its own. So each node has the copies of one other's ranks, and
+    losing any one node loses no rank's state.
+    """
+    if len(nodes) < 2:
+        return {}
+    place = {node: number for number, node in enumerate(nodes)}
+    return {rank: nodes[(place[node] + 1) % len(nodes)] for rank, node in node_of_rank.items()}
 
 
 class StateService:

@@ -4,12 +4,11 @@ from typing import Any
 
 from penstock.conf.run import RunConfig
 from penstock.store.client.client import StoreClient
-from penstock.workers.processes import ProcessId
+from penstock.workers.processes import ProcessId, register
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.serving import Serving
-from penstock.workers.stacks import register
 
 
 class Prompts:

@@ -1,39 +1,42 @@
-"""Datasets of prompts: rows by number, from any source.
+"""Datasets of prompts: rows by number, from any source; several of them as one, or with demonstrations of a teacher.
 
 They are opened at the start of a run, by evaluation for the held-out problems, and by `penstock validate`.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError, suggest
-from penstock.workers.problems.reasoning_gym import Problems
-from penstock.workers.prompts.huggingface import open_huggingface
-from penstock.workers.prompts.jsonl import JsonLines
-from penstock.workers.prompts.messages import (
+from penstock.workers.problems import Problems
+from penstock.workers.prompts.rows import JsonLines, PythonRows, RawRows, open_huggingface
+from penstock.workers.prompts.task import (
     Message,
+    PromptDataset,
+    Task,
     is_conversation,
+    is_cut,
     last_text,
     messages_of,
     response_text,
     split_response,
     with_template,
 )
-from penstock.workers.prompts.mixture import Mixture
-from penstock.workers.prompts.python_rows import PythonRows
-from penstock.workers.prompts.task import PromptDataset, Task
-from penstock.workers.prompts.teacher import TaughtDataset
 from penstock.workers.user_code import find_function
 
 DEFAULT_PROBLEMS = 100_000
-
-
-class RawRows(Protocol):
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> dict[str, Any]: ...
-
-    def where(self, index: int) -> str: ...
+MOST_ROWS = 10_000_000
+"""Largest number of rows of a mixture: with very different weights, small parts would be repeated very often."""
+Teacher = Callable[[dict[str, Any]], str]
+"""Function from a task (its JSON as a dict: prompt, answer, index, the row's own columns) to the demonstration."""
+_PATH_MEANS = {
+    "jsonl": "a file with one JSON object a line",
+    "python": "a function that makes rows, file.py:function",
+    "huggingface": "a dataset id such as openai/gsm8k, or a folder of parquet files",
+    "reasoning_gym": "the name of a task such as chain_sum",
+}
+_HELD_OUT_MEANS = {"jsonl": "a second file", "huggingface": "the name of another split, e.g. test"}
 
 
 class TableDataset:
@@ -118,6 +121,75 @@ class ProblemDataset:
         return Task(prompt, answer, index, where, answer, extra=self.problems.extra(entry))
 
 
+class TaughtDataset:
+    """Rows of a dataset with other demonstrations, or other rejected responses, from a function (`data.teacher`)
+    instead of a column."""
+
+    def __init__(self, dataset: PromptDataset, teacher: Teacher, writes: str = "response") -> None:
+        """`writes`: the task's field, "response" or "rejected"."""
+        self._dataset, self._teacher, self._writes = dataset, teacher, writes
+        self.is_cut = is_cut(dataset)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, index: int) -> Task:
+        task = self._dataset.row(index)
+        response = self._teacher({**task.extra, "prompt": task.prompt, "answer": task.answer, "index": task.index})
+        if not isinstance(response, str):
+            raise DataError(
+                f"{task.where}: the teacher (data.teacher) returned {type(response).__name__}, where text is due."
+            )
+        changed: dict[str, Any] = {self._writes: response}
+        return replace(task, **changed)
+
+
+class Mixture:
+    """Several datasets as one, each with its share of the prompts. Any stretch of its rows has about its share of each
+    part; every part is gone through whole, in its own order, and small ones again and again. The row's `data_source`
+    has the part's name, as verl's rows have it."""
+
+    def __init__(self, parts: Mapping[str, PromptDataset], weights: Mapping[str, float]) -> None:
+        """Mix the parts. Raises `DataError` for a mixture that would be too long."""
+        self._names = list(parts)
+        self._parts = [parts[name] for name in self._names]
+        self.is_cut = any(is_cut(part) for part in self._parts)
+        total = sum(weights.values())
+        shares = [weights[name] / total for name in self._names]
+        longest = max(len(part) / share for part, share in zip(self._parts, shares, strict=True))
+        if longest > MOST_ROWS:
+            raise DataError(
+                f"data.mixture: until each part was gone through, {longest:,.0f} rows would be drawn. Bring the "
+                "weights closer together, or limit the largest part: size."
+            )
+        self._places = dealt(shares, round(longest))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def row(self, index: int) -> Task:
+        number, turn = self._places[index]
+        part = self._parts[number]
+        task = part.row(turn % len(part))
+        return replace(task, index=index, extra={"data_source": self._names[number], **task.extra})
+
+
+def dealt(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
+    """Choose a part for each of so many rows, and which of its turns it is: always the part that lags most behind its
+    share.
+
+    >>> dealt([0.75, 0.25], 4)
+    [(0, 0), (0, 1), (1, 0), (0, 2)]
+    """
+    given = [0] * len(shares)
+    places = []
+    for row in range(1, count + 1):
+        number = max(range(len(shares)), key=lambda part: (shares[part] * row - given[part], -part))
+        places.append((number, given[number]))
+        given[number] += 1
+    return places
+
+
 def open_dataset(data: DataConfig, evaluation: EvaluationConfig, *, held_out: bool = False) -> PromptDataset | None:
     """Open the rows to train on, or the held-out ones (at most `evaluation.num_problems`).
 
@@ -176,12 +248,3 @@ def _problems(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) ->
     for name in evaluation.sets:
         exclude |= _problems(*evaluation.of_set(name, data), held_out=True).questions()
     return Problems(data.path, data.options, seed=data.seed, size=size, exclude=exclude)
-
-
-_PATH_MEANS = {
-    "jsonl": "a file with one JSON object a line",
-    "python": "a function that makes rows, file.py:function",
-    "huggingface": "a dataset id such as openai/gsm8k, or a folder of parquet files",
-    "reasoning_gym": "the name of a task such as chain_sum",
-}
-_HELD_OUT_MEANS = {"jsonl": "a second file", "huggingface": "the name of another split, e.g. test"}

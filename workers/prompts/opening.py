@@ -1,18 +1,29 @@
-"""The construction of a run's source of prompts from its configuration: dataset, tokenizer and limits put together.
+"""The opening of a run's prompts from its configuration: dataset, tokenizer and limits put together to a source, and
+looked at before anything starts, by `penstock validate` and in the first second of a run.
 
 It is used both for training and for the held-out problems of evaluation.
 """
 
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
 from penstock.conf.data import ENVIRONMENT
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.run import RunConfig
+from penstock.workers.environments import task as environments
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.prompts.apart import Apart
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.environment_tasks import EnvironmentTasks
+from penstock.workers.prompts.rows import first_of
 from penstock.workers.prompts.source import PromptSource, PromptStart
-from penstock.workers.prompts.task import PromptDataset
-from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits, load_tokenizer
+from penstock.workers.prompts.task import PromptDataset, Task
+from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits, load_tokenizer
+
+MAX_READ_ROWS = 50_000
+"""Rows that are read of a file. Problems of reasoning_gym are generated, which takes longer: only `sample` of them are
+read."""
 
 
 def open_source(
@@ -74,3 +85,95 @@ def open_rows(config: RunConfig, *, held_out: bool = False) -> PromptDataset | N
     seed = config.evaluation.seed if held_out else config.data.seed
     size = config.evaluation.num_problems if held_out else config.data.size
     return EnvironmentTasks(environment.tasks(seed), size, name)
+
+
+class EnvironmentTasks:
+    """The tasks of an environment, as a dataset: the first `size`, or all of a list, or the first ones of an endless
+    generator."""
+
+    def __init__(self, tasks: Iterable[environments.Task], size: int | None, name: str) -> None:
+        """`name`: of the environment, for messages. Raises `DataError` if there are no tasks."""
+        self._tasks, self.is_cut = first_of(tasks, size)
+        self._name = name
+        if not self._tasks:
+            raise DataError(f"environment.name={name}: its tasks(seed) gives no task at all.")
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def row(self, index: int) -> Task:
+        task = self._tasks[index]
+        where = f"{self._name} task {task.id}"
+        return Task("", None, index, where, extra=task.as_columns(), problem=[task.identity])
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """The findings of `check_prompts`."""
+
+    rows: int
+    """Number of rows of the dataset."""
+    read: int
+    """Number of rows looked at: columns and types."""
+    tokenized: int
+    """Number of rows tokenised, the longest of those looked at."""
+    longest_prompt: int
+    """Length of the longest prompt, in tokens."""
+    longest_response: int
+    """Length of the longest demonstration with its end, in tokens; 0 without demonstrations."""
+    skipped: int
+    """Number of tokenised rows that data.too_long=skip leaves out."""
+
+
+def check_prompts(
+    dataset: PromptDataset,
+    tokenizer: Any,
+    config: RunConfig,
+    *,
+    rows_are: str = "prompts",
+    sample: int = 1000,
+) -> PromptReport:
+    """Check a dataset before anything starts: the first rows as they are, and the `sample` longest of them tokenised.
+
+    Raises `DataError` (a missing column, a line that is no JSON, a prompt too long) or `ModelError`.
+    """
+    limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
+    encoder = PromptEncoder(tokenizer, config.data, limits, config.model.chat_template_kwargs)
+    num_read = rows_to_read(dataset, config, sample)
+
+    def num_characters(row: tuple[int, Task]) -> int:
+        return len(row[1].prompt) + (len(row[1].response or "") if rows_are != "prompts" else 0)
+
+    longest = heapq.nlargest(sample, ((index, dataset.row(index)) for index in range(num_read)), key=num_characters)
+    prompts, responses, skipped = [], [], 0
+    for _, task in sorted(longest, key=lambda row: row[0]):
+        try:
+            prompt, response = _encoded(encoder, task, rows_are)
+        except PromptTooLong:
+            if config.data.too_long != "skip":
+                raise
+            skipped += 1
+            continue
+        prompts.append(len(prompt))
+        responses.append(len(response))
+    if skipped == len(dataset):
+        raise DataError(
+            f"data.too_long=skip leaves out all of the {skipped} rows: none has room ({limits.room_means}: "
+            f"{limits.room})."
+        )
+    return PromptReport(
+        len(dataset), num_read, len(longest), max(prompts, default=0), max(responses, default=0), skipped
+    )
+
+
+def rows_to_read(dataset: PromptDataset, config: RunConfig, sample: int = 1000) -> int:
+    """Number of the first rows that are looked at."""
+    return min(len(dataset), sample if config.data.source == "reasoning_gym" else MAX_READ_ROWS)
+
+
+def _encoded(encoder: PromptEncoder, task: Task, rows_are: str) -> tuple[list[int], list[int]]:
+    """Prompt and longest response."""
+    if rows_are == "preferences":
+        prompt, *pair = encoder.preference_ids(task)
+        return prompt, max(pair, key=len)
+    return encoder.demonstration_ids(task) if rows_are == "demonstrations" else (encoder.prompt_ids(task), [])

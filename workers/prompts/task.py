@@ -1,9 +1,22 @@
-"""A row of a dataset, as source, rewards and teachers see it, and the interface of datasets with such rows."""
+"""A row of a dataset as a task, as source, rewards and teachers see it; and the reading of its columns that hold chat
+messages instead of text, as TRL's and verl's datasets have them. Pure.
+
+prompt   [{"role": "system", …}, {"role": "user", …}]          the conversation that is to be continued
+prompt   [… , {"role": "assistant", …}]                        the same with its demonstration, the last message
+response [{"role": "assistant", …}]                            what is to be learned, chosen or rejected
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from penstock.conf.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+NOT_READ = {"assistant": ("tool_calls", "function_call"), "tool": ("tool_call_id", "name")}
+"""Keys of a message, beside its text, that a model should see and would not."""
+Message = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,8 @@ class Task:
 
 
 class PromptDataset(Protocol):
+    """A dataset with such rows."""
+
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Task:
@@ -46,3 +61,69 @@ class PromptDataset(Protocol):
 def is_cut(dataset: PromptDataset) -> bool:
     """Return whether a dataset's source makes more rows than are used, without a setting that says how many to use."""
     return bool(getattr(dataset, "is_cut", False))
+
+
+def is_conversation(value: Any) -> bool:
+    """Return whether a value is meant as a conversation, whether or not it is in order. Parquet's lists come as
+    arrays."""
+    return not isinstance(value, str | Mapping) and isinstance(value, Sequence) and all(map(_is_message, value))
+
+
+def messages_of(value: Sequence[Any], where: str) -> list[Message]:
+    """The messages in their order, roles and texts alone. Raises `DataError`, also for fields that name called tools:
+    without them a conversation is another one."""
+    if not value:
+        raise DataError(f"{where} holds no message.")
+    found = []
+    for number, message in enumerate(value, 1):
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise DataError(f"{where}: message {number} is of role {role!r}. Known: {', '.join(ROLES)}.")
+        if lost := next((key for key in NOT_READ.get(role, ()) if message.get(key)), None):
+            raise DataError(
+                f"{where}: message {number} has {lost}, which is not supported in data: the model would not see it. "
+                "Write calls and what they return into the contents, or leave such rows out."
+            )
+        if not isinstance(content, str):
+            raise DataError(f"{where}: the content of message {number} is {type(content).__name__}, where text is due.")
+        found.append({"role": role, "content": content})
+    return found
+
+
+def split_response(messages: Sequence[Message]) -> tuple[list[Message], str | None]:
+    """The messages before the response, and the response where the last message is one."""
+    if messages[-1]["role"] == "assistant":
+        return list(messages[:-1]), messages[-1]["content"]
+    return list(messages), None
+
+
+def response_text(messages: Sequence[Message], where: str) -> str:
+    """The response of a column that has a response alone, or at its end. Raises `DataError`."""
+    _, response = split_response(messages)
+    if response is None:
+        raise DataError(f"{where}: its last message is of role {messages[-1]['role']!r}, where an assistant's is due.")
+    return response
+
+
+def with_template(messages: Sequence[Message], template: str) -> list[Message]:
+    """Put `data.prompt_template` around the last text of the user.
+
+    >>> with_template([{"role": "user", "content": "2 + 2"}], "{prompt} =")
+    [{'role': 'user', 'content': '2 + 2 ='}]
+    """
+    found = [dict(message) for message in messages]
+    for message in reversed(found):
+        if message["role"] == "user":
+            message["content"] = template.replace("{prompt}", message["content"])
+            break
+    return found
+
+
+def last_text(messages: Sequence[Message]) -> str:
+    """The prompt's text for rewards and teachers: the user's last text, or the last one of any role."""
+    texts = [message["content"] for message in messages if message["role"] == "user"]
+    return texts[-1] if texts else messages[-1]["content"]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"role", "content"} <= value.keys()

@@ -6,14 +6,13 @@ from typing import Any
 
 from penstock.conf.reward import RewardConfig
 from penstock.metering.ray_export import Origin, exported
-from penstock.workers.processes import ProcessId
+from penstock.workers.processes import ProcessId, register
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.reward.outcome import Result
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.worker import Pool, RewardWorker
 from penstock.workers.serving import Serving
-from penstock.workers.stacks import register
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,91 @@
-"""`reward.function=python_tests`: a Python program, or a function, against tests.
+"""The rewards that execute code of the response, in a sandbox: `reward.function=python_tests`, a Python program or a
+function against tests, and `sql_result`, a query against a small SQLite database, by the rows that it returns.
 
-The code runs in the sandbox and is given inputs; it returns data. What is expected stays in this process, and is
-compared here. So code can lie about what it computed, and never about whether that is right.
+    response ─▶ the last block in its language ─▶ sandbox, with inputs or a database ─▶ data ─▶ compared here
+
+What is expected stays in this process. So code can lie about what it computed, and never about whether that is right. A
+reward process has a sandbox for each set of limits, kept ready between samples. A sandbox ends with its process, also
+when the pool kills that.
 """
 
+import functools
 import json
+import re
 import time
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
-from penstock.workers.reward.fences import BUDGET_S, last_block, sandbox, warm
+from penstock.conf.errors import ConfigError, suggest
+from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.reward.registry import reward
-from penstock.workers.sandbox.blocking import BlockingSandbox
-from penstock.workers.sandbox.data import same
-from penstock.workers.sandbox.outcome import Value
+from penstock.workers.sandbox.execution import Failed, Limits, Result, Value, same
+from penstock.workers.sandbox.sandbox import BlockingSandbox
 
-LANGUAGES = ("python", "py", "python3")
+BUDGET_S = 8.0
+"""Seconds for all executions of a response. Less than `reward.timeout_s` (10 s), at which the pool would drop the
+sample instead of scoring it 0."""
+FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+PYTHON, SQL = ("python", "py", "python3"), ("sql", "sqlite")
+"""Labels of blocks in a language."""
 Test = dict[str, Any]
+QUOTED = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/", re.DOTALL)
+MAX_ROWS = 10_000
+"""Largest number of rows of a result. More are cut, and so equal to no other result of another length."""
+DIGITS = 9
+"""Number of digits of floats that are compared."""
+INSIDE = f"""
+import sqlite3
+
+def plain(cell):
+    if isinstance(cell, bytes):
+        return {{"blob": cell.hex()}}
+    if isinstance(cell, float) and cell in (float("inf"), float("-inf")):
+        return {{"real": repr(cell)}}
+    return cell
+
+def rows(setup, query):
+    connection = sqlite3.connect(":memory:")
+    connection.text_factory = lambda text: text.decode(errors="replace")
+    connection.executescript(setup)
+    connection.commit()
+    connection.execute("PRAGMA query_only = ON")
+    cursor = connection.execute(query)
+    return [[plain(cell) for cell in row] for row in cursor.fetchmany({MAX_ROWS + 1})]
+"""
+Rows = list[list[Any]]
+
+
+def sandbox(limits: Mapping[str, Any] | None = None) -> BlockingSandbox:
+    """The sandbox with these limits. `limits`: keys of `SandboxConfig`. Raises `ConfigError`."""
+    return _sandbox(limits_of(limits))
+
+
+_sandbox = functools.cache(BlockingSandbox)
+
+
+def limits_of(limits: Mapping[str, Any] | None) -> Limits:
+    """The limits that a reward's option means. Raises `ConfigError`."""
+    known = SandboxConfig.__dataclass_fields__
+    for key in limits or {}:
+        if key not in known:
+            raise ConfigError(f"reward.options.limits.{key}: the sandbox has no such limit{suggest(key, known)}")
+    try:
+        return Limits.of(SandboxConfig(**(limits or {})))
+    except TypeError as error:
+        raise ConfigError(f"reward.options.limits={limits}: {error}. Limits are numbers (conf/sandbox.py).") from None
+
+
+def warm(options: Mapping[str, Any]) -> None:
+    """Start the sandbox before the first sample's deadline begins. Raises `SandboxUnavailable`, `ConfigError`."""
+    sandbox(options.get("limits")).start()
+
+
+def last_block(response: str, languages: tuple[str, ...]) -> str:
+    """The last block of a response that is fenced by ``` and labelled with one of the languages; else the whole text.
+    A block that is not closed goes on to the end."""
+    blocks = [text for label, text in FENCE.findall(response) if label.lower() in languages]
+    return blocks[-1] if blocks else response
 
 
 @reward("python_tests", warm=warm)
@@ -40,7 +110,7 @@ def python_tests(
     row that has no such tests, and `SandboxUnavailable`.
     """
     tests = tests_of(task)
-    source = last_block(response, LANGUAGES)
+    source = last_block(response, PYTHON)
     if "input" in tests[0]:
         passed = _passed_calls(sandbox(limits), source, _function_of(task), tests, budget_s, tolerance)
     else:
@@ -98,3 +168,67 @@ def _passed_runs(fence: BlockingSandbox, source: str, tests: list[Test], budget_
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+@reward("sql_result", warm=warm)
+def sql_result(
+    response: str, task: dict[str, Any], budget_s: float = BUDGET_S, limits: dict[str, Any] | None = None
+) -> float:
+    """Return 1.0 if the response's query returns the rows of the row's `query`, else 0.0.
+
+    The query is the last block of the response labelled sql, or the whole response. The row's `setup` makes the
+    database: statements with a schema and data. Rows are compared in order if the row's own query has an ORDER BY of
+    its own (not one of a part of it), else in any order; columns by their places, floats by nine digits.
+
+    `budget_s`: seconds for both queries, less than `reward.timeout_s`. `limits`: keys of `SandboxConfig`. Raises
+    `ValueError` if the row's own query fails, and `SandboxUnavailable`.
+    """
+    setup, query = (task.get(key) for key in ("setup", "query"))
+    if not isinstance(setup, str) or not isinstance(query, str):
+        raise ValueError(f"the row's `setup` and `query` are {setup!r:.40} and {query!r:.40}, where SQL is due")
+    fence = sandbox(limits)
+    gold = _gold(fence, setup, query, budget_s / 2)
+    got = _run(fence, setup, last_block(response, SQL).strip(), budget_s / 2)
+    if isinstance(got, Failed) or not _are_rows(got.data):
+        return 0.0
+    return float(same_rows(gold, got.data, in_order=is_ordered(query)))
+
+
+@functools.lru_cache(maxsize=256)
+def _gold(fence: BlockingSandbox, setup: str, query: str, wall_s: float) -> Rows:
+    """The rows of the reference query, cached for all responses to a task."""
+    result = _run(fence, setup, query, wall_s)
+    if isinstance(result, Failed):
+        raise ValueError(f"the row's own query fails: {result.reason}: {result.text[-200:]}")
+    rows: Rows = result.data
+    return rows
+
+
+def _run(fence: BlockingSandbox, setup: str, query: str, wall_s: float) -> Result:
+    return fence.call(INSIDE, "rows", [[setup, query]], wall_s=wall_s)[0]
+
+
+def _are_rows(data: Any) -> bool:
+    return isinstance(data, list) and all(isinstance(row, list) for row in data)
+
+
+def same_rows(gold: Rows, got: Rows, in_order: bool) -> bool:
+    ours, theirs = ([tuple(map(_cell, row)) for row in rows] for rows in (gold, got))
+    return ours == theirs if in_order else Counter(ours) == Counter(theirs)
+
+
+def _cell(value: Any) -> str:
+    """A text that is equal for equal values. 1 and 1.0 are equal, as in SQLite."""
+    if isinstance(value, float):
+        return str(int(value)) if value == int(value) and abs(value) < 10**DIGITS else f"{value:.{DIGITS}g}"
+    return repr(value)
+
+
+def is_ordered(query: str) -> bool:
+    """Return whether the query as a whole has an ORDER BY: one outside of all parentheses."""
+    depth = 0
+    outside = []
+    for character in QUOTED.sub(" ", query):
+        depth += (character == "(") - (character == ")")
+        outside.append(character if depth == 0 else " ")
+    return re.search(r"\border\s+by\b", "".join(outside), re.IGNORECASE) is not None

@@ -5,7 +5,7 @@
       options: {url: "http://127.0.0.1:8000/v1", model: judge-7b, rubric: "Is the answer right, and is it polite?"}
       timeout_s: 60
 
-Any server that speaks OpenAI's protocol will do. Without a url a frozen model of the run is asked (`judging/pool.py`).
+Any server that speaks OpenAI's protocol will do. Without a url a frozen model of the run is asked (`judging.py`).
 Responses that a reward process has at once are asked about concurrently; an answered question is not asked again. The
 response is marked as such in the judge's prompt, and the judge answers with one number; a response can still try to
 persuade it.

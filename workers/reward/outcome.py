@@ -1,11 +1,20 @@
 """The outcome of scoring one sample: a finite float, or a `RewardError` that says why there is none.
 
-It is made in the pool's child processes (`child.py`), carried by `pool.py`, counted and reported by `worker.py`.
+It is made in the pool's child processes (`child.py`), carried by `pool.py`, counted and reported by `worker.py`. A
+process reports it to its pool by messages: short lines of JSON, checked before they are used.
+
+    ["ready", order] or ["refused", text]                                     once
+    ["score", index, number] or ["error", index, kind, text] …, ["done"]      for each batch
+
+The process runs a user's code on a model's text, so nothing that it sends is unpickled, and no line is read that is
+longer than `MAX_BYTES`. (The pool's own messages are pickled: what comes from there is trusted, and a function must be
+sent.)
 """
 
+import json
 import math
 import traceback
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +22,11 @@ KINDS = ("raised", "bad_value", "timeout", "crash")
 MAX_TEXT = 2_000
 """Largest number of characters of a `RewardError`'s text: enough for a message and a place in a file. It is logged and
 shown."""
+MAX_BYTES = 64 * 1024
+"""Largest line, in bytes: several times what the longest text takes."""
+MAX_REFUSAL = 4_000
+"""Largest number of characters that say why a function cannot be loaded."""
+ORDERS = ("sequential", "together")
 
 
 @dataclass(frozen=True)
@@ -85,3 +99,54 @@ def as_score(value: Any) -> Result:
     if not math.isfinite(score):
         return RewardError("bad_value", f"returned {score}; a reward is finite.")
     return score
+
+
+class BadMessageError(ValueError):
+    """The error for a message that no reward process of Penstock sends."""
+
+
+def packed(*message: Any) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def packed_result(index: int, result: Result) -> bytes:
+    if isinstance(result, RewardError):
+        return packed("error", index, result.kind, result.text)
+    return packed("score", index, result)
+
+
+def packed_refusal(text: str) -> bytes:
+    return packed("refused", bounded(text, MAX_REFUSAL))
+
+
+def answer_of(line: bytes) -> tuple[str, str]:
+    """The answer ("ready", order) or ("refused", text). Raises `BadMessageError`."""
+    match _parsed(line):
+        case ["ready", str(order)] if order in ORDERS:
+            return "ready", order
+        case ["refused", str(text)]:
+            return "refused", bounded(text, MAX_REFUSAL)
+    raise _no_message(line)
+
+
+def result_of(line: bytes, due: Container[int]) -> tuple[int, Result] | None:
+    """The position and result of a sample that is still due; None: the batch has ended. Raises `BadMessageError`."""
+    match _parsed(line):
+        case ["score", int(index), float(score)] if index in due and math.isfinite(score):
+            return index, score
+        case ["error", int(index), str(kind), str(text)] if index in due and kind in KINDS:
+            return index, RewardError(kind, text)
+        case ["done"]:
+            return None
+    raise _no_message(line)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        raise _no_message(line) from None
+
+
+def _no_message(line: bytes) -> BadMessageError:
+    return BadMessageError(f"sent {line!r:.80}, which is none of its messages or not due")

@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded, WorkerDied
-from penstock.workers.reward.messages import MAX_BYTES, BadMessageError, answer_of, result_of
-from penstock.workers.reward.outcome import Result
+from penstock.workers.reward.outcome import MAX_BYTES, BadMessageError, Result, answer_of, result_of
 from penstock.workers.reward.registry import RewardSpec
 
 T = TypeVar("T")

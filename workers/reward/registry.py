@@ -22,7 +22,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 BUILTIN_MODULES = (
     "penstock.workers.reward.functions",
     "penstock.workers.reward.code",
-    "penstock.workers.reward.sql",
     "penstock.workers.reward.judge",
 )
 

@@ -29,7 +29,7 @@ sample."""
 
 
 class Pool(Protocol):
-    """The interface of what scores: processes with a function (`pool.py`), or an engine (`judging/pool.py`)."""
+    """The interface of what scores: processes with a function (`pool.py`), or an engine (`workers/judging.py`)."""
 
     async def start(self) -> None: ...
 

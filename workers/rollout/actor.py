@@ -16,15 +16,13 @@ from penstock.conf.weights import WeightsConfig
 from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
 from penstock.workers.concurrent_tasks import run_all
-from penstock.workers.processes import ProcessId
+from penstock.workers.processes import ProcessId, register
 from penstock.workers.progress import ASLEEP, LOADING, SERVING, Phases, Progress
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
-from penstock.workers.rollout.metered import MeteredEngine
-from penstock.workers.rollout.thread_trial import ThreadedEngine, seconds_per_token
+from penstock.workers.rollout.metered import MeteredEngine, ThreadedEngine, seconds_per_token
 from penstock.workers.rollout.worker import RolloutWorker
 from penstock.workers.serving import Serving
-from penstock.workers.stacks import register
 from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
 from penstock.workers.weights.transport import Delivery, Info, Part
 

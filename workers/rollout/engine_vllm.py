@@ -7,13 +7,11 @@
 
 Sequences in flight during a load are preempted and recomputed: their next tokens are sampled as if the new weights had
 read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
-under which version. The engine process and its workers are children of this process, and their output is kept for the
-error message when they die (`engine_output.py`). vLLM is imported in `start`. Where adapters are published:
-`engine_vllm_adapter.py`.
+under which version. The engine process and its workers are children of this process (`vllm_processes.py`). vLLM is
+imported in `start`. Where adapters are published: `engine_vllm_adapter.py`.
 """
 
 import asyncio
-import gc
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -23,28 +21,25 @@ from typing import Any, TypeVar
 
 from penstock.conf.errors import (
     DataError,
-    DeadlineExceeded,
     PenstockError,
     PromptRefused,
-    ResourceError,
     WeightError,
-    WorkerDied,
 )
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.metering.meters import Meters
 from penstock.metering.table import ROLLOUT_LOAD_PHASES
 from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
-from penstock.workers.rollout.engine_output import EngineOutput, explained
-from penstock.workers.rollout.vllm_requests import (
+from penstock.workers.rollout.vllm_conversion import (
     Opened,
     completion_of,
     init_request,
     sampling_params,
+    shares_gpu,
     under_way,
     update_request,
 )
-from penstock.workers.rollout.vllm_setup import engine_arguments, shares_gpu, vllm_environment
+from penstock.workers.rollout.vllm_processes import VllmProcesses
 from penstock.workers.weights.publication.reading import mapped_publication
 from penstock.workers.weights.streaming.engine_calls import Inbox
 from penstock.workers.weights.transport import Delivery, Info, Part
@@ -56,7 +51,7 @@ WARMUP_SAMPLES = 8
 WARMUP_TOKENS = 4
 
 
-class VllmEngine:
+class VllmEngine(VllmProcesses):
     """Lifecycle: `start` once; then `generate` and `load` in any order and concurrency; `close`.
 
     A load either ends with the new version asserted, or leaves the old weights serving (failures up to `start`), or
@@ -80,15 +75,12 @@ class VllmEngine:
         `transport`: of weights (`conf/weights.py`). `phase_timeout_s`: limit of a phase of a weight sync.
         `by_priority`: waiting requests of the lowest `Sampling.priority` are served first. `meters`: for vLLM's
         statistics after each step; None: it gathers none."""
-        self._config = config
-        self._model_path = model_path
-        self._num_threads = num_threads
+        super().__init__(
+            config, model_path, num_threads=num_threads, transport=transport, by_priority=by_priority, meters=meters
+        )
         self._version = version
-        self._transport = transport
-        self._by_priority = by_priority
         self._phase_timeout_s = phase_timeout_s
         self._inbox = Inbox(phase_timeout_s)
-        self._llm: Any = None
         self._tokenizer: Any = None
         self._request_ids = itertools.count()
         self._in_flight = 0
@@ -103,11 +95,6 @@ class VllmEngine:
         """True if the weights are on the device: asleep they are not, unless they were loaded meanwhile."""
         self.phase_seconds: dict[str, float] = {}
         """Seconds of each phase of the last load."""
-        self._broken: str | None = None
-        self._output = EngineOutput()
-        self._meters = meters
-        self._stats: Any = None
-        """The `VllmStats`, once the engine is started with meters."""
 
     async def start(self) -> None:
         """Start the engine process and warm it up. Raises `ResourceError` when it does not come up,
@@ -209,49 +196,12 @@ class VllmEngine:
         waiting = min(self._stats.num_waiting, now.num_in_flight) if self._stats is not None else 0
         return Sampled(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens, waiting)
 
-    async def close(self) -> None:
-        llm, self._llm = self._llm, None
-        self._broken = self._broken or "it was closed"
-        if llm is not None:
-            llm.shutdown()  # blocks on purpose: its output task must not run and report the end as a failure
-            await asyncio.sleep(0.01)  # its cancelled tasks end
-            del llm
-            gc.collect()  # a cycle would keep it until the interpreter ends, when its __del__ fails noisily
-
     # Start
 
     async def _create(self) -> None:
         await asyncio.to_thread(self._build)
         self._tokenizer = self._llm.get_tokenizer()
         await self._llm.update_weight_version(str(self._version))
-
-    def _build(self) -> None:
-        with self._output.captured(), vllm_environment(self._config, self._model_path, self._num_threads):
-            from vllm import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-
-            try:
-                arguments = AsyncEngineArgs(**self._arguments())
-                self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=self._stat_loggers())
-            except (RuntimeError, ValueError, OSError) as error:
-                told = explained(str(error), self._output.tail())
-                raise ResourceError(
-                    f"the vLLM engine for {self._model_path} did not start: {told}\nIts memory is set by "
-                    "rollout.kv_cache_gib and rollout.max_model_len, on a GPU by rollout.gpu_memory_utilization."
-                ) from None
-
-    def _arguments(self) -> dict[str, Any]:
-        arguments = engine_arguments(self._config, self._model_path, self._transport)
-        return {"scheduling_policy": "priority"} | arguments if self._by_priority else arguments
-
-    def _stat_loggers(self) -> list[Any]:
-        """The factories of stat loggers; vLLM gathers its statistics only where there is one."""
-        if self._meters is None:
-            return []
-        from penstock.workers.rollout.vllm_stats import VllmStats
-
-        self._stats = VllmStats(self._meters)
-        return [self._stats.logger]
 
     async def _warm_up(self) -> None:
         """Run the first request with log-probabilities and the first seeded one, each of which compiles a kernel for
@@ -291,9 +241,6 @@ class VllmEngine:
         if not reasons <= {"stop", "length"}:
             raise self._died("it ended a request without finishing it")
         return output
-
-    def _is_gone(self) -> bool:
-        return self._llm is None or self._llm.errored
 
     def _lora_request(self) -> Any:
         """vLLM's request for the adapter that a request is to have; None for no adapter."""
@@ -382,32 +329,3 @@ class VllmEngine:
         if self._meters is not None:
             self._meters.add(ROLLOUT_LOAD_PHASES, seconds, phase=name)
         return result
-
-    # Failures
-
-    async def _in_time(self, what: str, call: Awaitable[T], timeout_s: float, key: str) -> T:
-        """Return the call's result. Raises `DeadlineExceeded` naming `what`; the engine's own failures as
-        `WeightError`, `WorkerDied`."""
-        try:
-            return await asyncio.wait_for(call, timeout_s)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"{what}: the vLLM engine for {self._model_path} did not answer within {timeout_s:g} s. Raise {key}, "
-                "or see its log."
-            ) from None
-        except PenstockError:
-            raise
-        except Exception as error:  # noqa: BLE001 - vLLM reports failures of its processes as bare Exceptions with text
-            if self._llm is not None and self._llm.errored:
-                raise self._died(error) from None
-            raise WeightError(f"{what}: {error}") from None
-
-    def _died(self, reason: object) -> WorkerDied:
-        self._broken = self._broken or str(reason)
-        told = explained(str(reason), self._output.tail())
-        return WorkerDied(f"the vLLM engine for {self._model_path} is gone: {told}")
-
-    def _check_alive(self) -> None:
-        if self._broken is not None or self._llm is None:
-            reason = self._broken or "it was never started"
-            raise WorkerDied(f"the vLLM engine for {self._model_path} is not serving: {reason}.")

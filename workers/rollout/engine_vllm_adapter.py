@@ -23,8 +23,7 @@ from penstock.conf.weights import WeightsConfig
 from penstock.metering.meters import Meters
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.rollout.vllm_requests import Opened
-from penstock.workers.rollout.vllm_setup import adapter_arguments
+from penstock.workers.rollout.vllm_conversion import Opened, adapter_arguments
 from penstock.workers.weights.publication.adapter import CONFIG_NAME, FILE_NAME, layer_shapes, layout_of, peft_config
 from penstock.workers.weights.publication.layout import Layout
 from penstock.workers.weights.publication.reading import MappedWeights, mapped_publication
@@ -65,7 +64,7 @@ class VllmAdapterEngine(VllmEngine):
         return super()._arguments() | adapter_arguments(self._adapter)
 
     async def _create(self) -> None:
-        from penstock.workers.models.adapted_layers import adapted_layers
+        from penstock.workers.adapted_layers import adapted_layers
 
         self._layers = await asyncio.to_thread(adapted_layers, self._model_path, self._adapter)
         self._folder.stage_zeros(self._version, layout_of(self._layers, self._adapter, self._config.dtype))

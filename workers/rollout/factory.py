@@ -8,7 +8,7 @@ from penstock.conf.rollout import ENGINES, RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.metering.meters import Meters
-from penstock.workers.cpu_process import prepare_for_torch
+from penstock.workers.cpu import prepare_for_torch
 from penstock.workers.protocols import RolloutEngine
 
 

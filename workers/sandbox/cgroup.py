@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.workers.sandbox import scope
-from penstock.workers.sandbox.limits import MIB, Limits
+from penstock.workers.sandbox.execution import MIB, Limits
 
 NAME = "penstock-sandbox"
 KEEPER_BYTES = 32 * MIB

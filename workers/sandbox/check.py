@@ -15,9 +15,8 @@ from typing import Any
 
 from penstock.conf.errors import SandboxUnavailable
 from penstock.workers.sandbox import probe
+from penstock.workers.sandbox.execution import MIB, Limits, Value, results_of
 from penstock.workers.sandbox.fence import DEVICES, Machine
-from penstock.workers.sandbox.limits import MIB, Limits
-from penstock.workers.sandbox.outcome import Value, results_of
 from penstock.workers.sandbox.usage import descendants, memory_of
 from penstock.workers.sandbox.worker import Worker
 

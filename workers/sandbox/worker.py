@@ -23,9 +23,8 @@ from typing import Any
 from penstock.conf.errors import SandboxUnavailable
 from penstock.workers.sandbox import seccomp
 from penstock.workers.sandbox.cgroup import Cgroup
+from penstock.workers.sandbox.execution import CPU_SLACK_S, Ending, Limits
 from penstock.workers.sandbox.fence import DEVICES, Machine, command
-from penstock.workers.sandbox.limits import Limits
-from penstock.workers.sandbox.outcome import CPU_SLACK_S, Ending
 from penstock.workers.sandbox.usage import Watch
 
 START_S = 30.0

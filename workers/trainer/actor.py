@@ -24,12 +24,11 @@ from penstock.metering.ray_export import exported
 from penstock.network.addresses import free_address
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
-from penstock.workers.cpu_process import prepare_for_torch
+from penstock.workers.cpu import prepare_for_torch
 from penstock.workers.files import SavedFile
-from penstock.workers.processes import ProcessId
+from penstock.workers.processes import ProcessId, register
 from penstock.workers.progress import EXPORTING, IDLE, PUBLISHING, RESUMING, SAVING, SERVING, Phases, Progress
 from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.stacks import register
 from penstock.workers.trainer.report import StepReport, TokenValues
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.weights.transport import Delivery, Engines, Transport

@@ -20,7 +20,7 @@ from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.spec import given
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec
 from penstock.workers.compute.actor import Compute
-from penstock.workers.judging.pool import JudgeSpec
+from penstock.workers.judging import JudgeSpec
 from penstock.workers.prompts.actor import Prompts
 from penstock.workers.reward.actor import Reward, RewardPlan
 from penstock.workers.rollout.actor import Rollout, RolloutSpec

@@ -27,7 +27,7 @@ from penstock.orchestrator.cluster.placement.threads import (
 )
 from penstock.orchestrator.cluster.ray_calls import get_all
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 
 PHASE = "trying numbers of threads"
 RUN_CODE = ("reward", "environment")

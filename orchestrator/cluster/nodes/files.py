@@ -15,7 +15,7 @@ import ray
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.ray_calls import answers, get_all
 from penstock.workers.files import is_url
-from penstock.workers.node.file_set import FileSet
+from penstock.workers.node.file_service import FileSet
 
 
 def waves(has: Collection[str], wants: Collection[str]) -> list[list[tuple[str, str]]]:

@@ -3,7 +3,7 @@
     each step     ranks keep copies ─▶ partners' agents fetch them ─▶ the step counts as trained
     a node lost   are_there ─▶ ranks start elsewhere ─▶ bring ─▶ they restore
 
-Copies are fetched in `workers/node/states.py`; the partner of each node is chosen in `workers/node/partners.py`.
+`workers/node/states.py` chooses the partner of each node, and fetches copies.
 """
 
 import time
@@ -16,7 +16,7 @@ from penstock.conf.errors import KeptStateError, PenstockError, WorkerDied
 from penstock.network.connection import Address
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.ray_calls import answers, look, outcomes
-from penstock.workers.node.partners import partners
+from penstock.workers.node.states import partners
 
 POLICY = "policy"
 """Name by which agents call the trainer whose states are kept."""

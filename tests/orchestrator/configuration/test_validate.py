@@ -23,8 +23,8 @@ from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import check_model, limits_of_code, num_parameters
 from penstock.orchestrator.configuration.validate import check_run, checks
-from penstock.workers.models.fresh import build_fresh_model
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.fresh_model import build_fresh_model
+from penstock.workers.sandbox.execution import Limits
 
 SMALL = FreshModelConfig(
     num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, max_position_embeddings=256

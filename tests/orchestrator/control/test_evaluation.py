@@ -19,7 +19,7 @@ from penstock.workers.environments.task import Task
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.worker import sample_seed
-from penstock.workers.trajectory.trajectory import Trajectory
+from penstock.workers.trajectory import Trajectory
 from tests.workers.attempts.played import ScriptedEngines, make_runner
 from tests.workers.gateway.test_ray_engines import HANGS, Engine, until_idle
 

@@ -158,7 +158,7 @@ def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple
     from penstock.conf.trainer import TrainerConfig
     from penstock.store.client.client import StoreClient
     from penstock.store.service.actor import create_store_actor, end_store_actor
-    from penstock.workers.models.fresh import build_fresh_model
+    from penstock.workers.fresh_model import build_fresh_model
     from penstock.workers.trainer.actor import Trainer
     from penstock.workers.trainer.spec import TrainerSpec
 

@@ -14,7 +14,7 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import RunResult, run
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from tests.orchestrator.runs import reference_loop
 from tests.orchestrator.runs.killing import Killing
 from tests.run_files import events_of, metrics_of, sampled_difference, samples_of

@@ -8,7 +8,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.recipes import find_recipe, packaged_recipes
 from penstock.orchestrator.run import run
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from tests.run_files import metrics_of
 
 MODEL = FreshModelConfig(

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from tests.orchestrator.runs import reference_loop
 from tests.run_files import metrics_of
 

@@ -11,12 +11,12 @@ from penstock.conf.model import FreshModelConfig
 from penstock.metering.meters import Meters
 from penstock.workers.attempts.runner import Runner
 from penstock.workers.environments.task import Task
+from penstock.workers.fresh_model import EOS_ID, character_tokenizer
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.session import Session, TurnLimits
-from penstock.workers.models.fresh import EOS_ID, character_tokenizer
 from penstock.workers.protocols import Completion, Sampling
-from penstock.workers.trajectory.trajectory import Trajectory
+from penstock.workers.trajectory import Trajectory
 
 Script = Callable[[str, Sampling], str]
 """What is answered to a prompt."""

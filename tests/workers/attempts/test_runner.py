@@ -12,8 +12,7 @@ from penstock.workers.environments.scoring import NUM_PROCESSES, Scoring
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.errors import LimitReached
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.segments import segments_of
-from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, REJECTED, TRUNCATED, row_columns
+from penstock.workers.trajectory import COMPLETED, FAILED, REJECTED, TRUNCATED, row_columns, segments_of
 from tests.metering.measured import measured
 from tests.workers.attempts.played import TASK, Played, ScriptedEngines, make_runner, play
 

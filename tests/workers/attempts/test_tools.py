@@ -10,11 +10,10 @@ import pytest
 
 from penstock.conf.errors import ResourceError
 from penstock.conf.sandbox import SandboxConfig
+from penstock.workers.environments.toolbox import python
 from penstock.workers.protocols import Sampling
-from penstock.workers.sandbox.limits import Limits
-from penstock.workers.sandbox.outcome import Outcome
+from penstock.workers.sandbox.execution import Limits, Outcome
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.sandbox.tools import python
 from tests.workers.attempts.played import TASK, Played, ScriptedEngines, make_runner, play
 
 
@@ -127,7 +126,7 @@ class OneAtATime:
 
 def test_the_time_of_a_program_begins_when_a_sandbox_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = OneAtATime()
-    monkeypatch.setattr("penstock.workers.sandbox.tools._sandbox", lambda limits: sandbox)
+    monkeypatch.setattr("penstock.workers.environments.toolbox._sandbox", lambda limits: sandbox)
     calls = ",".join(["python(code='0.4')"] * 3)
     told, counts = called(f"[{calls}]", [python], tool_timeout_s=0.9)
     assert (told, counts["tools_timeout"]) == ("done\ndone\ndone", 0)
@@ -142,7 +141,7 @@ def test_a_program_has_the_limits_of_the_environments_sandbox(monkeypatch: pytes
         asked.append(limits)
         return OneAtATime()
 
-    monkeypatch.setattr("penstock.workers.sandbox.tools._sandbox", sandbox_of)
+    monkeypatch.setattr("penstock.workers.environments.toolbox._sandbox", sandbox_of)
     assert called("[python(code='0')]", [python], sandbox=SandboxConfig(require_cgroup=True))[0] == "done"
     assert asked == [Limits(require_cgroup=True)]
 
@@ -206,7 +205,7 @@ def test_a_tool_that_computes_for_ever_is_ended() -> None:
 
 
 def test_too_many_that_hang_end_the_run_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.workers.environments.tools.threads.MAX_LEFT", 2)
+    monkeypatch.setattr("penstock.workers.environments.tool_threads.MAX_LEFT", 2)
     over = threading.Event()
 
     def hangs() -> str:

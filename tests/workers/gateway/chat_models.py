@@ -8,11 +8,11 @@ from typing import Any
 
 from penstock.conf.errors import WorkerDied
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.gateway.formats.format import Format
+from penstock.workers.fresh_model import character_tokenizer
+from penstock.workers.gateway.formats.conversation import Format
 from penstock.workers.gateway.formats.rendered import RenderedFormat
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.session import Session, TurnLimits
-from penstock.workers.models.fresh import character_tokenizer
 from penstock.workers.protocols import Completion, Sampling
 
 QWEN3 = "qwen3"

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.gateway.history import history_key, text_of
+from penstock.workers.gateway.formats.conversation import history_key, text_of
 from tests.workers.gateway.chat_models import ADD
 
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.workers.gateway.errors import AttemptOver, LimitReached, Rejected
 from penstock.workers.gateway.session import turn_seed
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.segments import segments_of
+from penstock.workers.trajectory import segments_of
 from tests.workers.gateway.chat_models import ADD, Saying, call_text, make_session, text_of
 
 SYSTEM = {"role": "system", "content": "Count."}

@@ -27,7 +27,7 @@ from penstock.store.data.layout import ColumnNote, Placed
 from penstock.store.data.payload import Payload, assemble
 from penstock.store.data.roots import OWNER_NAME
 from penstock.workers.node.agent import NODE, ROWS, STACKS, STATES, WEIGHTS, NodeAgent
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 
 HOST = "127.0.0.1"
 AGENT = """

@@ -9,7 +9,7 @@ from penstock.conf.errors import ResourceError
 from penstock.network.handshake import new_token
 from penstock.workers.files import SavedFile
 from penstock.workers.node.agent import NodeAgent
-from penstock.workers.node.file_set import FileSet
+from penstock.workers.node.file_service import FileSet
 
 HOST = "127.0.0.1"
 

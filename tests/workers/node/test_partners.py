@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.node.partners import partners
+from penstock.workers.node.states import partners
 
 
 def test_the_next_node_is_the_partner_and_the_lasts_is_the_first() -> None:

@@ -21,9 +21,7 @@ from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
 from penstock.workers.prompts import opening
 from penstock.workers.prompts.apart import Apart, problem_of
-from penstock.workers.prompts.check import rows_to_read
-from penstock.workers.prompts.environment_tasks import EnvironmentTasks
-from penstock.workers.prompts.opening import open_apart, open_rows, open_source
+from penstock.workers.prompts.opening import EnvironmentTasks, open_apart, open_rows, open_source, rows_to_read
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.task import Task as Row
 from tests.workers.prompts.test_source import Characters

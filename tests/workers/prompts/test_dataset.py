@@ -10,7 +10,7 @@ import pytest
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError, DataError
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.huggingface import choose_files
+from penstock.workers.prompts.rows import choose_files
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"
 ROWS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n), "level": n} for n in range(5)]

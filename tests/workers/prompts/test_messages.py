@@ -12,9 +12,8 @@ from penstock.conf.model import ModelConfig
 from penstock.workers.environments import task as environments
 from penstock.workers.environments.adapters.agent import row_of
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.messages import is_conversation, messages_of, with_template
 from penstock.workers.prompts.source import PromptSource
-from penstock.workers.prompts.task import Task
+from penstock.workers.prompts.task import Task, is_conversation, messages_of, with_template
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
 
 ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 2?"}]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig, PartConfig
 from penstock.conf.errors import ConfigError, DataError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.mixture import MOST_ROWS, Mixture, dealt
+from penstock.workers.prompts.dataset import MOST_ROWS, Mixture, dealt, open_dataset
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 200))

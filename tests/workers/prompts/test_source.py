@@ -18,10 +18,9 @@ from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.models.fresh import build_fresh_model
-from penstock.workers.prompts.check import check_prompts
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.opening import open_source
+from penstock.workers.prompts.opening import check_prompts, open_source
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from penstock.workers.reward.code import python_tests
-from penstock.workers.reward.fences import last_block
+from penstock.workers.reward.code import last_block, python_tests
 
 ADD = {"function": "add", "tests": [{"input": [1, 2], "output": 3}, {"input": [2, 2], "output": 4}]}
 SUM = {"tests": [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "2 2", "stdout": "4"}]}

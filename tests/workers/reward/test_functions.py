@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError
-from penstock.workers.problems.reasoning_gym import Problems
-from penstock.workers.reward.functions import digits, label, math_verify, reasoning_gym
-from penstock.workers.reward.math_answers import ungrouped
+from penstock.workers.problems import Problems
+from penstock.workers.reward.functions import digits, label, math_verify, reasoning_gym, ungrouped
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"
 

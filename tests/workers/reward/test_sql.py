@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.workers.reward.sql import is_ordered, same_rows, sql_result
+from penstock.workers.reward.code import is_ordered, same_rows, sql_result
 
 SETUP = """
 create table t(name text, price real, photo blob);

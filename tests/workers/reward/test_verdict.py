@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.reward.rubric import Rubric
-from penstock.workers.reward.verdict import verdict
+from penstock.workers.reward.rubric import Rubric, verdict
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.weights.publication.adapter import tensor_name

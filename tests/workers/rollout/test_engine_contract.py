@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.conf.errors import PromptRefused, WeightError
-from penstock.workers.models.fresh import EOS_ID
+from penstock.workers.fresh_model import EOS_ID
 from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 from penstock.workers.rollout.sampling import sampling_logprobs
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.weights.publication.publication import write_publication

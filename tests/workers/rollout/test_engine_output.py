@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.rollout.engine_output import (
+from penstock.workers.rollout.vllm_processes import (
     MAX_LINE_CHARS,
     SHOWN_LINES,
     TAIL_BYTES,

@@ -25,10 +25,10 @@ from penstock.conf.errors import (
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.meters import Meters
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.rollout.vllm_setup import engine_arguments
+from penstock.workers.rollout.vllm_conversion import engine_arguments
 from penstock.workers.weights.publication.publication import write_publication
 from tests.metering.measured import measured
 from tests.workers.rollout.fake_llm import Action, FakeLLM, fail, hang, is_serving

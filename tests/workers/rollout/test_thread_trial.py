@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.workers.protocols import Completion, Sampling
-from penstock.workers.rollout.thread_trial import MOST_SAMPLES, NUM_TOKENS, NUM_TRIES, seconds_per_token
+from penstock.workers.rollout.metered import MOST_SAMPLES, NUM_TOKENS, NUM_TRIES, seconds_per_token
 from tests.virtual_time import run_virtually
 
 

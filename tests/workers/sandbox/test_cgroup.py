@@ -11,7 +11,7 @@ import pytest
 
 from penstock.workers.sandbox import cgroup
 from penstock.workers.sandbox.cgroup import Cgroup
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.usage import descendants, memory_below, memory_of, num_sockets, times_of
 
 

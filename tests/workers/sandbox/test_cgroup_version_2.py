@@ -13,7 +13,7 @@ import pytest
 
 from penstock.workers.sandbox import cgroup, scope
 from penstock.workers.sandbox.cgroup import Cgroup, parents
-from penstock.workers.sandbox.limits import MIB, Limits
+from penstock.workers.sandbox.execution import MIB, Limits
 
 GIVEN = {
     "": ("cgroup.procs", "cgroup.controllers", "cgroup.subtree_control", "cgroup.events"),

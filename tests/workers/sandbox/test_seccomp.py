@@ -7,16 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import SandboxUnavailable
-from penstock.workers.sandbox.seccomp import ALLOW, AUDIT_ARCH, FAIL, KILL, NAMESPACES, program
-from penstock.workers.sandbox.syscalls import (
+from penstock.workers.sandbox.seccomp import (
+    ALLOW,
+    AUDIT_ARCH,
     BY_ARGUMENT,
     CLONE,
     CLONE3,
+    FAIL,
+    KILL,
     MACHINES,
     MMAP,
+    NAMESPACES,
     OF_THE_KEEPER,
     ORDINARY,
     numbers,
+    program,
 )
 
 EPERM, ENOSYS = FAIL | 1, FAIL | 38

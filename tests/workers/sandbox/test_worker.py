@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.worker import Meter, Worker
 
 WELL = {"status": 0, "in_time": True, "cpu_s": 0.1, "seconds": 0.2}

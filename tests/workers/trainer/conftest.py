@@ -11,7 +11,7 @@ import torch
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.engines import deepspeed_runtime
 from penstock.workers.trainer.trainer import PolicyTrainer
 

@@ -12,10 +12,9 @@ from penstock.conf.errors import ConfigError, suggest
 from penstock.workers.environments.adapters.tools import Tools
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
+from penstock.workers.environments.mcp_server import McpCommand, McpServer, McpTool
 from penstock.workers.environments.task import Task
-from penstock.workers.environments.tools.description import Described
-from penstock.workers.environments.tools.mcp_process import McpCommand
-from penstock.workers.environments.tools.mcp_server import McpServer, McpTool
+from penstock.workers.environments.toolbox import Described
 
 
 @environment("mcp")

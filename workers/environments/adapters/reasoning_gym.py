@@ -11,8 +11,8 @@ from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
 from penstock.workers.environments.scoring import Scoring
 from penstock.workers.environments.task import Task
-from penstock.workers.gateway.formats.format import Message
-from penstock.workers.problems.reasoning_gym import Problems, make_dataset
+from penstock.workers.gateway.formats.conversation import Message
+from penstock.workers.problems import Problems, make_dataset
 
 
 @environment("reasoning_gym")

@@ -15,7 +15,7 @@ from penstock.conf.errors import ConfigError, suggest
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
 from penstock.workers.environments.task import Task
-from penstock.workers.gateway.formats.format import Message
+from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.user_code import find_function
 
 SEATS = 2

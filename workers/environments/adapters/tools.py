@@ -13,9 +13,9 @@ from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
 from penstock.workers.environments.scoring import Scoring
 from penstock.workers.environments.task import Task
-from penstock.workers.gateway.formats.format import Message
-from penstock.workers.sandbox.tools import python
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.environments.toolbox import python
+from penstock.workers.gateway.formats.conversation import Message
+from penstock.workers.trajectory import Turn
 from penstock.workers.user_code import find_function
 
 PROMPT = "prompt"

@@ -1,4 +1,5 @@
-"""Conversations by the package `renderers`, which has a model family's chat template as code.
+"""The format that `environment.gateway` names: the tokenizer's own chat template (`template.py`), or one by the package
+`renderers`, which has a model family's chat template as code.
 
 The package reads what a family writes token by token, thinking and calls in the family's syntax. It knows which
 conversations go on with the tokens that were sampled (its "bridges"). It is used for
@@ -9,16 +10,25 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, DataError, suggest
-from penstock.workers.encodable import encodable
-from penstock.workers.gateway.formats.format import Message, Read, Tools
-from penstock.workers.gateway.formats.template import as_message
-from penstock.workers.gateway.formats.thinking import split_thinking
-from penstock.workers.gateway.formats.tool_calls import Unreadable, found, made, strict_json
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.gateway.formats.answers import Unreadable, found, made, split_thinking, strict_json
+from penstock.workers.gateway.formats.conversation import Format, Message, Read, Tools
+from penstock.workers.gateway.formats.template import TemplateFormat, as_message
+from penstock.workers.trajectory import Turn, encodable
 
+TEMPLATE = "template"
+"""Name of the format by the tokenizer's own template."""
 NO_FAMILIES = ("auto", "custom", "default")
 """Names of `renderers` that are no family: ways to choose one, and the one that never goes on with sampled tokens."""
+
+
+def make_format(tokenizer: Any, config: GatewayConfig, template_kwargs: Mapping[str, Any] | None = None) -> Format:
+    """Make the format. `template_kwargs`: `model.chat_template_kwargs`. Raises `ConfigError` for a family that is not
+    known, `ModelError` for a model that cannot chat."""
+    if config.format == TEMPLATE:
+        return TemplateFormat(tokenizer, config.tools, template_kwargs)
+    return RenderedFormat(tokenizer, config.format, template_kwargs)
 
 
 class RenderedFormat:

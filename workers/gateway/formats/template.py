@@ -21,11 +21,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from penstock.conf.errors import DataError, ModelError
-from penstock.workers.encodable import encodable
-from penstock.workers.gateway.formats.format import SHORT_ID, Message, Read, Tools
-from penstock.workers.gateway.formats.thinking import EMPTY, begins_thinking, split_thinking
-from penstock.workers.gateway.formats.tool_calls import READERS, Call, made
-from penstock.workers.trajectory.turn import ToolCall, Turn
+from penstock.workers.gateway.formats.answers import EMPTY, READERS, Call, begins_thinking, made, split_thinking
+from penstock.workers.gateway.formats.conversation import SHORT_ID, Message, Read, Tools
+from penstock.workers.trajectory import ToolCall, Turn, encodable
 
 NUM_BEFORE = 16
 """Number of tokens at a prompt's end that show whether it has begun the thinking, however the text is cut into

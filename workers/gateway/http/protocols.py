@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.workers.gateway.formats.format import Message
+from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http import chat, messages, responses
-from penstock.workers.gateway.http.asked import Asked
 from penstock.workers.gateway.http.errors import Failure, as_anthropic, as_openai
+from penstock.workers.gateway.http.exchange import COMMENT, Asked, Event
 from penstock.workers.gateway.http.fields import Fields
-from penstock.workers.gateway.http.sse import COMMENT, Event
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.workers.gateway.formats.format import Message
-from penstock.workers.gateway.http.asked import (
+from penstock.workers.gateway.formats.conversation import Message
+from penstock.workers.gateway.http.exchange import (
     Asked,
+    Event,
     arguments_of,
     assistant,
     chosen,
     content_text,
     function_tool,
     json_format,
+    pieces,
     sampling_options,
     tool_call,
     tool_results_named,
 )
 from penstock.workers.gateway.http.fields import Fields
-from penstock.workers.gateway.http.sse import Event, pieces
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 
 ROLES = {"system": "system", "developer": "system", "user": "user"}
 TEXTS = ("input_text", "output_text", "text")

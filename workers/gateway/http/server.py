@@ -33,14 +33,13 @@ from aiohttp import web
 
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.errors import AttemptOver
-from penstock.workers.gateway.formats.format import Message
-from penstock.workers.gateway.http.asked import Asked
+from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http.errors import NO_KEY, UNKNOWN_KEY, Failure, failure_of
+from penstock.workers.gateway.http.exchange import Asked, Event
 from penstock.workers.gateway.http.fields import parsed
 from penstock.workers.gateway.http.protocols import ANTHROPIC, PROTOCOLS, Protocol, error_shape, models
-from penstock.workers.gateway.http.sse import Event
 from penstock.workers.gateway.session import Session
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 
 _LOG = logging.getLogger("penstock")
 MAX_BODY_BYTES = 32 * 2**20

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.conf.errors import SandboxUnavailable
 from penstock.orchestrator.cluster.fleet.trials import try_fences
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.execution import Limits
 
 HOMES = {"Trainer-policy-0": "n1", "Reward-0": "n2", "Reward-1": "n3", "Reward-2": "n2", "Environment-0": "n4"}
 """Node by actor. That of Environment-0 has left."""

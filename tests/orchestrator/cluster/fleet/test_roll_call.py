@@ -9,7 +9,7 @@ from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.cluster.fleet.roster import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
-from penstock.workers.node.neighbours import Neighbours
+from penstock.workers.node.questions import Neighbours
 
 NODES = {"A": "left", "B": "left", "C": "right"}
 

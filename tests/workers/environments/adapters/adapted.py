@@ -8,7 +8,7 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.trajectory import Trajectory
+from penstock.workers.trajectory import Trajectory
 from tests.workers.attempts.played import Script, play
 
 

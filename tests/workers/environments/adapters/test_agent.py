@@ -10,7 +10,7 @@ import pytest
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.adapters import agent as adapter_module
 from penstock.workers.environments.task import Task
-from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, Trajectory
+from penstock.workers.trajectory import COMPLETED, FAILED, Trajectory
 from tests.workers.environments.adapters.adapted import adapter, played
 
 TASK = {"question": "6 * 7?", "answer": "42"}

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.environments.adapters.gymnasium import NamedActions
-from penstock.workers.environments.adapters.observation import as_text, painted
+from penstock.workers.environments.adapters.gymnasium import NamedActions, as_text, painted
 from penstock.workers.environments.task import Task
-from penstock.workers.trajectory.trajectory import COMPLETED, TRUNCATED
+from penstock.workers.trajectory import COMPLETED, TRUNCATED
 from tests.workers.environments.adapters.adapted import adapter, heard, played
 
 TASK = Task("0", 7)

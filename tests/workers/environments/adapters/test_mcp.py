@@ -10,11 +10,10 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.adapters.mcp import told_apart
+from penstock.workers.environments.mcp_server import McpCommand, McpServer, McpTool
 from penstock.workers.environments.task import Task
-from penstock.workers.environments.tools.mcp_process import McpCommand
-from penstock.workers.environments.tools.mcp_server import McpServer, McpTool
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, TRUNCATED
+from penstock.workers.trajectory import COMPLETED, FAILED, TRUNCATED
 from tests.workers.attempts.played import ScriptedEngines, make_runner
 from tests.workers.environments.adapters.adapted import adapter, heard, played
 

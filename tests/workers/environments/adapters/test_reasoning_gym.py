@@ -6,7 +6,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.task import Task
-from penstock.workers.trajectory.trajectory import COMPLETED
+from penstock.workers.trajectory import COMPLETED
 from tests.workers.environments.adapters.adapted import adapter, heard, played
 
 EASY = {"max_terms": 2, "max_digits": 1}

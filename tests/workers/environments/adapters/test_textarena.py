@@ -14,7 +14,7 @@ from penstock.conf.errors import ConfigError
 from penstock.workers.environments.adapters.textarena import Game
 from penstock.workers.environments.task import Task
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.trajectory import COMPLETED, REJECTED
+from penstock.workers.trajectory import COMPLETED, REJECTED
 from tests.workers.attempts.played import ScriptedEngines, make_runner
 from tests.workers.environments.adapters.adapted import adapter, heard, played
 

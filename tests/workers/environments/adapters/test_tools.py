@@ -6,7 +6,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.task import Task
-from penstock.workers.trajectory.trajectory import COMPLETED, FAILED
+from penstock.workers.trajectory import COMPLETED, FAILED
 from tests.workers.environments.adapters.adapted import adapter, heard, played
 
 CODE = '''
@@ -114,7 +114,7 @@ def test_the_system_prompt_of_the_data_is_before_the_text_of_another_column() ->
 
 def test_the_sandbox_is_a_tool() -> None:
     (tool,) = adapter("tools", tools=["python"], reward=None)._tools
-    assert tool.__module__ == "penstock.workers.sandbox.tools"
+    assert tool.__module__ == "penstock.workers.environments.toolbox"
 
 
 def test_what_is_not_there_is_named_with_what_is(code: str) -> None:

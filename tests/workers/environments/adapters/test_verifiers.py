@@ -16,10 +16,9 @@ from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.http.server import HttpServer
-from penstock.workers.prompts.environment_tasks import EnvironmentTasks
-from penstock.workers.prompts.opening import open_apart, open_rows
+from penstock.workers.prompts.opening import EnvironmentTasks, open_apart, open_rows
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, Trajectory
+from penstock.workers.trajectory import COMPLETED, FAILED, Trajectory
 from tests.warm_workers import EXECUTABLE, warm_python
 from tests.workers.attempts.played import ScriptedEngines, make_runner
 from tests.workers.environments.adapters.adapted import adapter, heard

@@ -13,9 +13,9 @@ from mistral_common.integrations.chat_templates.template_generator import Templa
 from mistral_common.tokens.tokenizers.base import TokenizerVersion
 
 from penstock.conf.model import FreshModelConfig
+from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.session import Session, TurnLimits
-from penstock.workers.models.fresh import character_tokenizer
 from penstock.workers.protocols import Completion, Sampling
 
 QWEN_MARKS = (

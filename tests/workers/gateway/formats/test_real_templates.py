@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import DataError
-from penstock.workers.gateway.formats.thinking import EMPTY
+from penstock.workers.gateway.formats.answers import EMPTY
 from penstock.workers.gateway.session import Session
-from penstock.workers.trajectory.segments import segments_of
+from penstock.workers.trajectory import segments_of
 from tests.workers.gateway.chat_models import ADD
 from tests.workers.gateway.formats.real_templates import FAMILIES, Family
 

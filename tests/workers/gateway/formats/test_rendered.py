@@ -7,11 +7,10 @@ import pytest
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.gateway.formats.choosing import make_format
-from penstock.workers.gateway.formats.rendered import RenderedFormat
+from penstock.workers.fresh_model import character_tokenizer
+from penstock.workers.gateway.formats.rendered import RenderedFormat, make_format
 from penstock.workers.gateway.formats.template import TemplateFormat
-from penstock.workers.models.fresh import character_tokenizer
-from penstock.workers.trajectory.segments import segments_of
+from penstock.workers.trajectory import segments_of
 from tests.workers.gateway.chat_models import ADD, QWEN3, Saying, call_text, ids_of, make_session, text_of, tokenizer
 
 USER = {"role": "user", "content": "2 + 2?"}

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.conf.errors import DataError, ModelError
 from penstock.workers.gateway.formats.template import TemplateFormat
-from penstock.workers.trajectory.turn import Turn
+from penstock.workers.trajectory import Turn
 from tests.workers.gateway.chat_models import ADD, TEMPLATES, call_text, chat_format, ids_of, text_of, tokenizer
 
 USER = {"role": "user", "content": "a"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.gateway.formats.tool_calls import (
+from penstock.workers.gateway.formats.answers import (
     MAX_NESTING,
     READERS,
     Call,

@@ -15,7 +15,7 @@ from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.gateway.session import Session
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.trajectory import Trajectory
+from penstock.workers.trajectory import Trajectory
 from tests.workers.gateway.chat_models import Saying, make_session
 from tests.workers.gateway.http.serving import USER, play
 

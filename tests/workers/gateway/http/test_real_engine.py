@@ -18,17 +18,16 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.gateway.session import Session, TurnLimits
-from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trajectory.segments import segments_of
-from penstock.workers.trajectory.trajectory import Trajectory, row_columns
+from penstock.workers.trajectory import Trajectory, row_columns, segments_of
 from penstock.workers.weights.publication.publication import write_publication
 from tests.workers.gateway.chat_models import SPECIAL, TEMPLATES
 from tests.workers.gateway.http.agents import KINDS

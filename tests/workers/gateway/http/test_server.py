@@ -11,8 +11,7 @@ import pytest
 
 from penstock.conf.errors import DataError, DeadlineExceeded
 from penstock.workers.gateway.errors import AttemptOver
-from penstock.workers.trajectory.segments import segments_of
-from penstock.workers.trajectory.trajectory import Trajectory, row_columns
+from penstock.workers.trajectory import Trajectory, row_columns, segments_of
 from tests.workers.gateway.chat_models import text_of
 from tests.workers.gateway.http.serving import USER, Gateway, gateway, play, until
 

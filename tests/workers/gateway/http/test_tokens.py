@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.workers.trajectory.segments import segments_of
-from penstock.workers.trajectory.trajectory import Trajectory, row_columns
+from penstock.workers.trajectory import Trajectory, row_columns, segments_of
 from tests.workers.gateway.chat_models import call_text
 from tests.workers.gateway.http.agents import KINDS
 from tests.workers.gateway.http.serving import Gateway, gateway, play

@@ -16,7 +16,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import CheckpointError
 from penstock.conf.model import FreshModelConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.checkpointing.shard_files import INDEX, load
 from penstock.workers.trainer.preparation import Preparation

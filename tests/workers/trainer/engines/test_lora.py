@@ -21,8 +21,8 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.models.adapted_layers import adapted_layers, target_layers
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.adapted_layers import adapted_layers, target_layers
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.engines.lora import hf_name, is_adapter
 from penstock.workers.trainer.models.language_model import load_causal_lm

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from tests.rank_processes import run_ranks
 from tests.workers.trainer.conftest import FRESH
 from tests.workers.trainer.several_ranks import ranks_killed as ranks

@@ -6,10 +6,8 @@ import pytest
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.sequences import without_old_turns
-from penstock.workers.trajectory.segments import segments_of
-from penstock.workers.trajectory.trajectory import Trajectory, row_columns
-from penstock.workers.trajectory.turn import Turn
-from tests.workers.trajectory.histories import random_turns, turn
+from penstock.workers.trajectory import Trajectory, Turn, row_columns, segments_of
+from tests.workers.histories import random_turns, turn
 
 TOKENS = ("response_ids", "behavior_logprobs", "token_versions")
 COLUMNS = (*TOKENS, "context_ids", "spans", "turn_tokens")

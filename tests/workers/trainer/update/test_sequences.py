@@ -13,10 +13,8 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.sequences import sequences_of, shapes_of
-from penstock.workers.trajectory.segments import segments_of
-from penstock.workers.trajectory.trajectory import Trajectory, row_columns
-from penstock.workers.trajectory.turn import Turn
-from tests.workers.trajectory.histories import random_turns, turn
+from penstock.workers.trajectory import Trajectory, Turn, row_columns, segments_of
+from tests.workers.histories import random_turns, turn
 
 COLUMNS = ("response_ids", "context_ids", "spans", "behavior_logprobs")
 

@@ -10,7 +10,7 @@ import torch
 from penstock.conf.errors import WeightError
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.streaming.senders import _portable
 from penstock.workers.weights.transport import Part, StreamedVersion

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.observability.ui.runs.token_texts import TokenTexts
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.prompts.tokenization import load_tokenizer
 
 SMALL = FreshModelConfig(num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1)

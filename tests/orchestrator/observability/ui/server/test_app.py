@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.observability.ui.server.app import STATIC, make_app
-from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model
 from tests.orchestrator.observability.ui.made_runs import HERE, make_run, steps, write_samples
 
 LOCAL = "http://localhost:8420"

@@ -1,0 +1,83 @@
+"""Questions wait for who can answer them; an agent tells what its neighbours say, and of nobody else anything."""
+
+import asyncio
+from typing import Any
+
+from penstock.workers.node.questions import Mailbox, Neighbours
+
+
+def test_who_asks_hears_its_own_answer_in_whatever_order_they_come() -> None:
+    async def body() -> None:
+        mailbox = Mailbox()
+        asking = [asyncio.ensure_future(mailbox.ask(f"question {number}")) for number in range(3)]
+        taken = [await mailbox.take() for _ in range(3)]
+        assert [question for _, question in taken] == ["question 0", "question 1", "question 2"]
+        for number, question in reversed(taken):
+            mailbox.answer(number, f"answer to {question}")
+        assert await asyncio.gather(*asking) == [f"answer to question {number}" for number in range(3)]
+
+    asyncio.run(body())
+
+
+def test_questions_come_to_who_waits_for_them_last() -> None:
+    """Another process drives the run; the one before may be gone, and cannot say so."""
+
+    async def body() -> None:
+        mailbox = Mailbox()
+        before, after = (asyncio.create_task(mailbox.take()) for _ in range(2))
+        await asyncio.sleep(0)
+        asking = asyncio.create_task(mailbox.ask("who is there?"))
+        number, question = await asyncio.wait_for(after, 5)
+        assert question == "who is there?"
+        assert before.cancelled()
+        mailbox.answer(number, "the second")
+        assert await asking == "the second"
+
+    asyncio.run(body())
+
+
+def test_who_has_gone_is_answered_to_nobody_and_who_waits_at_the_end_hears_of_it() -> None:
+    async def body() -> None:
+        mailbox = Mailbox()
+        gone, waits = (asyncio.ensure_future(mailbox.ask(number)) for number in range(2))
+        first, _ = await mailbox.take()
+        gone.cancel()
+        await asyncio.sleep(0)
+        mailbox.answer(first, "too late")
+        mailbox.close()
+        assert await waits is None
+
+    asyncio.run(body())
+
+
+class Handle:
+    """`progress` answers, fails, or never ends."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    @property
+    def progress(self) -> "Handle":
+        return self
+
+    async def remote(self) -> Any:
+        if self._answer is None:
+            await asyncio.Event().wait()
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+def test_who_is_silent_fails_or_is_not_known_is_left_out() -> None:
+    neighbours = Neighbours()
+    neighbours.meet({"A": Handle("a"), "B": Handle(ValueError("b")), "C": Handle(None), "D": Handle("d")})
+    found = asyncio.run(neighbours.ask("progress", ["A", "B", "C", "E"], 0.1))
+    assert found == {"A": "a"}
+    assert asyncio.run(neighbours.ask("progress", [], 0.1)) == {}
+
+
+def test_those_that_were_met_last_are_asked() -> None:
+    neighbours = Neighbours()
+    neighbours.meet({"A": Handle("before"), "B": Handle("b")})
+    neighbours.meet({"A": Handle("now")})
+    assert asyncio.run(neighbours.ask("progress", ["A", "B"], 5.0)) == {"A": "now"}

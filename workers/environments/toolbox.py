@@ -1,0 +1,246 @@
+"""Tools of a model: Python functions, described by their types and docstrings, and called as the model asks for it.
+
+    function ─▶ Described: name, JSON schema ─▶ the model ─▶ calls ─▶ Toolbox ─▶ an answer to each
+
+Calls are made in time, and in threads where functions block. A tool that raises, hangs, returns a megabyte or bytes
+that are no text ends nothing: the model is told, and it is counted. Penstock brings the tool `python`, which runs
+programs in a sandbox.
+"""
+
+import asyncio
+import atexit
+import inspect
+import json
+import math
+import os
+import typing
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter, create_model
+from pydantic.errors import PydanticUserError
+
+from penstock.conf.errors import ConfigError, ResourceError
+from penstock.conf.sandbox import SandboxConfig
+from penstock.workers.contained import CodeEnded, TookTooLong, contained
+from penstock.workers.environments.tool_threads import ToolThreads
+from penstock.workers.gateway.formats.conversation import Message, Tools
+from penstock.workers.sandbox.execution import Limits, Outcome
+from penstock.workers.sandbox.sandbox import Sandbox
+from penstock.workers.trajectory import ToolCall, Turn
+
+MAX_CHARACTERS = 8_000
+"""Largest number of characters that the tool `python` returns: a model pays for each of them."""
+_sandboxes: dict[tuple[asyncio.AbstractEventLoop, Limits], Sandbox] = {}
+
+
+class Described:
+    """A typed function with its description: its name, its docstring and a JSON schema of its parameters. `arguments`
+    checks the arguments that a model gave."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Describe the function. Raises `ConfigError` if its parameters cannot be described."""
+        self.function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+        fields: dict[str, Any] = {}
+        hints = typing.get_type_hints(function, include_extras=True)
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+                raise ConfigError(f"tool {self.name}: its parameter {name} has no name that a model could give.")
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[name] = (hints.get(name, Any), default)
+        try:
+            self._model = create_model(f"{self.name}_arguments", **fields)
+            schema = TypeAdapter(self._model).json_schema()
+        except PydanticUserError as error:
+            raise ConfigError(f"tool {self.name}: its parameters cannot be described: {error}") from error
+        self.schema: Mapping[str, Any] = {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": inspect.getdoc(function) or "",
+                "parameters": _plain(schema),
+            },
+        }
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert the arguments to what the function takes. Raises `ValueError` with what is wrong with each."""
+        unknown = given.keys() - self._model.model_fields.keys()
+        if unknown:
+            raise ValueError(f"{self.name} has no parameter {', '.join(map(repr, sorted(unknown)))}")
+        values = self._model(**given)
+        return {name: getattr(values, name) for name in self._model.model_fields}
+
+
+def _plain(schema: Any) -> Any:
+    """The schema without the titles that pydantic makes of names."""
+    if isinstance(schema, Mapping):
+        return {key: _plain(value) for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
+    return [_plain(item) for item in schema] if isinstance(schema, list) else schema
+
+
+class ToolLimits(Protocol):
+    """The limits of tools; `EnvironmentConfig` has them."""
+
+    tool_timeout_s: float
+    max_tool_characters: int
+    sandbox: SandboxConfig
+
+
+Call = Callable[[Mapping[str, Any]], Awaitable[Any]]
+"""Function that makes a call with the model's arguments."""
+
+
+class Toolbox:
+    """Tools that are described to a model. Descriptions alone are for tools that other code calls."""
+
+    def __init__(
+        self,
+        tools: Sequence[Any],
+        limits: ToolLimits,
+        threads: ToolThreads,
+        counts: Counter[str] | None = None,
+    ) -> None:
+        """`tools`: functions (async or not), objects with `schema` and an async `call(arguments)`, or descriptions."""
+        self._limits, self._threads = limits, threads
+        self._counts = counts if counts is not None else Counter()
+        self._calls: dict[str, Call] = {}
+        found: list[Mapping[str, Any]] = []
+        for tool in tools:
+            if isinstance(tool, Mapping):
+                found.append(tool)
+            elif hasattr(tool, "schema") and hasattr(tool, "call"):
+                found.append(tool.schema)
+                self._calls[str(tool.schema["function"]["name"])] = self._in_time(tool.call)
+            else:
+                described = Described(tool)
+                found.append(described.schema)
+                self._calls[described.name] = self._caller(described)
+        self.descriptions: Tools = tuple(found)
+
+    async def answers(self, turn: Turn) -> list[Message]:
+        """Answer each call of a turn with a message; calls that could not be read, with one that says why. None for a
+        turn that calls nothing."""
+        if turn.problem:
+            return [{"role": "user", "content": f"Error: {turn.problem}"}]
+        contents = await asyncio.gather(*(self.call(call) for call in turn.calls))
+        return [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+            for call, content in zip(turn.calls, contents, strict=True)
+        ]
+
+    async def call(self, call: ToolCall) -> str:
+        """Return a tool's value as text; or what was wrong, in a sentence that begins with Error. Raises
+        `ResourceError` where too many tools hang for good."""
+        make = self._calls.get(call.name)
+        if make is None:
+            self._counts["tools_unknown"] += 1
+            return f"Error: there is no tool {call.name!r:.60}. There are: {', '.join(self._calls) or 'none'}."
+        self._counts["tools"] += 1
+        try:
+            value = await make(call.arguments)
+        except ResourceError:
+            raise
+        except TookTooLong:
+            self._counts["tools_timeout"] += 1
+            return f"Error: {call.name} did not return within {self._limits.tool_timeout_s:g} s."
+        except Exception as error:  # noqa: BLE001 - whatever a tool raises is told to the model
+            self._counts["tools_raised"] += 1
+            said = str(error) if isinstance(error, CodeEnded) else f"{type(error).__name__}: {error}"
+            return self._cut(f"Error: {said}")
+        return self._cut(as_text(value))
+
+    def _caller(self, described: Described) -> Call:
+        function = described.function
+        if inspect.iscoroutinefunction(function) and (timed := TIMED.get(function)):
+            within = self._limits.tool_timeout_s, Limits.of(self._limits.sandbox)
+            return lambda arguments: contained(timed(*within, **described.arguments(arguments)))
+        if inspect.iscoroutinefunction(function):
+            return self._in_time(lambda arguments: function(**described.arguments(arguments)))
+
+        async def call(arguments: Mapping[str, Any]) -> Any:
+            make = partial(function, **described.arguments(arguments))
+            return await self._threads.call(make, self._limits.tool_timeout_s)
+
+        return call
+
+    def _in_time(self, make: Call) -> Call:
+        async def call(arguments: Mapping[str, Any]) -> Any:
+            return await contained(make(arguments), self._limits.tool_timeout_s)
+
+        return call
+
+    def _cut(self, text: str) -> str:
+        more = len(text) - self._limits.max_tool_characters
+        if more <= 0:
+            return text
+        self._counts["tools_cut"] += 1
+        return f"{text[: self._limits.max_tool_characters]}\n[{more:,} more characters were cut]"
+
+
+def as_text(value: Any) -> str:
+    """The text of a tool's value for the model: text as it is, bytes as far as they are UTF-8, the rest as JSON."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).decode(errors="replace")
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value).encode(errors="replace").decode()
+
+
+async def python(code: str) -> str:
+    """Run a Python program and return what it prints.
+
+    The program runs alone: without network, packages or files of earlier runs, for at most ten seconds.
+
+    Args:
+        code: The whole program. Only what it prints is returned.
+    """
+    return await _python_within(math.inf, Limits(), code)
+
+
+async def _python_within(timeout_s: float, limits: Limits, code: str) -> str:
+    sandbox = _sandbox(limits)
+    outcome = await sandbox.run_python(code, wall_s=timeout_s)
+    if outcome.reason == "timeout_wall" and timeout_s < sandbox.limits.wall_s:
+        raise TookTooLong(f"it took longer than {timeout_s:g} s")
+    return said(outcome)
+
+
+TIMED: Mapping[Any, Callable[..., Awaitable[Any]]] = {python: _python_within}
+"""Variants of tools that wait for their turn. Before a tool's own arguments, they take the seconds that it may run from
+then on and the limits of code. They raise `TookTooLong`."""
+
+
+def _sandbox(limits: Limits) -> Sandbox:
+    """The sandbox of this event loop, with a worker a core. Sandboxes of loops that are closed are closed, too."""
+    for key in [key for key in _sandboxes if key[0].is_closed()]:
+        _sandboxes.pop(key).close()
+    key = asyncio.get_running_loop(), limits
+    if key not in _sandboxes:
+        _sandboxes[key] = Sandbox(limits, num_workers=os.cpu_count() or 1)
+    return _sandboxes[key]
+
+
+@atexit.register
+def _close() -> None:
+    for sandbox in _sandboxes.values():
+        sandbox.close()
+
+
+def said(outcome: Outcome) -> str:
+    """The text of an outcome: standard output, then standard error, then how it ended if not well; at most
+    `MAX_CHARACTERS`, cut in the middle."""
+    parts = [outcome.stdout.rstrip("\n"), outcome.stderr.rstrip("\n")]
+    if outcome.reason != "exited":
+        parts.append(f"[ended: {outcome.reason}]")
+    elif outcome.exit_code:
+        parts.append(f"[exit code {outcome.exit_code}]")
+    text = "\n".join(part for part in parts if part)
+    more = len(text) - MAX_CHARACTERS
+    half = MAX_CHARACTERS // 2 - 20
+    return text if more <= 0 else f"{text[:half]}\n[… {len(text) - 2 * half} more …]\n{text[-half:]}"

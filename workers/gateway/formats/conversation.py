@@ -1,0 +1,104 @@
+"""A conversation: its messages and tools, the interface of the formats that write it as tokens and read what was
+sampled, and the key by which one that is sent goes on with one that was answered. Pure.
+
+Clients send all messages each time, as they have kept them. Two messages are the same if the model would read the same:
+role, text, and calls of tools. Fields that harnesses add for themselves (ids, empty fields, annotations, cache marks,
+how arguments are spaced) make no difference.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.workers.trajectory import ToolCall, Turn
+
+Message = Mapping[str, Any]
+"""A message: {role, content}, of the assistant also {reasoning_content, tool_calls}, of a tool also {tool_call_id,
+name}."""
+Tools = Sequence[Mapping[str, Any]]
+"""Tools as OpenAI describes them: {type: function, function: {name, description, parameters}}."""
+
+
+Key = bytes
+"""The digest of a conversation: a session keeps two for each of its turns, and conversations are long."""
+SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+"""Pattern of the ids of calls that Mistral's templates accept; others accept anything."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """The sampled tokens, read as a message."""
+
+    message: Message
+    calls: Sequence[ToolCall] = ()
+    problem: str = ""
+    """The reason why a call could not be read, told to the model; empty if there was none."""
+
+
+def call_id(turn: int, index: int) -> str:
+    """The id of a call, a pure function of its place in its attempt: some templates write ids into prompts, which must
+    be the same when an attempt is repeated. `turn`: its id; below 0 for an untrained turn.
+
+    >>> call_id(2, 0), call_id(-1, 3)
+    ('c00002000', 'a00001003')
+    """
+    return f"{'c' if turn >= 0 else 'a'}{abs(turn):05d}{index:03d}"
+
+
+class Format(Protocol):
+    """A format, by which the gateway writes conversations."""
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Tokens of the conversation, up to where the assistant is to speak."""
+
+    def next_prompt_ids(
+        self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> list[int] | None:
+        """All tokens of `turn`, as they were sampled, and `new` messages after them, up to where the assistant is to
+        speak. `before`: the messages that the turn has answered. None: the conversation cannot go on so, because the
+        template now writes the earlier messages in another way."""
+
+    def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0) -> Read:
+        """Read what was sampled. `prompt_ids`: the prompt before it, which may have begun the thinking. `turn`: its id,
+        from which the ids of its calls are made."""
+
+
+def history_key(messages: Sequence[Message], tools: Tools) -> Key:
+    """The key of a conversation, equal for conversations that are the same."""
+    said = [[_canonical(message) for message in messages], [_tool(tool) for tool in tools]]
+    return hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: text, or parts of text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        return "".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part) for part in content)
+    return str(content)
+
+
+def _canonical(message: Message) -> list[Any]:
+    calls = [_called(call) for call in message.get("tool_calls") or ()]
+    return [message.get("role"), text_of(message.get("content")).strip(), calls]
+
+
+def _called(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            return [function.get("name"), arguments]
+    return [function.get("name"), arguments]
+
+
+def _tool(tool: Mapping[str, Any]) -> Any:
+    function = tool.get("function", {})
+    return [function.get("name"), function.get("description"), function.get("parameters")]

@@ -1,0 +1,186 @@
+"""An exchange with a client in the gateway's own terms, whatever its protocol: a request, parsed by what the protocols
+share, and the server-sent events by which an answer is streamed. Pure.
+
+A request may contain some fields that have no effect: seed (the attempt has its own), user, metadata, store,
+service_tier, effort and cache settings, parallel_tool_calls. Fields that would change the answer and are not supported
+are refused: penalties, logit_bias, images and audio, several answers at once, tools that a provider runs, calls that
+are forced.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.workers.gateway.formats.conversation import Message
+from penstock.workers.gateway.http.fields import Fields
+
+PENALTIES = ("frequency_penalty", "presence_penalty")
+GUIDED = ("json", "regex", "choice", "grammar")
+COMMENT = b": the turn is being sampled\n\n"
+"""Comment that is no event: clients skip it, and know that the connection lives."""
+NUM_PIECES = 4
+"""Number of deltas that a text is cut into. The whole text is there when the first one is sent."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `Session.sample` that the request names."""
+    model: str = "policy"
+    """Name that the client gives the model."""
+    is_streamed: bool = False
+    wants: frozenset[str] = frozenset()
+    """Further parts of the answer: usage, logprobs, thinking."""
+    kept: Sequence[Message] | None = None
+    """Messages that a later request may refer to; None: it may not."""
+
+
+def sampling_options(body: Fields, *, length: Sequence[str], stop: str) -> dict[str, Any]:
+    """Options of sampling. `length`, `stop`: the protocol's names for them; of several for one thing, the first that is
+    there counts."""
+    for name in PENALTIES:
+        body.refuse(name, "penalties are not supported: they would change what the policy is trained on.", 0)
+    body.refuse("repetition_penalty", "penalties are not supported.", 1)
+    body.refuse("logit_bias", "is not supported.")
+    lengths = [body.whole(name, 1) for name in length]
+    top_k = body.whole("top_k", -1)
+    found = {
+        "temperature": body.number("temperature", 0),
+        "top_p": body.number("top_p", 1e-6, 1),
+        "top_k": max(top_k, 0) if top_k is not None else None,
+        "min_p": body.number("min_p", 0, 1),
+        "max_tokens": next((number for number in lengths if number is not None), None),
+        "stop": body.texts(stop) or None,
+        "structure": guided(body),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def guided(body: Fields) -> dict[str, Any] | None:
+    """Read a structure as vLLM's own endpoint takes it: {structured_outputs: {json | regex | choice | grammar: …}}, or
+    guided_json, …"""
+    outer = body.object("structured_outputs")
+    for fields, prefix in ((outer, ""), (body, "guided_")):
+        for name in GUIDED:
+            if fields is not None and prefix + name in fields:
+                return {name: fields.raw(prefix + name)}
+    return None
+
+
+def json_format(form: Fields | None) -> dict[str, Any] | None:
+    """Convert {type: text | json_object | json_schema, schema} to the option `structure`. The schema may be a level
+    deeper, as chat completions have it."""
+    kind = form.text("type") if form is not None else None
+    if form is None or kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"structure": {"json": {"type": "object"}}}
+    if kind != "json_schema":
+        raise form.wrong("type", f"{kind} is not known: text, json_object or json_schema.")
+    schema = (form.object("json_schema") or form).need_object("schema")
+    return {"structure": {"json": schema.value}}
+
+
+def function_tool(described: Fields) -> dict[str, Any]:
+    """Convert {name, description, parameters} of any protocol to the tool that templates take."""
+    parameters = described.object("parameters") or described.object("input_schema")
+    function: dict[str, Any] = {"name": described.need_text("name")}
+    if "description" in described:
+        function["description"] = described.text("description")
+    function["parameters"] = parameters.value if parameters is not None else {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def chosen(tools: Sequence[Mapping[str, Any]], body: Fields) -> Sequence[Mapping[str, Any]]:
+    """The tools that a request leaves the policy to choose from: all of them, or none."""
+    choice = body.raw("tool_choice")
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind in (None, "auto"):
+        return tools
+    if kind == "none":
+        return ()
+    raise body.wrong(
+        "tool_choice", 'a call cannot be forced: whether to make one is the policy\'s to learn. Say "auto".'
+    )
+
+
+def arguments_of(call: Fields, name: str) -> Mapping[str, Any]:
+    """Arguments of a call that comes back: JSON text or an object."""
+    value = call.raw(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError):
+            raise call.wrong(name, "is no JSON.") from None
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise call.wrong(name, "must be a JSON object.")
+    return value
+
+
+def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call in the form that templates take."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def assistant(content: str, thinking: str | None = None, calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if thinking:
+        message["reasoning_content"] = thinking
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+def tool_results_named(messages: Sequence[dict[str, Any]]) -> list[Message]:
+    """Messages with the tool's name beside each result: some templates write it."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+    return list(messages)
+
+
+def content_text(holder: Fields, name: str, kinds: Sequence[str], *, between: str = "\n") -> str:
+    """The text, or the joined parts of it of the given kinds. Raises for images and the like."""
+    value = holder.raw(name)
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    return between.join(_part(part, kinds) for part in holder.objects(name))
+
+
+def _part(part: Fields, kinds: Sequence[str]) -> str:
+    kind = part.need_text("type")
+    if kind not in kinds:
+        raise part.wrong("type", f"{kind} cannot be read: the policy reads text alone ({', '.join(kinds)}).")
+    return part.need_text("refusal" if kind == "refusal" else "text")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event."""
+
+    data: Mapping[str, Any] | str
+    name: str = ""
+    """Name of the event; empty: it has none, as in chat completions."""
+
+    def encode(self) -> bytes:
+        data = self.data if isinstance(self.data, str) else json.dumps(self.data)
+        return (f"event: {self.name}\n" if self.name else "").encode() + f"data: {data}\n\n".encode()
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Pieces of a text in order; none for an empty one."""
+    size = -(-len(text) // NUM_PIECES)
+    for start in range(0, len(text), max(1, size)):
+        yield text[start : start + size]

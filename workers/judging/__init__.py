@@ -1,1 +1,0 @@
-"""Rewards by a frozen model of the run."""

@@ -1,1 +1,0 @@
-"""Facts on a model without its weights, and models made from nothing."""

@@ -1,1 +1,0 @@
-"""Procedural problems of other packages, which prompts, environments and rewards share."""

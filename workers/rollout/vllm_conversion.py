@@ -1,0 +1,192 @@
+"""Conversion to vLLM's terms and back: the engine arguments and environment variables that it is started with, from the
+configuration; requests; and its answers.
+
+Importing this module does not import vLLM.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.errors import ConfigError, DataError
+from penstock.conf.rollout import RolloutConfig
+from penstock.conf.trainer import LoraConfig
+from penstock.conf.weights import VLLM_LORA_RANKS
+from penstock.workers.cpu import SETTINGS
+from penstock.workers.protocols import Completion, Sampled, Sampling
+from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.transport import Info, vllm_backend
+
+CPU_BATCHED_TOKENS = 4096
+"""Most prompt tokens of one step of the CPU engine; prompts beyond them wait for the next, whole."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
+
+WORKER_THREADS = "penstock.workers.rollout.vllm_threads.WorkerThreads"
+
+
+def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "shm") -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`. `transport`: of weights. Imports vLLM. Raises `ConfigError` for an option
+    that vLLM does not know."""
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    for name in config.engine_options.keys() - known:
+        near = ", ".join(get_close_matches(name, known, n=3))
+        hint = f" Near it: {near}." if near else ""
+        raise ConfigError(f"rollout.engine_options.{name}: this vLLM has no such argument of AsyncEngineArgs.{hint}")
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_concurrent_samples,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=vllm_backend(transport)),
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+    }
+    if config.num_gpus_per_worker:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = shares_gpu(config)
+    else:
+        arguments["worker_extension_cls"] = WORKER_THREADS
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+        arguments["block_size"] = CPU_BLOCK_TOKENS
+        # A seeded request whose prefill is cut in two has its generator set back, which CPU generators cannot do.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, config.max_model_len)
+    # By itself it would have Ray start its processes, as it finds its actor in a placement group.
+    arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
+    return arguments | config.engine_options
+
+
+def adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
+    """Further arguments, for an engine that serves one adapter at a time."""
+    room = min(rank for rank in VLLM_LORA_RANKS if rank >= adapter.rank)
+    return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
+
+
+def shares_gpu(config: RolloutConfig) -> bool:
+    """Return whether the engine has a part of a GPU, and must be able to sleep while another uses it."""
+    return 0 < config.num_gpus_per_worker < 1
+
+
+@contextmanager
+def vllm_environment(config: RolloutConfig, model_path: str, num_threads: int) -> Iterator[None]:
+    """Set environment variables for the import of vLLM and for the processes that it starts; put them back afterwards.
+
+    What the user has set stays as it is, but for the number of threads.
+    """
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    if Path(model_path).is_dir():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    values = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    if not config.num_gpus_per_worker:
+        values |= _cpu_environment(config, num_threads)
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _cpu_environment(config: RolloutConfig, num_threads: int) -> dict[str, str]:
+    """The environment of the CPU build: threads as asked for and bound nowhere, since trainer and engine share the
+    cores; waiting threads sleep at once: ones that spin make two processes on the same cores several times slower.
+
+    With one rank the model runs in the engine's own process, as on a GPU. vLLM's CPU build otherwise puts it into
+    another one to pin its threads, and the two then wait for each other by spinning. `VLLM_ENABLE_V1_MULTIPROCESSING=0`
+    satisfies vLLM's check; `AsyncLLM` starts its engine process all the same.
+    """
+    values = {
+        "OMP_NUM_THREADS": str(max(1, num_threads)),
+        "OMP_WAIT_POLICY": SETTINGS["OMP_WAIT_POLICY"],
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if config.tensor_parallel_size == 1:
+        values["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return values
+
+
+def sampling_params(num_samples: int, sampling: Sampling) -> Any:
+    """vLLM's parameters for a request. Without stop strings the text is decoded once at the end (`completion_of`), not
+    token by token. Raises `DataError` for a structure that vLLM does not know."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    try:
+        structure = StructuredOutputsParams(**sampling.structure) if sampling.structure else None
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        raise DataError(f"structure={sampling.structure!r:.200}: {error}") from None
+    return SamplingParams(
+        n=num_samples,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop) or None,
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        structured_outputs=structure,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completion_of(sample: Any, tokenizer: Any, *, detokenized: bool) -> Completion:
+    """The completion of one sample of a request. `detokenized`: vLLM has decoded its text already."""
+    token_ids = list(sample.token_ids)
+    flat = sample.logprobs
+    logprobs = [flat.logprobs[start] for start in flat.start_indices]
+    versions = [int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)]
+    text = sample.text if detokenized else tokenizer.decode(token_ids, skip_special_tokens=True)
+    return Completion(token_ids, logprobs, versions, text, sample.finish_reason)
+
+
+def under_way(processor: Any) -> Sampled:
+    """Counts of the requests that vLLM's `OutputProcessor` has, without asking for their outputs before the end.
+    Samples of a group that are done wait for the others with the group."""
+    samples = processor.request_states.values()
+    done = [sample for group in processor.parent_requests.values() for sample in group.output_aggregator if sample]
+    num_tokens = sum(sample.detokenizer.num_output_tokens() for sample in samples)
+    return Sampled(num_tokens + sum(len(sample.token_ids) for sample in done), len(samples))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A publication that is mapped and verified. `mapped`: keeps its file locked; `info`: vLLM's arguments for it."""
+
+    mapped: MappedWeights
+    info: Info
+
+
+def init_request(info: Info) -> Any:
+    """vLLM's request that announces weights to a weight-transfer engine."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    return WeightTransferInitRequest(init_info=info)
+
+
+def update_request(info: Info) -> Any:
+    """vLLM's request to a weight-transfer engine to load."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    return WeightTransferUpdateRequest(update_info=info)
