@@ -33,11 +33,10 @@ from penstock.store.service.report import describe, of_segments, of_server, stat
 from penstock.store.service.saving import Saving
 from penstock.store.service.server import Door, Endpoint, Server
 from penstock.store.service.store_meter import StoreMeter
-from penstock.store.service.waiting.expiry import Expiry
-from penstock.store.service.waiting.nearness import Nearness, Nowhere, OnNodes
+from penstock.store.service.waiting.consumers import Nearness, Nowhere, OnNodes
 from penstock.store.service.waiting.pump import Pump
 from penstock.store.service.waiting.puts import Puts
-from penstock.store.service.waiting.slow import Slow
+from penstock.store.service.waiting.timers import Expiry, Slow
 from penstock.store.service.waiting.waiters import Waiters
 from penstock.store.service.work_log import WorkLog
 from penstock.store.spec import StoreSpec

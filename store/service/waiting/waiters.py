@@ -1,17 +1,22 @@
-"""All callers that wait in a store: for leases and rounds by stage, and for credits."""
+"""Waiters: all callers of a store that wait, for leases and rounds by stage, for credits, or to be told what others have
+answered.
+"""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.clients import Clients
-from penstock.store.service.waiting.answered import Answered
-from penstock.store.service.waiting.consumers import Consumers
-from penstock.store.service.waiting.nearness import Nearness
+from penstock.store.service.waiting.consumers import Consumers, Nearness
 from penstock.store.service.waiting.pump import Pump
 from penstock.store.service.waiting.puts import Puts
-from penstock.store.service.waiting.ranks import Ranks
-from penstock.store.service.waiting.slow import Slow
+from penstock.store.service.waiting.timers import Slow
+from penstock.store.service.waiting.wait_queue import WaitQueue
+
+T = TypeVar("T")
+Answer = tuple[int, int]
+"""A lease and a group of it."""
 
 
 class Waiters:
@@ -59,3 +64,59 @@ class Waiters:
         self.answered.close()
         for queue in self._queues:
             queue.close()
+
+
+class Ranks:
+    """The ranks of one stage. Lifecycle: `wait` for each call, `wake` whenever a round may be there, `close`."""
+
+    def __init__(self, stage: str, ledger: Ledger, schedule: Callable[[], None]) -> None:
+        """Prepare the queue. `schedule`: has `wake` called soon."""
+        self._ledger, self._name = ledger, stage
+        self._queue = WaitQueue(schedule)
+
+    def __len__(self) -> int:
+        """Number of calls that wait."""
+        return len(self._queue)
+
+    async def wait(self, attempt: Callable[[], T | None]) -> T | None:
+        """Return the first result of `attempt`, which is tried at once: each rank is after a round of its own. None
+        when closed."""
+        return await self._queue.wait(attempt, at_once=True)
+
+    def wake(self, *, moved: bool) -> None:
+        """Wake all, when a round can be formed, or one has `moved`: it was formed, ended or taken back."""
+        stage = self._ledger.residents.stage(self._name)
+        if len(self._queue) and (moved or self._ledger.rounds.may_form(stage)):
+            self._queue.wake_all()
+
+    def close(self) -> None:
+        self._queue.close()
+
+
+class Answered:
+    """The answers that clients wait for: engines that sample a group which another has answered meanwhile are told, and
+    stop. See `ledger/stragglers.py`. Lifecycle: `wait` and `tell` in any order, `left` for each client, `close`."""
+
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
+        self._queue = WaitQueue(lambda: None)
+        self._due: dict[str, list[Answer]] = {}
+        """Answers that a client has not been told yet, by client."""
+
+    def tell(self, answers: list[Answer]) -> None:
+        for lease_id, group in answers:
+            if (client := self._clients.of_lease(lease_id)) is not None:
+                self._due.setdefault(client, []).append((lease_id, group))
+        if answers:
+            self._queue.wake_all()
+
+    async def wait(self, client: str) -> list[Answer] | None:
+        """Wait for what has been answered since the last time. None once closed."""
+        return await self._queue.wait(lambda: self._due.pop(client, None), client, at_once=True)
+
+    def left(self, client: str) -> None:
+        self._due.pop(client, None)
+        self._queue.withdraw(client)
+
+    def close(self) -> None:
+        self._queue.close()

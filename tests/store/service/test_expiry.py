@@ -4,7 +4,7 @@ import asyncio
 
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.service.waiting.expiry import Expiry
+from penstock.store.service.waiting.timers import Expiry
 from tests.store.driver import make_spec
 
 
