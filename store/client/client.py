@@ -39,7 +39,7 @@ from penstock.store.data.schema import encode, size_of
 from penstock.store.errors import AnsweredByAnother, LeaseExpired, RowsLost, RowsUnreachable, StoreError, UnknownColumn
 from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.facts import Facts
-from penstock.store.service.calls import Granted, LeaseRequest, Write
+from penstock.store.service.messages import Granted, LeaseRequest, Write
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 

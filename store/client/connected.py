@@ -29,8 +29,7 @@ from penstock.store.data.segments import Notice
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError, StoreUnreachable
 from penstock.store.service import peers
-from penstock.store.service.calls import refs_of
-from penstock.store.service.messages import ANSWER, HELLO, SAID, Answer, Calls, Hello, Said, calls_of
+from penstock.store.service.messages import ANSWER, HELLO, SAID, Answer, Calls, Hello, Said, calls_of, refs_of
 from penstock.store.service.server import STORE, Endpoint
 from penstock.store.service.store import Store
 from penstock.store.service.wire import Wire

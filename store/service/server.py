@@ -28,8 +28,7 @@ from penstock.store.data.segments import Segments
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError
 from penstock.store.service import peers
-from penstock.store.service.calls import refs_of
-from penstock.store.service.messages import ANSWER, HELLO, MANY, SAID, Answer, Calls, Hello
+from penstock.store.service.messages import ANSWER, HELLO, MANY, SAID, Answer, Calls, Hello, refs_of
 from penstock.store.service.wire import Wire
 
 STORE = 4

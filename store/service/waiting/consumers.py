@@ -18,8 +18,8 @@ from penstock.store.ledger.group import bits
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.ledger.readiness import Stage
-from penstock.store.service.calls import Granted, LeaseRequest
 from penstock.store.service.clients import Clients
+from penstock.store.service.messages import Granted, LeaseRequest
 from penstock.store.service.waiting.sharing import PATIENCE_S, Sharing
 from penstock.store.service.waiting.timers import Slow
 from penstock.store.service.waiting.wait_queue import WaitQueue

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.service.calls import LeaseRequest
+from penstock.store.service.messages import LeaseRequest
 
 STANDSTILL_S = 0.1
 """Lateness of a timer, in seconds, that tells that the store's process stood still."""

@@ -1,6 +1,4 @@
-"""Waiters: all callers of a store that wait, for leases and rounds by stage, for credits, or to be told what others have
-answered.
-"""
+"""Waiters: all callers of a store that wait, for leases and rounds by stage, for credits, or for what others answer."""
 
 from collections.abc import Callable
 from functools import partial
