@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from penstock.store.data.blocks import Blocks
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
-from penstock.store.ledger.cut import Cut
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.state import scalars
+from penstock.store.ledger.state import Cut, scalars
 from penstock.store.service import snapshot
 
 T = TypeVar("T")
