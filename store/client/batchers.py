@@ -75,7 +75,7 @@ class Incoming:
 
 class PutBatcher:
     """Puts of one client to one store. One call is under way at a time, so groups are admitted in the order in which
-    they were given; those that are given while others wait for credits go together after them."""
+    they were given; those that are given while others wait for credits go together afterwards."""
 
     def __init__(self, link: Link, client: str) -> None:
         self._link, self._client = link, client
