@@ -9,9 +9,9 @@ No reward is asked for. The teacher is `model.paths.teacher`, of the same tokeni
 from functools import partial
 
 from penstock.algorithms.distillation import reverse_kl_advantage
-from penstock.algorithms.graph.arguments import Renamed
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.functions import Renamed
 from penstock.algorithms.losses import policy_loss
 from penstock.algorithms.registry import algorithm
 from penstock.conf.algorithms.preference import DistillConfig
