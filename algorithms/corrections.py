@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.checks import non_negative, same_shape
-from penstock.algorithms.named import Named
-from penstock.algorithms.options import NonNegative
-from penstock.algorithms.ratios import log_ratio, sequence_log_ratio
+from penstock.algorithms.kl import log_ratio, sequence_log_ratio
+from penstock.algorithms.named import Named, NonNegative
 from penstock.conf.errors import ConfigError
 
 Mean = Callable[[Tensor], Tensor]

@@ -22,7 +22,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.functions import Renamed
 from penstock.algorithms.losses import interpolated_policy_loss, policy_loss, value_loss
 from penstock.algorithms.registry import algorithm
-from penstock.algorithms.reward_kl import KL_COEF, follow_target
+from penstock.algorithms.shaping import KL_COEF, follow_target
 from penstock.conf.algorithms.ppo import PpoConfig
 
 TOKEN_ADVANTAGE, RETURNS = Column("token_advantage", "float32", "token"), Column("returns", "float32", "token")

@@ -14,10 +14,10 @@ Legend: B rows of the micro-batch, T response tokens, padded; see `surrogate.py`
 import torch
 from torch import Tensor
 
+from penstock.algorithms.kl import log_ratio
 from penstock.algorithms.losses.clipped import pessimistic
 from penstock.algorithms.losses.surrogate import TokenLosses, surrogate
-from penstock.algorithms.options import NonNegative
-from penstock.algorithms.ratios import log_ratio
+from penstock.algorithms.named import NonNegative
 from penstock.conf.errors import ConfigError
 
 

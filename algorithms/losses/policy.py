@@ -21,7 +21,7 @@ from penstock.algorithms.corrections import CORRECTIONS, Correction, none
 from penstock.algorithms.kl import kl_estimate
 from penstock.algorithms.losses.proximal import PROXIMALS, proximal_anchor
 from penstock.algorithms.losses.surrogate import SURROGATES, Surrogate
-from penstock.algorithms.options import NO_OPTIONS, Options, checked_options
+from penstock.algorithms.named import NO_OPTIONS, Options, checked_options
 from penstock.conf.algorithms.base import CORRECTIONS as PRESET_CORRECTIONS
 from penstock.conf.checks import one_of
 from penstock.conf.errors import ConfigError, ShapeError

@@ -10,10 +10,10 @@ Legend: B rows of the micro-batch, T response tokens, padded; see `surrogate.py`
 import torch
 from torch import Tensor
 
+from penstock.algorithms.kl import LOG_RATIO_BOUND, log_ratio, sequence_log_ratio
 from penstock.algorithms.losses.clipped import pessimistic
 from penstock.algorithms.losses.surrogate import TokenLosses, surrogate
-from penstock.algorithms.options import NonNegative
-from penstock.algorithms.ratios import LOG_RATIO_BOUND, log_ratio, sequence_log_ratio
+from penstock.algorithms.named import NonNegative
 
 
 @surrogate("gspo")
