@@ -25,11 +25,8 @@ from torch import Tensor
 from penstock.algorithms.advantages import finite_rewards
 from penstock.algorithms.checks import non_negative
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.preference.bradley_terry import bradley_terry_loss
-from penstock.algorithms.preference.dpo import dpo_loss, ipo_loss
 from penstock.algorithms.preference.kto import kto_loss
-from penstock.algorithms.preference.orpo import orpo_loss
-from penstock.algorithms.preference.simpo import simpo_loss
+from penstock.algorithms.preference.pair_losses import bradley_terry_loss, dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from penstock.algorithms.registry import algorithm
 from penstock.conf.algorithms.ppo import RewardModelConfig
 from penstock.conf.algorithms.preference import DpoConfig, KtoConfig, OnlineDpoConfig, OnlineKtoConfig

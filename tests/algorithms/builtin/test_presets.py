@@ -8,9 +8,7 @@ from penstock.algorithms.advantages import advantage
 from penstock.algorithms.catalogue import ALGORITHMS, build_dataflow
 from penstock.algorithms.corrections import correction
 from penstock.algorithms.losses import surrogate
-from penstock.algorithms.preference.dpo import dpo_loss, ipo_loss
-from penstock.algorithms.preference.orpo import orpo_loss
-from penstock.algorithms.preference.simpo import simpo_loss
+from penstock.algorithms.preference.pair_losses import dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from penstock.conf.algorithms.base import SftConfig
 from penstock.conf.algorithms.policy_gradient import DapoConfig, PolicyGradientConfig, RemaxConfig
 from penstock.conf.algorithms.ppo import PpoConfig, RewardModelConfig
