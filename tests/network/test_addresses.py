@@ -1,6 +1,6 @@
 import socket
 
-from penstock.network.addresses import free_address, interface_of
+from penstock.network.machine import free_address, interface_of
 
 
 def test_the_interface_of_an_address() -> None:

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from penstock.network.open_files import LOW, OF_EACH
+from penstock.network.machine import LOW, OF_EACH
 from penstock.store.data.far.pulls import KEPT
 
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-from penstock.network.open_files import raise_limit, warning
+from penstock.network.machine import raise_limit, warning
 print(raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 print(warning())
 """

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.metering import table
-from penstock.metering.metric import Metric
+from penstock.metering.meters import Metric
 from penstock.orchestrator.observability.grafana.promql import PANELS as ASK
 from penstock.orchestrator.observability.grafana.promql import WAITING
 

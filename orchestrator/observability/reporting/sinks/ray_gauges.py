@@ -4,8 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.metering.meters import Meters
-from penstock.metering.metric import GAUGE, Metric
+from penstock.metering.meters import GAUGE, Meters, Metric
 from penstock.metering.ray_export import Origin, RayExport
 from penstock.orchestrator.cluster.origins import DRIVER
 from penstock.orchestrator.observability.reporting.sinks.sink import numbers
