@@ -28,8 +28,13 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.preference.kto import kto_loss
 from penstock.algorithms.preference.pair_losses import bradley_terry_loss, dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from penstock.algorithms.registry import algorithm
-from penstock.conf.algorithms.ppo import RewardModelConfig
-from penstock.conf.algorithms.preference import DpoConfig, KtoConfig, OnlineDpoConfig, OnlineKtoConfig
+from penstock.conf.algorithms.preference import (
+    DpoConfig,
+    KtoConfig,
+    OnlineDpoConfig,
+    OnlineKtoConfig,
+    RewardModelConfig,
+)
 
 
 @algorithm("dpo")

@@ -2,7 +2,7 @@
 
 import sys
 
-from penstock.conf.algorithms import base, policy_gradient, ppo, preference
+from penstock.conf.algorithms import base, policy_gradient, preference
 from penstock.conf.algorithms.base import AlgorithmConfig
 
 
@@ -12,7 +12,7 @@ def known_algorithms() -> dict[str, type[AlgorithmConfig]]:
     has imported the registry by now."""
     known = {
         cls.name: cls
-        for module in (base, policy_gradient, ppo, preference)
+        for module in (base, policy_gradient, preference)
         for cls in vars(module).values()
         if isinstance(cls, type) and issubclass(cls, AlgorithmConfig) and cls is not AlgorithmConfig
     }

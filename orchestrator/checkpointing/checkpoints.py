@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable
 from itertools import chain, count
 from pathlib import Path
 
-from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, DamagedCheckpoint
+from penstock.conf.faults import CheckpointConfig
 from penstock.orchestrator.run_directory.checkpoint import FORMAT, Checkpoint
 from penstock.workers.files import (
     SavedFile,

@@ -1,8 +1,8 @@
-"""The limits of one execution. The defaults, with the reasons for them, are those of `conf/sandbox.py`."""
+"""The limits of one execution. The defaults, with the reasons for them, are those of `conf/environment.py`."""
 
 from dataclasses import dataclass
 
-from penstock.conf.sandbox import SandboxConfig
+from penstock.conf.environment import SandboxConfig
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ each has it.
 from collections.abc import Sequence
 
 from penstock.conf.run import RunConfig
-from penstock.conf.transports import choose_transport
+from penstock.conf.weights import choose_transport
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 
 ROLES = ("trainer", "rollout")

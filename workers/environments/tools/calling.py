@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import ResourceError
-from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.contained import CodeEnded, TookTooLong, contained
 from penstock.workers.environments.tools.description import Described
 from penstock.workers.environments.tools.threads import ToolThreads
