@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.checks import at_least, one_of
-from penstock.conf.cluster import ClusterConfig, TrackingConfig
+from penstock.conf.cluster import ClusterConfig
 from penstock.conf.data import ENVIRONMENT, DataConfig, EvaluationConfig
 from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.conf.environment import EnvironmentConfig
@@ -16,6 +16,7 @@ from penstock.conf.model import ModelConfig
 from penstock.conf.reward import ENVIRONMENT_REWARD, RewardConfig, WeightedRewardConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.store import StoreConfig
+from penstock.conf.tracking import TrackingConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.conf.weights import WeightsConfig, choose_transport, shares_gpus
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
-from penstock.conf.cluster import TrackingConfig
 from penstock.conf.errors import ConfigError
+from penstock.conf.tracking import TrackingConfig
 
 
 def check_trackers(tracking: TrackingConfig) -> str:
