@@ -20,8 +20,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from penstock.conf.algorithms import known_algorithms
 from penstock.conf.algorithms.base import AlgorithmConfig
-from penstock.conf.algorithms.known import known_algorithms
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.model import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
