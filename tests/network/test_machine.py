@@ -1,4 +1,4 @@
-"""Addresses are those of this machine; the limit of open files is raised as far as it goes, and told where that is low."""
+"""Addresses are of this machine; the limit of open files is raised as far as it goes, and told where that is low."""
 
 import resource
 import socket
