@@ -21,8 +21,7 @@ from msgspec import Struct
 
 from penstock.network.names import OutsideName, checked
 from penstock.store.data.arena import Arena, lay_by
-from penstock.store.data.far.nodes import RowsNodes
-from penstock.store.data.far.orders import Orders
+from penstock.store.data.far.nodes import Orders, RowsNodes
 from penstock.store.data.far.pulls import Pulls
 from penstock.store.data.far.server import LayBy, Remove, RowsServer, Spill, Sweep
 from penstock.store.data.layout import Placed

@@ -32,10 +32,9 @@ from penstock.store.service.report import StoreMeter, describe, of_segments, of_
 from penstock.store.service.saving import Saving
 from penstock.store.service.server import Door, Endpoint, Server
 from penstock.store.service.waiting.consumers import Nearness, Nowhere, OnNodes
-from penstock.store.service.waiting.pump import Pump
 from penstock.store.service.waiting.puts import Puts
 from penstock.store.service.waiting.timers import Expiry, Slow
-from penstock.store.service.waiting.waiters import Waiters
+from penstock.store.service.waiting.waiters import Pump, Waiters
 from penstock.store.service.work_log import WorkLog
 from penstock.store.spec import StoreSpec
 
