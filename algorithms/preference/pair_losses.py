@@ -187,16 +187,16 @@ def bradley_terry_loss(
 ) -> LossAndMetrics:
     """The negative log-likelihood of the preferences (2203.02155 eq. 1), a pair:
 
-    For a model with a scalar head: the trainer gives `scores`, with gradient, where other losses take `logprobs`.
-
         -log σ(s_chosen - s_rejected - m) + η (s_chosen + s_rejected)²
 
-    `m`: column `margin` of the chosen row, how much better it is at least (2307.09288 eq. 2); 0 without the column. `η
-    = centering_coef` keeps scores around 0, which the likelihood leaves free (2312.09244 eq. 2).
+    For a model with a scalar head: the trainer gives `scores`, with gradient, where other losses take `logprobs`.
+    `m`: column `margin` of the chosen row, how much better it is at least (2307.09288 eq. 2); 0 without the column.
+    `η = centering_coef` keeps scores around 0, which the likelihood leaves free (2312.09244 eq. 2).
 
     `scores`: `[B]`, with gradient. `preferred`: `[B]`, +1, -1 or 0; what scores and margins rows with 0 have does not
-    matter. `group_ids`: int64 `[B]`. `margin`: `[B]`. Metrics: those of `Pairs.metrics`, with `s` as the reward;
-    `margin` and `accuracy` are without `m`. Raises `ShapeError`, `ConfigError`.
+    matter. `group_ids`: int64 `[B]`. `margin`: `[B]`.
+    Metrics: those of `Pairs.metrics`, with `s` as the reward; `margin` and `accuracy` are without `m`.
+    Raises `ShapeError`, `ConfigError`.
     """
     non_negative("algorithm.centering_coef", centering_coef)
     has_axes("scores", scores, "B")
