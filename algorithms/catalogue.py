@@ -1,10 +1,9 @@
 """Every algorithm that a recipe can name: those that come with Penstock, and a user's own that were imported."""
 
 # The modules register their algorithms when they are imported.
-from penstock.algorithms.builtin import distill, grpo, policy_gradient, ppo, preferences, reward_model, sft  # noqa: F401
+from penstock.algorithms.builtin import grpo, imitation, policy_gradient, ppo, preferences  # noqa: F401
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.environment import in_environment
-from penstock.algorithms.graph.rewards import with_rewards
+from penstock.algorithms.graph.rewrites import in_environment, with_rewards
 from penstock.algorithms.registry import ALGORITHMS, Algorithm
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest

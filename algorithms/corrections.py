@@ -9,7 +9,7 @@ the loss (2505.24298 separates the two ratios in this way). `losses/policy.py` a
         ...
         return weight_BT, {"correction_my_metric": value_BT}
 
-with `old`: the trainer's log-probabilities before the update (or what stands for them, see `losses/proximal.py`),
+with `old`: the trainer's log-probabilities before the update (or what stands for them, see `losses/policy.py`),
 `behavior`: the engine's, both `[B, T]`, float32, zero in padding and without gradient. Weights are float32 without
 gradient; 0 masks a token out, and the normaliser does not notice: a masked token adds 0 to the sum and stays in the
 count. Bounds are always bounds on **π_trainer / π_behavior**. Each metric is averaged over the batch's tokens.
@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.checks import non_negative, same_shape
-from penstock.algorithms.named import Named
-from penstock.algorithms.options import NonNegative
-from penstock.algorithms.ratios import log_ratio, sequence_log_ratio
+from penstock.algorithms.kl import log_ratio, sequence_log_ratio
+from penstock.algorithms.named import Named, NonNegative
 from penstock.conf.errors import ConfigError
 
 Mean = Callable[[Tensor], Tensor]

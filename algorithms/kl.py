@@ -1,4 +1,7 @@
-"""Estimates of KL(policy || reference) from the log-probabilities of the sampled tokens alone, and their coefficient.
+"""Log-ratios of the probabilities that two policies give a sampled token, or a whole response, and estimates of
+KL(policy || reference) from them, with their coefficient.
+
+Every exp of a difference of log-probabilities in this package goes through one of the two log-ratios, which clamp it.
 
 With `r = log policy - log reference` of a token that the policy sampled (J. Schulman, 2020, "Approximating KL
 divergence"):
@@ -14,8 +17,10 @@ itself the gradient of the divergence is `E[r ∇log π]` (the term `E[∇r] = E
 variants `k1_st` and `k3_st` have the value of k1 or k3, for the metrics, and the gradient of k2.
 
 In the loss: `kl_estimate`, called by `losses/policy.py` with log-probabilities that carry gradients. In the reward:
-`kl_penalty` of tokens and `reward_kl.py` of responses, where only values count. The coefficient is a number, or
+`kl_penalty` of tokens and `shaping.py` of responses, where only values count. The coefficient is a number, or
 follows a target between steps: `AdaptiveKl`.
+
+Legend: B rows of the micro-batch, T response tokens, padded.
 """
 
 import math
@@ -24,13 +29,35 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.algorithms.aggregation import masked
+from penstock.algorithms.aggregation import in_float32, masked
 from penstock.algorithms.checks import as_mask, has_axes, non_negative, positive, same_shape
-from penstock.algorithms.ratios import LOG_RATIO_BOUND as LOG_RATIO_BOUND
-from penstock.algorithms.ratios import log_ratio
 from penstock.conf.checks import one_of
 
+LOG_RATIO_BOUND = 20.0
+"""The bound that log-ratios are clamped to before exp, ±20. exp(20) = 4.9e8 is finite in float32 and far beyond any
+ratio that is not a bug; beyond the bound the gradient is zero."""
+SEQUENCE_RATIOS = ("geometric", "product")
 ESTIMATORS = ("k1", "k2", "k3", "k1_st", "k3_st")
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The difference `numerator - denominator` of two log-probabilities, float32, clamped to ±`LOG_RATIO_BOUND`."""
+    return (in_float32(numerator) - in_float32(denominator)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def sequence_log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, how: str = "geometric") -> Tensor:
+    """The log-ratio of whole responses, float32 `[B, 1]`, clamped to ±`LOG_RATIO_BOUND`; 0 for a row without a token.
+
+    `numerator`, `denominator`: log-probabilities `[B, T]`, zero in padding. `mask`: bool `[B, T]`.
+    `how`: "product", `Σ_t`, the ratio of the responses' probabilities; "geometric", `Σ_t / length`, the ratio a token,
+    which does not drift with the length (2507.18071 eq. 7). The clamp is on the result, so that one token far off
+    counts with what it is. Raises `ConfigError` for an unknown `how`.
+    """
+    one_of("ratio", how, SEQUENCE_RATIOS)
+    sum_B1 = (in_float32(numerator) - in_float32(denominator)).sum(dim=-1, keepdim=True)
+    if how == "geometric":
+        sum_B1 = sum_B1 / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    return sum_B1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k3") -> Tensor:

@@ -33,8 +33,8 @@ from penstock.store.data.layout import Inline, Parcel, Placed
 from penstock.store.data.segments import Segments
 from penstock.store.ledger.facts import Facts
 from penstock.store.service.actor import GC_THRESHOLD
+from penstock.store.service.report import StoreMeter
 from penstock.store.service.store import Store
-from penstock.store.service.store_meter import StoreMeter
 
 SIZE, PUT, SOME = 8, 512, 64
 """Samples of a group; groups of a put while it is filled, and of a call that is measured."""

@@ -1,10 +1,9 @@
-"""Requests of the run to Ray, and the records that it writes."""
+"""Requests of the run to Ray."""
 
 from dataclasses import dataclass, field
 
-from penstock.conf.checks import above, at_least, one_of
+from penstock.conf.checks import above, at_least
 from penstock.conf.errors import ConfigError, suggest
-from penstock.conf.trackers import SINKS, MlflowConfig, TrackioConfig, WandbConfig
 
 PLACED_ROLES = ("trainer", "scorer", "rollout", "reward", "compute")
 """Roles of actors that may be on any node."""
@@ -56,50 +55,3 @@ class ClusterConfig:
         for role in self.labels:
             if role not in PLACED_ROLES:
                 raise ConfigError(f"cluster.labels.{role}: no role that could be placed{suggest(role, PLACED_ROLES)}")
-
-
-@dataclass
-class TrackingConfig:
-    """Places that numbers go to besides `metrics.jsonl`, which is always written."""
-
-    progress: bool = True
-    """Live display in a terminal; plain lines where the output is no terminal."""
-    sinks: list[str] = field(default_factory=lambda: ["tensorboard", "ray"])
-    """Names of these places. tensorboard: event files in the run directory. ray: gauges for Ray's Prometheus endpoint
-    and dashboard. wandb, mlflow, trackio: experiment trackers, of which none is told anything unless it is named
-    here."""
-    project: str | None = None
-    """Project in the trackers: W&B's and trackio's project, MLflow's experiment. `null`: WANDB_PROJECT,
-    MLFLOW_EXPERIMENT_NAME, else penstock."""
-    group: str | None = None
-    """Group by which trackers show runs together. `null`: the recipe's name; `penstock sweep` gives its runs the name
-    of its directory."""
-    wandb: WandbConfig = field(default_factory=WandbConfig)
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
-    trackio: TrackioConfig = field(default_factory=TrackioConfig)
-    close_timeout_s: float = 30.0
-    """Seconds for trackers to take what they lack when the run has ended, all side by side. Then they are left:
-    metrics.jsonl has everything."""
-    samples_every_steps: int = 10
-    """Write `samples/step_N.parquet` every so many steps. 0: never."""
-    export_model: bool = True
-    """Write the final weights as a HF model to `model/`."""
-    upload_every_s: float = 5.0
-    """Seconds between two looks for what is new in the run's directory, with a URL as output_dir. A machine that is
-    lost takes so much of its records with it; two small files each time cost cents a day where requests are paid for. A
-    file of lines is uploaded the more rarely the more MiB it has."""
-    upload_timeout_s: float = 900.0
-    """Deadline, in seconds, of uploading the rest at the end: 100 GB of a model over 1 Gbit/s take as long. What has
-    not been uploaded by then stays in the working copy, and its place is told."""
-    tags: dict[str, str] = field(default_factory=dict)
-    """Free labels, kept in config.yaml and in the Ray job's metadata, and given to trackers."""
-
-    def __post_init__(self) -> None:
-        for name in self.sinks:
-            one_of("tracking.sinks", name, SINKS)
-        if len(set(self.sinks)) < len(self.sinks):
-            raise ConfigError(f"tracking.sinks={self.sinks}: a name is there twice.")
-        above("tracking.close_timeout_s", self.close_timeout_s, 0)
-        at_least("tracking.samples_every_steps", self.samples_every_steps, 0)
-        above("tracking.upload_every_s", self.upload_every_s, 0)
-        above("tracking.upload_timeout_s", self.upload_timeout_s, 0)

@@ -1,11 +1,10 @@
-"""The sampling of responses, and the engines that do it."""
+"""The sampling of responses, the engines that do it, and the options of vLLM's engine that a run may set."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.conf.checks import above, at_least, is_utf8, one_of, within
-from penstock.conf.engine_options import check_engine_options
 from penstock.conf.errors import ConfigError
 
 ENGINES = ("vllm", "hf", "scripted")
@@ -20,6 +19,40 @@ MAX_STOPS = 64
 """Most stop strings: each is looked for after every token."""
 AUTO = "auto"
 """Value of num_workers for as many as the cluster has room for."""
+OWN_KEYS = {
+    "model": "model.path",
+    "dtype": "rollout.dtype",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_seqs": "rollout.max_concurrent_samples",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "enforce_eager": "rollout.enforce_eager",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "seed": "seed",
+    "weight_transfer_config": "weights.transport",
+    "enable_sleep_mode": "placement=colocated",
+    "enable_lora": "trainer.lora.publish=adapter",
+    "max_loras": "trainer.lora.publish=adapter",
+    "max_lora_rank": "trainer.lora.rank",
+}
+"""Options of vLLM's engine that are set by a key of Penstock's."""
+BROKEN = {
+    "logprobs_mode": "mismatch/* would compare log-probabilities of two different distributions",
+    "load_format": "engines must begin with the weights that the trainer begins with",
+    "quantization": "publications are loaded as they were written, and verified by their bytes",
+    "tokenizer": "the trainer and the rewards read tokens by the model's own",
+    "skip_tokenizer_init": "rewards read text",
+    "trust_remote_code": "no code of a model's directory is run",
+    "distributed_executor_backend": "a worker's processes live and die with its actor",
+    "pipeline_parallel_size": "a publication goes to all ranks of one tensor-parallel engine",
+    "data_parallel_size": "each engine is an actor of its own: rollout.num_workers",
+}
+"""Options that would break a promise of a run, and which."""
+ON_CPU = {
+    "enable_chunked_prefill": "the generator of a seeded sample cannot be set back on a CPU (rollout.sampling.seeded)",
+    "worker_extension_cls": "there is one, which sets how many threads compute (rollout.num_threads)",
+}
+"""Options of the CPU build that would break a promise, and which."""
 
 
 @dataclass
@@ -144,3 +177,16 @@ class RolloutConfig:
     def least_workers(self) -> int:
         """Number of engines that the run cannot begin without."""
         return self.num_workers if isinstance(self.num_workers, int) else 1
+
+
+def check_engine_options(options: Mapping[str, Any], engine: str, on_gpu: bool) -> None:
+    """Check `rollout.engine_options`. Raises `ConfigError` that names what is to be set instead, or why it cannot be.
+    Whether vLLM knows an option is told when the engine starts."""
+    if options and engine != "vllm":
+        raise ConfigError(f"rollout.engine_options are vLLM's, and rollout.engine={engine}. Leave them out.")
+    for name, value in options.items():
+        what = f"rollout.engine_options.{name}={value}"
+        if name in OWN_KEYS:
+            raise ConfigError(f"{what}: set {OWN_KEYS[name]} instead.")
+        if why := BROKEN.get(name) or (not on_gpu and ON_CPU.get(name)):
+            raise ConfigError(f"{what}: cannot be set: {why}.")

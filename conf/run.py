@@ -5,21 +5,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from penstock.conf.algorithms.base import AlgorithmConfig
-from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.checks import at_least, one_of
-from penstock.conf.cluster import ClusterConfig, TrackingConfig
+from penstock.conf.cluster import ClusterConfig
 from penstock.conf.data import ENVIRONMENT, DataConfig, EvaluationConfig
 from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError
-from penstock.conf.faults import FaultsConfig
+from penstock.conf.faults import CheckpointConfig, FaultsConfig
 from penstock.conf.model import ModelConfig
 from penstock.conf.reward import ENVIRONMENT_REWARD, RewardConfig, WeightedRewardConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.store import StoreConfig
+from penstock.conf.tracking import TrackingConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.conf.transports import choose_transport, shares_gpus
-from penstock.conf.weights import WeightsConfig
+from penstock.conf.weights import WeightsConfig, choose_transport, shares_gpus
 
 
 @dataclass
@@ -137,29 +136,8 @@ def validate(config: RunConfig) -> None:
             f"evaluation.seed={config.evaluation.seed} equals data.seed: the held-out problems would be the trained "
             "ones. Choose another evaluation.seed."
         )
-    if config.placement == "colocated" and config.max_staleness:
-        raise ConfigError(
-            f"placement=colocated takes turns, generation and training, and max_staleness={config.max_staleness} lets "
-            "them overlap. Set max_staleness=0, or placement=disaggregated."
-        )
-    on_gpus = config.trainer.num_gpus_per_rank or config.rollout.num_gpus_per_worker
-    if config.placement == "colocated" and on_gpus and not shares_gpus(config):
-        raise ConfigError(
-            f"placement=colocated: trainer.num_gpus_per_rank={config.trainer.num_gpus_per_rank:g} and "
-            f"rollout.num_gpus_per_worker={config.rollout.num_gpus_per_worker:g} do not share a GPU. Give each a part, "
-            "such as 0.5 and 0.5."
-        )
-    if config.placement == "colocated" and on_gpus and config.rollout.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"placement=colocated: rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} spreads an "
-            "engine over GPUs of which each belongs to another rank. Use rollout.tensor_parallel_size=1, or "
-            "placement=disaggregated."
-        )
-    if config.rollout.follows_cluster and config.placement == "colocated":
-        raise ConfigError(
-            "rollout.num_workers=auto: with placement=colocated each engine has the device of a rank. Use as many "
-            "engines as ranks, or placement=disaggregated."
-        )
+    if config.placement == "colocated":
+        _check_colocated(config)
     if config.rollout.follows_cluster and not (config.cluster.cpus_per_worker or config.rollout.num_gpus_per_worker):
         raise ConfigError(
             "rollout.num_workers=auto counts what engines reserve, and with cluster.cpus_per_worker=0 and "
@@ -185,3 +163,31 @@ def validate(config: RunConfig) -> None:
             f"{config.trainer.groups_per_step}: a minibatch needs at least one group."
         )
     choose_transport(config)
+
+
+def _check_colocated(config: RunConfig) -> None:
+    """Check that engines and trainers can share devices in turns: they never overlap, and each engine has the device of
+    one rank."""
+    if config.max_staleness:
+        raise ConfigError(
+            f"placement=colocated takes turns, generation and training, and max_staleness={config.max_staleness} lets "
+            "them overlap. Set max_staleness=0, or placement=disaggregated."
+        )
+    on_gpus = config.trainer.num_gpus_per_rank or config.rollout.num_gpus_per_worker
+    if on_gpus and not shares_gpus(config):
+        raise ConfigError(
+            f"placement=colocated: trainer.num_gpus_per_rank={config.trainer.num_gpus_per_rank:g} and "
+            f"rollout.num_gpus_per_worker={config.rollout.num_gpus_per_worker:g} do not share a GPU. Give each a part, "
+            "such as 0.5 and 0.5."
+        )
+    if on_gpus and config.rollout.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"placement=colocated: rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} spreads an "
+            "engine over GPUs of which each belongs to another rank. Use rollout.tensor_parallel_size=1, or "
+            "placement=disaggregated."
+        )
+    if config.rollout.follows_cluster:
+        raise ConfigError(
+            "rollout.num_workers=auto: with placement=colocated each engine has the device of a rank. Use as many "
+            "engines as ranks, or placement=disaggregated."
+        )

@@ -1,8 +1,14 @@
-"""Transport of new weights from the trainer to the engines. `transports.py` says what a run can have."""
+"""Transport of new weights from the trainer to the engines: what a run asks for, what suits its GPUs, and what cannot
+be.
+"""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.conf.checks import above, at_least, one_of
+from penstock.conf.errors import ConfigError
+from penstock.conf.rollout import RolloutConfig
+from penstock.conf.trainer import TrainerConfig
 
 TRANSPORTS = ("shm", "ipc", "nccl", "nccl_m2n")
 STREAMS = ("ipc", "nccl", "nccl_m2n")
@@ -37,3 +43,118 @@ class WeightsConfig:
         one_of("weights.transport", self.transport, ("auto", *TRANSPORTS))
         at_least("weights.bucket_mib", self.bucket_mib, 1)
         above("weights.phase_timeout_s", self.phase_timeout_s, 0)
+
+
+class Ends(Protocol):
+    """Settings that the choice depends on. A `RunConfig` has them."""
+
+    placement: str
+    weights: WeightsConfig
+    trainer: TrainerConfig
+    rollout: RolloutConfig
+
+
+def choose_transport(config: Ends) -> str:
+    """Choose one of `TRANSPORTS`. Raises `ConfigError` for a choice that the rest of the run makes impossible."""
+    wanted = config.weights.transport
+    if config.trainer.lora.publishes_adapter:
+        _check_adapter(wanted, config)
+        return "shm"
+    if wanted == "auto":
+        return _natural(config)
+    if wanted in STREAMS:
+        _check_stream(wanted, config)
+    return wanted
+
+
+def takes_newcomers(config: Ends) -> bool:
+    """Return whether engines and ranks may come and go: they have not met each other at the start."""
+    return config.placement != "colocated" and choose_transport(config) not in STREAMS
+
+
+def shares_gpus(config: Ends) -> bool:
+    """Return whether a trainer rank and an engine live on the same GPU: each reserves a part of one, together at most
+    all of it."""
+    trainer, engine = config.trainer.num_gpus_per_rank, config.rollout.num_gpus_per_worker
+    return 0 < trainer < 1 and 0 < engine < 1 and trainer + engine <= 1
+
+
+def _check_adapter(wanted: str, config: Ends) -> None:
+    """Refuse what an adapter by itself cannot go through."""
+    if wanted in STREAMS:
+        raise ConfigError(
+            f"weights.transport={wanted}: it streams whole models, and trainer.lora.publish=adapter. Use "
+            "weights.transport=shm, or trainer.lora.publish=merged."
+        )
+    rank, largest = config.trainer.lora.rank, max(VLLM_LORA_RANKS)
+    if config.rollout.engine == "vllm" and rank > largest:
+        raise ConfigError(
+            f"trainer.lora.rank={rank}: vLLM serves adapters of rank {largest} at most. Lower it, or set "
+            "trainer.lora.publish=merged."
+        )
+
+
+def _natural(config: Ends) -> str:
+    on_gpus = config.trainer.num_gpus_per_rank > 0 and config.rollout.num_gpus_per_worker > 0
+    if not on_gpus or config.rollout.engine != "vllm" or config.rollout.follows_cluster:
+        return "shm"
+    if not shares_gpus(config):
+        return "nccl"
+    return "ipc" if _every_engine_has_a_rank(config) else "shm"
+
+
+def _every_engine_has_a_rank(config: Ends) -> bool:
+    return config.rollout.tensor_parallel_size == 1 and config.rollout.least_workers <= config.trainer.num_ranks
+
+
+def _check_stream(wanted: str, config: Ends) -> None:
+    key = f"weights.transport={wanted}"
+    if config.rollout.follows_cluster:
+        raise ConfigError(
+            f"{key}: trainers and engines meet at the start, and rollout.num_workers=auto lets engines come later. Use "
+            "weights.transport=shm, or a number of engines."
+        )
+    if config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"{key}: only vLLM engines receive it, and rollout.engine={config.rollout.engine}. Use "
+            "weights.transport=shm or rollout.engine=vllm."
+        )
+    for section, count in (
+        ("trainer.num_gpus_per_rank", config.trainer.num_gpus_per_rank),
+        ("rollout.num_gpus_per_worker", config.rollout.num_gpus_per_worker),
+    ):
+        if not count:
+            raise ConfigError(
+                f"{key}: it moves weights from GPU to GPU, and {section}=0. Use weights.transport=shm, or give it GPUs."
+            )
+    _check_place(wanted, key, config)
+    if wanted == "nccl_m2n" and config.trainer.engine != "fsdp":
+        raise ConfigError(
+            f"{key}: it reads the shards of FSDP2, and trainer.engine={config.trainer.engine}. Use "
+            "weights.transport=nccl or trainer.engine=fsdp."
+        )
+
+
+def _check_place(wanted: str, key: str, config: Ends) -> None:
+    """Refuse a placement that does not suit: ipc wants one GPU for both, NCCL one for each."""
+    gpus = (
+        f"trainer.num_gpus_per_rank={config.trainer.num_gpus_per_rank:g} and "
+        f"rollout.num_gpus_per_worker={config.rollout.num_gpus_per_worker:g}"
+    )
+    if wanted == "ipc" and not shares_gpus(config):
+        raise ConfigError(
+            f"{key}: a rank and an engine must share a GPU, and {gpus} give them one each. Give each a part, such as "
+            "0.5 and 0.5, or use weights.transport=nccl."
+        )
+    if wanted == "ipc" and not _every_engine_has_a_rank(config):
+        raise ConfigError(
+            f"{key}: every engine needs a rank on its GPU, but rollout.num_workers={config.rollout.num_workers} "
+            f"engines of rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} meet "
+            f"trainer.num_ranks={config.trainer.num_ranks}. Use as many ranks as engines, of one GPU each, or "
+            "weights.transport=shm."
+        )
+    if wanted != "ipc" and shares_gpus(config):
+        raise ConfigError(
+            f"{key}: NCCL cannot connect two processes on one GPU, and {gpus} let a rank and an engine share one. Use "
+            "weights.transport=ipc, or whole GPUs for each."
+        )

@@ -1,19 +1,46 @@
-"""Measurements of one process: numbers in memory, until an exporter takes them out.
+"""Meters: metrics, and the measurements of one process, numbers in memory, until an exporter takes them out.
 
 Workers, the store and the driver call `add`, `put` and `observe` where things happen; each costs about a microsecond,
-and any thread may call it. `ray_export.py` calls `drain`. Without an exporter the numbers stay few: a total, a
-value, or a sample of `MOST_OBSERVATIONS` for each series.
+and any thread may call it. `ray_export.py` calls `drain`. Without an exporter the numbers stay few: a total, a value,
+or a sample of `MOST_OBSERVATIONS` for each series.
 """
 
 import random
 import threading
 from dataclasses import dataclass, field
 
-from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, Metric
-
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+ORIGIN = ("run", "role", "actor")
+"""Labels of every metric: the run's name, the role of the process that measures, and its name, such as Rollout-0."""
+RAY_PREFIX = "ray_"
+"""The prefix that Ray puts before the names of all metrics that it exports."""
 MOST_OBSERVATIONS = 32
 """The most observations that a series keeps between two drains. Of more, a uniform sample is kept: quantiles and means
 stay what they are, and the count is too low. An observation costs Ray up to 50 us."""
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """A metric, declared. Each is one object of `table.py`, and is compared by identity. Names follow Prometheus: a
+    unit at the end, `_total` after it for counters."""
+
+    name: str
+    kind: str
+    unit: str
+    description: str
+    labels: tuple[str, ...] = ()
+    """Labels besides those of `ORIGIN`."""
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets."""
+    condition: str = ""
+    """The condition under which the metric exists at all; empty: always."""
+
+    @property
+    def exported(self) -> str:
+        """The name under which Prometheus knows the metric."""
+        return RAY_PREFIX + self.name
+
+
 Series = tuple[Metric, tuple[tuple[str, str], ...]]
 """A metric, with its labels and their values."""
 

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.metering.meters import Meters, Series
-from penstock.metering.metric import COUNTER, GAUGE, ORIGIN, Metric
+from penstock.metering.meters import COUNTER, GAUGE, ORIGIN, Meters, Metric, Series
 
 PERIOD_S = 1.0
 ALMOST_NOTHING = sys.float_info.min

@@ -4,7 +4,7 @@ Workers measure them, `orchestrator/observability/grafana/` queries them, and a 
 them.
 """
 
-from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, Metric
+from penstock.metering.meters import COUNTER, GAUGE, HISTOGRAM, Metric
 
 SHORT_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Buckets of waits and rewards, in seconds."""

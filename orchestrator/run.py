@@ -18,7 +18,7 @@ from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, PenstockError, TakenOver
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
-from penstock.network.open_files import warning
+from penstock.network.machine import warning
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
 from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere, namespace_of, this_node
 from penstock.orchestrator.cluster.connection import note_connection

@@ -44,7 +44,7 @@ from penstock.orchestrator.run import is_refusal, starting_model, with_other_mod
 from penstock.orchestrator.run_directory.losses import Losses
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
-from penstock.store.ledger.batches.balance import balance, row_cost
+from penstock.store.ledger.batches import balance, row_cost
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.protocols import Completion, Loss, Sampling

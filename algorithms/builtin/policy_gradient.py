@@ -15,14 +15,13 @@ from typing import Any
 
 from penstock.algorithms.advantages import ADVANTAGES
 from penstock.algorithms.corrections import CORRECTIONS
-from penstock.algorithms.graph.arguments import Renamed, columns_read
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.functions import Renamed, columns_read
 from penstock.algorithms.losses import SURROGATES, interpolated_policy_loss, policy_loss, with_entropy_bonus
-from penstock.algorithms.options import checked_options
+from penstock.algorithms.named import checked_options
 from penstock.algorithms.registry import algorithm
-from penstock.algorithms.reward_kl import follow_target, penalized_reward
-from penstock.algorithms.shaping import has_signal, overlong_reward
+from penstock.algorithms.shaping import follow_target, has_signal, overlong_reward, penalized_reward
 from penstock.conf.algorithms.policy_gradient import (
     CispoConfig,
     DapoConfig,

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from penstock.algorithms.advantages import gae, token_rewards, unpadded, whitened
-from penstock.algorithms.graph.arguments import Renamed
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.functions import Renamed
 from penstock.algorithms.losses import interpolated_policy_loss, policy_loss, value_loss
 from penstock.algorithms.registry import algorithm
-from penstock.algorithms.reward_kl import KL_COEF, follow_target
-from penstock.conf.algorithms.ppo import PpoConfig
+from penstock.algorithms.shaping import KL_COEF, follow_target
+from penstock.conf.algorithms.policy_gradient import PpoConfig
 
 TOKEN_ADVANTAGE, RETURNS = Column("token_advantage", "float32", "token"), Column("returns", "float32", "token")
 

@@ -1,4 +1,4 @@
-"""Learning from preferences, of a dataset or on the policy's own samples: pairs, or single responses, good or bad.
+"""Preferences, of a dataset or on the policy's own samples: learning from pairs, or from single responses, good or bad.
 
     dpo         source ─▶ pair_responses ─ response_ids, preferred ─▶ train
                                 └─▶ reference ────────────────────────┘
@@ -7,21 +7,34 @@
     kto         source ─ response_ids ─▶ reward ─▶ good_or_bad ─ desirable ─▶ train
                              └─▶ reference ──────────────────────────────────┘
     online_kto  the same with a rollout before the reward
+    reward_model  source ─▶ pair_responses ─ response_ids, preferred ─▶ train (scores)
 
-The losses get `group_ids`, so the trainer keeps each group in one micro-batch, and the store keeps it on one rank.
+The losses get `group_ids`, so the trainer keeps each group in one micro-batch, and the store keeps it on one rank. A
+trained reward model has a scalar head, and is written as a HF sequence classification model; `algorithm=ppo` reads it
+as `model.paths.reward_model`.
+
+Legend: G samples of one group (the same prompt).
 """
 
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from penstock.algorithms.advantages import finite_rewards
+from penstock.algorithms.checks import non_negative
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.preference.dpo import dpo_loss, ipo_loss
 from penstock.algorithms.preference.kto import kto_loss
-from penstock.algorithms.preference.orpo import orpo_loss
-from penstock.algorithms.preference.selection import best_and_worst, good_or_bad
-from penstock.algorithms.preference.simpo import simpo_loss
+from penstock.algorithms.preference.pair_losses import bradley_terry_loss, dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from penstock.algorithms.registry import algorithm
-from penstock.conf.algorithms.preference import DpoConfig, KtoConfig, OnlineDpoConfig, OnlineKtoConfig
+from penstock.conf.algorithms.preference import (
+    DpoConfig,
+    KtoConfig,
+    OnlineDpoConfig,
+    OnlineKtoConfig,
+    RewardModelConfig,
+)
 
 
 @algorithm("dpo")
@@ -76,3 +89,51 @@ def _judged(flow: Dataflow, cfg: KtoConfig) -> Dataflow:
         undesirable_weight=cfg.undesirable_weight,
     )
     return flow.train("policy", loss=loss)
+
+
+@algorithm("reward_model")
+def reward_model(cfg: RewardModelConfig) -> Dataflow:
+    """Bradley-Terry on a dataset of pairs: 2203.02155 eq. 1."""
+    loss = partial(bradley_terry_loss, centering_coef=cfg.centering_coef)
+    return Dataflow().preferences().train("reward_model", loss=loss)
+
+
+def best_and_worst(reward: Tensor, *, min_gap: float = 0.0) -> Tensor:
+    """Mark the sample with the highest reward +1, the one with the lowest -1, the others 0: online DPO, 2402.04792,
+    with two samples; best against worst of G is 2404.19733's choice among scored samples.
+
+    Of several with the same reward the first counts. A group whose rewards are all equal, or whose highest and lowest
+    are less than `min_gap` apart, has nothing to say: 0 for all its samples.
+
+    `reward`: `[G]`, any real dtype, finite. Returns `[G]` float32. Raises `ShapeError`, `ConfigError`.
+
+    >>> best_and_worst(torch.tensor([0.0, 1.0, 0.5, 1.0]))
+    tensor([-1.,  1.,  0.,  0.])
+    """
+    non_negative("algorithm.min_gap", min_gap)
+    reward_G = finite_rewards(reward)
+    preferred_G = torch.zeros(len(reward_G), dtype=torch.float32, device=reward.device)
+    if len(reward_G) == 0:
+        return preferred_G
+    highest, lowest = reward_G.max(), reward_G.min()
+    if highest == lowest or highest - lowest < min_gap:
+        return preferred_G
+    preferred_G[_first(reward_G == highest)] = 1.0
+    preferred_G[_first(reward_G == lowest)] = -1.0
+    return preferred_G
+
+
+def good_or_bad(reward: Tensor, *, threshold: float = 0.5) -> Tensor:
+    """Mark samples +1 where the reward is above `threshold`, -1 where it is not: the two kinds of KTO, 2402.01306.
+
+    `reward`: `[G]`, any real dtype, finite. Returns `[G]` float32. Raises `ShapeError`.
+
+    >>> good_or_bad(torch.tensor([1.0, 0.5, 0.0]))
+    tensor([ 1., -1., -1.])
+    """
+    return torch.where(finite_rewards(reward) > threshold, 1.0, -1.0).float()
+
+
+def _first(flags_G: Tensor) -> int:
+    # argmax alone does not promise which of several equal values it finds
+    return int(flags_G.nonzero()[0])

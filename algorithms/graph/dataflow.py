@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.algorithms.function_names import name_of
-from penstock.algorithms.graph.checks import check_stages
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS, Column, as_column
-from penstock.algorithms.graph.stage import PROVIDED_BY_TRAINER, Stage, reads_of, written_by
-from penstock.algorithms.preference.responses import pair_responses
+from penstock.algorithms.graph.functions import name_of, pair_responses
+from penstock.algorithms.graph.stage import PROVIDED_BY_TRAINER, Stage, check_stages, reads_of, written_by
 from penstock.conf.errors import DataflowError, suggest
 
 

@@ -13,8 +13,8 @@ rail of its own; where another stage reads some of it, an arrow with the columns
 import textwrap
 from dataclasses import dataclass
 
-from penstock.algorithms.function_names import name_of
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.functions import name_of
 from penstock.algorithms.graph.stage import Stage
 
 WIDTH = 100

@@ -1,14 +1,16 @@
-"""A node of a dataflow: what it reads, what it writes, and what becomes ready as a whole.
+"""A stage, the node of a dataflow: what it reads, what it writes, and what becomes ready as a whole; and the conditions
+that the stages of a dataflow must meet to run.
 
 The methods of `dataflow.py` make stages; actors, columns and pictures are made from them.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.algorithms.graph.columns import Column
+from penstock.conf.errors import DataflowError, suggest
 
 UNITS = ("sample", "group", "batch")
 PROVIDED_BY_TRAINER = ("logprobs", "old_logprobs", "entropy", "mask", "totals", "group_ids", "values", "scores")
@@ -40,7 +42,7 @@ class Stage:
     """Reward that a reward stage computes, of several (`WeightedRewardConfig`); None for the one that `reward.function`
     names."""
     in_environment: bool = False
-    """True for a rollout in which an environment has the policy sample, in any number of turns (`environment.py`)."""
+    """True for a rollout in which an environment has the policy sample, in any number of turns (`rewrites.py`)."""
 
     @property
     def is_in_trainer(self) -> bool:
@@ -60,6 +62,9 @@ class Stage:
         return self.kind == "train" and "group_ids" in inspect.signature(self.function).parameters  # type: ignore[arg-type]
 
 
+Stages = Sequence[Stage]
+
+
 def written_by(stages: Iterable[Stage]) -> dict[str, Column]:
     """Every column that one of these stages writes, by name."""
     return {column.name: column for stage in stages for column in stage.writes}
@@ -73,3 +78,101 @@ def reads_of(stage: Stage, stages: Iterable[Stage]) -> tuple[str, ...]:
     optional = (name for name in stage.optional_reads if name in written)
     verdicts = (one.writes[0].name for one in stages if one.kind == "filter") if stage.kind == "train" else ()
     return tuple(dict.fromkeys((*stage.reads, *optional, *verdicts)))
+
+
+def check_stages(stages: Stages) -> None:
+    """Raise `DataflowError`, which names the stage and the column, unless every column read has exactly one writer,
+    units are possible, no stage waits for itself, and there is one train stage."""
+    _check_ends(stages)
+    _check_units(stages)
+    writers = _writers(stages)
+    for stage in stages:
+        for column in stage.reads:
+            if column not in writers:
+                raise DataflowError(
+                    f"stage {stage.name!r} reads column {column!r}, which no stage writes"
+                    f"{suggest(column, writers)} {_mend(stage)}"
+                )
+    _check_cycles(stages, writers)
+    _check_trainers_own(stages, writers)
+
+
+def _of_kind(stages: Stages, kind: str) -> list[Stage]:
+    return [stage for stage in stages if stage.kind == kind]
+
+
+def _mend(stage: Stage) -> str:
+    if stage.kind == "train":
+        return "Add a stage that writes it, mend the parameter's name, or bind a setting: partial(loss, setting=...)."
+    return "Add a stage that writes it, or mend the name."
+
+
+def _check_ends(stages: Stages) -> None:
+    if not _of_kind(stages, "source"):
+        raise DataflowError("the dataflow has no rows: call flow.rollout(...) or flow.demonstrations() first.")
+    ends = len(_of_kind(stages, "train"))
+    if ends != 1:
+        raise DataflowError(
+            f"the dataflow has {ends} train stages; it needs exactly one flow.train(...), which ends the rows' life."
+        )
+
+
+def _check_units(stages: Stages) -> None:
+    for stage in stages:
+        if stage.unit not in UNITS:
+            raise DataflowError(f"stage {stage.name!r}: per={stage.unit!r} is unknown{suggest(stage.unit, UNITS)}")
+        if stage.kind == "filter" and stage.unit == "batch":
+            raise DataflowError(f"stage {stage.name!r}: a filter is per='group' or per='sample'; a batch is trained.")
+        if stage.kind in ("compute", "filter") and not (stage.reads and stage.writes):
+            raise DataflowError(f"stage {stage.name!r}: a compute stage reads and writes at least one column each.")
+        if stage.state is not None and stage.unit != "batch":
+            raise DataflowError(f"stage {stage.name!r}: a state is carried from batch to batch; set per='batch'.")
+        if stage.kind == "compute" and any(column.per_group for column in stage.writes):
+            raise DataflowError(f"stage {stage.name!r}: only the source writes columns that a group shares.")
+
+
+def _writers(stages: Stages) -> dict[str, Stage]:
+    writers: dict[str, Stage] = {}
+    for stage in stages:
+        for column in stage.writes:
+            if column.name in PROVIDED_BY_TRAINER:
+                raise DataflowError(
+                    f"stage {stage.name!r} writes column {column.name!r}, a name that the trainer gives to a loss "
+                    f"itself ({', '.join(PROVIDED_BY_TRAINER)}). Write it under another name."
+                )
+            if column.name in writers:
+                raise DataflowError(
+                    f"column {column.name!r} is written by stage {writers[column.name].name!r} and by {stage.name!r}; "
+                    "a column has one writer. Write one of them under another name."
+                )
+            writers[column.name] = stage
+    return writers
+
+
+def _check_trainers_own(stages: Stages, writers: dict[str, Stage]) -> None:
+    """Check that what is computed in the trainers does not leave them."""
+    for stage in stages:
+        for column in reads_of(stage, stages):
+            writer = writers[column]
+            if writer.is_in_trainer and not (stage.is_in_trainer or stage.kind == "train"):
+                raise DataflowError(
+                    f"stage {stage.name!r} reads column {column!r}, which stage {writer.name!r} writes per='batch', "
+                    "when the batch is formed; only the loss and other per='batch' stages can read it. Make the writer "
+                    "per='group', or the reader per='batch'."
+                )
+
+
+def _check_cycles(stages: Stages, writers: dict[str, Stage]) -> None:
+    done: set[str] = set()
+
+    def visit(stage: Stage, path: tuple[str, ...]) -> None:
+        if stage.name in path:
+            raise DataflowError(f"stages wait for each other in a circle: {' → '.join((*path, stage.name))}.")
+        if stage.name in done:
+            return
+        for column in reads_of(stage, stages):
+            visit(writers[column], (*path, stage.name))
+        done.add(stage.name)
+
+    for stage in stages:
+        visit(stage, ())

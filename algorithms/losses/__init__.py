@@ -10,28 +10,26 @@ columns, `[B]` for sample columns, None when it has the default None and no stag
 a default that is not None and are bound by `functools.partial`. Returned are this micro-batch's *contribution* to the
 batch's loss and to each metric (float32 `[]`, detached): the trainer adds them up and divides by nothing.
 
-    policy.py      the one policy loss: checks, correction, surrogate, KL term, aggregation, metrics
-      clipped.py     surrogates that bound the ratio of a token: ppo_clip, sapo
-      sequence.py    … of a response: gspo, gspo_token, gmpo
-      weighted.py    … that weigh a log-probability: reinforce, gpg, cispo, dppo_tv
-      covariance.py  … that treat a few tokens differently: clip_cov, kl_cov
-      proximal.py    what the ratio is taken against
+    policy.py      the one policy loss: checks, what the ratio is taken against, correction, surrogate, KL term,
+                   aggregation, metrics; and the likelihood of demonstrations
+    surrogates.py  surrogates that bound the ratio of a token: ppo_clip, sapo; of a response: gspo, gspo_token, gmpo;
+                   that weigh a log-probability: reinforce, gpg, cispo, dppo_tv
+    covariance.py  … that treat a few tokens differently: clip_cov, kl_cov
     value.py       the critic's
-    sft.py         likelihood
     entropy.py     a bonus on any of them
 
 Legend: B rows of the micro-batch, T response tokens, padded: what lies under `mask == 0` may be anything, NaN included.
 """
 
-from penstock.algorithms.losses import clipped, covariance, sequence, weighted  # noqa: F401 - they register themselves
+from penstock.algorithms.losses import covariance  # noqa: F401 - its surrogates register themselves
 from penstock.algorithms.losses.entropy import with_entropy_bonus as with_entropy_bonus
 from penstock.algorithms.losses.policy import LossAndMetrics as LossAndMetrics
 from penstock.algorithms.losses.policy import interpolated_policy_loss as interpolated_policy_loss
 from penstock.algorithms.losses.policy import per_token as per_token
 from penstock.algorithms.losses.policy import policy_loss as policy_loss
 from penstock.algorithms.losses.policy import ppo_clip_loss as ppo_clip_loss
-from penstock.algorithms.losses.sft import sft_loss as sft_loss
-from penstock.algorithms.losses.surrogate import SURROGATES as SURROGATES
-from penstock.algorithms.losses.surrogate import surrogate as surrogate
+from penstock.algorithms.losses.policy import sft_loss as sft_loss
+from penstock.algorithms.losses.surrogates import SURROGATES as SURROGATES
+from penstock.algorithms.losses.surrogates import surrogate as surrogate
 from penstock.algorithms.losses.value import explained_variance as explained_variance
 from penstock.algorithms.losses.value import value_loss as value_loss

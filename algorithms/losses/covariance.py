@@ -8,16 +8,15 @@ a few tokens with a large c from the gradient, KL-Cov pulls them back to where t
 surrogate sees nothing else: small micro-batches mean noisier choices, and at least one token is chosen in each. Every
 other surrogate treats rows independently. `policy.py` finds them by their names.
 
-Legend: B rows of the micro-batch, T response tokens, padded; see `surrogate.py` for the arguments.
+Legend: B rows of the micro-batch, T response tokens, padded; see `surrogates.py` for the arguments.
 """
 
 import torch
 from torch import Tensor
 
-from penstock.algorithms.losses.clipped import pessimistic
-from penstock.algorithms.losses.surrogate import TokenLosses, surrogate
-from penstock.algorithms.options import NonNegative
-from penstock.algorithms.ratios import log_ratio
+from penstock.algorithms.kl import log_ratio
+from penstock.algorithms.losses.surrogates import TokenLosses, pessimistic, surrogate
+from penstock.algorithms.named import NonNegative
 from penstock.conf.errors import ConfigError
 
 

@@ -1,10 +1,22 @@
-"""The policy loss: one driver for every formula, `w · surrogate + kl_coef · KL`, aggregated.
+"""The policy's losses: one driver for every formula, `w · surrogate + kl_coef · KL`, aggregated; and the likelihood of
+demonstrations. The trainer calls them: see `losses/__init__.py`.
 
     mask ─▶ anchor (old, behavior or proximal log-probabilities) ─▶ correction: weights w ─┐
                      └──────────────▶ surrogate: a loss a token ───────────────────────────┴─▶ mean ─▶ + KL term
 
-The driver checks shapes and settings, masks, and sums; the formulas are in `clipped.py`, `sequence.py`, `weighted.py`
-and `covariance.py`, or in a user's own file. The trainer calls it: see `losses/__init__.py`.
+The driver checks shapes and settings, masks, and sums; the formulas are in `surrogates.py` and `covariance.py`, or in a
+user's own file.
+
+The anchor is the proximal policy, the centre of the trust region, which the ratio is taken against. Decoupled PPO
+(2505.24298) has three policies: `π_behavior` sampled, `π_proximal` is where the trust region lies, `π` is trained. The
+clipped ratio is `π / π_proximal`, and `π_proximal / π_behavior` becomes the weight of the correction. Any surrogate is
+decoupled in this way; `proximal` says what stands for π_proximal:
+
+    old            the trainer's own log-probabilities at the start of the batch. Costs a forward pass.
+    column         the column `proximal_logprobs`, from a user's own stage.
+    interpolated   between the behavior's and the current ones, by the column `staleness`. Costs nothing.
+
+With "old" and the correction "none" there is one ratio, against the behavior policy.
 
 Legend: B rows of the micro-batch, T response tokens, padded: what lies under `mask == 0` may be anything, NaN included.
 """
@@ -19,14 +31,14 @@ from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, 
 from penstock.algorithms.checks import as_mask, describe, has_axes, non_negative, same_shape
 from penstock.algorithms.corrections import CORRECTIONS, Correction, none
 from penstock.algorithms.kl import kl_estimate
-from penstock.algorithms.losses.proximal import PROXIMALS, proximal_anchor
-from penstock.algorithms.losses.surrogate import SURROGATES, Surrogate
-from penstock.algorithms.options import NO_OPTIONS, Options, checked_options
+from penstock.algorithms.losses.surrogates import SURROGATES, Surrogate
+from penstock.algorithms.named import NO_OPTIONS, Options, checked_options
 from penstock.conf.algorithms.base import CORRECTIONS as PRESET_CORRECTIONS
 from penstock.conf.checks import one_of
 from penstock.conf.errors import ConfigError, ShapeError
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+PROXIMALS = ("old", "column", "interpolated")
 
 
 def policy_loss(
@@ -53,7 +65,7 @@ def policy_loss(
     """Any surrogate, with any correction, and a KL term: `L = w · surrogate(π, π_anchor, A) + kl_coef · k(π || π_ref)`.
 
     `surrogate`, `correction`: a registered name, or the function itself. `proximal`: the anchor of the ratio, see
-    `proximal.py`; with "old" it is `old_logprobs`, and `behavior_logprobs` where the correction is "none".
+    above; with "old" it is `old_logprobs`, and `behavior_logprobs` where the correction is "none".
     `aggregation`, `constant`: see `aggregate`; they apply to the surrogate and the KL term, metrics are token means.
 
     `logprobs`, `old_logprobs`, `behavior_logprobs`, `reference_logprobs`, `proximal_logprobs`, `mask`: `[B, T]`.
@@ -181,3 +193,59 @@ def _no_reference(kl_coef: float) -> None:
             f"algorithm.kl_coef={kl_coef} needs reference_logprobs, which nothing writes. "
             "Add flow.logprobs('reference') to the dataflow, or set algorithm.kl_coef=0."
         )
+
+
+def proximal_anchor(
+    proximal: str,
+    new: Tensor,
+    behavior: Tensor,
+    mask: Tensor,
+    proximal_logprobs: Tensor | None,
+    staleness: Tensor | None,
+) -> Tensor:
+    """The log-probabilities `[B, T]` that "column" or "interpolated" name, float32 without gradient, zero in padding.
+
+    `new`, `behavior`: zero in padding already. Raises `ConfigError` for a column that nothing writes, `ShapeError`.
+    """
+    if proximal == "column":
+        column = _written("proximal_logprobs", proximal_logprobs, proximal)
+        same_shape(new, "logprobs", proximal_logprobs=column)
+        return masked(column, mask).detach()
+    return interpolated_logprobs(new, behavior, _written("staleness", staleness, proximal))
+
+
+def interpolated_logprobs(new: Tensor, behavior: Tensor, staleness: Tensor) -> Tensor:
+    """A proximal policy that needs no forward pass: 2512.06547, log-linear between the policies that are known.
+
+        log π_proximal = log π + (log π_behavior - log π) / d,   d = staleness;   log π where d = 0
+
+    A token that is d updates old lies d steps behind π, the proximal policy one. One update old: the behavior policy
+    itself. `new`, `behavior`: `[B, T]`. `staleness`: of the row `[B]` or the token `[B, T]`, at least 0. Returns
+    `[B, T]` float32 without gradient. Raises `ShapeError`.
+    """
+    if staleness.shape not in (new.shape, new.shape[:1]):
+        expected = f"{list(new.shape[:1])} (a row) or {list(new.shape)} (a token)"
+        raise ShapeError(f"staleness is {describe(staleness)}; expected {expected}.")
+    d = in_float32(staleness).nan_to_num().view(*staleness.shape, *[1] * (new.dim() - staleness.dim()))
+    share = torch.where(d >= 1, 1 / d.clamp(min=1), 0.0)
+    return new.detach() + share * (behavior - new.detach())
+
+
+def _written(name: str, column: Tensor | None, proximal: str) -> Tensor:
+    if column is None:
+        raise ConfigError(
+            f"algorithm.proximal={proximal} needs {name}, which nothing writes. "
+            "Let a stage before flow.train write it, or set algorithm.proximal=old."
+        )
+    return column
+
+
+def sft_loss(logprobs: Tensor, mask: Tensor, totals: BatchTotals, *, aggregation: str = "token_mean") -> LossAndMetrics:
+    """Negative log-likelihood of the demonstrations: `-mean log π(y_t | x, y_<t)`. Metric: `loss`.
+
+    `logprobs`, `mask`: `[B, T]`. Raises `ShapeError`, `ConfigError`.
+    """
+    has_axes("logprobs", logprobs, "BT")
+    same_shape(logprobs, "logprobs", mask=mask)
+    loss = aggregate(-logprobs, mask, totals, aggregation)
+    return loss, {"loss": loss.detach()}

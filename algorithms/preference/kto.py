@@ -3,8 +3,8 @@
     r(x, y) = log π(y | x) - log π_ref(y | x)
     z_0     = max(0, an estimate of KL(π || π_ref))          what a sample is measured against; no gradient
 
-A loss of `flow.train`; see `dpo.py` for how it is called. As samples are not paired, the mean is over the sequences of
-the optimizer step, not over its groups.
+A loss of `flow.train`; see `pair_losses.py` for how it is called. As samples are not paired, the mean is over the
+sequences of the optimizer step, not over its groups.
 
 Legend: B rows of the micro-batch, T response tokens, padded; G groups of the micro-batch.
 """

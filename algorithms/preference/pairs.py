@@ -1,8 +1,8 @@
 """Pairs of rows of a micro-batch that are compared, and sums over a row's tokens.
 
 The rows of a pair are samples of one group; column `preferred` says which: +1 chosen, -1 rejected, 0 takes no part. It
-comes from a dataset of preferences or from `selection.py`. The trainer keeps whole groups in one micro-batch for losses
-that take `group_ids`. The losses of this folder call it first.
+comes from a dataset of preferences or from `best_and_worst`. The trainer keeps whole groups in one micro-batch for
+losses that take `group_ids`. The losses of this folder call it first.
 
 Legend: B rows of the micro-batch, T response tokens, padded; P pairs, in ascending order of group id.
 """

@@ -1,4 +1,4 @@
-"""Configuration of learning from preferences and from a teacher."""
+"""Configuration of learning from preferences, of reward models, and of learning from a teacher."""
 
 from dataclasses import dataclass
 
@@ -50,6 +50,20 @@ class OnlineDpoConfig(DpoConfig):
 
     def _check_group_size(self) -> None:
         at_least("algorithm.group_size", self.group_size, 2)
+
+
+@dataclass
+class RewardModelConfig(AlgorithmConfig):
+    """A scalar head trained on pairs by the likelihood of Bradley and Terry."""
+
+    name: str = "reward_model"
+    group_size: int = 2
+    centering_coef: float = 0.0
+    """Coefficient of a term that keeps the sum of a pair's scores near 0 (2312.09244). 0: off; 0.01 is usual."""
+
+    def __post_init__(self) -> None:
+        within("algorithm.group_size", self.group_size, 2, 2)
+        at_least("algorithm.centering_coef", self.centering_coef, 0)
 
 
 @dataclass

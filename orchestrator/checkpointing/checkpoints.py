@@ -21,8 +21,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, DamagedCheckpoint
+from penstock.conf.faults import CheckpointConfig
 from penstock.network.names import OutsideName, below
 from penstock.orchestrator.run_directory.checkpoint import FORMAT, Checkpoint
 from penstock.orchestrator.run_directory.mirrored import MirrorRecord, url_of

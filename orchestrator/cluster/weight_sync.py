@@ -14,8 +14,7 @@ from typing import Any, cast
 
 from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError, WorkerDied
 from penstock.conf.run import RunConfig
-from penstock.conf.transports import choose_transport
-from penstock.conf.weights import STREAMS, SYNC_PHASES
+from penstock.conf.weights import STREAMS, SYNC_PHASES, choose_transport
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.roster import LOOK_S, Members
 from penstock.orchestrator.cluster.nodes.weight_relays import WeightRelays

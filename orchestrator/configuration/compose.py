@@ -20,10 +20,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from penstock.conf.algorithms import known_algorithms
 from penstock.conf.algorithms.base import AlgorithmConfig
-from penstock.conf.algorithms.known import known_algorithms
 from penstock.conf.errors import ConfigError, suggest
-from penstock.conf.presets import MODEL_PRESETS
+from penstock.conf.model import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.configuration.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
 from penstock.orchestrator.configuration.recipes import Recipe, find_recipe, load_file

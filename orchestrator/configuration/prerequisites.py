@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from penstock.conf.cluster import TrackingConfig
 from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.model import FreshModelConfig, ModelConfig
 from penstock.conf.run import RunConfig
+from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.fresh_model import character_tokenizer, vocabulary_size

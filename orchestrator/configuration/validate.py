@@ -19,7 +19,7 @@ from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.reward import ENVIRONMENT_REWARD, JUDGE, has_own_judge
 from penstock.conf.run import RunConfig, WarmStartConfig
-from penstock.conf.transports import choose_transport, shares_gpus
+from penstock.conf.weights import choose_transport, shares_gpus
 from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import DamagedCheckpoint, PenstockError, TakenOver
 from penstock.conf.run import RunConfig
-from penstock.conf.transports import takes_newcomers
+from penstock.conf.weights import takes_newcomers
 from penstock.metering.meters import Meters
 from penstock.metering.ray_export import exporting
 from penstock.orchestrator.checkpointing.resuming import fall_back, newest, rewind

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from penstock.conf.algorithms.known import known_algorithms
+from penstock.conf.algorithms import known_algorithms
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.run_directory.json_lines import json_of
 

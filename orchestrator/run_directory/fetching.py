@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from penstock.conf.cluster import TrackingConfig
 from penstock.conf.errors import CheckpointError, ConfigError, RunInUse
+from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.run_directory.mirror import Mirror
 from penstock.orchestrator.run_directory.mirrored import (
     EVENTS,

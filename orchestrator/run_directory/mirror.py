@@ -13,8 +13,8 @@ import threading
 import time
 from pathlib import Path, PurePosixPath
 
-from penstock.conf.cluster import TrackingConfig
 from penstock.conf.errors import CheckpointError, RunInUse
+from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.run_directory.losses import Losses
 from penstock.orchestrator.run_directory.mirrored import (
     EVENTS,

@@ -33,9 +33,9 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from penstock.conf.cluster import TrackingConfig
 from penstock.conf.errors import CheckpointError, ConfigError, PenstockError, RunInUse
 from penstock.conf.run import RunConfig
+from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.run_directory.appended_file import AppendedFile
 from penstock.orchestrator.run_directory.json_lines import cut_lines, each_line, line_of, open_for_lines, read_lines
 from penstock.orchestrator.run_directory.losses import Losses

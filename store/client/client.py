@@ -8,8 +8,8 @@ A worker's loop, which is what every stage looks like:
             scores = score(lease.rows.strings("response_text"))
             await client.write(lease, lease.rows.row_ids, {"reward": scores})
 
-Behind it: `links.py` (where the store is), `call_batcher.py` (calls that travel together), `heartbeat.py` (leases of a
-living worker do not run out), `stream.py` (the next lease while this one is computed).
+Behind it: `links.py` (where the store is), `batchers.py` (calls, and groups, that travel together), `heartbeat.py`
+(leases of a living worker do not run out), `lease.py` (leases, and the next one while this one is computed).
 """
 
 import asyncio
@@ -26,12 +26,10 @@ from msgspec.structs import replace
 
 from penstock.algorithms.graph.columns import Column
 from penstock.conf.errors import WorkerDied, suggest
-from penstock.store.client.call_batcher import CallBatcher
+from penstock.store.client.batchers import CallBatcher, PutBatcher, by_column
 from penstock.store.client.heartbeat import Heartbeat
-from penstock.store.client.lease import Lease, Share, SharedLease, Values, ids_of
+from penstock.store.client.lease import Lease, LeaseStream, Share, SharedLease, Values, ids_of
 from penstock.store.client.links import link_to
-from penstock.store.client.put_batcher import PutBatcher, by_column
-from penstock.store.client.stream import LeaseStream
 from penstock.store.data.arena import ROOM, Slot
 from penstock.store.data.payload import assemble
 from penstock.store.data.rows import Rows
@@ -39,7 +37,7 @@ from penstock.store.data.schema import encode, size_of
 from penstock.store.errors import AnsweredByAnother, LeaseExpired, RowsLost, RowsUnreachable, StoreError, UnknownColumn
 from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.facts import Facts
-from penstock.store.service.calls import Granted, LeaseRequest, Write
+from penstock.store.service.messages import Granted, LeaseRequest, Write
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 

@@ -23,14 +23,12 @@ from penstock.store.data.codec import Malformed
 from penstock.store.data.far.nodes import RowsNode
 from penstock.store.data.far.pulls import Pulls
 from penstock.store.data.layout import Inline, Parcel, Placed
-from penstock.store.data.mappings import Mappings
+from penstock.store.data.mappings import Mappings, Soon
 from penstock.store.data.payload import Payload
 from penstock.store.data.segments import Notice
-from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError, StoreUnreachable
 from penstock.store.service import peers
-from penstock.store.service.calls import refs_of
-from penstock.store.service.messages import ANSWER, HELLO, SAID, Answer, Calls, Hello, Said, calls_of
+from penstock.store.service.messages import ANSWER, HELLO, SAID, Answer, Calls, Hello, Said, calls_of, refs_of
 from penstock.store.service.server import STORE, Endpoint
 from penstock.store.service.store import Store
 from penstock.store.service.wire import Wire

@@ -20,7 +20,7 @@ from penstock.store.data.arena import Slot
 from penstock.store.data.layout import Parcel, Placed
 from penstock.store.data.payload import Payload
 from penstock.store.errors import StoreUnreachable
-from penstock.store.service.calls import refs_of, with_values
+from penstock.store.service.messages import refs_of, with_values
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 

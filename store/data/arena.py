@@ -21,8 +21,8 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from penstock.store.data.file_memory import map_file
 from penstock.store.data.layout import ByteRange, Placed, aligned, buffers_of, kind_of
+from penstock.store.data.mappings import map_file
 
 STEP = 1 << 16
 """The smallest step by which a file grows, in bytes."""

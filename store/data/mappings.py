@@ -1,20 +1,91 @@
-"""The segments that one process reads: mapped once, read without a copy, and said to be done with when nothing refers
-to them any more.
+"""Mappings: the segments that one process reads, mapped once, read without a copy, and said to be done with when
+nothing refers to them any more.
+
+    array = map_file(descriptor, nbytes)    the descriptor may be closed
+    del array, and all views of it          the pages are unmapped
 
 A file is written anew after its last reader, so the store counts the clients that were told of it (`segments.py`); each
-`Use` ends when the last array of what was read is collected, wherever that is, and `tell` is called then.
+`Use` ends when the last array of what was read is collected, wherever that is, and a `Soon` tells it then.
+
+No file stays open: thousands of segments are mapped at a time, and a process may have only a thousand files open.
+Python's own `mmap` keeps a copy of the descriptor for as long as the mapping is there; from Python 3.13 on it need not
+(`trackfd`).
 """
 
+import asyncio
+import contextlib
+import ctypes
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from penstock.store.data.file_memory import map_file
 from penstock.store.data.layout import Placed, read
 from penstock.store.errors import StoreError
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class _Pages:
+    """The mapping that an array of a file's bytes holds on to."""
+
+    def __init__(self, address: int, nbytes: int, *, is_written: bool) -> None:
+        self._range = address, nbytes
+        self.__array_interface__ = {
+            "version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, not is_written),
+        }  # fmt: skip
+
+    def __del__(self, unmap: Callable[..., Any] = _LIBC.munmap) -> None:  # bound here: modules end before some arrays
+        unmap(*self._range)
+
+
+def map_file(descriptor: int, nbytes: int | None = None, *, is_written: bool = False) -> np.ndarray:
+    """Map the first bytes of an open file, uint8, shared with all processes that have mapped it. `nbytes`: None: all
+    that it has. `is_written`: the array can be written to, and its pages are there at once. Raises `OSError`."""
+    if nbytes is None:
+        nbytes = os.fstat(descriptor).st_size
+    protection, flags = mmap.PROT_READ, mmap.MAP_SHARED
+    if is_written:
+        protection, flags = protection | mmap.PROT_WRITE, flags | mmap.MAP_POPULATE
+    address = _LIBC.mmap(None, nbytes, protection, flags, descriptor, 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{nbytes} bytes cannot be mapped: {os.strerror(number)}")
+    return np.asarray(_Pages(address, nbytes, is_written=is_written))
+
+
+SOON_S = 0.05
+"""Delay in seconds. What ends with the next call anyway is said by that call; a lease's arrays end together."""
+
+
+class Soon:
+    """A callback for the event loop that any thread and any finalizer may ask for: `soon = Soon(loop, callback)`, then
+    `soon()` whenever there is something to do. It runs once for all that ask meanwhile; nothing after the loop has
+    closed."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        self._loop, self._callback = loop, callback
+        self._is_due = False
+
+    def __call__(self) -> None:
+        if self._is_due:
+            return
+        self._is_due = True
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            # What asyncio itself calls from finalizers: it takes no lock.
+            self._loop.call_soon_threadsafe(self._loop.call_later, SOON_S, self._run)
+
+    def _run(self) -> None:
+        self._is_due = False  # first: what ends from now on is due again
+        self._callback()
 
 
 class Use:

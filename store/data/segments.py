@@ -21,17 +21,15 @@ from msgspec import Struct
 
 from penstock.network.names import OutsideName, checked
 from penstock.store.data.arena import Arena, lay_by
-from penstock.store.data.far.nodes import RowsNodes
-from penstock.store.data.far.orders import Orders
+from penstock.store.data.far.nodes import Orders, RowsNodes
 from penstock.store.data.far.pulls import Pulls
 from penstock.store.data.far.server import LayBy, Remove, RowsServer, Spill, Sweep
 from penstock.store.data.layout import Placed
-from penstock.store.data.mappings import Mappings
+from penstock.store.data.mappings import Mappings, Soon
 from penstock.store.data.moving import Apart, move, written_by
 from penstock.store.data.payload import Payload
 from penstock.store.data.roots import claim_root, remove_root, sweep_stale
 from penstock.store.data.segment_book import Instructions, SegmentBook, writer_of
-from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreClosed, StoreError
 
 REMOVED_HERE = 16 << 20

@@ -1,6 +1,6 @@
 """Effects of an event of the ledger, for its driver to carry out: values to free, callers to wake. Plain data.
 
-Every event that can free or wake returns one of these; `service/waiting/pump.py` carries it out. Naming too many
+Every event that can free or wake returns one of these; `service/waiting/waiters.py` carries it out. Naming too many
 callers costs a look at them, naming too few would leave a caller waiting for ever: tests hold every event to what has
 become possible.
 """

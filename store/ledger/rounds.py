@@ -10,8 +10,7 @@ from functools import partial
 from itertools import chain
 
 from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
-from penstock.store.ledger.batches.balance import balance, row_cost
-from penstock.store.ledger.batches.order import choose_groups
+from penstock.store.ledger.batches import balance, choose_groups, row_cost
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import NO_VERSION, Group, masks_of, row_ids, spans_of
 from penstock.store.ledger.losses import begin_again

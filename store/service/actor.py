@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.metering.ray_export import Origin, exported
 from penstock.network.handshake import new_token
-from penstock.network.open_files import raise_limit
+from penstock.network.machine import raise_limit
 from penstock.store.data.far.nodes import RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY, guard_root, identity, sweep_stale
 from penstock.store.data.segments import Segments

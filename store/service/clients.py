@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from penstock.store.ledger.leases import Account, HeldLease
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.service.calls import LeaseRequest
+from penstock.store.service.messages import LeaseRequest
 
 SWEEP_AT = 64
 """Leases of a client after which those that are over are forgotten."""

@@ -1,10 +1,17 @@
-"""Reports of the store on itself: numbers for the metrics of a step, and a table for people. Changes nothing."""
+"""Reports of the store on itself: numbers for the metrics of a step, a table for people, measurements for `Meters`.
+
+All are read from the ledger and its own counters: nothing is counted twice, nothing changes, and no decision knows that
+it is measured.
+"""
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from penstock.metering import table
+from penstock.metering.meters import Meters
 from penstock.store.data.segments import Segments
 from penstock.store.ledger.catching_up import STORE_LOST
 from penstock.store.ledger.leases import HeldLease
@@ -13,21 +20,8 @@ from penstock.store.service.server import Server
 
 Described = dict[str, Any]
 LEASES_AT_ONCE = 256
-
-
-def of_segments(segments: Segments) -> dict[str, float]:
-    """Numbers of large batches."""
-    return {
-        "store/shared_bytes": segments.book.bytes,
-        "store/spilled_bytes": segments.book.spilled_bytes,
-        "store/large_by_value": segments.kept,
-        "store/sent_bytes": segments.rows.sent_bytes,
-    }
-
-
-def of_server(server: Server) -> dict[str, float]:
-    """Numbers of connections that ended at once."""
-    return {"store/refused_connections": server.refused, "store/malformed_messages": server.malformed}
+LOOK_S = 1.0
+DROPPED, STALENESS = "dropped/", "staleness/"
 
 
 def stats(ledger: Ledger) -> dict[str, float]:
@@ -60,6 +54,21 @@ def stats(ledger: Ledger) -> dict[str, float]:
         written = max(1, _rows_with_response(ledger, rows_generated))
         numbers["store/length_bias"] = (trained / counters["rows_trained"]) / (generated / written)
     return numbers
+
+
+def of_segments(segments: Segments) -> dict[str, float]:
+    """Numbers of large batches."""
+    return {
+        "store/shared_bytes": segments.book.bytes,
+        "store/spilled_bytes": segments.book.spilled_bytes,
+        "store/large_by_value": segments.kept,
+        "store/sent_bytes": segments.rows.sent_bytes,
+    }
+
+
+def of_server(server: Server) -> dict[str, float]:
+    """Numbers of connections that ended at once."""
+    return {"store/refused_connections": server.refused, "store/malformed_messages": server.malformed}
 
 
 def _rows_with_response(ledger: Ledger, admitted: int) -> int:
@@ -107,11 +116,11 @@ def _of_lease(ledger: Ledger, lease: HeldLease, now: float, since: Callable[[int
 
 def rows_by_state(ledger: Ledger) -> dict[str, dict[str, int]]:
     """Number of live rows that wait for columns, are free, leased, done, by stage."""
-    table = {}
+    rows = {}
     for stage in ledger.residents.readiness.stages:
         counts = {"free": stage.free_rows, "leased": stage.leased_rows, "done": stage.done_rows}
-        table[stage.name] = {"waiting": ledger.residents.num_rows - sum(counts.values()), **counts}
-    return table
+        rows[stage.name] = {"waiting": ledger.residents.num_rows - sum(counts.values()), **counts}
+    return rows
 
 
 def _lacking(ledger: Ledger, group_id: int) -> dict[str, int]:
@@ -122,3 +131,55 @@ def _lacking(ledger: Ledger, group_id: int) -> dict[str, int]:
         for name, index in ledger.residents.readiness.column_index.items()
     }
     return {name: count for name, count in lacking.items() if count}
+
+
+class StoreMeter:
+    """A meter of one store: waits as they end, all else once a second. Lifecycle: `start` in the store's event
+    loop, `waited` at any time, `close`."""
+
+    def __init__(self, ledger: Ledger, meters: Meters) -> None:
+        self._ledger, self._meters = ledger, meters
+        self._before = Counter(ledger.counters)
+        """The counts so far. For a store that goes on from a snapshot: what was counted before it."""
+        self._looking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start to look once a second. A second start changes nothing."""
+        if self._looking is None:
+            for reason in table.DROP_REASONS:
+                self._meters.add(table.STORE_DROPPED, 0, reason=reason)
+            self._looking = asyncio.get_running_loop().create_task(self._look_again_and_again())
+
+    def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def waited(self, stage: str, seconds: float) -> None:
+        """Note that a client has got a lease, so long after asking for it."""
+        self._meters.observe(table.STORE_LEASE_WAIT, seconds, stage=stage)
+
+    def look(self) -> None:
+        """Note what there is now, and what was counted since the last time."""
+        residents, spec = self._ledger.residents, self._ledger.spec
+        self._meters.put(table.STORE_SEEN, time.time())
+        self._meters.put(table.STORE_BYTES, residents.credits.bytes)
+        self._meters.put(table.STORE_CAPACITY, spec.max_bytes)
+        self._meters.put(table.STORE_LEASES, len(residents.leases.held))
+        self._note_counters()
+        for stage, counts in rows_by_state(self._ledger).items():
+            for state, count in counts.items():
+                self._meters.put(table.STORE_ROWS, count, stage=stage, state=state)
+
+    def _note_counters(self) -> None:
+        grown, self._before = self._ledger.counters - self._before, Counter(self._ledger.counters)
+        self._meters.add(table.STORE_ADMITTED, grown["groups_admitted"] * self._ledger.spec.group_size)
+        for name, count in grown.items():
+            if name.startswith(DROPPED):
+                self._meters.add(table.STORE_DROPPED, count, reason=name.removeprefix(DROPPED))
+            elif name.startswith(STALENESS):
+                self._meters.observe(table.STORE_STALENESS, float(name.removeprefix(STALENESS)), times=count)
+
+    async def _look_again_and_again(self) -> None:
+        while True:
+            self.look()
+            await asyncio.sleep(LOOK_S)

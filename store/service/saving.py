@@ -1,25 +1,87 @@
-"""A cut of the store, from the moment that it is taken until it is on disk.
+"""The saving of a store: a cut of it, from the moment that it is taken until it is a snapshot on disk.
 
     cut ─ slices between other calls, and each group before it changes ─▶ whole ─ a thread ─▶ on disk ─ slices ─▶ let go
 
-Whatever the store does meanwhile, what is written is the state of the moment; no call waits for more than a slice.
+Whatever the store does meanwhile, what is written is the state of the moment; no call waits for more than a slice. A
+cut has copies of the groups and of the index of the data; the values behind it never change, so `write` may take its
+time in a thread while the store goes on.
 """
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+import json
+import os
+import shutil
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import pyarrow as pa
+import xxhash
 
 from penstock.store.data.blocks import Blocks
+from penstock.store.data.payload import Payload, assemble, gather
 from penstock.store.data.segments import Segments
-from penstock.store.errors import StoreError
-from penstock.store.ledger.cut import Cut
+from penstock.store.errors import StoreError, TooLarge
+from penstock.store.ledger.group import Group, bits
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.state import scalars
-from penstock.store.service import snapshot
+from penstock.store.ledger.state import Cut, scalars, values_of
+from penstock.store.service.snapshot import FORMAT, MANIFEST, PREFIX, fingerprint, snapshots
+from penstock.store.spec import StoreSpec
 
 T = TypeVar("T")
+Resolve = Callable[[Payload], Payload]
+"""A function that reads the segments that a payload refers to."""
 SLICE = 2048
 """Number of rows whose groups are copied, or let go, at a time: a few milliseconds."""
+ROWS_PER_BATCH = 256
+"""Number of rows of one record batch, which memory must hold at a time, and of which a restored block consists."""
+GROUPS_AT_ONCE = 256
+_LISTS = pa.list_(pa.int64())
+GROUPS = pa.schema(
+    [
+        ("id", pa.int64()),
+        ("live", pa.binary()),
+        ("have", pa.list_(pa.binary())),
+        ("done", pa.list_(pa.binary())),
+        ("prompt_tokens", pa.int64()),
+        ("shared_bytes", pa.int64()),
+        ("oldest", _LISTS),
+        ("response_tokens", _LISTS),
+        ("context_tokens", _LISTS),
+        ("row_bytes", _LISTS),
+    ]
+)
+"""Columns of the ledger's groups, one row each."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a store at one moment."""
+
+    spec: StoreSpec
+    scalars: dict[str, Any]
+    groups: list[Group]
+    """Living groups, by number."""
+    with_source: list[int]
+    """Numbers of groups that have the source's values."""
+    blocks: Blocks
+    """A copy of the index; the values are shared."""
+
+    def rows(self) -> dict[tuple[str, ...], list[int]]:
+        """Ids of rows, by the columns beside the source's that they have."""
+        names = [column.name for column in self.spec.columns]
+        rows: dict[tuple[str, ...], list[int]] = {}
+        for group in self.groups:
+            for index in bits(group.live):
+                present = tuple(
+                    name
+                    for name, have in zip(names, group.have, strict=True)
+                    if have >> index & 1 and name not in self.spec.source_columns
+                )
+                if present:
+                    rows.setdefault(present, []).append(group.id * self.spec.group_size + index)
+        return rows
 
 
 class Taken:
@@ -36,11 +98,11 @@ class Taken:
         """Wait until all is copied."""
         await asyncio.shield(self._copying)
 
-    def write(self, root: str, number: int, keep: int, resolve: snapshot.Resolve | None) -> str:
+    def write(self, root: str, number: int, keep: int, resolve: Resolve | None) -> str:
         """Write the cut, in a thread, once it is whole. Returns its path."""
         cut, spec = self._cut, self._ledger.spec
-        state = snapshot.State(spec, self._scalars, cut.groups, cut.with_source, self._copied)
-        return str(snapshot.write(root, number, state, resolve, keep=keep))
+        state = State(spec, self._scalars, cut.groups, cut.with_source, self._copied)
+        return str(write(root, number, state, resolve, keep=keep))
 
     def stop(self) -> None:
         """Copy no more. A second time changes nothing."""
@@ -101,3 +163,116 @@ class Saving:
         self._under_way.discard(task)
         if not task.cancelled():
             task.exception()  # whoever still waits for it hears of it
+
+
+def write(root: str | Path, number: int, state: State, resolve: Resolve | None = None, *, keep: int = 2) -> Path:
+    """Write `ROOT/snapshot-<number>` whole or not at all, and delete all but the newest `keep`. Returns its path."""
+    root = Path(root)
+    target = root / f"{PREFIX}{number:08d}"
+    part = root / f".{target.name}.{os.getpid()}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    if not root.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        _sync(root.parent)
+    part.mkdir()
+    source = list(state.spec.source_columns)
+    size = state.spec.group_size
+    tables = {"groups.arrow": groups_batches(state.groups, size)}
+    source_rows = [group * size for group in state.with_source]
+    tables["source.arrow"] = _batches(state, source_rows, source, "group_id", resolve)
+    for index, (names, rows) in enumerate(sorted(state.rows().items())):
+        tables[f"rows-{index}.arrow"] = _batches(state, rows, list(names), "row_id", resolve)
+    files = {name: _write_ipc(part / name, batches) for name, batches in tables.items()}
+    manifest = {"format": FORMAT, "fits": fingerprint(state.spec), "ledger": state.scalars, "files": files}
+    _write_synced(part / MANIFEST, json.dumps(manifest, indent=1).encode())
+    if target.exists():
+        shutil.rmtree(target)
+    _sync(part)  # before it has its name: a rename may reach the disk first
+    part.rename(target)
+    _sync(root)
+    for old in snapshots(root)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def groups_batches(groups: list[Group], size: int) -> Iterator[pa.RecordBatch]:
+    """Iterate over a few hundred at a time: Arrow lets no other thread of Python run meanwhile. At least one batch."""
+    for start in range(0, max(1, len(groups)), GROUPS_AT_ONCE):
+        some = [values_of(group, size) for group in groups[start : start + GROUPS_AT_ONCE]]
+        yield pa.RecordBatch.from_pylist(some, schema=GROUPS)
+
+
+def _batches(
+    state: State, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
+) -> Iterator[pa.RecordBatch]:
+    """Iterate over the columns of the rows, a few hundred at a time; at least one batch, so that the file has its
+    schema."""
+    for start in range(0, max(1, len(rows)), ROWS_PER_BATCH):
+        yield from _fitting(state, rows[start : start + ROWS_PER_BATCH], names, id_name, resolve)
+
+
+def _fitting(
+    state: State, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
+) -> Iterator[pa.RecordBatch]:
+    """A batch, or several where that would be too large for Arrow; each row has come in one, and fits."""
+    try:
+        payload = gather(state.blocks, rows, names)
+        if resolve is not None:
+            payload = resolve(payload)
+        table = assemble(payload, names, []).table()
+    except TooLarge:
+        if len(rows) < 2:
+            raise
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            yield from _fitting(state, half, names, id_name, resolve)
+        return
+    ids = pa.array(payload.group_ids if id_name == "group_id" else payload.row_ids)
+    columns = [table.column(name).combine_chunks() for name in names]
+    yield pa.RecordBatch.from_arrays([ids, *columns], names=[id_name, *names])
+
+
+def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
+    """Write batches to a file. Returns the size and checksum of what was to be written."""
+    first = next(batches)
+    with file.open("wb") as opened:
+        summed = _Summed(opened)
+        with pa.ipc.new_file(summed, first.schema) as writer:
+            writer.write_batch(first)
+            for batch in batches:
+                writer.write_batch(batch)
+    _sync(file)
+    return summed.facts()
+
+
+class _Summed:
+    """A file that sums what is written to it."""
+
+    closed = False
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest, self._num_bytes = file, xxhash.xxh3_128(), 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self._digest.update(view)
+        self._num_bytes += view.nbytes
+        return self._file.write(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def facts(self) -> dict[str, Any]:
+        return {"bytes": self._num_bytes, "xxh3_128": self._digest.hexdigest()}
+
+
+def _write_synced(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    _sync(file)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

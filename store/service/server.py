@@ -24,12 +24,11 @@ from penstock.network.connection import Address
 from penstock.network.listener import Listener
 from penstock.store.data.codec import Malformed
 from penstock.store.data.far.nodes import ROWS, RowsNodes
+from penstock.store.data.mappings import Soon
 from penstock.store.data.segments import Segments
-from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError
 from penstock.store.service import peers
-from penstock.store.service.calls import refs_of
-from penstock.store.service.messages import ANSWER, HELLO, MANY, SAID, Answer, Calls, Hello
+from penstock.store.service.messages import ANSWER, HELLO, MANY, SAID, Answer, Calls, Hello, refs_of
 from penstock.store.service.wire import Wire
 
 STORE = 4

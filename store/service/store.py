@@ -26,19 +26,15 @@ from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service import snapshot
-from penstock.store.service.calls import Call, Granted, LeaseRequest, Result, Write
 from penstock.store.service.clients import Clients
-from penstock.store.service.messages import calls_of
-from penstock.store.service.report import describe, of_segments, of_server, stats
+from penstock.store.service.messages import Call, Granted, LeaseRequest, Result, Write, calls_of
+from penstock.store.service.report import StoreMeter, describe, of_segments, of_server, stats
 from penstock.store.service.saving import Saving
 from penstock.store.service.server import Door, Endpoint, Server
-from penstock.store.service.store_meter import StoreMeter
-from penstock.store.service.waiting.expiry import Expiry
-from penstock.store.service.waiting.nearness import Nearness, Nowhere, OnNodes
-from penstock.store.service.waiting.pump import Pump
+from penstock.store.service.waiting.consumers import Nearness, Nowhere, OnNodes
 from penstock.store.service.waiting.puts import Puts
-from penstock.store.service.waiting.slow import Slow
-from penstock.store.service.waiting.waiters import Waiters
+from penstock.store.service.waiting.timers import Expiry, Slow
+from penstock.store.service.waiting.waiters import Pump, Waiters
 from penstock.store.service.work_log import WorkLog
 from penstock.store.spec import StoreSpec
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import kl_div, log_softmax
 
-from penstock.algorithms.distillation import discounted_sums, padded_reverse_kl_advantage, reverse_kl_advantage
+from penstock.algorithms.builtin.imitation import discounted_sums, padded_reverse_kl_advantage, reverse_kl_advantage
 from penstock.conf.errors import ConfigError, ShapeError
 
 OWN = [torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0])]

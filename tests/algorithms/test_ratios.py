@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.ratios import LOG_RATIO_BOUND, log_ratio, sequence_log_ratio
+from penstock.algorithms.kl import LOG_RATIO_BOUND, log_ratio, sequence_log_ratio
 from penstock.conf.errors import ConfigError
 
 MASK = torch.tensor([[True, True, False], [False, False, False]])

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.kl import AdaptiveKl
-from penstock.algorithms.reward_kl import next_coefficient, penalized_reward, response_kl
-from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig, RlooConfig
-from penstock.conf.algorithms.ppo import PpoConfig
+from penstock.algorithms.shaping import next_coefficient, penalized_reward, response_kl
+from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig, PpoConfig, RlooConfig
 from penstock.conf.errors import ConfigError, ShapeError
 
 OWN = [torch.tensor([-1.0, -1.0]), torch.tensor([-0.5]), torch.tensor([])]

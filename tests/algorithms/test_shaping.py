@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.graph.arguments import Renamed, columns_read
+from penstock.algorithms.graph.functions import Renamed, columns_read
 from penstock.algorithms.shaping import has_signal, overlong_reward
 from penstock.conf.errors import ConfigError, ShapeError
 

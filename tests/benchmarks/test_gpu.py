@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.gpu.learning import SHARES, words
 from benchmarks.gpu.training import PROMPT_TOKENS, random_rows, settings
-from penstock.conf.transports import choose_transport
+from penstock.conf.weights import choose_transport
 from penstock.orchestrator.configuration.compose import load_config
 
 ROOT = Path(__file__).parents[2]

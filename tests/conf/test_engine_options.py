@@ -2,9 +2,8 @@
 
 import pytest
 
-from penstock.conf.engine_options import BROKEN, OWN_KEYS
 from penstock.conf.errors import ConfigError
-from penstock.conf.rollout import RolloutConfig
+from penstock.conf.rollout import BROKEN, OWN_KEYS, RolloutConfig
 from penstock.orchestrator.configuration.compose import load_config
 
 

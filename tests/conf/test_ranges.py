@@ -4,7 +4,7 @@ import pytest
 
 from penstock.conf.algorithms.base import AlgorithmConfig, GrpoConfig, SftConfig
 from penstock.conf.checks import above, at_least, one_of, within
-from penstock.conf.cluster import ClusterConfig, TrackingConfig
+from penstock.conf.cluster import ClusterConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.conf.errors import ConfigError, SamplingError
@@ -14,7 +14,7 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.store import StoreConfig
-from penstock.conf.trackers import WandbConfig
+from penstock.conf.tracking import TrackingConfig, WandbConfig
 from penstock.conf.trainer import DeepSpeedConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.workers.protocols import Sampling

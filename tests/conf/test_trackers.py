@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.conf.cluster import TrackingConfig
-from penstock.conf.trackers import MlflowConfig, TrackioConfig, WandbConfig
+from penstock.conf.tracking import MlflowConfig, TrackingConfig, TrackioConfig, WandbConfig
 
 SECTIONS = {"wandb", "mlflow", "trackio"}
 

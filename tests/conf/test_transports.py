@@ -9,8 +9,7 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import ENGINES, RolloutConfig
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.trainer import LoraConfig, TrainerConfig
-from penstock.conf.transports import choose_transport, shares_gpus
-from penstock.conf.weights import STREAMS, TRANSPORTS, VLLM_LORA_RANKS, WeightsConfig
+from penstock.conf.weights import STREAMS, TRANSPORTS, VLLM_LORA_RANKS, WeightsConfig, choose_transport, shares_gpus
 
 
 def run(transport="auto", trainer_gpus=0.0, engine_gpus=0.0, ranks=1, lora=None, **rollout):

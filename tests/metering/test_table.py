@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.metering import table
-from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, ORIGIN, Metric
+from penstock.metering.meters import COUNTER, GAUGE, HISTOGRAM, ORIGIN, Metric
 from penstock.metering.table import METRICS, all_metrics
 from penstock.orchestrator.observability.reporting.sinks.sink import STEP_PREFIX
 from penstock.workers import trajectory

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.conf.sandbox import SandboxConfig
+from penstock.conf.environment import SandboxConfig
 from penstock.workers.reward.code import python_tests
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import BlockingSandbox

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import ConfigError, SandboxUnavailable
-from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.reward.code import sandbox
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec

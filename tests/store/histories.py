@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.store.errors import AnsweredByAnother, LeaseExpired, StoreError
-from penstock.store.ledger.cut import Cut
 from penstock.store.ledger.group import Group
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.rounds import Round
-from penstock.store.ledger.state import restore, scalars, values_of
+from penstock.store.ledger.state import Cut, restore, scalars, values_of
 from penstock.store.ledger.stragglers import ENOUGH
 from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, facts_for, facts_of, living_groups, make_spec

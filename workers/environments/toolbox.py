@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter, create_model
 from pydantic.errors import PydanticUserError
 
+from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import ConfigError, ResourceError
-from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.contained import CodeEnded, TookTooLong, contained
 from penstock.workers.environments.tool_threads import ToolThreads
 from penstock.workers.gateway.formats.conversation import Message, Tools

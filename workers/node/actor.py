@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from penstock.network.connection import Address
-from penstock.network.open_files import raise_limit
+from penstock.network.machine import raise_limit
 from penstock.workers import processes
 from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts

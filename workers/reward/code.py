@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import ConfigError, suggest
-from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.reward.registry import reward
 from penstock.workers.sandbox.execution import Failed, Limits, Result, Value, same
 from penstock.workers.sandbox.sandbox import BlockingSandbox
@@ -73,7 +73,9 @@ def limits_of(limits: Mapping[str, Any] | None) -> Limits:
     try:
         return Limits.of(SandboxConfig(**(limits or {})))
     except TypeError as error:
-        raise ConfigError(f"reward.options.limits={limits}: {error}. Limits are numbers (conf/sandbox.py).") from None
+        raise ConfigError(
+            f"reward.options.limits={limits}: {error}. Limits are numbers (conf/environment.py)."
+        ) from None
 
 
 def warm(options: Mapping[str, Any]) -> None:

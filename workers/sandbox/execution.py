@@ -15,8 +15,8 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import NotPlainData
-from penstock.conf.sandbox import SandboxConfig
 
 MIB = 1 << 20
 MAX_TEXT = 2_000
@@ -29,7 +29,7 @@ counts a little less than that."""
 @dataclass(frozen=True)
 class Limits:
     """Limits of one execution, in seconds and bytes. Plain data, which also the program inside the fence reads.
-    The defaults, with the reasons for them, are those of `conf/sandbox.py`."""
+    The defaults, with the reasons for them, are those of `conf/environment.py`."""
 
     cpu_s: float = SandboxConfig.cpu_s
     wall_s: float = SandboxConfig.wall_s

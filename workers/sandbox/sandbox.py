@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import NotStarted
-from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.contained import waiting
 from penstock.workers.sandbox.check import check
 from penstock.workers.sandbox.execution import Ending, Limits, Outcome, Result, outcome_of, reason_of, results_of

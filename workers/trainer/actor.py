@@ -21,7 +21,7 @@ import ray
 from penstock.conf.errors import NotStarted
 from penstock.conf.weights import WeightsConfig
 from penstock.metering.ray_export import exported
-from penstock.network.addresses import free_address
+from penstock.network.machine import free_address
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.workers.cpu import prepare_for_torch

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from penstock.conf.errors import DeadlineExceeded, PartnerGone
-from penstock.network.addresses import interface_of
+from penstock.network.machine import interface_of
 
 INTERFACE_KEYS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """Environment variable that each library reads, and how it wants an exact name."""

@@ -12,7 +12,7 @@ and `send` and the engines' `load` must run *at the same time*, since each waits
 next update changes the weights that are under way.
 
 Here are the interface, the messages between the two sides, and `shm`; `streaming/senders.py` has the others,
-`streaming/engine_calls.py` an engine's side of a stream. Which one a run takes: `conf/transports.py`.
+`streaming/engine_calls.py` an engine's side of a stream. Which one a run takes: `conf/weights.py`.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.reward import JUDGE, has_own_judge
 from penstock.conf.run import RunConfig
-from penstock.conf.transports import choose_transport, takes_newcomers
+from penstock.conf.weights import choose_transport, takes_newcomers
 from penstock.metering.ray_export import Origin
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
 from penstock.orchestrator.cluster.owners import Owner

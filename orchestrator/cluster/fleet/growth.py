@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from penstock.conf.errors import DeadlineExceeded, ResourceError, WorkerDied
 from penstock.conf.run import RunConfig
-from penstock.conf.transports import takes_newcomers
+from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import ActorPlan

@@ -12,7 +12,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ResourceError
 from penstock.conf.reward import has_own_judge
 from penstock.conf.run import RunConfig
-from penstock.conf.transports import choose_transport
+from penstock.conf.weights import choose_transport
 from penstock.metering.ray_export import Origin
 from penstock.store.service.actor import STORE
 

@@ -19,7 +19,7 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 from penstock.metering import table
-from penstock.metering.metric import Metric
+from penstock.metering.meters import Metric
 from penstock.orchestrator.observability.grafana.promql import PANELS as ASK
 from penstock.orchestrator.observability.grafana.promql import WAITING
 

@@ -7,7 +7,7 @@ no more, so rates are summed by actor before anything else is made of them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, ORIGIN, Metric
+from penstock.metering.meters import COUNTER, GAUGE, HISTOGRAM, ORIGIN, Metric
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,31 @@ from penstock.network.connection import Connection, Frame
 from penstock.network.names import OutsideName, checked
 from penstock.store.data.arena import lay_by
 from penstock.store.data.codec import NOTHING, Codec, Malformed, joined
-from penstock.store.data.far.wanted import Wanted
-from penstock.store.data.file_memory import map_file
 from penstock.store.data.layout import Placed, read
+from penstock.store.data.mappings import map_file
 from penstock.store.data.moving import move
+from penstock.store.data.payload import rows_at
 from penstock.store.data.roots import claim_root, guard_root, remove_root
 
 PULL, ORDERS, DONE, FAILED = range(4)
 """Kinds of messages."""
+
+
+class Wanted(Struct, frozen=True, array_like=True):
+    """Rows of the columns `names` of a batch. `places`: `[K, 3]` int64, start, stride and count of each."""
+
+    placed: Placed
+    names: list[str]
+    places: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.places[:, 2].sum())
+
+    def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Take these rows, and no more, of `batch`: those columns of all rows."""
+        zeros = np.zeros((len(self.places), 1), dtype=np.int64)
+        return rows_at([batch], self.names, np.hstack([zeros, self.places]), compact=True)
 
 
 class Remove(Struct, frozen=True, array_like=True, tag="remove"):

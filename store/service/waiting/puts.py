@@ -11,7 +11,7 @@ from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.service.calls import WITHDRAWN
+from penstock.store.service.messages import WITHDRAWN
 from penstock.store.service.waiting.wait_queue import WaitQueue
 
 

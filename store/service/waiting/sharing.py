@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.store.service.calls import LeaseRequest
+from penstock.store.service.messages import LeaseRequest
 
 PATIENCE_S = 5.0
 """Seconds for which units are kept for a consumer that should be there and is not: others work on their own share

@@ -1,17 +1,109 @@
-"""All callers that wait in a store: for leases and rounds by stage, and for credits."""
+"""Waiters: all callers of a store that wait, for leases and rounds by stage, for credits, or for what others answer;
+and the pump that wakes them.
 
+    event of the ledger ─ Effects ─▶ carry_out ─▶ blocks
+                                         └─ soon ─▶ consumers, ranks, puts: those that there may be something for
+
+What events ask for is carried out: values are freed at once, callers woken once for all events of a turn of the loop.
+Waiting callers use the pump too, when what they wait for may have changed.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from penstock.store.data.blocks import Blocks
+from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.clients import Clients
-from penstock.store.service.waiting.answered import Answered
-from penstock.store.service.waiting.consumers import Consumers
-from penstock.store.service.waiting.nearness import Nearness
-from penstock.store.service.waiting.pump import Pump
+from penstock.store.service.waiting.consumers import Consumers, Nearness
 from penstock.store.service.waiting.puts import Puts
-from penstock.store.service.waiting.ranks import Ranks
-from penstock.store.service.waiting.slow import Slow
+from penstock.store.service.waiting.timers import Slow
+from penstock.store.service.waiting.wait_queue import WaitQueue
+
+T = TypeVar("T")
+Answer = tuple[int, int]
+"""A lease and a group of it."""
+
+
+class LeaseWaiters(Protocol):
+    """Consumers that wait for leases of one stage."""
+
+    def wake(self) -> None: ...
+
+
+class RoundWaiters(Protocol):
+    """Ranks that wait for rounds of one stage."""
+
+    def wake(self, *, moved: bool) -> None: ...
+
+
+class Pump:
+    """The execution of effects. Lifecycle: `connect` once, then `carry_out` after each event."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._due = Effects()
+        """Effects whose callers are to be woken at the end of this turn of the event loop."""
+        self._is_scheduled = False
+
+    def connect(
+        self,
+        consumers: Sequence[LeaseWaiters],
+        ranks: Sequence[RoundWaiters],
+        wake_puts: Callable[[], None],
+        settled: Callable[[], None],
+        answered: Callable[[list[tuple[int, int]]], None],
+    ) -> None:
+        """Connect the waiting callers. `consumers`, `ranks`: in the order of the stages. `settled`: called after each
+        wake-up. `answered`: told of groups that another lease has answered."""
+        self._consumers, self._ranks = consumers, ranks
+        self._wake_puts, self._settled, self._answered = wake_puts, settled, answered
+        self.every_stage = (1 << len(consumers)) - 1
+
+    def carry_out(self, effects: Effects) -> None:
+        """Free the values now, wake the callers soon."""
+        for group, mask in effects.freed:
+            self._blocks.free(group, mask)
+        for group, columns in effects.cleared:
+            self._blocks.clear(group, columns)
+        if effects.answered:
+            self._answered(effects.answered)
+        due = self._due
+        due.stages |= effects.stages
+        due.rounds |= effects.rounds
+        due.credits |= effects.credits
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def schedule(self) -> None:
+        """Schedule a wake-up that no event has asked for; the deadline of a lease may be nearer."""
+        self.carry_out(Effects())
+
+    def wake_stage(self, index: int) -> None:
+        """Wake a stage for what the ledger does not know: a caller came or left, or is waited for no more."""
+        self.carry_out(Effects(stages=1 << index))
+
+    def wake_all_stages(self) -> None:
+        self.carry_out(Effects(stages=self.every_stage))
+
+    def wake_puts(self) -> None:
+        self.carry_out(Effects(credits=True))
+
+    def _wake(self) -> None:
+        self._is_scheduled = False
+        due, self._due = self._due, Effects()
+        for index, (consumers, ranks) in enumerate(zip(self._consumers, self._ranks, strict=True)):
+            moved = bool(due.rounds >> index & 1)
+            if due.stages >> index & 1:
+                consumers.wake()
+            if moved or due.stages >> index & 1:
+                ranks.wake(moved=moved)
+        if due.credits:
+            self._wake_puts()
+        self._settled()
 
 
 class Waiters:
@@ -59,3 +151,59 @@ class Waiters:
         self.answered.close()
         for queue in self._queues:
             queue.close()
+
+
+class Ranks:
+    """The ranks of one stage. Lifecycle: `wait` for each call, `wake` whenever a round may be there, `close`."""
+
+    def __init__(self, stage: str, ledger: Ledger, schedule: Callable[[], None]) -> None:
+        """Prepare the queue. `schedule`: has `wake` called soon."""
+        self._ledger, self._name = ledger, stage
+        self._queue = WaitQueue(schedule)
+
+    def __len__(self) -> int:
+        """Number of calls that wait."""
+        return len(self._queue)
+
+    async def wait(self, attempt: Callable[[], T | None]) -> T | None:
+        """Return the first result of `attempt`, which is tried at once: each rank is after a round of its own. None
+        when closed."""
+        return await self._queue.wait(attempt, at_once=True)
+
+    def wake(self, *, moved: bool) -> None:
+        """Wake all, when a round can be formed, or one has `moved`: it was formed, ended or taken back."""
+        stage = self._ledger.residents.stage(self._name)
+        if len(self._queue) and (moved or self._ledger.rounds.may_form(stage)):
+            self._queue.wake_all()
+
+    def close(self) -> None:
+        self._queue.close()
+
+
+class Answered:
+    """The answers that clients wait for: engines that sample a group which another has answered meanwhile are told, and
+    stop. See `ledger/stragglers.py`. Lifecycle: `wait` and `tell` in any order, `left` for each client, `close`."""
+
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
+        self._queue = WaitQueue(lambda: None)
+        self._due: dict[str, list[Answer]] = {}
+        """Answers that a client has not been told yet, by client."""
+
+    def tell(self, answers: list[Answer]) -> None:
+        for lease_id, group in answers:
+            if (client := self._clients.of_lease(lease_id)) is not None:
+                self._due.setdefault(client, []).append((lease_id, group))
+        if answers:
+            self._queue.wake_all()
+
+    async def wait(self, client: str) -> list[Answer] | None:
+        """Wait for what has been answered since the last time. None once closed."""
+        return await self._queue.wait(lambda: self._due.pop(client, None), client, at_once=True)
+
+    def left(self, client: str) -> None:
+        self._due.pop(client, None)
+        self._queue.withdraw(client)
+
+    def close(self) -> None:
+        self._queue.close()

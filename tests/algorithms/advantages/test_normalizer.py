@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.algorithms.advantages.normalizer import CENTRES, SCALES, normalized
+from penstock.algorithms.advantages.outcome import CENTRES, SCALES, normalized
 from penstock.conf.errors import ConfigError, ShapeError
 
 # two prompts, two samples each; group means 1 and 4, all: (0 + 2 + 3 + 5) / 4 = 2.5

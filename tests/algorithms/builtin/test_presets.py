@@ -8,13 +8,21 @@ from penstock.algorithms.advantages import advantage
 from penstock.algorithms.catalogue import ALGORITHMS, build_dataflow
 from penstock.algorithms.corrections import correction
 from penstock.algorithms.losses import surrogate
-from penstock.algorithms.preference.dpo import dpo_loss, ipo_loss
-from penstock.algorithms.preference.orpo import orpo_loss
-from penstock.algorithms.preference.simpo import simpo_loss
+from penstock.algorithms.preference.pair_losses import dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from penstock.conf.algorithms.base import SftConfig
-from penstock.conf.algorithms.policy_gradient import DapoConfig, PolicyGradientConfig, RemaxConfig
-from penstock.conf.algorithms.ppo import PpoConfig, RewardModelConfig
-from penstock.conf.algorithms.preference import DpoConfig, KtoConfig, OnlineDpoConfig, OnlineKtoConfig
+from penstock.conf.algorithms.policy_gradient import (
+    DapoConfig,
+    PolicyGradientConfig,
+    PpoConfig,
+    RemaxConfig,
+)
+from penstock.conf.algorithms.preference import (
+    DpoConfig,
+    KtoConfig,
+    OnlineDpoConfig,
+    OnlineKtoConfig,
+    RewardModelConfig,
+)
 from penstock.conf.errors import ConfigError
 from tests.registries import names_for_a_test
 

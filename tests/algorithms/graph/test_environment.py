@@ -2,7 +2,7 @@ import pytest
 
 from penstock.algorithms.catalogue import ALGORITHMS
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.environment import in_environment
+from penstock.algorithms.graph.rewrites import in_environment
 from penstock.conf.errors import DataflowError
 
 SAMPLED = sorted(name for name, one in ALGORITHMS.items() if one.build(one.config_class()).of_kind("rollout"))

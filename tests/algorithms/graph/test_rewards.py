@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from penstock.algorithms.builtin.sft import sft
+from penstock.algorithms.builtin.imitation import sft
 from penstock.algorithms.catalogue import dataflow_of
-from penstock.algorithms.graph.rewards import weighted_sum, with_rewards
+from penstock.algorithms.graph.rewrites import weighted_sum, with_rewards
 from penstock.conf.algorithms.base import SftConfig
 from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig
 from penstock.conf.environment import EnvironmentConfig

@@ -11,7 +11,7 @@ import torch
 
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import interpolated_policy_loss, policy_loss
-from penstock.algorithms.options import Positive
+from penstock.algorithms.named import Positive
 from penstock.conf.errors import ConfigError, ShapeError
 from tests.algorithms.losses.ragged import batch, run
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.losses.proximal import interpolated_logprobs
+from penstock.algorithms.losses.policy import interpolated_logprobs
 
 
 def test_the_older_a_token_the_nearer_the_proximal_policy_is_to_the_current_one():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.preference.simpo import simpo_loss
+from penstock.algorithms.preference.pair_losses import simpo_loss
 from tests.algorithms.preference.batches import one_pair, random_batch, run
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunInUse
+from penstock.conf.faults import CheckpointConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run, rewind
 from penstock.orchestrator.configuration.compose import load_config

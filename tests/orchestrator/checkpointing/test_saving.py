@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.conf.algorithms.base import GrpoConfig
-from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
+from penstock.conf.faults import CheckpointConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpointing import checkpoints
@@ -209,7 +209,7 @@ from unittest.mock import Mock
 import torch
 
 from penstock.conf.algorithms.base import GrpoConfig
-from penstock.conf.checkpoint import CheckpointConfig
+from penstock.conf.faults import CheckpointConfig
 from penstock.conf.errors import CheckpointError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints

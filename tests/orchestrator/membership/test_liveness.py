@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.conf.checkpoint import CheckpointConfig
-from penstock.conf.faults import FaultsConfig
+from penstock.conf.faults import CheckpointConfig, FaultsConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.conf.weights import WeightsConfig

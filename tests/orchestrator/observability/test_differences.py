@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from penstock.algorithms.catalogue import ALGORITHMS
-from penstock.conf.algorithms.known import known_algorithms
+from penstock.conf.algorithms import known_algorithms
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.differences import differences_of
 

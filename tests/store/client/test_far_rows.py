@@ -16,7 +16,7 @@ from penstock.store.client.lease import Lease
 from penstock.store.data.arena import SHARE, SPARE_BYTES
 from penstock.store.data.rows import Rows
 from penstock.store.errors import RowsUnreachable, StoreError
-from penstock.store.service.calls import LeaseRequest
+from penstock.store.service.messages import LeaseRequest
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.players import group, values_of

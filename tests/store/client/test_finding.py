@@ -10,9 +10,9 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from penstock.conf.errors import PartnerGone
-from penstock.network.addresses import free_address
 from penstock.network.connection import Address
 from penstock.network.handshake import new_token
+from penstock.network.machine import free_address
 from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket, OverTcp
 from penstock.store.client.links import endpoint_of

@@ -16,7 +16,7 @@ from penstock.store.client.lease import Lease
 from penstock.store.client.links import Link
 from penstock.store.data.layout import Inline
 from penstock.store.errors import LeaseExpired, NotFinite, StoreClosed, StoreError, UnknownStage
-from penstock.store.service.calls import LeaseRequest
+from penstock.store.service.messages import LeaseRequest
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.players import group, values_of

@@ -17,7 +17,7 @@ from penstock.store.client.connected import OverSocket, OverTcp
 from penstock.store.client.lease import Lease
 from penstock.store.client.pulse import Pulse
 from penstock.store.errors import LeaseExpired, UnknownStage
-from penstock.store.service.calls import LeaseRequest
+from penstock.store.service.messages import LeaseRequest
 from tests.store.driver import make_spec
 from tests.store.players import group, train, values_of
 from tests.store.visitors import linked

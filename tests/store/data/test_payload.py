@@ -10,7 +10,8 @@ from penstock.algorithms.graph.columns import Column
 from penstock.store.data import payload as payload_module
 from penstock.store.data.blocks import Block, Blocks
 from penstock.store.data.codec import NOTHING, Codec
-from penstock.store.data.far.wanted import Wanted, split, with_pulled
+from penstock.store.data.far.pulls import split, with_pulled
+from penstock.store.data.far.server import Wanted
 from penstock.store.data.layout import Inline, Placed
 from penstock.store.data.payload import Payload, assemble, by_value, gather, rows_at
 from penstock.store.errors import TooLarge, UnknownColumn

@@ -19,10 +19,9 @@ from msgspec.structs import replace
 from penstock.store.data import segment_book
 from penstock.store.data import segments as segments_module
 from penstock.store.data.arena import SHARE, SPARE_BYTES, SPARES, Arena, lay_by, num_spares
-from penstock.store.data.file_memory import map_file
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Placed
-from penstock.store.data.mappings import Mappings
+from penstock.store.data.mappings import Mappings, map_file
 from penstock.store.data.segment_book import POOLED_SHARE, Instructions
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreClosed, StoreError, UnknownColumn, WrongType

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.store.ledger.batches.balance import balance, row_cost
-from penstock.store.ledger.batches.order import choose_groups
+from penstock.store.ledger.batches import balance, choose_groups, row_cost
 
 
 def choose(complete: set[int], end: int, count: int, window: int) -> list[int] | None:

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from penstock.store.ledger.leases import HeldLease
-from penstock.store.service.calls import LeaseRequest
 from penstock.store.service.clients import Clients
+from penstock.store.service.messages import LeaseRequest
 from tests.store.driver import Driver, make_spec
 
 STAGES = ("rollout", "reward")

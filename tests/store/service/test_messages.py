@@ -18,8 +18,7 @@ from penstock.store.data.payload import Payload
 from penstock.store.data.segments import Notice
 from penstock.store.errors import StoreError, UnknownStage
 from penstock.store.ledger.facts import Facts
-from penstock.store.service.calls import Granted, LeaseRequest, Write
-from penstock.store.service.messages import Answer, Hello, Said, calls_of
+from penstock.store.service.messages import Answer, Granted, Hello, LeaseRequest, Said, Write, calls_of
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from tests.store.driver import make_spec

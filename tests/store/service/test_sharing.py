@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.store.service.calls import LeaseRequest
+from penstock.store.service.messages import LeaseRequest
 from penstock.store.service.waiting.sharing import Claim, Sharing, fair_share
 
 claims = st.lists(st.builds(Claim, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6)

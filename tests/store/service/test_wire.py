@@ -19,8 +19,7 @@ from penstock.store.data.codec import Codec
 from penstock.store.data.layout import Inline
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, UnknownStage
-from penstock.store.service.calls import LeaseRequest
-from penstock.store.service.messages import ANSWER, Answer, Calls, Hello
+from penstock.store.service.messages import ANSWER, Answer, Calls, Hello, LeaseRequest
 from penstock.store.service.server import Endpoint, Server
 from penstock.store.service.store import Store
 from penstock.store.service.wire import MOST_BYTES, SCRATCH

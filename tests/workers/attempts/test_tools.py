@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import ResourceError
-from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.environments.toolbox import python
 from penstock.workers.protocols import Sampling
 from penstock.workers.sandbox.execution import Limits, Outcome

@@ -19,8 +19,7 @@ from penstock.conf.errors import ResourceError, SandboxUnavailable, StoreError
 from penstock.network.connection import Address
 from penstock.network.handshake import new_token
 from penstock.store.data.arena import Arena
-from penstock.store.data.far.nodes import RowsNode, RowsNodes
-from penstock.store.data.far.orders import Orders
+from penstock.store.data.far.nodes import Orders, RowsNode, RowsNodes
 from penstock.store.data.far.pulls import Pulls
 from penstock.store.data.far.server import Spill
 from penstock.store.data.layout import ColumnNote, Placed

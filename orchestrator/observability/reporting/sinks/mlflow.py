@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.conf.trackers import MlflowConfig
+from penstock.conf.tracking import MlflowConfig
 from penstock.orchestrator.observability.reporting.sinks.tracker import (
     DEFAULT_PROJECT,
     FAILED,

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.metering.meters import Meters
-from penstock.metering.metric import GAUGE, Metric
+from penstock.metering.meters import GAUGE, Meters, Metric
 from penstock.metering.ray_export import Origin, RayExport
 from penstock.orchestrator.cluster.placement.actors import DRIVER
 from penstock.orchestrator.run_directory.appended_file import AppendedFile

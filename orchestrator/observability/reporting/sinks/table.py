@@ -3,8 +3,8 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from penstock.conf.cluster import TrackingConfig
 from penstock.conf.run import RunConfig
+from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.observability.reporting.sinks import mlflow, trackio, wandb
 from penstock.orchestrator.observability.reporting.sinks.sender import Sender
 from penstock.orchestrator.observability.reporting.sinks.sink import (

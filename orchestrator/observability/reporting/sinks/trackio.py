@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import ConfigError
-from penstock.conf.trackers import TrackioConfig
+from penstock.conf.tracking import TrackioConfig
 from penstock.orchestrator.observability.reporting.sinks.tracker import DEFAULT_PROJECT, FAILED, About, End, Opened
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.conf.trackers import WandbConfig
+from penstock.conf.tracking import WandbConfig
 from penstock.orchestrator.observability.reporting.sinks.tracker import (
     DEFAULT_PROJECT,
     FAILED,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from penstock.metering import table
-from penstock.metering.metric import Metric
+from penstock.metering.meters import Metric
 from penstock.metering.ray_export import ALMOST_NOTHING
 from penstock.orchestrator.observability.grafana.rules import RULES
 from penstock.orchestrator.observability.grafana.writing import RULES as FILE

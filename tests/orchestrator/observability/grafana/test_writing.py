@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.metering import table
-from penstock.metering.metric import HISTOGRAM, ORIGIN
+from penstock.metering.meters import HISTOGRAM, ORIGIN
 from penstock.metering.table import all_metrics
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.observability.grafana.dashboard import ROWS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.conf.trackers import MlflowConfig
+from penstock.conf.tracking import MlflowConfig
 from penstock.orchestrator.observability.reporting.sinks.mlflow import Mlflow, plain_name
 from penstock.orchestrator.observability.reporting.sinks.sender import Sender
 from penstock.orchestrator.observability.reporting.sinks.tracker import About, End

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import DataError
-from penstock.conf.trackers import SINKS
+from penstock.conf.tracking import SINKS
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import CHECKS
 from penstock.orchestrator.observability.reporting.sinks import table

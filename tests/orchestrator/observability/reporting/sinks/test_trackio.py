@@ -9,7 +9,7 @@ from pathlib import Path
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from penstock.conf.trackers import TrackioConfig
+from penstock.conf.tracking import TrackioConfig
 from penstock.orchestrator.observability.reporting.sinks.tracker import About, End
 from penstock.orchestrator.observability.reporting.sinks.trackio import Trackio
 

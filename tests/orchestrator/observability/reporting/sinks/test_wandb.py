@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.conf.trackers import WandbConfig
+from penstock.conf.tracking import WandbConfig
 from penstock.orchestrator.observability.reporting.sinks.tracker import End
 from penstock.orchestrator.observability.reporting.sinks.wandb import Wandb
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import about, new_run

@@ -1,6 +1,7 @@
-"""Groups on their way into the store: those that are given while others wait for credits go together after them.
+"""Batchers of one client: what is called while a message is under way goes together in the next one.
 
-One call is under way at a time, so groups are admitted in the order in which they were given.
+Under load a worker thus pays one round trip for many writes, renewals and releases; without load each goes at once.
+Groups that are put wait for credits as well, in a call of their own.
 """
 
 import asyncio
@@ -18,6 +19,48 @@ from penstock.store.data.arena import Slot
 from penstock.store.errors import MissingColumn, UnknownColumn
 from penstock.store.ledger.facts import Facts
 
+Outgoing = tuple[str, tuple[Any, ...], "asyncio.Future[Any]"]
+
+
+class CallBatcher:
+    """Calls of one client to one store that need not go alone, in the order in which they were made; at most one
+    message is under way."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._waiting: list[Outgoing] = []
+        self._flight: asyncio.Task[Any] | None = None
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The result of that method of the store, which must be one that does not wait. Raises what it raises."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((method, arguments, future))
+        if self._flight is None:
+            self._take_off()
+        return await future
+
+    def _take_off(self) -> None:
+        sent, self._waiting = self._waiting, []
+        calls = [(method, arguments) for method, arguments, _ in sent]
+        flight = asyncio.get_running_loop().create_task(self._link.call("many", calls))
+        flight.add_done_callback(lambda flight: self._landed(sent, flight))
+        self._flight = flight
+
+    def _landed(self, sent: list[Outgoing], flight: "asyncio.Task[Any]") -> None:
+        """Give every caller its result: the message has been answered, or the store's process is gone."""
+        self._flight = None
+        if self._waiting:
+            self._take_off()
+        failure = asyncio.CancelledError() if flight.cancelled() else flight.exception()
+        results = [(None, failure)] * len(sent) if failure is not None else flight.result()
+        for (_, _, future), (value, error) in zip(sent, results, strict=True):
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
 
 @dataclass(frozen=True, eq=False)
 class Incoming:
@@ -31,7 +74,8 @@ class Incoming:
 
 
 class PutBatcher:
-    """Puts of one client to one store."""
+    """Puts of one client to one store. One call is under way at a time, so groups are admitted in the order in which
+    they were given; those that are given while others wait for credits go together afterwards."""
 
     def __init__(self, link: Link, client: str) -> None:
         self._link, self._client = link, client

@@ -1,23 +1,57 @@
-"""On-policy distillation: the student samples, the teacher scores every token, and the advantage is their difference.
+"""Imitation: supervised fine-tuning on demonstrations, and on-policy distillation of a teacher.
 
-    rollout ─ behavior_logprobs ─▶ reverse_kl_advantage ─ advantage ─▶ train (ppo_clip_loss, …)
-       └─▶ teacher ─ teacher_logprobs ─────┘
+    sft         source ─ prompt_ids, response_ids ─▶ train
 
-A policy gradient with this advantage goes down KL(student || teacher) on the student's own samples: no reward, and a
-signal for each token. `reverse_kl_advantage` is for a `compute` stage with `per="sample"`; the padded form is for
-losses that have the trainer's own log-probabilities.
+    distill     source ─▶ rollout ─ behavior_logprobs ─▶ reverse_kl_advantage ─ token_advantage ─▶ train
+                             └─▶ teacher ─ teacher_logprobs ─────┘
+
+Demonstrations come with the rows, and the loss is their negative log-likelihood. In distillation the student samples,
+the teacher (`model.paths.teacher`, of the same tokenizer) scores every token, and the advantage is their difference: a
+policy gradient with it goes down KL(student || teacher) on the student's own samples. No reward is asked for, and there
+is a signal for each token.
 
 Legend: B rows of the micro-batch, T response tokens, padded; T_i tokens of row i.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock.algorithms.aggregation import masked
 from penstock.algorithms.checks import as_mask, describe, has_axes, positive, same_shape
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.functions import Renamed
 from penstock.algorithms.kl import LOG_RATIO_BOUND
+from penstock.algorithms.losses import policy_loss, sft_loss
+from penstock.algorithms.registry import algorithm
+from penstock.conf.algorithms.base import SftConfig
+from penstock.conf.algorithms.preference import DistillConfig
 from penstock.conf.checks import within
 from penstock.conf.errors import ShapeError
+
+TOKEN_ADVANTAGE = Column("token_advantage", "float32", "token")
+
+
+@algorithm("sft")
+def sft(cfg: SftConfig) -> Dataflow:
+    """Maximum likelihood on demonstrations."""
+    flow = Dataflow().demonstrations()
+    flow.train("policy", loss=partial(sft_loss, aggregation=cfg.aggregation))
+    return flow
+
+
+@algorithm("distill")
+def distill(cfg: DistillConfig) -> Dataflow:
+    """Descent of the reverse KL to the teacher, on the student's own samples: 2306.13649."""
+    flow = Dataflow()
+    flow.rollout("policy", samples_per_prompt=cfg.group_size)
+    flow.logprobs("teacher")
+    judge = partial(reverse_kl_advantage, discount=cfg.discount)
+    flow.compute(judge, per="sample", reads=["behavior_logprobs", "teacher_logprobs"], writes=[TOKEN_ADVANTAGE])
+    loss = partial(policy_loss, surrogate="reinforce", aggregation=cfg.aggregation)
+    return flow.train("policy", loss=Renamed(loss, "advantage", TOKEN_ADVANTAGE.name))
 
 
 def reverse_kl_advantage(
@@ -66,11 +100,11 @@ def padded_reverse_kl_advantage(
     discount: float = 0.0,
     clamp: float = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Compute `reverse_kl_advantage` of a padded micro-batch: `[B, T]` each, returns `[B, T]` float32, detached, 0 in
-    padding.
+    """Compute `reverse_kl_advantage` of a padded micro-batch, for losses that have the trainer's own log-probabilities:
+    `[B, T]` each, returns `[B, T]` float32, detached, 0 in padding.
 
-    What lies under padding, NaN included, is ignored; the sum over later tokens is taken in float64.
-    Raises `ShapeError`, `ConfigError`.
+    What lies under padding, NaN included, is ignored; the sum over later tokens is taken in float64. Raises
+    `ShapeError`, `ConfigError`.
     """
     within("algorithm.discount", discount, 0.0, 1.0)
     positive("algorithm.clamp", clamp)

@@ -1,18 +1,25 @@
-"""Several rewards in the place of one: each is a stage and a metric of its own, and their weighted sum is the reward.
+"""Rewrites of an algorithm's graph for one run: several rewards in the place of one, an environment in the place of
+prompts with one response each. What an algorithm says of advantages and losses stays as it is.
+
+Several rewards are a stage and a metric each, and their weighted sum is the reward:
 
     rollout ─▶ reward_math_verify ─┐
        └─────▶ reward_brevity ─────┴─▶ weighted_sum ─ reward ─▶ compute ─ advantage ─▶ train
 
-It serves runs that list `rewards`.
+In an environment the same graph is over trajectories. A token column has one value for each sampled token of the whole
+trajectory, a sample column one for each trajectory:
+
+    source ─ task ─▶ rollout ─ response_ids, context_ids, spans, …, reward ─▶ compute ─ advantage ─▶ train
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.columns import SEQUENCE_COLUMNS, STANDARD_COLUMNS, TRAJECTORY_COLUMNS, Column
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.errors import ConfigError, DataflowError
@@ -63,3 +70,37 @@ class WeightedSum:
 
     def __call__(self, **values: Tensor) -> Tensor:
         return self._add([values[name] for name in self._columns])
+
+
+def in_environment(flow: Dataflow) -> Dataflow:
+    """The graph of `flow` where an environment makes the rows and their rewards. Raises `DataflowError` for one whose
+    rows are not sampled, or need more than an environment does."""
+    if not flow.of_kind("rollout"):
+        raise DataflowError("environment.name is set, and the algorithm samples nothing: it has no flow.rollout(...).")
+    if flow.of_kind("greedy_rollout"):
+        raise DataflowError(
+            "environment.name is set, and the algorithm compares with a greedy response to each prompt, which an "
+            "environment has none of. Take another algorithm, such as grpo or rloo."
+        )
+    rewards = [stage for stage in flow.of_kind("reward") if stage.function is None and stage.rewarded is None]
+    if len(rewards) > 1:
+        names = ", ".join(stage.name for stage in rewards)
+        raise DataflowError(f"environment.name is set: it gives one reward, and stages {names} each ask for it.")
+    given = [column for stage in rewards for column in stage.writes]
+    stages = [_in_environment(stage, given) for stage in flow.stages if stage not in rewards]
+    return Dataflow(stages, flow.samples_per_prompt)
+
+
+def _in_environment(stage: Stage, given: list[Column]) -> Stage:
+    """Put one stage into the environment. `given`: the columns of the environment's reward."""
+    if stage.kind == "source":
+        return replace(stage, writes=(STANDARD_COLUMNS["task"],))
+    if stage.kind == "rollout":
+        columns = tuple(STANDARD_COLUMNS[name] for name in TRAJECTORY_COLUMNS)
+        return replace(stage, reads=("task",), writes=(*columns, *given), in_environment=True)
+    return replace(stage, reads=_reads(stage.reads))
+
+
+def _reads(names: tuple[str, ...]) -> tuple[str, ...]:
+    found = (one for name in names for one in (SEQUENCE_COLUMNS if name == "prompt_ids" else (name,)))
+    return tuple(dict.fromkeys(found))

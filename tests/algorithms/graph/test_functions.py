@@ -1,4 +1,4 @@
-from penstock.algorithms.preference.responses import pair_responses
+from penstock.algorithms.graph.functions import pair_responses
 
 
 def test_the_chosen_response_is_the_first_sample_and_the_rejected_one_the_second():

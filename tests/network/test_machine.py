@@ -1,18 +1,31 @@
-"""The limit of open files is raised as far as it goes, and told where that is not far."""
+"""Addresses are of this machine; the limit of open files is raised as far as it goes, and told where that is low."""
 
 import resource
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from penstock.network.open_files import LOW, OF_EACH
+from penstock.network.machine import LOW, OF_EACH, free_address, interface_of
 from penstock.store.data.far.pulls import KEPT
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") is None  # of RFC 5737, nobody's
+
+
+def test_a_free_address_can_be_listened_on() -> None:
+    host, _, port = free_address("127.0.0.1").rpartition(":")
+    with socket.create_server((host, int(port))):
+        assert host == "127.0.0.1"
+
 
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-from penstock.network.open_files import raise_limit, warning
+from penstock.network.machine import raise_limit, warning
 print(raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 print(warning())
 """

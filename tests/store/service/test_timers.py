@@ -1,10 +1,15 @@
-"""Engines that wait for groups which another has had for too long: they are woken for these, and for nothing else."""
+"""The timers of a store: a lease ends at its own deadline; engines that wait for groups which another has had for too
+long are woken for these, and for nothing else.
+"""
 
 import asyncio
 
 from penstock.store.client.client import StoreClient
+from penstock.store.ledger.effects import Effects
+from penstock.store.ledger.ledger import Ledger
 from penstock.store.ledger.stragglers import ENOUGH
 from penstock.store.service.store import Store
+from penstock.store.service.waiting.timers import Expiry
 from tests.store.driver import make_spec
 from tests.store.players import group
 
@@ -12,6 +17,34 @@ LIMIT_S = 3.0
 """A group is slow after three times the median of a second."""
 TURNS = 200
 """Of the event loop."""
+
+
+def test_a_timer_that_is_too_early_stays_and_the_lease_ends_at_its_own_deadline() -> None:
+    asyncio.run(renewed_once())
+
+
+async def renewed_once() -> None:
+    loop, timeout_s = asyncio.get_running_loop(), 0.05
+    ledger = Ledger(make_spec(lease_timeout_s=timeout_s))
+    ledger.admit(loop.time())
+    lease = ledger.lease("rollout", 1, "a", loop.time())
+    assert lease is not None
+    ended = asyncio.Event()
+
+    def carry_out(effects: Effects) -> None:
+        expiry.arm()  # as the store does after every event
+        if not ledger.residents.leases.held:
+            ended.set()
+
+    expiry = Expiry(ledger, loop.time, carry_out)
+    expiry.arm()
+    ledger.renew(lease.id, loop.time() + timeout_s)
+    expiry.arm()
+    deadline = ledger.next_deadline()
+    await asyncio.wait_for(ended.wait(), 10)
+    assert deadline is not None
+    assert loop.time() >= deadline
+    expiry.cancel()
 
 
 class Clock:

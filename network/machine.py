@@ -1,10 +1,14 @@
-"""The limit on files and connections that a process may have open.
+"""This machine on the network: its addresses, ports that are free, and the limit on files and connections that a
+process may have open.
 
 A process begins with a soft limit, often 1,024, and may raise it up to the hard one by itself. A process that serves
 others does: each of them is a connection. Where the hard limit is low as well, the run says so when it starts.
 """
 
 import resource
+import socket
+
+import psutil
 
 LOW = 4096
 """The limit to warn below: a lower hard limit is told."""
@@ -13,6 +17,23 @@ OF_EACH = 6
 read rows (`KEPT` in `store/data/far/pulls.py`)."""
 OWN = 64
 """The most files that a process has open besides."""
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address, such as `eth0`; None if no interface of this machine has it."""
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.address.partition("%")[0] == address:
+                return str(name)
+    return None
+
+
+def free_address(host: str) -> str:
+    """A `host:port` whose port no process listens on now, for libraries that want to be told where to listen. A caller
+    that can listens on port 0 instead, and reads the port that it got."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
 
 
 def raise_limit() -> int:

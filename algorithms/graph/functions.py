@@ -1,11 +1,16 @@
-"""The columns that a function reads, by the names of its parameters: stages of a dataflow find their columns so."""
+"""Functions of a dataflow's stages: the columns that they read, by the names of their parameters, and their own names.
+One of them comes with the graph, `pair_responses`.
+
+Imports no torch, since the graph of a dataflow is built without it.
+
+Legend: G samples of one group, two here; T_i tokens of a response.
+"""
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from penstock.algorithms.function_names import name_of
-
+T = TypeVar("T")
 Function = Callable[..., Any]
 GROUP_IDS = "group_ids"
 """A parameter that is no column: a function that has it gets the ids of groups."""
@@ -39,3 +44,16 @@ class Renamed:
     def __call__(self, **arguments: Any) -> Any:
         arguments[self.parameter] = arguments.pop(self.column)
         return self.function(**arguments)
+
+
+def name_of(function: object, otherwise: str) -> str:
+    """The name of a function, in graphs and in messages: its own, or that of the function that a `functools.partial`
+    binds."""
+    return str(getattr(getattr(function, "func", function), "__name__", otherwise))
+
+
+def pair_responses(chosen_ids: Sequence[T], rejected_ids: Sequence[T]) -> tuple[list[T], list[float]]:
+    """Convert a dataset's pair of responses to two samples of one group, the first stage of `Dataflow.preferences`: the
+    chosen response is sample 0, the rejected one sample 1. Returns `response_ids`, two `[T_i]`, and `preferred` `[G]`,
+    +1 and -1. Each of the arguments has the same tokens G times, since the source writes them for the group."""
+    return [chosen_ids[0], rejected_ids[0]], [1.0, -1.0]
