@@ -8,7 +8,8 @@ waits for the restart of the store.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 
 class Restarts:
@@ -25,11 +26,11 @@ class Restarts:
         await asyncio.shield(task)
         return True
 
-    async def done(self, title: str, restart: Callable[[], Awaitable[None]]) -> None:
+    async def done(self, title: str, restart: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Wait until the restart of this title is done: the one under way, or this one. Raises what it fails with, and
         `CancelledError` where it was cancelled."""
         if (task := self._tasks.get(title)) is None:
-            task = self._tasks[title] = asyncio.create_task(_made(restart), name=f"restart of {title}")
+            task = self._tasks[title] = asyncio.create_task(restart(), name=f"restart of {title}")
             task.add_done_callback(lambda ended: self._forget(title, ended))
         await asyncio.shield(task)
 
@@ -52,7 +53,3 @@ class Restarts:
         del self._tasks[title]
         if not task.cancelled():
             task.exception()  # a failure that no caller waits for any more: the next one meets the loss itself
-
-
-async def _made(restart: Callable[[], Awaitable[None]]) -> None:
-    await restart()
