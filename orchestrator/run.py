@@ -20,8 +20,7 @@ from penstock.conf.errors import ConfigError, PenstockError, TakenOver
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
 from penstock.network.machine import warning
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
-from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere, namespace_of, this_node
-from penstock.orchestrator.cluster.connection import note_connection
+from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere, this_node
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.configuration.compose import load_config
@@ -89,8 +88,6 @@ def run(
             check_placement(plan, config)  # now, and not after the runs that come first
             if (told := warning()) is not None:
                 tell(told)
-            namespace = goes_on.state.namespace if isinstance(goes_on, LeftBehind) else namespace_of(directory.run_id)
-            note_connection(directory, namespace)
             identity = identity_of(config, flow, this_node())
             if goes_on is not None:
                 before = goes_on.state if isinstance(goes_on, LeftBehind) else goes_on
@@ -99,7 +96,7 @@ def run(
             else:
                 model_path = starting_model(config, directory)
                 config = with_other_models(config, directory, model_path)
-            outcome = _train(config, flow, plan, directory, model_path, namespace, console, sinks, goes_on, identity)
+            outcome = _train(config, flow, plan, directory, model_path, console, sinks, goes_on, identity)
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
     except TakenOver:  # the directory is the other process's
         raise
@@ -165,7 +162,6 @@ def _train(
     plan: list[ActorPlan],
     directory: RunDirectory,
     model_path: str,
-    namespace: str,
     console: Console,
     sinks: Sequence[Sink],
     goes_on: Checkpoint | LeftBehind | None,
@@ -174,7 +170,7 @@ def _train(
     """Train, with the run's display and its sinks, which are told how it ends, and closed."""
     progress = Progress(config, directory.path.name, console=console, losses=directory.losses)
     directory.losses.tell_to(progress.note)
-    training = Training(config, flow, plan, directory, model_path, namespace, progress, identity, goes_on)
+    training = Training(config, flow, plan, directory, model_path, progress, identity, goes_on)
     with contextlib.closing(progress), opened_sinks(config, directory, sinks) as all_sinks:
         return training.run(all_sinks)
 

@@ -34,6 +34,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.owners import RunOwner
 from penstock.orchestrator.control.controller import Controller, Outcome
 from penstock.orchestrator.membership.handover import Handover
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.run_state import RunState, identity_of, pack
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines, TensorBoard
@@ -101,7 +102,8 @@ def controller_of(
         return pack(identity, RunState(NAMESPACE, "/model", {}, None, {}, fleet.state(owner)))
 
     sinks = [JsonLines(directory), TensorBoard(directory), readings]
-    return Controller(fleet, config, flow, directory, progress, sinks, handover=Handover(fleet.owner, describe))
+    context = RunContext.of(config, fleet, directory, progress)
+    return Controller(context, sinks, handover=Handover(fleet.owner, describe))
 
 
 async def run_here(scale: Scale, output_dir: str, store: Endpoint, members: str, store_pid: int | None) -> Readings:

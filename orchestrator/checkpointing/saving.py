@@ -24,13 +24,11 @@ from penstock.conf.errors import CheckpointError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, as_told, with_models
 from penstock.orchestrator.cluster.failures import cause_of
-from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answer, answers, is_recoverable
-from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint, trainer_directory
 from penstock.orchestrator.run_directory.json_lines import plain
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
 from penstock.store.service.snapshot import snapshot_files
 from penstock.workers.files import SavedFile, absolute, is_url
 from penstock.workers.prompts.source import PromptStart
@@ -46,12 +44,11 @@ GRACE_S = 10.0
 class CheckpointWriter:
     """Lifecycle: `begin` at any number of step boundaries, `finish` at the end."""
 
-    def __init__(
-        self, fleet: Fleet, store: StoreClient, config: RunConfig, directory: RunDirectory, progress: Progress
-    ) -> None:
-        self._fleet, self._store, self._config = fleet, store, config
-        self._directory, self._progress = directory, progress
-        self._checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
+    def __init__(self, context: RunContext) -> None:
+        fleet, config = context.fleet, context.config
+        self._fleet, self._store, self._config = fleet, context.store, config
+        self._directory, self._progress = context.directory, context.progress
+        self._checkpoints = Checkpoints(checkpoint_place(config, context.directory), config.checkpoint)
         self._writing: asyncio.Task[PenstockError | None] | None = None
         resumed = fleet.resumed
         is_own = resumed is not None and resumed.directory == self._checkpoints.directory(resumed.step)

@@ -22,14 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
-from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
 from penstock.orchestrator.checkpointing.model_export import export_model
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.cluster.failures import cause_of, held_back, leaves
-from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.nodes.kept_states import KeptStates
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.ray_calls import answers, translate
@@ -45,16 +42,14 @@ from penstock.orchestrator.membership.following import Following
 from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.members import Members, catching_up
 from penstock.orchestrator.membership.recoveries import Recoveries
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.membership.supervisor import Supervisor
 from penstock.orchestrator.membership.taken import Taken
 from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.membership.watch import Watch
 from penstock.orchestrator.observability.reporting.metrics import StepArrays, update_metrics
-from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink
-from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.weights.transport import Delivery
 
@@ -74,11 +69,7 @@ class Controller:
 
     def __init__(
         self,
-        fleet: Fleet,
-        config: RunConfig,
-        flow: Dataflow,
-        directory: RunDirectory,
-        progress: Progress,
+        context: RunContext,
         sinks: list[Sink],
         evaluator: Evaluator | None = None,
         recoveries: Recoveries | None = None,
@@ -90,10 +81,10 @@ class Controller:
         """`recoveries` and `wanted`, the members asked for by role: of the whole run, also before this controller.
         `handover`: what it leaves for a process that goes on with the fleet; `taken`: the point at which the process
         before has left off. `meters`: those of the driver."""
-        self.fleet, self.config, self.flow = fleet, config, flow
-        self.directory, self.progress, self.sinks = directory, progress, sinks
-        self.evaluator = evaluator
-        self.store = StoreClient(fleet.store)
+        self.config, self.flow, self.fleet = context.config, context.flow, context.fleet
+        config, fleet = self.config, self.fleet
+        self.directory, self.progress, self.sinks = context.directory, context.progress, sinks
+        self.evaluator, self.store = evaluator, context.store
         self.outcome = Outcome()
         base = fleet.resumed.step if fleet.resumed is not None else 0
         self._before = taken.step if taken is not None else base
@@ -102,37 +93,31 @@ class Controller:
         self._handover = handover if handover is not None else Handover(ThisProcess(), lambda owner: b"")
         self._weights = WeightSync(fleet, config)
         self._turns = Turns(fleet.role, self.store, config)
-        self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
+        self._saving = CheckpointWriter(context)
         self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
         faults, timeout_s = config.faults, config.rollout.start_timeout_s
         self._stores = StoreRecovery(fleet, self.store, self._before, faults.store_snapshot_s, timeout_s)
         stays = self._stores if config.placement != "colocated" else None  # engines sleep while it is brought back
-        self._watch = Watch(fleet, config, directory)
+        self._watch = Watch(fleet, config, self.directory)
         self._supervisor = Supervisor(
-            fleet, self.store, self._recoveries, directory, progress, stores=stays,
-            tokens_in_flight=self._watch.tokens_in_flight, meters=meters,
-        )  # fmt: skip
-        catch_up = catching_up(config, self._weights)
-        self._members = Members(
-            fleet, flow, config, self.store, self._supervisor, catch_up, directory, progress, wanted
+            context, self._recoveries, stores=stays, tokens_in_flight=self._watch.tokens_in_flight, meters=meters
         )
+        catch_up = catching_up(config, self._weights)
+        self._members = Members(context, self._supervisor, catch_up, wanted)
         met = self._weights.connect if "rollout" in catch_up or not fleet.role("rollout") else None
         timeout_s = config.trainer.collective_timeout_s
         share = faults.partner_share if faults.keep_state and met is not None else 0.0
         self._states = KeptStates(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
         self._ranks = TrainerRecovery(fleet, self.store, self._supervisor, self._states, base, met, timeout_s)
         self._versions = Versions(
-            self._weights, self._ranks, self._turns, self.store, self._supervisor, self._stores, directory.timeline,
-            self._before,
+            self._weights, self._ranks, self._turns, self.store, self._supervisor, self._stores,
+            self.directory.timeline, self._before,
         )  # fmt: skip
         self._engines = EngineDirectory(fleet)
         self._stop = False
         time_s = faults.preemption_s if config.checkpoint.every_steps else 0.0
-        self._preemption = Preemption(time_s, progress.note)
-        self._observer = Observer(
-            fleet, config, flow, self.store, self._supervisor, self._watch, self._versions, self._counters, directory,
-            progress, sinks,
-        )  # fmt: skip
+        self._preemption = Preemption(time_s, self.progress.note)
+        self._observer = Observer(context, self._supervisor, self._watch, self._versions, self._counters, sinks)
 
     async def run(self) -> Outcome:
         """Make all steps. Raises the failure that explains the others."""

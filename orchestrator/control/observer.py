@@ -12,24 +12,19 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PenstockError
-from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answer
 from penstock.orchestrator.control.versions import Versions
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.supervisor import Supervisor
 from penstock.orchestrator.membership.watch import Watch
 from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis, Stalls
 from penstock.orchestrator.observability.monitoring.logs import Logs
 from penstock.orchestrator.observability.monitoring.state import StateLog, awaited, stages_of
 from penstock.orchestrator.observability.monitoring.step_trace import StepTrace
-from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.observability.reporting.sample_log import SampleLog
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink
 from penstock.orchestrator.observability.reporting.step_log import QUICK_S, StepLog
-from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import StepReport
 
@@ -40,19 +35,16 @@ class Observer:
 
     def __init__(
         self,
-        fleet: Fleet,
-        config: RunConfig,
-        flow: Dataflow,
-        store: StoreClient,
+        context: RunContext,
         supervisor: Supervisor,
         watch: Watch,
         versions: Versions,
         counters: Callable[[], Mapping[str, float]],
-        directory: RunDirectory,
-        progress: Progress,
         sinks: list[Sink],
     ) -> None:
         """`counters`: returns the cumulative counters of the controller's own parts."""
+        config, flow, fleet, store = context.config, context.flow, context.fleet, context.store
+        directory, progress = context.directory, context.progress
         self._fleet, self._store, self._supervisor = fleet, store, supervisor
         self._directory, self._progress = directory, progress
         self._log = StepLog(

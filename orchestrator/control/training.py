@@ -38,6 +38,7 @@ from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.left_behind import LeftBehind
 from penstock.orchestrator.membership.ranks import take_up
 from penstock.orchestrator.membership.recoveries import End, Recoveries
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.run_state import Identity, RunState, pack
 from penstock.orchestrator.membership.taken import Taken
 from penstock.orchestrator.observability.monitoring.logs import Logs
@@ -59,12 +60,11 @@ class Training:
         plan: list[ActorPlan],
         directory: RunDirectory,
         model_path: str,
-        namespace: str,
         progress: Progress,
         identity: Identity,
         goes_on: Checkpoint | LeftBehind | None = None,
     ) -> None:
-        """`namespace`: that of the first fleet. `identity`: that of a command that may go on with the run. `goes_on`:
+        """`identity`: that of a command that may go on with the run. `goes_on`:
         what the run goes on from."""
         self._config, self._flow, self._plan = config, flow, plan
         self._directory, self._model_path, self._progress = directory, model_path, progress
@@ -72,7 +72,8 @@ class Training:
         self._left = goes_on if isinstance(goes_on, LeftBehind) else None
         """Actors that a dead command has left, until they are taken up."""
         resumed = goes_on.state.resumed if isinstance(goes_on, LeftBehind) else goes_on
-        self._namespace, self._resumed, self._first = namespace, resumed, resumed
+        self._resumed = self._first = resumed
+        self._namespace = self._left.state.namespace if self._left is not None else namespace_of(directory.run_id)
         self._recoveries = Recoveries(config.faults)
         self._wanted: dict[str, int] = dict(self._left.state.wanted) if self._left is not None else {}
         """Numbers of members that people have asked for, by role."""
@@ -85,6 +86,7 @@ class Training:
     def run(self, sinks: list[Sink]) -> Outcome:
         """Train. `sinks`: those of the metrics. Raises the failure that cannot be recovered from; if a return fails,
         the failure that it was made for."""
+        note_connection(self._directory, self._namespace)
         with exporting(origin_of(self._config, DRIVER, DRIVER)) as meters:
             return self._run(sinks, meters)
 
@@ -97,10 +99,10 @@ class Training:
                 left, self._left = self._left, None
                 with self._fleet(left) as fleet:
                     taken = self._taken(fleet, left) if left is not None else None
+                    context = RunContext.of(config, fleet, self._directory, self._progress)
                     controller = Controller(
-                        fleet, config, self._flow, self._directory, self._progress, sinks, evaluator, self._recoveries,
-                        self._wanted, self._handover(fleet), taken, meters,
-                    )  # fmt: skip
+                        context, sinks, evaluator, self._recoveries, self._wanted, self._handover(fleet), taken, meters
+                    )
                     try:
                         return event_loop.run(controller.run())
                     finally:

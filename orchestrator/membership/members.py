@@ -14,19 +14,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import CannotScale, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import first_line, held_back
-from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.membership.draining import drain
 from penstock.orchestrator.membership.nodes import Nodes
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.supervisor import CatchUp, Supervisor, nothing_to_catch_up
 from penstock.orchestrator.membership.wishes import MET_AT_START, ROLES, Done, Wish, change_of, who_leaves
-from penstock.orchestrator.observability.reporting.progress import Progress
-from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
 
 
 class Members:
@@ -35,26 +31,21 @@ class Members:
 
     def __init__(
         self,
-        fleet: Fleet,
-        flow: Dataflow,
-        config: RunConfig,
-        store: StoreClient,
+        context: RunContext,
         supervisor: Supervisor,
         catch_up: Mapping[str, CatchUp],
-        directory: RunDirectory,
-        progress: Progress,
         wanted: dict[str, int] | None = None,
     ) -> None:
         """`catch_up`: what new members of a role do before they serve; roles that are not in it take none. `wanted`:
         numbers of members that were asked for, by role; kept up to date for the `Members` after a return."""
         self.staying = asyncio.Lock()
         """Lock of a caller that needs the present members to stay for a while."""
-        self._fleet, self._flow, self._config, self._store = fleet, flow, config, store
+        self._fleet, self._flow, self._config = context.fleet, context.flow, context.config
+        self._store, self._directory, self._progress = context.store, context.directory, context.progress
         self._supervisor, self._catch_up = supervisor, catch_up
-        self._directory, self._progress = directory, progress
         self._tasks: asyncio.TaskGroup | None = None
         self._until_end: list[asyncio.Task[Any]] = []
-        self._nodes = Nodes(fleet, store, supervisor, directory, self.until_end, self._lose, self._make_up_for)
+        self._nodes = Nodes(context, supervisor, self.until_end, self._lose, self._make_up_for)
         self._changing, self._making_room = asyncio.Lock(), asyncio.Lock()
         self._joining: dict[str, asyncio.Task[str]] = {}
         """Tasks of members that join, by name."""

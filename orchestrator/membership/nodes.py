@@ -8,11 +8,9 @@ from typing import Any
 
 from penstock.conf.errors import PartnerGone
 from penstock.orchestrator.cluster.failures import first_line, held_back
-from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import translate
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.supervisor import Supervisor
-from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
 
 
 class Nodes:
@@ -20,17 +18,16 @@ class Nodes:
 
     def __init__(
         self,
-        fleet: Fleet,
-        store: StoreClient,
+        context: RunContext,
         supervisor: Supervisor,
-        directory: RunDirectory,
         start: Callable[[Awaitable[None]], None],
         lose: Callable[[list[str]], list[str]],
         make_up_for: Callable[[list[str]], Awaitable[None]],
     ) -> None:
         """`start`: runs a task until the serving ends. `lose`: notes that members are gone, and returns those that do
         not start again, which `make_up_for` is then called with."""
-        self._fleet, self._store, self._supervisor, self._directory = fleet, store, supervisor, directory
+        self._fleet, self._store, self._directory = context.fleet, context.store, context.directory
+        self._supervisor = supervisor
         self._start, self._lose, self._make_up_for = start, lose, make_up_for
         self._watched: set[str] = set()
 

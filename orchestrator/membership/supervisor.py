@@ -17,16 +17,13 @@ from penstock.conf.errors import PartnerGone, PenstockError, WorkerDied
 from penstock.metering.meters import Meters
 from penstock.metering.table import MEMBER_ROLES, RUN_LOST, RUN_REPLACED
 from penstock.orchestrator.cluster.failures import CAUSE_GRACE_S, Kind, cause_of, first_line, kind_of
-from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.roster import Members
 from penstock.orchestrator.cluster.ray_calls import PRESENT_S, is_recoverable, look, outcomes, translate
 from penstock.orchestrator.membership.recoveries import Recoveries
 from penstock.orchestrator.membership.recovery import Restart
 from penstock.orchestrator.membership.restarts import Restarts
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
-from penstock.orchestrator.observability.reporting.progress import Progress
-from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreError
 from penstock.store.service.actor import STORE
 
@@ -40,11 +37,8 @@ class Supervisor:
 
     def __init__(
         self,
-        fleet: Fleet,
-        store: StoreClient,
+        context: RunContext,
         recoveries: Recoveries,
-        directory: RunDirectory,
-        progress: Progress,
         clock: Callable[[], float] = time.monotonic,
         stores: StoreRecovery | None = None,
         tokens_in_flight: Callable[[Sequence[str]], int] = lambda names: 0,
@@ -58,8 +52,8 @@ class Supervisor:
             self._meters.add(RUN_REPLACED, 0, member_role=role)
         self.step = 0
         """The step that the run is at."""
-        self._fleet, self._store, self._recoveries = fleet, store, recoveries
-        self._directory, self._progress, self._clock = directory, progress, clock
+        self._fleet, self._store, self._recoveries = context.fleet, context.store, recoveries
+        self._directory, self._progress, self._clock = context.directory, context.progress, clock
         self._closing = False
         self._restarts = Restarts()
         self._leaving: set[str] = set()

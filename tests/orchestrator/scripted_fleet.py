@@ -25,6 +25,7 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller
 from penstock.orchestrator.membership.handover import Handover
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.taken import Taken
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines, Sink
@@ -468,7 +469,8 @@ def controller_over(
     directory.losses.tell_to(progress.note)
     sinks = [*sinks, JsonLines(directory)]
     more = {"wanted": wanted, "handover": handover, "taken": taken, "meters": meters}
-    return Controller(fleet, config, fleet.flow, directory, progress, sinks, **more)  # type: ignore[arg-type]
+    context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]
+    return Controller(context, sinks, **more)
 
 
 def flow_of(config: RunConfig) -> Dataflow:

@@ -16,6 +16,7 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpointing import checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.control import event_loop
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.workers.files import SavedFile
 from penstock.workers.prompts.source import PromptStart
 from tests.orchestrator.one_machine import OneMachine, empty_snapshot
@@ -79,7 +80,8 @@ def saving(tmp_path, resumed=None, **config):
     files = OneMachine(roles.__getitem__)
     places = {"places": files.places, "collect": files.collect, "discard": files.discard, "present": files.present}
     fleet = Some(role=roles.get, flow=flow, model_path="/", resumed=resumed, **places)
-    return CheckpointWriter(fleet, EmptyStore(calls), run, directory, Mock()), trainer, directory, calls
+    writer = CheckpointWriter(RunContext(run, flow, fleet, EmptyStore(calls), directory, Mock()))
+    return writer, trainer, directory, calls
 
 
 def test_checkpoints_are_skipped_while_a_late_one_is_on_its_way_and_what_it_leaves_is_removed(tmp_path):
@@ -215,6 +217,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing import checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.control import event_loop
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.trainer.checkpointing.shard_files import check_files
@@ -258,7 +261,7 @@ directory, progress = Mock(), Mock()
 files = OneMachine(roles.__getitem__)
 places = {"places": files.places, "collect": files.collect, "discard": files.discard, "present": files.present}
 fleet = Some(role=roles.get, flow=flow, model_path="/", resumed=None, **places)
-writer = CheckpointWriter(fleet, Store(), config, directory, progress)
+writer = CheckpointWriter(RunContext(config, flow, fleet, Store(), directory, progress))
 checkpoints = Checkpoints(str(place), config.checkpoint)
 
 

@@ -17,8 +17,8 @@ from penstock.orchestrator import cli
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.control import controller as controlling
 from penstock.orchestrator.control.controller import Controller, Outcome
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.observability.monitoring.state import StateLog
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines
@@ -100,12 +100,11 @@ class Play:
         """Version and what was measured."""
         self.directory = RunDirectory.create(self.config)
 
-    def run(self, monkeypatch: pytest.MonkeyPatch, accuracy: Callable[[int], float] | None = None) -> Outcome:
-        return asyncio.run(asyncio.wait_for(self._run(monkeypatch, accuracy), 60))
+    def run(self, accuracy: Callable[[int], float] | None = None) -> Outcome:
+        return asyncio.run(asyncio.wait_for(self._run(accuracy), 60))
 
-    async def _run(self, monkeypatch: pytest.MonkeyPatch, accuracy: Callable[[int], float] | None) -> Outcome:
-        store = Store()
-        monkeypatch.setattr(controlling, "StoreClient", lambda handle: store)
+    async def _run(self, accuracy: Callable[[int], float] | None) -> Outcome:
+        store: Any = Store()
         flow = build_dataflow(self.config.algorithm)
         serve = {"run": lambda _: store.closed.wait(), "stats": lambda: {"busy_s": 0.0}}
         actors: dict[str, dict[str, Callable[..., Any]]] = {
@@ -126,7 +125,7 @@ class Play:
             return [(role.title(), Actor(self.said, **actors[role] | self.methods.get(role, {})))]
 
         files = OneMachine(role_of)
-        fleet = SimpleNamespace(
+        fleet: Any = SimpleNamespace(
             role=role_of,
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
             places=files.places, collect=files.collect, discard=files.discard, config=self.config,
@@ -146,8 +145,8 @@ class Play:
 
         evaluator: Any = SimpleNamespace(measure=measure) if accuracy is not None else None
         progress = Progress(self.config, "played", console=Console(quiet=True))
-        parts: Any = fleet, self.config, flow, self.directory, progress, [JsonLines(self.directory)]
-        return await Controller(*parts, evaluator).run()
+        context = RunContext(self.config, flow, fleet, store, self.directory, progress)
+        return await Controller(context, [JsonLines(self.directory)], evaluator).run()
 
     def steps(self) -> list[int]:
         return [argument for method, argument in self.said if method == "step"]
@@ -156,11 +155,11 @@ class Play:
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("every", [1, 2, 50])
 def test_a_run_that_stops_early_exports_and_saves_the_model_that_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int, every: int
+    tmp_path: Path, max_staleness: int, every: int
 ) -> None:
     words = [f"max_staleness={max_staleness}", "evaluation.every_steps=3", "evaluation.stop_at_accuracy=0.9"]
     play = Play(tmp_path, *words, f"checkpoint.every_steps={every}", "trainer.max_steps=20")
-    outcome = play.run(monkeypatch, lambda version: 0.95 if version >= 6 else 0.1)
+    outcome = play.run(lambda version: 0.95 if version >= 6 else 0.1)
     assert play.accuracies[-1] == (6, 0.95)
     assert outcome.num_steps == 6
     assert play.steps() == [1, 2, 3, 4, 5, 6], "another update was made of the model that was measured"
@@ -194,13 +193,11 @@ def told_to_end_at(step: int, *then: Callable[[], Any]) -> Callable[..., Any]:
 
 @pytest.mark.usefixtures("way_out")
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_sigterm_has_the_step_end_and_a_checkpoint_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
-) -> None:
+def test_sigterm_has_the_step_end_and_a_checkpoint_taken(tmp_path: Path, max_staleness: int) -> None:
     words = ["checkpoint.every_steps=50", "faults.preemption_s=60", f"max_staleness={max_staleness}"]
     play = Play(tmp_path, *words, "trainer.max_steps=20", trainer={"step": told_to_end_at(3)})
     with pytest.raises(KeyboardInterrupt):
-        play.run(monkeypatch)
+        play.run()
     assert play.steps() == [1, 2, 3]
     assert Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps() == [3]
     events = [(event["kind"], event["step"]) for event in play.directory.read_events()]
@@ -227,37 +224,31 @@ async def forever() -> None:
     ],
     ids=["the time is over", "a second one", "there is no time"],
 )
-def test_without_time_sigterm_is_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, then: list[Callable[[], Any]]
-) -> None:
+def test_without_time_sigterm_is_ctrl_c(tmp_path: Path, word: str, then: list[Callable[[], Any]]) -> None:
     play = Play(tmp_path, word, "trainer.max_steps=20", trainer={"step": told_to_end_at(2, *then)})
     with pytest.raises(KeyboardInterrupt):
-        play.run(monkeypatch)
+        play.run()
     assert play.steps() == [1, 2]
     assert not play.directory.checkpoints.exists()
     assert signal.getsignal(signal.SIGTERM) is cli._end
 
 
 @pytest.mark.usefixtures("way_out")
-def test_sigterm_during_the_last_step_ends_nothing_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_during_the_last_step_ends_nothing_sooner(tmp_path: Path) -> None:
     words = ["faults.preemption_s=3600", "trainer.max_steps=2"]
     play = Play(tmp_path, *words, trainer={"step": told_to_end_at(2)})
-    assert play.run(monkeypatch).num_steps == 2
+    assert play.run().num_steps == 2
     assert "export" in [method for method, _ in play.said]
 
 
-def test_without_checkpoints_none_is_taken_where_a_run_stops_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_checkpoints_none_is_taken_where_a_run_stops_early(tmp_path: Path) -> None:
     words = ["max_staleness=1", "evaluation.every_steps=1", "evaluation.stop_at_accuracy=0.5"]
     play = Play(tmp_path, *words, "checkpoint.every_steps=0", "trainer.max_steps=5")
-    assert play.run(monkeypatch, lambda version: 1.0).num_steps == 1
+    assert play.run(lambda version: 1.0).num_steps == 1
     assert not play.directory.checkpoints.exists()
 
 
-def test_training_goes_on_while_engines_load_where_no_goal_is_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_while_engines_load_where_no_goal_is_set(tmp_path: Path) -> None:
     """The price of `stop_at_accuracy` is paid by those who set it."""
     play = Play(tmp_path, "max_staleness=2", "evaluation.every_steps=1", "trainer.max_steps=4")
     begun: list[int] = []
@@ -266,7 +257,7 @@ def test_training_goes_on_while_engines_load_where_no_goal_is_set(
         begun.append(len(play.steps()) - version)
         return 0.5
 
-    play.run(monkeypatch, accuracy)
+    play.run(accuracy)
     assert max(begun) == 1
 
 
@@ -280,21 +271,19 @@ def raising(error: Exception, after: int) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("cause", [DataError("row 3"), WorkerDied("Rollout has died")])
-def test_the_cause_is_told_though_its_consequence_was_there_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: PenstockError
-) -> None:
+def test_the_cause_is_told_though_its_consequence_was_there_first(tmp_path: Path, cause: PenstockError) -> None:
     lost = PartnerGone("step 1: another rank is gone")
     actors: Any = {"trainer": {"step": raising(lost, 1)}, "rollout": {"run": raising(cause, 50)}}
     play = Play(tmp_path, "faults.max_restarts=0", **actors)
     with pytest.raises(type(cause)) as raised:
-        play.run(monkeypatch)
+        play.run()
     assert type(raised.value) is type(cause)
     assert str(raised.value).splitlines() == [str(cause), "What failed with it:", f"  PartnerGone: {lost}"]
 
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_model_that_cannot_be_exported_is_told_after_the_last_checkpoint_was_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
+    tmp_path: Path, saves: bool
 ) -> None:
     """It can be made of the checkpoint, and not the other way round."""
     words = ["checkpoint.every_steps=50", "trainer.max_steps=2"]
@@ -302,7 +291,7 @@ def test_a_model_that_cannot_be_exported_is_told_after_the_last_checkpoint_was_t
     saving = {} if saves else {"finish_saving": raising(CheckpointError("no room for it"), 3)}
     play = Play(tmp_path, *words, trainer={"export": export, **saving})
     with pytest.raises(WeightError if saves else CheckpointError) as raised:
-        play.run(monkeypatch)
+        play.run()
     others = [] if saves else ["What failed with it:", "  WeightError: export: 3,000 bytes are needed"]
     assert str(raised.value).splitlines()[1:] == others
     methods = [method for method, _ in play.said]
@@ -311,9 +300,7 @@ def test_a_model_that_cannot_be_exported_is_told_after_the_last_checkpoint_was_t
     assert [line["step"] for line in play.directory.read_metrics()] == [1, 2]
 
 
-def test_a_place_of_checkpoints_that_does_not_answer_costs_those(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_of_checkpoints_that_does_not_answer_costs_those(tmp_path: Path) -> None:
     words = ["checkpoint.every_steps=1", "trainer.max_steps=3", "tracking.export_model=false"]
     play = Play(tmp_path, *words)
     place = play.directory.checkpoints
@@ -326,7 +313,7 @@ def test_a_place_of_checkpoints_that_does_not_answer_costs_those(
         return report(number)
 
     play.methods = {"trainer": {"step": step}}
-    assert play.run(monkeypatch).num_steps == 3
+    assert play.run().num_steps == 3
     failed = [event["message"] for event in play.directory.read_events() if event["kind"] == "checkpoint_failed"]
     assert [message.partition(":")[0] for message in failed] == [f"{place}/global_step_{step}" for step in (1, 2)]
     assert all("cannot be written" in message for message in failed)
@@ -339,7 +326,7 @@ def test_a_look_at_the_run_that_fails_is_told_and_ends_alone(tmp_path: Path, mon
 
     monkeypatch.setattr(StateLog, "_state", broken)
     play = Play(tmp_path, "trainer.max_steps=3", "evaluation.every_steps=0")
-    assert play.run(monkeypatch).num_steps == 3
+    assert play.run().num_steps == 3
     [event] = [event for event in play.directory.read_events() if event["kind"] == "observing_failed"]
     assert (event["error"], event["message"]) == ("ValueError", "no such thing")
     assert "in broken" in event["traceback"]

@@ -13,6 +13,7 @@ from rich.console import Console
 from penstock.conf.errors import WorkerDied
 from penstock.metering.meters import Meters
 from penstock.orchestrator.membership.recoveries import Recoveries
+from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.supervisor import Supervisor, nothing_to_catch_up
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -180,9 +181,8 @@ def test_the_store_is_brought_back_though_the_member_that_noticed_its_loss_leave
                 await client.move(begun[-1])
 
         client = StoreClient(fleet.store)
-        supervisor = Supervisor(
-            fleet, client, Recoveries(config.faults), directory, progress, stores=Stores()  # type: ignore[arg-type]
-        )  # fmt: skip
+        context = RunContext(config, flow, fleet, client, directory, progress)  # type: ignore[arg-type]
+        supervisor = Supervisor(context, Recoveries(config.faults), stores=Stores())  # type: ignore[arg-type]
         fleet.strike("Reward-0")
         fleet.store.die()
         leaving = asyncio.ensure_future(supervisor.keep("reward", ["Reward-0"], nothing_to_catch_up))
@@ -210,7 +210,8 @@ def test_who_fails_when_the_run_is_over_is_not_replaced(tmp_path: Path) -> None:
         fleet.actors["Reward-0"] = SimpleNamespace(run=SimpleNamespace(remote=run))
         directory = RunDirectory.create(config)
         progress = Progress(config, "run", console=Console(quiet=True))
-        supervisor = Supervisor(fleet, StoreClient(store), Recoveries(config.faults), directory, progress)  # type: ignore[arg-type]
+        context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]
+        supervisor = Supervisor(context, Recoveries(config.faults))
         supervisor.close()
         await asyncio.wait_for(supervisor.keep("reward", ["Reward-0"], nothing_to_catch_up), 60)
         assert directory.read_events() == []
