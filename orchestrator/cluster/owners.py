@@ -173,6 +173,10 @@ class RunOwner:
         """Note a step that all ranks have made, before its rows are completed. Raises as `keep` does."""
         await self._told(self._handle.note.remote(self.epoch, pickle.dumps(step)))
 
+    async def renew(self) -> None:
+        """Renew the lease at once. Raises as `keep` does."""
+        await self._told(self._handle.renew.remote(self.epoch))
+
     async def leave(self) -> None:
         """Drop the state, so that no command can take the run over from now on. Raises as `keep` does."""
         await self._told(self._handle.leave.remote(self.epoch))

@@ -60,7 +60,7 @@ class Handover:
     async def confirm(self) -> None:
         """Raise `TakenOver` if another command drives the run by now: what comes next would harm it."""
         if self._owner is not None:
-            await asyncio.to_thread(self._owner.confirm)
+            await self._owner.renew()
 
     def written(self, step: int) -> None:
         """Note that the line of a step is written."""
