@@ -45,7 +45,7 @@ from penstock.orchestrator.membership.recoveries import Recoveries
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.membership.supervisor import Supervisor
-from penstock.orchestrator.membership.taken import Taken
+from penstock.orchestrator.membership.takeover import TakeoverPoint
 from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.membership.watch import Watch
 from penstock.orchestrator.observability.reporting.metrics import StepArrays, update_metrics
@@ -75,7 +75,7 @@ class Controller:
         recoveries: Recoveries | None = None,
         wanted: dict[str, int] | None = None,
         handover: Handover | None = None,
-        taken: Taken | None = None,
+        taken: TakeoverPoint | None = None,
         meters: Meters | None = None,
     ) -> None:
         """`recoveries` and `wanted`, the members asked for by role: of the whole run, also before this controller.
