@@ -212,7 +212,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _scale(arguments: argparse.Namespace) -> int:
-    from penstock.orchestrator.membership.asking import ask
+    from penstock.orchestrator.membership.scaling_requests import ask
 
     done, problems = ask(arguments.run, arguments.wishes, arguments.drain)
     print(*done, sep="\n")

@@ -27,8 +27,8 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import check_run, first_runs
 from penstock.orchestrator.control.controller import Outcome
 from penstock.orchestrator.control.training import Training
-from penstock.orchestrator.membership.left_behind import LeftBehind, find
-from penstock.orchestrator.membership.run_state import Identity, identity_of
+from penstock.orchestrator.membership.handover import Identity, identity_of
+from penstock.orchestrator.membership.takeover import LeftBehind, find
 from penstock.orchestrator.observability.reporting.closing import print_unfinished
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.observability.reporting.report import write_report

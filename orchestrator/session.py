@@ -36,8 +36,8 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actor
 from penstock.orchestrator.cluster.ray_calls import get_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.configuration.validate import check_run
-from penstock.orchestrator.membership.by_hand import ByHand
 from penstock.orchestrator.membership.members import catching_up
+from penstock.orchestrator.membership.scaling import ScalableRole
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to
 from penstock.orchestrator.observability.reporting.sinks.table import opened_sinks
 from penstock.orchestrator.run import is_refusal, starting_model, with_other_models
@@ -190,7 +190,7 @@ class Reward:
 class Workers:
     """Actors of one role, whose number may change between two calls of the session, not during one."""
 
-    def __init__(self, members: ByHand) -> None:
+    def __init__(self, members: ScalableRole) -> None:
         self._members = members
 
     def __len__(self) -> int:
@@ -296,8 +296,8 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
                 Policy(fleet, config, weights),
                 Prompts(open_source(config, model_path)),
                 Reward(fleet, config),
-                Workers(ByHand("rollout", fleet, config, catch_up.get("rollout"))),
-                Workers(ByHand("reward", fleet, config, catch_up["reward"])),
+                Workers(ScalableRole("rollout", fleet, config, catch_up.get("rollout"))),
+                Workers(ScalableRole("reward", fleet, config, catch_up["reward"])),
                 Model(ranks, config) if ranks else None,
                 sinks,
                 directory.losses,

@@ -33,9 +33,8 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.owners import RunOwner
 from penstock.orchestrator.control.controller import Controller, Outcome
-from penstock.orchestrator.membership.handover import Handover
+from penstock.orchestrator.membership.handover import Handover, RunState, identity_of, pack
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.membership.run_state import RunState, identity_of, pack
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines, TensorBoard
 from penstock.orchestrator.run_directory.run_directory import RunDirectory

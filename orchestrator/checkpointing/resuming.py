@@ -19,7 +19,7 @@ from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint, with_local_models
 from penstock.orchestrator.checkpointing.saving import checkpoint_place
-from penstock.orchestrator.membership.left_behind import LeftBehind
+from penstock.orchestrator.membership.takeover import LeftBehind
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.fetching import bring_here
 from penstock.orchestrator.run_directory.run_directory import RunDirectory

@@ -36,18 +36,17 @@ from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
 from penstock.orchestrator.control.observer import Observer
 from penstock.orchestrator.control.preemption import Preemption
 from penstock.orchestrator.control.versions import Versions
-from penstock.orchestrator.membership.ear import Ear
 from penstock.orchestrator.membership.engine_directory import EngineDirectory
-from penstock.orchestrator.membership.following import Following
 from penstock.orchestrator.membership.handover import Handover
+from penstock.orchestrator.membership.liveness import Watch
 from penstock.orchestrator.membership.members import Members, catching_up
 from penstock.orchestrator.membership.recoveries import Recoveries
 from penstock.orchestrator.membership.run_context import RunContext
+from penstock.orchestrator.membership.scaling import AutoscalerFollower, ScalingListener
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.membership.supervisor import Supervisor
-from penstock.orchestrator.membership.taken import Taken
+from penstock.orchestrator.membership.takeover import TakeoverPoint
 from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
-from penstock.orchestrator.membership.watch import Watch
 from penstock.orchestrator.observability.reporting.metrics import StepArrays, update_metrics
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink
 from penstock.workers.trainer.report import StepReport
@@ -75,7 +74,7 @@ class Controller:
         recoveries: Recoveries | None = None,
         wanted: dict[str, int] | None = None,
         handover: Handover | None = None,
-        taken: Taken | None = None,
+        taken: TakeoverPoint | None = None,
         meters: Meters | None = None,
     ) -> None:
         """`recoveries` and `wanted`, the members asked for by role: of the whole run, also before this controller.
@@ -160,7 +159,7 @@ class Controller:
             await self._engines.tell()
             self._members.until_end(self._engines.run())
             self._members.serve("environment")
-        self._take_wishes()
+        self._take_scaling_requests()
         if not self._before and not (self._taken is not None and self._taken.metrics):
             await self._first_evaluation()
         self._observer.begin()
@@ -195,13 +194,13 @@ class Controller:
             await self._preemption.leave()
         await self._end()
 
-    def _take_wishes(self) -> None:
+    def _take_scaling_requests(self) -> None:
         """Let members join and leave from now on."""
         self._members.until_end(self._members.grant_again())
         if agents := self.fleet.role("agent"):
-            self._members.until_end(Ear(agents[0][1], self._members, self.config).run())
+            self._members.until_end(ScalingListener(agents[0][1], self._members, self.config).run())
         if self.config.rollout.follows_cluster and self.flow.of_kind("rollout"):
-            self._members.until_end(Following(self.fleet.growth, self._members).run())
+            self._members.until_end(AutoscalerFollower(self.fleet.growth, self._members).run())
 
     async def _go_on(self) -> None:
         """Bring a resumed run up to date: the engines have the starting model, and the store may know of fewer

@@ -15,9 +15,9 @@ from typing import Any
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.cluster.ray_calls import answer
 from penstock.orchestrator.control.versions import Versions
+from penstock.orchestrator.membership.liveness import Watch
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.supervisor import Supervisor
-from penstock.orchestrator.membership.watch import Watch
 from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis, Stalls
 from penstock.orchestrator.observability.monitoring.logs import Logs
 from penstock.orchestrator.observability.monitoring.state import StateLog, awaited, stages_of

@@ -34,13 +34,10 @@ from penstock.orchestrator.configuration.prerequisites import limits_of_code
 from penstock.orchestrator.control import event_loop
 from penstock.orchestrator.control.controller import Controller, Outcome
 from penstock.orchestrator.control.evaluation import Evaluator
-from penstock.orchestrator.membership.handover import Handover
-from penstock.orchestrator.membership.left_behind import LeftBehind
-from penstock.orchestrator.membership.ranks import take_up
+from penstock.orchestrator.membership.handover import Handover, Identity, RunState, pack
 from penstock.orchestrator.membership.recoveries import End, Recoveries
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.membership.run_state import Identity, RunState, pack
-from penstock.orchestrator.membership.taken import Taken
+from penstock.orchestrator.membership.takeover import LeftBehind, TakeoverPoint, take_up
 from penstock.orchestrator.observability.monitoring.logs import Logs
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink
@@ -184,7 +181,7 @@ class Training:
 
         return Handover(fleet.owner, describe)
 
-    def _taken(self, fleet: Fleet, left: LeftBehind) -> Taken:
+    def _taken(self, fleet: Fleet, left: LeftBehind) -> TakeoverPoint:
         """The point at which the command before has left off, with its ranks idle. Raises what the store fails with."""
         self._progress.phase("taking over what the command before has left")
         began = time.monotonic()
@@ -195,7 +192,7 @@ class Training:
             f"goes on after step {step} with the actors of the command before, of which nothing was heard for "
             f"{left.silent_s:.0f} s"
         )
-        return Taken.of(step, left.reports, self._directory.read_metrics())
+        return TakeoverPoint.of(step, left.reports, self._directory.read_metrics())
 
     def _may_return(self, failure: PenstockError, step: int) -> bool:
         """Return whether the run is to return to its last checkpoint. `step`: the last that was logged.

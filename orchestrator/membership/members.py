@@ -17,12 +17,22 @@ from typing import Any
 from penstock.conf.errors import CannotScale, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import first_line, held_back
+from penstock.orchestrator.cluster.ray_calls import outcomes
 from penstock.orchestrator.cluster.weight_sync import WeightSync
-from penstock.orchestrator.membership.draining import drain
 from penstock.orchestrator.membership.nodes import Nodes
 from penstock.orchestrator.membership.run_context import RunContext
+from penstock.orchestrator.membership.scaling_requests import (
+    MET_AT_START,
+    ROLES,
+    ScalingRequest,
+    ScalingResult,
+    change_of,
+    who_leaves,
+)
 from penstock.orchestrator.membership.supervisor import CatchUp, Supervisor, nothing_to_catch_up
-from penstock.orchestrator.membership.wishes import MET_AT_START, ROLES, Done, Wish, change_of, who_leaves
+
+GRACE_S = 30.0
+"""Seconds beyond its drain time for a member to say that it has finished."""
 
 
 class Members:
@@ -81,15 +91,15 @@ class Members:
         stages = self._stages(role)
         return len(stages[0][1]) if stages else 0
 
-    async def change(self, wishes: Sequence[Wish], drain_s: float | None = None) -> list[Done]:
-        """Grant wishes, one role each, all of them or none. Returns the result of each. `drain_s`: seconds for leaving
-        members to finish what they have; None: `rollout.drain_s`. Raises `CannotScale`."""
+    async def change(self, requests: Sequence[ScalingRequest], drain_s: float | None = None) -> list[ScalingResult]:
+        """Grant requests, one role each, all of them or none. Returns the result of each. `drain_s`: seconds for
+        leaving members to finish what they have; None: `rollout.drain_s`. Raises `CannotScale`."""
         async with self._changing:
-            if len({wish.role for wish in wishes}) < len(wishes):
-                raise CannotScale(f"{' '.join(map(str, wishes))}: one wish a role.")
+            if len({request.role for request in requests}) < len(requests):
+                raise CannotScale(f"{' '.join(map(str, requests))}: one wish a role.")
             refusals = self._refusals()
-            changes = [(wish.role, change_of(wish, self.num_present(wish.role), refusals)) for wish in wishes]
-            if not self._follows(wishes):
+            changes = [(one.role, change_of(one, self.num_present(one.role), refusals)) for one in requests]
+            if not self._follows(requests):
                 self._wanted |= {role: self.num_present(role) + change for role, change in changes}
             drain_s = self._config.rollout.drain_s if drain_s is None else drain_s
             return list(await asyncio.gather(*(self._change(role, change, drain_s) for role, change in changes)))
@@ -97,12 +107,12 @@ class Members:
     async def grant_again(self) -> None:
         """Grant what was asked for before the run returned to its checkpoint, as it begins with the members of the
         start."""
-        if wishes := [Wish(role, number) for role, number in self._wanted.items()]:
+        if requests := [ScalingRequest(role, number) for role, number in self._wanted.items()]:
             with contextlib.suppress(CannotScale):
-                await self.change(wishes)
+                await self.change(requests)
 
-    async def _change(self, role: str, change: int, drain_s: float) -> Done:
-        done = Done(role, self.num_present(role))
+    async def _change(self, role: str, change: int, drain_s: float) -> ScalingResult:
+        done = ScalingResult(role, self.num_present(role))
         if change > 0:
             names = [name for name in await self._make_room(role, change, done) if self._is_planned(name)]
             for name in names:
@@ -129,7 +139,7 @@ class Members:
         done.after = self.num_present(role)
         return done
 
-    async def _make_room(self, role: str, count: int, done: Done) -> list[str]:
+    async def _make_room(self, role: str, count: int, done: ScalingResult) -> list[str]:
         """Plan members that can join, one after the other. Returns their names. What keeps others from it is a
         problem."""
         names: list[str] = []
@@ -235,19 +245,26 @@ class Members:
             self._tell("left", role, name, place, 0.0)
             to_come[role] += not actor.joins
         for role, count in to_come.items():
-            if count and not self._follows([Wish(role, count)]):
+            if count and not self._follows([ScalingRequest(role, count)]):
                 async with self._changing:
                     await self._change(role, count, 0.0)
 
-    def _follows(self, wishes: Sequence[Wish]) -> bool:
-        """Return whether a wish is about engines whose number follows the room on the cluster."""
-        return self._config.rollout.follows_cluster and any(wish.role == "rollout" for wish in wishes)
+    def _follows(self, requests: Sequence[ScalingRequest]) -> bool:
+        """Return whether a request is about engines whose number follows the room on the cluster."""
+        return self._config.rollout.follows_cluster and any(request.role == "rollout" for request in requests)
 
     def _is_planned(self, name: str) -> bool:
         return any(actor.name == name for actor in self._fleet.plan)
 
     def _role_of(self, name: str) -> str:
         return next(actor.role for actor in self._fleet.plan if actor.name == name)
+
+
+async def drain(members: Sequence[tuple[str, Any]], drain_s: float) -> None:
+    """Let members finish what they have before they leave. One that is dead, or does not say in time that it has
+    finished, is left as it is. `members`: names and handles."""
+    calls = [(name, handle.drain.remote(drain_s)) for name, handle in members]
+    await outcomes(calls, phase="drain", timeout_s=drain_s + GRACE_S)
 
 
 def catching_up(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:

@@ -26,7 +26,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller
 from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.membership.taken import Taken
+from penstock.orchestrator.membership.takeover import TakeoverPoint
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines, Sink
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
@@ -461,7 +461,7 @@ def controller_over(
     sinks: Sequence[Sink] = (),
     wanted: dict[str, int] | None = None,
     handover: Handover | None = None,
-    taken: Taken | None = None,
+    taken: TakeoverPoint | None = None,
     meters: Meters | None = None,
 ) -> Controller:
     """`sinks`: hear of each step before metrics.jsonl does. `wanted`: before this controller."""

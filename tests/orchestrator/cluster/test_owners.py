@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from penstock.conf.errors import TakenOver
 from penstock.orchestrator.cluster import owners
 from penstock.orchestrator.cluster.owners import RunOwner, ThisProcess
-from penstock.orchestrator.membership.left_behind import find
+from penstock.orchestrator.membership.takeover import find
 
 pytestmark = pytest.mark.ray
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import CannotScale
-from penstock.orchestrator.membership.wishes import Wish
+from penstock.orchestrator.membership.scaling_requests import ScalingRequest
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
@@ -39,7 +39,7 @@ async def wish(members: Any, random: Random, done: list[Any]) -> None:
     while True:
         await asyncio.sleep(random.expovariate(1 / 3.0))
         roles = random.choice([["rollout"], ["reward"], ["rollout", "reward"]])
-        wishes = [Wish(role, random.randint(-2, 2), is_change=True) for role in roles]
+        wishes = [ScalingRequest(role, random.randint(-2, 2), is_change=True) for role in roles]
         with contextlib.suppress(CannotScale):
             done += await members.change(wishes, random.choice([0.0, 1.0, 60.0]))
 
@@ -138,7 +138,7 @@ def test_who_has_joined_before_the_others_serve_is_kept_once(tmp_path: Path) -> 
         members._supervisor.keep = keep  # type: ignore[method-assign]
         async with asyncio.TaskGroup() as tasks:
             members.begin(tasks)
-            await members.change([Wish("rollout", config.rollout.least_workers + 1)])
+            await members.change([ScalingRequest("rollout", config.rollout.least_workers + 1)])
             members.serve("rollout")
             await asyncio.sleep(0)
             members.close()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import KeptStateError, WorkerDied
-from penstock.orchestrator.membership import ranks
-from penstock.orchestrator.membership.ranks import APART_S, take_up
+from penstock.orchestrator.membership import takeover
+from penstock.orchestrator.membership.takeover import APART_S, take_up
 from penstock.workers.progress import IDLE, PUBLISHING, UPDATING, Progress
 from tests.virtual_time import run_virtually
 
@@ -76,8 +76,8 @@ class Store:
 
 
 def taken_up(monkeypatch: pytest.MonkeyPatch, *members: Rank) -> Fleet:
-    monkeypatch.setattr(ranks, "StoreClient", Store)
-    monkeypatch.setattr(ranks.time, "monotonic", lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr(takeover, "StoreClient", Store)
+    monkeypatch.setattr(takeover.time, "monotonic", lambda: asyncio.get_running_loop().time())
     fleet = Fleet(members)
     assert run_virtually(take_up(fleet, {})) == TRAINED  # type: ignore[arg-type]
     return fleet

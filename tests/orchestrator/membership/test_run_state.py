@@ -11,8 +11,8 @@ from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.roster import FleetState
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.membership.run_state import Identity, RunState, identity_of, pack, unpack
-from penstock.orchestrator.membership.taken import Taken
+from penstock.orchestrator.membership.handover import Identity, RunState, identity_of, pack, unpack
+from penstock.orchestrator.membership.takeover import TakeoverPoint
 
 
 def config_of(*words: str) -> RunConfig:
@@ -75,7 +75,7 @@ def test_code_that_was_edited_is_other_code(tmp_path: Path) -> None:
 
 def test_the_line_of_a_step_is_open_until_it_is_written() -> None:
     made: dict[int, list[Any]] = {4: ["of 4"], 5: ["of 5"], 6: ["made for nothing"]}
-    taken = Taken.of(5, made, [{"step": 3, "loss": 0.1}])
+    taken = TakeoverPoint.of(5, made, [{"step": 3, "loss": 0.1}])
     assert (taken.step, taken.unwritten, taken.metrics) == (5, {4: ["of 4"], 5: ["of 5"]}, {})
-    taken = Taken.of(4, made, [{"step": 3}, {"step": 4, "loss": 0.2}])
+    taken = TakeoverPoint.of(4, made, [{"step": 3}, {"step": 4, "loss": 0.2}])
     assert (taken.unwritten, taken.metrics) == ({}, {"step": 4, "loss": 0.2})

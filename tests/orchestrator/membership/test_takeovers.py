@@ -12,8 +12,7 @@ import pytest
 
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.membership.handover import Handover
-from penstock.orchestrator.membership.ranks import take_up
-from penstock.orchestrator.membership.taken import Taken
+from penstock.orchestrator.membership.takeover import TakeoverPoint, take_up
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.trainer.report import StepReport
 from tests.orchestrator.scripted_fleet import (
@@ -74,7 +73,7 @@ async def live(words: Sequence[str], random: Random, tmp_path: Path, strikes: Se
             if random.random() < 0.3:
                 fleet.power_off(node)
         await asyncio.sleep(random.uniform(0.0, 10.0))  # everybody works on
-        taken = Taken.of(await take_up(fleet, left.made), left.made, directory.read_metrics())  # type: ignore[arg-type]
+        taken = TakeoverPoint.of(await take_up(fleet, left.made), left.made, directory.read_metrics())  # type: ignore[arg-type]
     directory.close()
     return lives
 
