@@ -1,4 +1,4 @@
-"""The house rules about sizes, which keep the code readable: files, functions, constructors."""
+"""The house rules about sizes, which keep the code readable: files, functions, constructors, names of tests."""
 
 import ast
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("orchestrator", "workers", "store", "algorithms", "conf", "network", "metering", "recipes")
 MOST_LINES, MOST_OF_FUNCTION, MOST_PARAMETERS, SMALL = 400, 60, 8, 60
+MOST_OF_NAME = 75
 MANY_PARAMETERS = {
     "orchestrator/cluster/fleet/actor_maker.py", "orchestrator/cluster/fleet/fleet.py",
     "workers/attempts/worker.py", "workers/environments/adapters/gymnasium.py", "workers/rollout/worker.py",
@@ -55,3 +56,14 @@ def test_constructors_have_few_parameters() -> None:
         if function.name == "__init__" and len(function.args.args) - 1 + len(function.args.kwonlyargs) > MOST_PARAMETERS
     }
     assert many == MANY_PARAMETERS
+
+
+def test_no_name_of_a_test_is_long() -> None:
+    names = [
+        (file, function.name)
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))
+        for function in functions_of(file)
+        if function.name.startswith("test_")
+    ]
+    assert len(names) > 1000
+    assert [f"{file.relative_to(ROOT)}: {name}" for file, name in names if len(name) > MOST_OF_NAME] == []

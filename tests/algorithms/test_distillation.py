@@ -117,7 +117,7 @@ def test_undiscounted_the_policy_gradient_goes_down_the_reverse_kl_of_sequences(
 
 
 @given(SEED)
-def test_without_discount_it_goes_down_the_reverse_kl_of_each_token_where_the_student_is(seed):
+def test_without_discount_it_descends_each_tokens_reverse_kl_at_the_student(seed):
     logits, own, teacher = two_tokens(seed)
     divergence = kl(own[0], teacher[0]) + (own[0].exp().detach() * kl(own[1], teacher[1])).sum()
     for got, gradient in zip(

@@ -113,7 +113,7 @@ def test_on_policy_the_expected_gradient_of_k2_alone_is_that_of_the_divergence(l
         torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-10)
 
 
-def test_the_penalty_is_the_scaled_log_ratio_without_gradient_and_zero_in_padding():
+def test_the_penalty_is_the_scaled_log_ratio_without_gradient_zero_in_padding():
     # 0.1 · (-1 + 2) = 0.1
     logprobs = torch.tensor([[-1.0, math.nan]], requires_grad=True)
     penalty = kl_penalty(logprobs, torch.tensor([[-2.0, math.nan]]), torch.tensor([[1, 0]]), coef=0.1)

@@ -27,7 +27,7 @@ def test_the_builtin_algorithms_are_there_with_their_configuration():
     assert find_algorithm("sft").config_class is SftConfig
 
 
-def test_ones_own_algorithm_is_found_by_its_name_and_built_from_its_configuration():
+def test_ones_own_algorithm_is_found_by_name_and_built_from_its_configuration():
     @algorithm("own")
     def own(cfg: OwnConfig):
         flow = registry.Dataflow().rollout(samples_per_prompt=cfg.group_size).reward()

@@ -27,7 +27,7 @@ def test_updates_that_are_shorter_beside_a_save_are_held_up_by_nothing():
     assert checkpoint.share(checkpoint.held)([made(1.0, 2.0, -0.5)]) == 0.0
 
 
-def test_what_was_measured_in_some_rounds_is_their_median_and_without_room_no_number():
+def test_what_some_rounds_measured_is_their_median_and_without_room_no_number():
     rounds = [{"keep_s": 1.0}, {"keep_s": 3.0}, {}]
     assert checkpoint.median("keep_s")(rounds) == 2.0
     assert math.isnan(checkpoint.median("keep_s")([*rounds, {"keep_s": math.nan}]))

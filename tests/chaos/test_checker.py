@@ -62,7 +62,7 @@ def test_a_good_run_has_kept_everything(tmp_path: Path) -> None:
     assert Left().found(tmp_path, FAULT, Done("2", CUT, 1, 120.0), after_its_end) == []
 
 
-def test_one_that_was_noticed_and_left_with_its_node_before_it_was_back_is_done_without(tmp_path: Path) -> None:
+def test_one_noticed_that_left_with_its_node_before_it_was_back_is_done_without(tmp_path: Path) -> None:
     left = Left()
     left.events[4:5] = [event(112.0, "node_left", node="10.0.0.3"), event(112.0, "left", member="Rollout-0")]
     assert left.found(tmp_path, FAULT) == []

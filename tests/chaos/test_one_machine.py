@@ -58,7 +58,7 @@ def undisturbed(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_in_which_everybody_dies_ends_with_the_bits_of_one_in_which_nobody_did(
+def test_a_run_in_which_everybody_dies_ends_with_the_bits_of_an_undisturbed_one(
     seed: int, bed: OneMachine, warm_python: list[str], words: Sequence[str], undisturbed: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / f"chaos-{seed}"

@@ -70,7 +70,7 @@ def test_a_minibatch_needs_at_least_one_group():
         ({"cluster": ClusterConfig(cpus_per_worker=0)}, "counts what engines reserve"),
     ],
 )
-def test_engines_that_follow_the_cluster_need_devices_of_their_own_and_something_to_count(sections, message):
+def test_engines_following_the_cluster_need_own_devices_and_something_to_count(sections, message):
     with pytest.raises(ConfigError, match=message):
         validate(config(rollout=RolloutConfig(num_workers="auto"), **sections))
 

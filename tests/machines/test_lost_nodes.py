@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
 STEPS = 10
 
 
-def test_ranks_of_a_lost_machine_and_of_a_lost_agent_go_on_elsewhere_with_the_same_bits(
+def test_ranks_of_a_lost_machine_or_agent_go_on_elsewhere_with_the_same_bits(
     warm_python: list[str], small_run: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     warm, folder = Path(warm_python[0]).parent, tmp_path_factory.mktemp("lost_nodes")

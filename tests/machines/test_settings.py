@@ -14,7 +14,7 @@ def test_rates_are_written_as_tc_takes_them() -> None:
 
 
 @pytest.mark.parametrize(("rate", "burst"), [("16mbit", LEAST_BURST_BYTES), ("1gbit", 1_250_000)])
-def test_a_limit_lets_a_hundredth_of_a_second_through_at_once_but_never_less_than_a_few_packets(rate, burst) -> None:
+def test_a_limit_lets_a_hundredth_of_a_second_or_a_few_packets_through_at_once(rate, burst) -> None:
     assert f"rate {rate} burst {burst}b" in limit("eth0", rate)
 
 
@@ -31,7 +31,7 @@ def test_what_machines_have_of_their_own_cannot_be_kept(folder) -> None:
         kept_folders([folder])
 
 
-def test_sizes_and_numbers_that_make_no_sense_are_refused_before_anything_starts() -> None:
+def test_senseless_sizes_and_numbers_are_refused_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="4 machines: 1 to 3"), machines(4):
         pass
     with pytest.raises(ValueError, match="shm has 1 values for 2 machines"), machines(2, shm=["1g"]):

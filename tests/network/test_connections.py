@@ -93,7 +93,7 @@ def test_one_that_says_nothing_is_hung_up_on() -> None:
         assert visitor.recv(1) == b""  # after handshake_s, not after all that the visitor would wait
 
 
-def test_a_visitor_that_no_thread_can_be_had_for_is_hung_up_on_and_the_next_is_let_in(
+def test_a_visitor_that_gets_no_thread_is_hung_up_on_and_the_next_is_let_in(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, refused = threading.Thread.start, list[str]()

@@ -31,7 +31,7 @@ print(warning())
 """
 
 
-def test_a_member_counts_with_its_calls_its_heartbeat_and_what_it_keeps_open_to_read_rows() -> None:
+def test_a_member_counts_with_calls_heartbeat_and_what_it_keeps_open_for_rows() -> None:
     assert OF_EACH == 2 + KEPT
 
 

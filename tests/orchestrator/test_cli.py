@@ -157,7 +157,7 @@ def test_a_finished_run_ends_with_zero_and_a_summary(
     assert "Try next" in capsys.readouterr().out
 
 
-def test_a_finished_run_that_is_resumed_says_that_nothing_is_left_and_keeps_its_summary(
+def test_a_finished_run_that_is_resumed_says_so_and_keeps_its_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from penstock.orchestrator.configuration.compose import load_config

@@ -224,7 +224,7 @@ async def test_a_reward_that_needs_a_fence_is_refused_before_the_first_sample(tm
             await RewardPool(RewardSpec.of(name)).start()
 
 
-def test_a_reward_is_refused_before_the_first_sample_where_its_own_limits_do_not_hold(monkeypatch):
+def test_a_reward_is_refused_before_any_sample_where_its_own_limits_do_not_hold(monkeypatch):
     monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
     for name in ("python_tests", "sql_result"):
         spec = RewardSpec.of(name, {"limits": {"require_cgroup": True}})

@@ -73,7 +73,7 @@ def test_one_that_is_gone_needs_no_end() -> None:
     assert kill(gone)
 
 
-def test_what_users_code_has_left_is_ended_with_its_children_and_nothing_from_before() -> None:
+def test_what_users_code_left_is_ended_with_its_children_and_nothing_older() -> None:
     code = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('ready', flush=True); time.sleep(60)"
     program = f"""
 import subprocess, sys

@@ -76,7 +76,7 @@ def test_a_second_dump_has_the_new_stacks_alone(worker: subprocess.Popen[str], t
     assert second.count("endless_c_call") == first.count("endless_c_call") == 1
 
 
-def test_a_process_that_did_not_register_is_not_sent_the_signal_which_would_end_it(tmp_path: Path) -> None:
+def test_an_unregistered_process_is_not_sent_the_signal_which_would_end_it(tmp_path: Path) -> None:
     with started("") as process:
         (tmp_path / f"{process.pid}.txt").write_text("")  # of one before it, with the same number
         text = processes.dump(ProcessId.of(process.pid), tmp_path, "Rollout-1", NOWHERE)

@@ -88,7 +88,7 @@ def test_a_rewritten_history_starts_a_new_segment() -> None:
     assert spans_of(segments) == [0, 2, 1, 1, 4, 1]
 
 
-def test_a_shared_prefix_is_sampled_once_and_context_where_another_branch_begins_with_it() -> None:
+def test_a_shared_prefix_is_sampled_once_and_is_context_in_another_branch() -> None:
     segments = segments_of([turn(0, [1], [2]), turn(1, [1, 2, 7], [3]), turn(2, [1, 2, 8], [4])])
     assert spans_of(segments) == [0, 1, 1, 0, 1, 1, 1, 3, 1]
 

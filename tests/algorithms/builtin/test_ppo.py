@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_named():
         ppo_advantages(torch.zeros(1), one, one, gamma=2)
 
 
-def test_the_graph_has_a_critic_and_no_reference_unless_the_penalty_asks_for_one():
+def test_the_graph_has_a_critic_and_a_reference_only_if_the_penalty_asks():
     flow = build_dataflow(PpoConfig())
     assert [stage.kind for stage in flow.in_trainer] == ["values", "compute", "critic"]
     assert not flow.of_kind("logprobs")

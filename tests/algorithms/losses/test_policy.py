@@ -46,7 +46,7 @@ def anchor_seen(**settings):
     return seen
 
 
-def test_the_ratio_is_taken_against_the_trainer_and_the_weight_between_trainer_and_engine():
+def test_the_ratio_is_to_the_trainer_and_the_weight_between_trainer_and_engine():
     assert anchor_seen() == {"anchor": [[-1.25, -2.25]], "weighed": ([[-1.25, -2.25]], [[-1.5, -2.5]])}
 
 

@@ -66,7 +66,7 @@ def test_the_truncated_correction_is_capped():
     assert metrics["correction_capped_fraction"] == 1.0
 
 
-def test_clipping_is_against_the_batch_start_with_the_correction_and_against_the_engine_without():
+def test_clipping_is_against_the_batch_start_and_uncorrected_against_the_engine():
     # π / π_old = 1, π / π_behavior = 1.5: clipped at 1.2 only where the ratio is taken against the engine
     _, gradient, metrics = one_token(1.0, 1.0, weight=1.5, correction="truncated")
     assert (gradient, metrics["clip_fraction"]) == (pytest.approx(-1.5), 0.0)

@@ -83,7 +83,7 @@ def test_label_smoothing_is_the_expectation_over_flipped_labels(seed, smoothing)
 
 
 @given(st.floats(0.01, 0.49), st.floats(0.05, 5))
-def test_with_label_smoothing_the_gradient_vanishes_at_the_log_odds_of_the_labels(smoothing, beta):
+def test_with_label_smoothing_the_gradient_vanishes_at_the_labels_log_odds(smoothing, beta):
     # h = log((1 - ε) / ε)
     gap = math.log((1 - smoothing) / smoothing) / beta
     batch = one_pair([0.0], [-gap], reference_logprobs=[[0.0], [0.0]])

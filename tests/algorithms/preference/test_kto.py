@@ -152,7 +152,7 @@ def test_a_weight_of_zero_takes_the_kind_out(seed, num_groups):
 
 
 @given(SEED, NUM_GROUPS, st.floats(0.05, 5))
-def test_where_the_policy_is_the_reference_every_labelled_sample_loses_half_its_weight(seed, num_groups, beta):
+def test_where_policy_is_reference_each_labelled_sample_loses_half_its_weight(seed, num_groups, beta):
     batch = random_batch(seed, num_groups, 4)
     loss, _, metrics = run(partial(kto_loss, beta=beta), batch.with_columns(reference_logprobs=batch.logprobs))
     close(loss, (metrics["desirable_fraction"] + metrics["undesirable_fraction"]) / 2)

@@ -42,7 +42,7 @@ def test_without_the_odds_ratio_it_is_supervised_training_on_the_chosen():
 
 
 @given(st.integers(0, 2**16))
-def test_swapping_chosen_and_rejected_adds_the_log_odds_ratio_to_the_second_term(seed):
+def test_swapping_the_two_responses_adds_the_log_odds_ratio_to_the_second_term(seed):
     batch = random_batch(seed, 3, 4)
     metrics = run(orpo_loss, batch)[2]
     swapped = run(orpo_loss, batch.with_columns(preferred=-batch.columns["preferred"]))[2]

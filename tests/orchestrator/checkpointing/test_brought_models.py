@@ -65,7 +65,7 @@ def test_one_that_is_gone_from_its_url_is_told_by_its_name(tmp_path: Path, url: 
         check_fits(made, config)
 
 
-def test_a_checkpoint_that_names_a_model_elsewhere_is_refused_and_nothing_is_written(tmp_path: Path, url: str) -> None:
+def test_a_checkpoint_that_names_a_model_elsewhere_is_refused_without_writing(tmp_path: Path, url: str) -> None:
     """The manifest lies at a URL, where others may write."""
     model = f"{url}/../../../loose/resumed_models/x"
     made = Checkpoint("", 1, PromptStart(PromptCursor(0, 0), 0), model, {})

@@ -157,7 +157,7 @@ def test_resume_auto_without_such_a_run_is_a_new_run(tmp_path):
     assert [event["kind"] for event in directory.read_events()] == ["start"]
 
 
-def test_resume_auto_goes_on_in_the_runs_directory_and_drops_the_lines_that_come_again(tmp_path):
+def test_resume_auto_goes_on_in_the_runs_directory_and_drops_repeated_lines(tmp_path):
     directory, _ = open_run(run_words(tmp_path, "name=again"))
     for step in range(4):
         directory.log_metrics({"step": step})
@@ -256,7 +256,7 @@ def test_two_runs_do_not_share_a_directory_of_checkpoints(tmp_path):
     open_run(run_words(tmp_path, "name=two", place))[0].close()
 
 
-def test_a_directory_of_checkpoints_that_cannot_be_made_is_told_by_the_first_of_them(tmp_path):
+def test_the_first_checkpoint_tells_of_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     directory, _ = open_run(run_words(tmp_path, "name=run", f"checkpoint.directory={tmp_path}/file/below"))
     directory.close()
@@ -286,7 +286,7 @@ def test_nothing_is_left_of_a_run_that_has_made_all_steps(tmp_path, words, is_fi
     assert (finished_run(run_words(tmp_path, "name=past", *words)) is not None) == is_finished
 
 
-def test_nothing_is_left_of_a_run_that_reached_its_goal_unless_the_goal_is_another(tmp_path):
+def test_nothing_is_left_of_a_run_that_reached_its_goal_unless_that_changes(tmp_path):
     ended(tmp_path, 4, ("stopped_early", {"step": 4, "accuracy": 0.9, "goal": 0.8}), ("end", {"steps": 4}))
     words = ["name=past", "trainer.max_steps=9", "resume=auto"]
     assert finished_run(run_words(tmp_path, *words, "evaluation.stop_at_accuracy=0.8")) is not None
@@ -294,7 +294,7 @@ def test_nothing_is_left_of_a_run_that_reached_its_goal_unless_the_goal_is_anoth
     assert finished_run(run_words(tmp_path, *words)) is None
 
 
-def test_a_run_that_failed_after_its_last_update_or_lacks_its_model_is_not_finished(tmp_path):
+def test_a_run_that_failed_after_its_last_update_or_has_no_model_is_unfinished(tmp_path):
     words = ["name=past", "trainer.max_steps=4", "resume=auto"]
     ended(tmp_path, 4, ("end", {"steps": 4}), ("resume", {}), ("failed", {}))
     assert finished_run(run_words(tmp_path, *words)) is None

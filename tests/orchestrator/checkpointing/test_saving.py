@@ -84,7 +84,7 @@ def saving(tmp_path, resumed=None, **config):
     return writer, trainer, directory, calls
 
 
-def test_checkpoints_are_skipped_while_a_late_one_is_on_its_way_and_what_it_leaves_is_removed(tmp_path):
+def test_checkpoints_are_skipped_while_one_is_late_and_what_it_left_is_removed(tmp_path):
     writer, trainer, directory, calls = saving(tmp_path)
 
     async def save(step):
@@ -152,7 +152,7 @@ def test_one_of_another_run_is_none_of_this_ones(tmp_path):
     assert saving(tmp_path, resumed=resumed)[0].is_due(2, is_last=True)
 
 
-def test_a_sealed_one_behind_which_the_run_has_gone_counts_no_longer_once_it_is_written_anew(tmp_path):
+def test_a_sealed_checkpoint_counts_no_longer_once_it_is_written_anew(tmp_path):
     """Were the command to die here, its marker would stand for files that are half of one and half of another."""
     directory = sealed(tmp_path, 2)
     writer, trainer, _, _ = saving(tmp_path)
@@ -304,9 +304,7 @@ def test_a_full_disk_costs_the_attempt_only(tmp_path: Path, warm_python: list[st
     assert message.endswith("or set checkpoint.directory to a place with more.")
 
 
-def test_a_thread_that_the_run_has_returned_without_completes_nothing_and_none_is_begun_beside_it(
-    tmp_path, monkeypatch
-):
+def test_a_thread_that_outlives_its_run_completes_nothing_and_no_other_begins(tmp_path, monkeypatch):
     """The place hangs while the last checkpoint is completed, and the run returns meanwhile."""
     hangs, answers, write = threading.Event(), threading.Event(), checkpoints.write_text
 

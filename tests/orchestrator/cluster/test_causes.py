@@ -31,7 +31,7 @@ ALL = {
 
 
 @pytest.mark.parametrize("error_class", sorted(ALL, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
-def test_of_penstocks_own_errors_those_of_processes_and_deadlines_are_recoverable(
+def test_penstocks_own_errors_of_processes_and_deadlines_are_recoverable(
     error_class: type[PenstockError],
 ) -> None:
     assert is_recoverable(error_class("what happened")) == (error_class in RECOVERABLE)
@@ -48,7 +48,7 @@ def test_of_penstocks_own_errors_those_of_processes_and_deadlines_are_recoverabl
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_ray_itself_reports_is_recoverable_before_and_after_its_translation(error: Exception) -> None:
+def test_what_ray_reports_is_recoverable_before_and_after_its_translation(error: Exception) -> None:
     assert is_recoverable(error)
     assert is_recoverable(translate(error, "Rollout-1"))
 

@@ -137,7 +137,7 @@ class Hanging:
         await asyncio.sleep(3600)
 
 
-def test_one_that_does_not_answer_ends_too_and_keeps_no_place_from_the_next_fleet(
+def test_one_that_does_not_answer_ends_too_and_takes_no_place_of_the_next_fleet(
     namespace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     hanging = Hanging.options(name=owners.OWNER, namespace=namespace, lifetime="detached").remote()

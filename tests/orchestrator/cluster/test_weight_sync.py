@@ -39,7 +39,7 @@ def test_a_version_is_written_where_an_engine_loads_it_and_only_there(
     assert actors.said == expected
 
 
-def test_between_nodes_relays_are_told_of_a_version_before_it_is_written_and_waited_for_before_it_is_loaded() -> None:
+def test_relays_are_told_before_a_version_is_written_and_awaited_before_loading() -> None:
     actors = NotingActors({"trainer": 2, "rollout": 2})
     where = {"trainer-0": "x", "trainer-1": "y", "rollout-0": "a", "rollout-1": "y"}
     agents = {node: (node, actors.handle(node)) for node in "xya"}
@@ -88,7 +88,7 @@ def test_an_engine_on_a_node_that_joins_is_sent_the_next_version_and_loads_that(
     assert sorted(actors.said[8:]) == ["a reclaim_versions", "rollout-0 load", "rollout-1 load", "x reclaim_versions"]
 
 
-def test_an_engine_on_a_node_that_came_after_a_version_is_brought_it_as_often_as_the_node_s_agent_is_new() -> None:
+def test_an_engine_on_a_later_node_is_brought_the_version_once_for_each_agent() -> None:
     actors = NotingActors({"trainer": 1, "rollout": 1})
     where = {"trainer-0": "x", "rollout-0": "b", "rollout-1": "a"}
     agents = {node: (node, actors.handle(node)) for node in "xba"}
@@ -129,7 +129,7 @@ def test_an_engine_on_a_node_that_came_after_a_version_is_brought_it_as_often_as
     ]  # fmt: skip
 
 
-def test_a_node_whose_engines_are_gone_is_told_nothing_and_one_that_dies_holds_nobody_up() -> None:
+def test_a_node_without_engines_is_told_nothing_and_a_dying_one_delays_nobody() -> None:
     actors = NotingActors({"trainer": 1, "rollout": 1})
     where = {"trainer-0": "x", "rollout-0": "x", "rollout-1": "a"}
     agents = {node: (node, actors.handle(node)) for node in "xa"}
@@ -160,7 +160,7 @@ def test_a_node_whose_engines_are_gone_is_told_nothing_and_one_that_dies_holds_n
     ]  # fmt: skip
 
 
-def test_a_version_whose_source_is_gone_is_waited_for_no_longer_and_brought_to_nobody(
+def test_a_version_whose_source_is_gone_is_awaited_no_longer_nor_brought(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weight_relays, "PASSED_ON_S", 0.1)

@@ -69,7 +69,7 @@ def test_dotted_keys_in_a_recipe_are_the_nested_ones(tmp_path: Path) -> None:
     assert (config.trainer.max_steps, config.trainer.groups_per_step) == (7, 3)
 
 
-def test_a_preset_of_the_recipe_yields_to_its_keys_and_one_of_the_command_line_does_not(tmp_path: Path) -> None:
+def test_a_recipes_preset_yields_to_its_keys_and_the_command_lines_does_not(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, "model: tiny\nrollout: {max_model_len: 64, sampling: {max_tokens: 8}}\n")
     assert load_config([f"recipe={recipe}"]).rollout.max_model_len == 64
     assert load_config([f"recipe={recipe}", "model=tiny"]).rollout.max_model_len == 2048
@@ -83,7 +83,7 @@ def test_a_recipe_for_gpus_runs_on_a_cpu_with_the_tiny_model() -> None:
     assert on_cpu.trainer.dtype == on_cpu.rollout.dtype == "float32"
 
 
-def test_the_algorithm_of_the_command_line_replaces_the_recipes_and_keeps_the_keys_both_have() -> None:
+def test_the_command_lines_algorithm_replaces_the_recipes_and_keeps_shared_keys() -> None:
     config = load_config(["recipe=arithmetic", "algorithm=sft"])
     assert isinstance(config.algorithm, SftConfig)
     assert config.algorithm.group_size == load_config(["recipe=arithmetic"]).algorithm.group_size

@@ -150,7 +150,7 @@ def test_the_transport_of_weights_is_told_and_one_that_cannot_work_refused(rows:
     assert "weights.transport=nccl" in refused(ConfigError, f"data.path={rows}", "weights.transport=nccl")
 
 
-def test_a_state_that_no_checkpoint_can_keep_is_refused_where_checkpoints_are_taken(rows: Path) -> None:
+def test_a_state_that_no_checkpoint_can_keep_is_refused_if_any_are_taken(rows: Path) -> None:
     words = ["model=tiny", f"data.path={rows}"]
     flow = Dataflow().rollout(samples_per_prompt=2).reward()
     flow.compute(len, per="batch", reads=["reward"], writes=["advantage"], name="mine", state={"seen": {1}})

@@ -282,9 +282,7 @@ def test_the_cause_is_told_though_its_consequence_was_there_first(tmp_path: Path
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_model_that_cannot_be_exported_is_told_after_the_last_checkpoint_was_tried(
-    tmp_path: Path, saves: bool
-) -> None:
+def test_an_export_that_fails_is_told_after_the_last_checkpoint_was_tried(tmp_path: Path, saves: bool) -> None:
     """It can be made of the checkpoint, and not the other way round."""
     words = ["checkpoint.every_steps=50", "trainer.max_steps=2"]
     export = raising(WeightError("export: 3,000 bytes are needed"), 1)

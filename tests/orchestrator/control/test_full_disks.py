@@ -121,7 +121,7 @@ print(*(event["kind"] for event in directory.read_events() if event["kind"] != "
 """
 
 
-def test_a_real_disk_that_is_full_from_step_two_to_four_costs_its_samples_and_checkpoints(
+def test_a_real_disk_that_is_full_for_a_while_costs_samples_and_checkpoints(
     tmp_path: Path, warm_python: list[str]
 ) -> None:
     output = run_in_tmpfs(REAL, tmp_path, "above, by sizes that files may have", warm_python)

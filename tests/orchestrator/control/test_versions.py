@@ -116,9 +116,7 @@ def test_what_others_give_up_to_publish_it_again_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("trained", "more"), [(1, ["publish 1", "load 1"]), (2, [])])
-def test_a_version_that_engines_have_is_published_again_for_those_that_come_unless_the_next_one_is_near(
-    trained: int, more: list[str]
-) -> None:
+def test_a_version_is_published_again_for_new_engines_unless_the_next_is_near(trained: int, more: list[str]) -> None:
     bed = Bed(trained)
 
     async def body() -> None:

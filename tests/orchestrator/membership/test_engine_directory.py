@@ -40,7 +40,7 @@ class Fleet:
         return Engines(self.engines) if role == "rollout" else list(self.environments)
 
 
-def test_each_environment_is_told_once_of_each_change_and_again_where_it_did_not_hear() -> None:
+def test_each_environment_hears_of_each_change_once_and_is_told_until_it_hears() -> None:
     fleet = Fleet(2)
     directory: Any = EngineDirectory(fleet)  # type: ignore[arg-type]
     one, two = (environment for _, environment in fleet.environments)

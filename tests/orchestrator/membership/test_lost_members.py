@@ -93,9 +93,10 @@ def test_a_gang_is_replaced_as_one(
     assert kinds.count("fault") == kinds.count("recovered") == 1
 
 
-def test_what_cannot_be_replaced_alone_costs_the_steps_since_the_checkpoint_or_since_the_beginning(
+def test_what_cannot_be_replaced_alone_costs_the_steps_since_the_checkpoint(
     disturbed: Callable[..., Path], undisturbed: Path
 ) -> None:
+    """Or since the beginning, where there is no checkpoint yet."""
     saved = f"checkpoints/global_step_{EVERY}/COMPLETE"
     early, later = Fault(Target("Agent", KILL), EVERY - 2, 0.0), Fault(Target("Agent", KILL), EVERY + 2, 0.0, saved)
     last = Fault(Target("Trainer-policy-0", KILL), 2 * EVERY + 2, 0.0)  # the checkpoint returned to is gone by then

@@ -140,7 +140,7 @@ def test_a_return_that_fails_is_tried_again_as_often_as_a_run_may_return() -> No
     assert book.return_failed("again", 8.0, 1) == end
 
 
-def test_a_return_takes_from_when_it_was_decided_until_one_of_its_tries_has_served() -> None:
+def test_a_return_lasts_from_its_decision_until_one_of_its_tries_has_served() -> None:
     book = book_of(max_restarts=0, max_returns=2)
     lose(book, "Rollout-0", 10.0, 1)
     book.return_failed("Rollout-1 has died", 15.0, 1)

@@ -32,7 +32,7 @@ def test_a_member_goes_through_its_states_and_serves_again() -> None:
     assert member.lost_at == 5.0
 
 
-def test_the_first_restart_is_made_at_once_and_later_ones_after_pauses_that_double() -> None:
+def test_the_first_restart_is_at_once_and_later_ones_after_doubling_pauses() -> None:
     member = Recovery(FaultsConfig(max_restarts=9, window_s=600.0, pause_s=4.0))
     pauses = []
     for step in range(8):
@@ -65,7 +65,7 @@ def test_without_restarts_the_first_loss_is_a_return() -> None:
     assert isinstance(Recovery(FaultsConfig(max_restarts=0)).lost(0.0, 1), Return)
 
 
-def test_a_step_that_is_lost_again_after_a_restart_is_a_return_however_long_after() -> None:
+def test_a_step_lost_again_after_a_restart_is_a_return_however_long_after() -> None:
     member = Recovery(CONFIG)
     member.lost(0.0, 7)
     bring_back(member)

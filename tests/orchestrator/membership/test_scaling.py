@@ -34,7 +34,7 @@ class Cluster:
         return [ScalingResult("rollout", 1, joined=["Rollout-1 on node"] * self._present[1])]
 
 
-def test_room_is_taken_when_it_is_there_and_asked_for_again_later_and_later_while_nothing_starts() -> None:
+def test_room_is_taken_when_there_and_asked_for_less_often_while_nothing_starts() -> None:
     cluster: Any = Cluster((0, 0), (2, 2), (1, 0), (1, 0), (1, 1), (1, 1))
 
     async def main() -> None:

@@ -123,7 +123,7 @@ def test_a_member_that_dies_again_and_again_ends_what_goes_on_with_its_own_name(
     run_virtually(main())
 
 
-def test_a_step_that_ends_while_the_store_is_brought_back_is_told_to_the_new_one(tmp_path: Path) -> None:
+def test_a_step_that_ends_while_the_store_comes_back_is_told_to_the_new_one(tmp_path: Path) -> None:
     """The new store knows the steps before, and its ranks are not yet attached to it, when the step ends."""
     config = config_of(tmp_path, "max_staleness=1", "faults.max_returns=0")
     ended = asyncio.Event()
@@ -160,7 +160,7 @@ def test_a_step_that_ends_while_the_store_is_brought_back_is_told_to_the_new_one
     run_virtually(main())
 
 
-def test_the_store_is_brought_back_though_the_member_that_noticed_its_loss_leaves(tmp_path: Path) -> None:
+def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: Path) -> None:
     config = config_of(tmp_path, "max_staleness=1", "faults.max_returns=0")
 
     async def main() -> None:

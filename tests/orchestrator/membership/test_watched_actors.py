@@ -77,9 +77,8 @@ def watched(liveness: Liveness, handle: Any, until: State) -> str:
     raise AssertionError(f"never judged {until}")
 
 
-def test_a_stopped_process_is_silent_is_shown_and_is_ended_with_a_recoverable_error(
-    make: Make, agent: tuple[Any, str]
-) -> None:
+def test_a_stopped_process_is_silent_and_is_ended_with_a_recoverable_error(make: Make, agent: tuple[Any, str]) -> None:
+    """Its stacks are shown before it is ended."""
     node, stacks = agent
     member = rollout(make)
     ray.get(member.start.remote())
@@ -109,9 +108,8 @@ def test_a_process_that_goes_on_after_a_stop_is_alive_again(make: Make, agent: t
     assert liveness.judge(time.monotonic()) == ALIVE
 
 
-def test_an_agent_tells_what_its_neighbours_say_and_a_stopped_one_is_asked_by_the_watch_itself(
-    make: Make, agent: tuple[Any, str]
-) -> None:
+def test_an_agent_tells_what_its_neighbours_say_except_for_a_stopped_one(make: Make, agent: tuple[Any, str]) -> None:
+    """The stopped one is asked by the watch itself."""
     node, stacks = agent
     members = {f"Rollout-{index}": rollout(make) for index in range(2)}
     stopped = ray.get([member.process.remote(stacks) for member in members.values()])[1]

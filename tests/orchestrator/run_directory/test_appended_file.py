@@ -66,7 +66,7 @@ def test_what_somebody_else_has_appended_meanwhile_stays(tmp_path: Path) -> None
     assert (tmp_path / "lines").read_bytes() == b"one\nother\ntwo\nthree\n"
 
 
-def test_a_place_that_is_away_is_written_to_when_it_is_back_and_nowhere_else_before(tmp_path: Path) -> None:
+def test_a_place_that_is_away_is_written_to_once_it_is_back_and_not_elsewhere(tmp_path: Path) -> None:
     place, away = tmp_path / "mount" / "run", tmp_path / "away"
     place.mkdir(parents=True)
     file, losses = file_at(place / "lines")

@@ -74,9 +74,7 @@ def test_a_machine_that_has_nothing_goes_on_with_what_is_there(one: Machine, oth
     assert "samples/step_1.parquet" in find(f"{URL}/run")
 
 
-def test_the_first_machine_takes_what_the_other_went_on_with_and_drops_what_came_nowhere(
-    one: Machine, other: Machine
-) -> None:
+def test_the_first_machine_takes_the_others_steps_and_drops_what_came_nowhere(one: Machine, other: Machine) -> None:
     one.turn(1)
     one.turn(2, is_brought=False)
     other.turn(3)
@@ -111,9 +109,7 @@ def test_a_copy_that_was_half_fetched_is_fetched_again(
     assert steps(RunDirectory.open(other.place().path)) == [1]
 
 
-def test_a_run_is_looked_at_in_its_working_copy_and_elsewhere_in_one_that_is_gone_afterwards(
-    one: Machine, other: Machine
-) -> None:
+def test_a_run_is_looked_at_in_its_working_copy_or_in_a_passing_one_elsewhere(one: Machine, other: Machine) -> None:
     here = one.turn(1)
     with at_place(f"{URL}/run") as found:
         assert found.path == here.path

@@ -171,7 +171,7 @@ def test_a_run_that_is_refused_leaves_nothing_there() -> None:
     assert not directory.path.exists()
 
 
-def test_a_name_that_is_taken_there_is_refused_though_this_machine_has_nothing_of_it(tmp_path: Path) -> None:
+def test_a_name_that_is_taken_there_is_refused_though_nothing_of_it_is_here(tmp_path: Path) -> None:
     first = new_run()
     first.log_metrics({"step": 1})
     first.close()

@@ -70,7 +70,7 @@ def test_the_longer_lines_are_the_more_rarely_they_are_brought(num_mib: int, wai
     assert due(seen, {}, {}, {"metrics.jsonl": waited_s}, 5.0, everything=True)
 
 
-def test_files_of_a_model_that_another_has_replaced_go_and_nothing_of_a_directory_that_is_away() -> None:
+def test_files_of_a_replaced_model_go_and_none_of_a_directory_that_is_away() -> None:
     uploaded = dict.fromkeys(["config.yaml", "model/a", "model/b", "samples/c"], Seen(1, 1))
     seen = dict.fromkeys(["config.yaml", "model/b"], Seen(1, 1))
     assert gone(seen, uploaded) == ["model/a"]
@@ -82,7 +82,7 @@ def test_a_line_that_is_half_written_is_left_out() -> None:
     assert whole_lines(b"on") == b""
 
 
-def test_that_the_run_is_over_is_held_back_with_what_follows_unless_it_was_taken_up_again() -> None:
+def test_the_end_of_a_run_and_what_follows_are_held_back_unless_it_went_on() -> None:
     start, end, other = (f'{{"kind": "{kind}"}}\n'.encode() for kind in ("start", "end", "recording_failed"))
     assert without_end(start + end) == without_end(start + end + other) == start
     for data in (start + other, start + end + start, b"", b"no json\n[1]\n"):
@@ -108,7 +108,7 @@ def test_the_copy_that_went_on_is_the_newer_one(far: Lines | None, local: Lines 
 
 
 @given(st.lists(st.sampled_from(["upload", "here", "elsewhere"]), max_size=12))
-def test_a_history_of_turns_on_two_machines_is_gone_on_with_from_where_it_is_longest(turns: list[str]) -> None:
+def test_a_history_on_two_machines_is_gone_on_with_from_where_it_is_longest(turns: list[str]) -> None:
     """Each turn goes on from what its machine would choose; one on the other machine always uploads."""
     far: bytes | None = None
     here: bytes | None = None

@@ -105,7 +105,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(
     assert not different(weights_of(result), straight)
 
 
-def test_finished_trajectories_of_an_asynchronous_run_are_kept_and_versions_change_within_the_bound(
+def test_an_asynchronous_run_keeps_trajectories_and_versions_change_in_bounds(
     tmp_path: Path, cluster: str, model_path: str
 ) -> None:
     """In the middle of trajectories."""

@@ -74,7 +74,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(words, tmp_pat
 
 
 @pytest.mark.parametrize("part", ["trainer/rank_0.bin", "store"])
-def test_a_checkpoint_that_its_readers_find_damaged_is_put_aside_and_the_one_before_taken(words, tmp_path, part):
+def test_a_checkpoint_found_damaged_is_put_aside_and_the_one_before_taken(words, tmp_path, part):
     """Its sizes are right: a flipped bit shows when ranks or the store read it. The numbers are those of before."""
     words = [*words, "checkpoint.every_steps=1", "name=hurt"]
     before = metrics_of(run(load_config([*words, "trainer.max_steps=2"]), quiet=True).directory)

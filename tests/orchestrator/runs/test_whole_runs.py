@@ -83,7 +83,7 @@ def check_tokens(directory, lines, steps):
         assert all(len(row["loss_mask"]) == len(row["response_ids"]) for row in samples_of(directory, step))
 
 
-def test_two_ranks_of_deepspeed_train_against_a_reference_and_publish_what_they_trained(small_run, tmp_path, cluster):
+def test_two_deepspeed_ranks_train_against_a_reference_and_publish_the_model(small_run, tmp_path, cluster):
     words = [*small_run, "rollout.engine=hf", "trainer.engine=deepspeed", "trainer.deepspeed.zero_stage=3"]
     words += ["trainer.num_ranks=2", "trainer.num_threads=1", "algorithm.kl_coef=0.1", "trainer.max_steps=3"]
     result = run(load_config([*words, "name=zero", f"output_dir={tmp_path}"]), quiet=True)

@@ -41,7 +41,7 @@ class Actor:
         return future
 
 
-def test_it_is_asked_again_until_it_answers_and_called_by_the_way_that_is_nearest(tmp_path: Path) -> None:
+def test_it_is_asked_again_until_it_answers_and_called_by_the_nearest_way(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
         gone = ActorUnavailableError("the connection broke", None)
         for node, seen, link in (("", endpoint, OverSocket), ("", unseen(endpoint), OverTcp), ("b", endpoint, OverTcp)):

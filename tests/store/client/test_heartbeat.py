@@ -98,7 +98,9 @@ def test_a_row_dropped_and_then_written_ends_no_other_rows_heartbeat() -> None:
     run(body)
 
 
-def test_what_was_let_go_is_renewed_no_more_and_without_anything_it_ends_until_something_comes() -> None:
+def test_what_was_let_go_is_renewed_no_more_and_with_nothing_held_beats_end() -> None:
+    """Until something comes."""
+
     def body(heartbeat: Heartbeat, pulse: FakePulse) -> None:
         heartbeat.hold(1, [0])
         heartbeat.hold(2, [1])
@@ -242,7 +244,7 @@ def test_a_lease_that_comes_while_the_event_loop_is_blocked_is_kept_too(tmp_path
         visiting(endpoint, body)
 
 
-def test_a_client_that_is_given_up_gives_its_leases_back_though_its_process_lives(tmp_path: Path) -> None:
+def test_a_client_that_is_given_up_returns_its_leases_though_its_process_lives(tmp_path: Path) -> None:
     async def leave(client: StoreClient) -> None:
         await client.put_groups([group()])
         assert await client.lease("rollout", 1, "given up") is not None

@@ -97,7 +97,7 @@ def test_rows_that_end_after_they_were_granted_are_there_to_be_read(handle: Any)
     elsewhere(handle, body)
 
 
-def test_a_step_is_trained_by_ranks_on_two_machines_and_its_batch_read_afterwards(handle: Any) -> None:
+def test_ranks_on_two_machines_train_a_step_and_its_batch_is_read_afterwards(handle: Any) -> None:
     async def body(far: StoreClient, near: StoreClient) -> None:
         numbers = await far.put_groups([group(number) for number in range(2)])
         for stage in ("rollout", "reward", "reference", "group_advantage"):

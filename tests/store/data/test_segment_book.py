@@ -13,7 +13,7 @@ from penstock.store.data.segment_book import POOLED_SHARE, Instructions, Segment
 BUDGET = 800
 
 
-def test_a_segment_comes_back_to_its_writer_after_its_last_row_and_its_last_reader() -> None:
+def test_a_segment_comes_back_to_its_writer_after_its_last_row_and_reader() -> None:
     book = SegmentBook(BUDGET)
     book.entered("w")
     book.entered("r")

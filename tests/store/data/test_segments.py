@@ -181,7 +181,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_store_left_in_memory_and_on_disk_is_swept_by_the_next_beside_it(tmp_path: Path) -> None:
+def test_what_a_killed_store_left_is_swept_by_the_next_one_beside_it(tmp_path: Path) -> None:
+    """In memory and on disk."""
     places = [tmp_path / "shm", tmp_path / "disk"]
     killed = subprocess.run([sys.executable, "-c", DIES, *map(str, places)])
     assert killed.returncode == -signal.SIGKILL
@@ -280,7 +281,7 @@ class Leaving:
             file.unlink(missing_ok=True)
 
 
-def test_others_are_served_while_a_client_leaves_and_each_of_its_files_goes_once(
+def test_others_are_served_while_a_client_leaves_and_its_files_go_once_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -325,7 +326,7 @@ def test_a_store_that_closes_while_a_client_leaves_takes_all_files_with_it(
     ("name", "kind", "refusal"),
     [("prompt_ids", "decimal", (WrongType, "decimal")), ("nobody", "int32", (UnknownColumn, "'nobody'"))],
 )
-def test_a_batch_that_the_dataflow_does_not_have_is_refused_and_its_file_goes_back(
+def test_a_batch_that_is_not_in_the_dataflow_is_refused_and_its_file_goes_back(
     tmp_path: Path, name: str, kind: str, refusal: tuple[type[StoreError], str]
 ) -> None:
     segments = segments_in(tmp_path)

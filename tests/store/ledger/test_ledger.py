@@ -54,7 +54,7 @@ def test_a_stage_starts_on_a_row_as_soon_as_its_columns_are_there(driver: Driver
     assert driver.ledger.rows_of(driver.lease("group_advantage")) == [0, 1]
 
 
-def test_leases_take_the_oldest_groups_first_and_returned_rows_go_back_to_their_place(driver: Driver) -> None:
+def test_leases_take_the_oldest_groups_and_returned_rows_go_back_to_their_place(driver: Driver) -> None:
     driver.admit(3)
     first = driver.lease("rollout", now=0.0)
     assert driver.ledger.rows_of(first) == [0, 1]

@@ -82,7 +82,7 @@ def test_a_lost_reward_leaves_the_response(driver: Driver) -> None:
     assert driver.train(0) == [0, 1, 2, 3]
 
 
-def test_a_lost_value_that_was_computed_from_the_whole_group_is_computed_for_the_whole_group(driver: Driver) -> None:
+def test_a_lost_value_made_from_a_whole_group_is_computed_for_the_whole_group(driver: Driver) -> None:
     ready(driver)
     lose(driver, {1: {"advantage": 0b01}})
     assert made_again(driver) == [("group_advantage", [2, 3])]
@@ -148,7 +148,7 @@ def test_siblings_that_are_being_compared_are_compared_again(driver: Driver) -> 
     assert "advantage" in present(driver, 0)
 
 
-def test_a_group_whose_prompt_is_lost_is_dropped_with_its_own_reason_and_its_credit(driver: Driver) -> None:
+def test_a_group_whose_prompt_is_lost_is_dropped_with_its_reason_and_credit(driver: Driver) -> None:
     assert driver.admit(5) == [0, 1, 2, 3, None]
     driver.compute_all()
     lose(driver, {1: {"prompt_ids": 0b11}})
@@ -193,7 +193,7 @@ def test_a_step_goes_on_whose_ranks_have_their_rows(driver: Driver) -> None:
     assert driver.train(1) == [4, 5, 6, 7]
 
 
-def test_a_rank_that_comes_too_late_for_its_rows_is_told_and_the_batch_formed_again_in_order(driver: Driver) -> None:
+def test_a_rank_late_for_its_rows_is_told_and_the_batch_formed_again_in_order(driver: Driver) -> None:
     ready(driver, groups=4)
     ledger = driver.ledger
     made = ledger.lease_shared("train", 0, 2, 1, "trainer", 0.0)
@@ -211,7 +211,7 @@ def test_a_rank_that_comes_too_late_for_its_rows_is_told_and_the_batch_formed_ag
     assert ledger.counters["rows_trained"] == 4
 
 
-def test_a_prompt_lost_from_a_batch_under_way_costs_its_group_only_if_the_step_is_lost(driver: Driver) -> None:
+def test_a_prompt_lost_under_way_costs_its_group_only_if_the_step_is_lost(driver: Driver) -> None:
     ready(driver, groups=4)
     ledger = driver.ledger
     made = ledger.lease_shared("train", 0, 1, 1, "trainer", 0.0)
@@ -267,7 +267,7 @@ def test_a_straggler_by_loss_is_overtaken_by_no_more_than_the_window() -> None:
     assert driver.train(1) == [0, 1, 6, 7]
 
 
-def test_whole_group_columns_of_a_shrunk_group_are_computed_again_for_the_rows_that_live() -> None:
+def test_whole_group_columns_of_a_shrunk_group_are_computed_again_for_its_rows() -> None:
     spec = make_spec(group_size=3)
     driver = Driver(replace(spec, groups_per_step=1, max_active_groups=2))
     driver.admit()

@@ -118,7 +118,7 @@ def test_where_old_turns_are_context_rows_without_a_young_one_go_alone() -> None
     assert driver.ledger.counters["dropped/stale"] == 2
 
 
-def test_all_ranks_get_their_share_of_the_same_batch_and_rows_end_with_the_last_ack(driver: Driver) -> None:
+def test_all_ranks_share_the_same_batch_and_its_rows_end_with_the_last_ack(driver: Driver) -> None:
     driver.admit(2)
     driver.compute_all()
     ledger = driver.ledger
@@ -191,7 +191,7 @@ def test_a_batch_that_lost_a_group_is_formed_again_in_order() -> None:
     assert driver.train(0) == [0, 1, 2, 3]
 
 
-def test_trainers_that_take_the_place_of_others_begin_after_the_last_step_that_all_ranks_have_trained() -> None:
+def test_trainers_that_replace_others_begin_after_the_last_step_of_all_ranks() -> None:
     driver = Driver(make_spec(max_active_groups=8))
     driver.admit(8)
     driver.compute_all()

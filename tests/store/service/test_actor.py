@@ -99,7 +99,7 @@ def test_large_results_of_a_worker_killed_afterwards_are_read_in_place(handle: A
     asyncio.run(body())
 
 
-def test_the_rows_of_a_killed_consumer_come_back_and_a_second_client_finishes_them(handle: Any) -> None:
+def test_the_rows_of_a_killed_consumer_come_back_and_another_finishes_them(handle: Any) -> None:
     async def body() -> None:
         client = StoreClient(handle)
         await client.put_groups(groups(2))

@@ -133,7 +133,7 @@ def test_nothing_is_taken_from_a_node_that_counts_as_lost(tmp_path: Path) -> Non
     with_an_engine(tmp_path, body)
 
 
-def test_groups_that_wait_and_those_that_were_admitted_are_gone_with_their_prompts(tmp_path: Path) -> None:
+def test_groups_that_wait_or_were_admitted_are_gone_with_their_prompts(tmp_path: Path) -> None:
     async def body(store: Store, near: StoreClient, engine: StoreClient) -> None:
         long = [{"prompt_ids": list(range(LONG)), "task": "{}"}] * 6
         putting = asyncio.ensure_future(engine.put_groups(long))

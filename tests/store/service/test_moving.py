@@ -91,7 +91,7 @@ def test_results_that_must_be_moved_hold_up_the_calls_of_their_client_alone(tmp_
     serve(tmp_path, body, shared_bytes=1000)
 
 
-def test_results_that_travel_together_are_answered_however_many_of_them_must_be_moved(tmp_path: Path) -> None:
+def test_results_that_travel_together_are_answered_however_many_must_be_moved(tmp_path: Path) -> None:
     """Each has room by itself, and the second none after the first."""
 
     async def body(store: Store, endpoint: Endpoint) -> None:
@@ -166,9 +166,7 @@ def test_a_batch_that_the_disk_does_not_take_is_refused_and_its_file_goes_back(t
     serve(tmp_path, body, shared_bytes=1000)
 
 
-def test_a_move_that_the_stores_end_comes_before_is_refused_by_name_and_who_leaves_then_costs_nothing(
-    tmp_path: Path, gate: Gate
-) -> None:
+def test_a_move_after_the_stores_end_is_refused_by_name_and_leaving_is_free(tmp_path: Path, gate: Gate) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
         clients = [(await visit(endpoint))[0] for _ in range(2)]
         assert store.segments is not None

@@ -121,7 +121,7 @@ def test_ranks_are_woken_when_a_round_is_there_and_not_before() -> None:
     run(body)
 
 
-def test_a_rank_that_comes_later_gets_its_round_although_another_waits_for_the_next() -> None:
+def test_a_rank_that_comes_later_gets_its_round_while_another_awaits_the_next() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         await client.put_groups([group(number) for number in range(2)])
         for stage in ("rollout", "reward", "reference", "group_advantage"):

@@ -182,7 +182,7 @@ def test_a_cut_is_of_its_moment_however_slowly_it_is_copied(tmp_path: Path, monk
     run(body)
 
 
-def test_a_caller_that_is_cancelled_does_not_take_the_values_from_under_its_snapshot(tmp_path: Path) -> None:
+def test_a_cancelled_caller_does_not_take_the_values_from_under_its_snapshot(tmp_path: Path) -> None:
     async def body(store: Store, client: StoreClient) -> None:
         await half_way(store, client)
         writing = asyncio.ensure_future(client.snapshot(str(tmp_path), 1))
@@ -220,7 +220,7 @@ def damage(kind: str, file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["groups.arrow", "source.arrow", "rows-0.arrow"])
 @pytest.mark.parametrize("kind", ["missing", "truncated", "flipped"])
-def test_a_damaged_snapshot_is_refused_by_its_files_name_and_the_one_before_offered(
+def test_a_damaged_snapshot_is_refused_by_name_and_the_one_before_is_offered(
     tmp_path: Path, kind: str, name: str
 ) -> None:
     async def body(store: Store, client: StoreClient) -> None:
@@ -318,7 +318,7 @@ def test_a_snapshot_is_of_the_cut_before_it(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_a_snapshot_is_on_disk_before_it_has_its_name_and_its_name_before_it_is_answered(
+def test_a_snapshot_is_on_disk_before_it_is_named_and_named_before_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files, the directories that name them, and that of a root made for it: a machine that loses its power has all of

@@ -329,7 +329,7 @@ def test_a_stage_without_columns_is_completed_by_an_empty_write() -> None:
     run(body, stages=(*make_spec().stages, StageSpec("log", "sample", ("task",), ())))
 
 
-def test_groups_admitted_after_all_others_of_their_put_have_ended_still_have_their_data() -> None:
+def test_groups_admitted_after_the_rest_of_their_put_ended_have_their_data() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         producer = asyncio.ensure_future(client.put_groups([group(number) for number in range(5)]))
         lease = await client.lease("rollout", 4, "engine")

@@ -79,7 +79,9 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_store_whose_engines_are_full_does_not_spin_while_a_group_is_slow_and_others_are_free() -> None:
+def test_a_store_whose_engines_are_full_does_not_spin_while_a_group_is_slow() -> None:
+    """Other groups are free meanwhile."""
+
     async def main() -> None:
         store = store_with_a_median(clock := Clock())
         client, full = StoreClient(store), StoreClient(store)

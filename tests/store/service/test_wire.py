@@ -87,7 +87,9 @@ def test_values_lie_at_multiples_of_their_size(rows: int) -> None:
     assert all(buffer.address % 8 == 0 for column in heard.batch.columns for buffer in column.buffers() if buffer)
 
 
-def test_a_message_that_announces_too_much_ends_its_connection_and_memory_is_taken_up_as_it_comes() -> None:
+def test_a_message_that_announces_too_much_ends_its_connection() -> None:
+    """Memory is taken up only as a message comes."""
+
     def hear(*_: Any) -> None:
         pytest.fail("no message was whole")
 
@@ -218,7 +220,7 @@ def test_what_a_client_held_or_waited_for_is_free_as_soon_as_it_is_gone(tmp_path
     serve(tmp_path, body)
 
 
-def test_a_lease_that_arrives_after_its_asker_has_gone_goes_back_and_is_read_by_nobody(tmp_path: Path) -> None:
+def test_a_lease_that_arrives_after_its_asker_left_goes_back_and_is_not_read(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
         client, _ = await visit(endpoint)
         asking = asyncio.ensure_future(client.lease("rollout", 1, "gone"))
@@ -315,7 +317,7 @@ def test_a_snapshot_keeps_what_ends_while_it_is_written(tmp_path: Path) -> None:
     serve(tmp_path, body)
 
 
-def test_the_segment_of_a_refused_write_goes_back_to_its_writer_and_away_with_it(tmp_path: Path) -> None:
+def test_a_refused_writes_segment_goes_back_to_its_writer_and_away_with_it(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
         client, link = await visit(endpoint)
         await client.put_groups([group()])
@@ -350,7 +352,7 @@ def test_a_request_that_comes_with_its_own_withdrawal_is_not_granted(tmp_path: P
     serve(tmp_path, body)
 
 
-def test_a_call_that_is_cancelled_in_the_moment_of_its_answer_reads_nothing_of_it(tmp_path: Path) -> None:
+def test_a_call_cancelled_in_the_moment_of_its_answer_reads_nothing_of_it(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
         client, link = await visit(endpoint)
         await client.put_groups([{"prompt_ids": [7] * 2000, "task": "{}"}])

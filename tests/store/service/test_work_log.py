@@ -14,7 +14,7 @@ class Clock:
         return self.now
 
 
-def test_a_group_is_told_from_the_grant_of_its_lease_to_the_last_write_of_its_rows() -> None:
+def test_a_group_is_told_from_its_leases_grant_to_the_last_write_of_its_rows() -> None:
     log = WorkLog(clock := Clock())
     log.granted(7, "rollout", "Rollout-0")
     clock.now = 101.0

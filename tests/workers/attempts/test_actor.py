@@ -50,7 +50,7 @@ def test_the_configuration_decides_whose_temperature_counts(
     asyncio.run(scenario())
 
 
-def test_its_end_is_that_of_what_the_environment_has_started_and_of_nothing_else(
+def test_its_end_is_that_of_what_the_environment_started_and_of_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the process has started before is somebody else's: servers of its notebook, other tests' clusters."""

@@ -84,7 +84,7 @@ def test_an_attempt_whose_last_turn_was_cut_is_truncated_and_trained() -> None:
     assert (counts["attempts_truncated"], counts["truncated_by_length"], counts["turns_cut"]) == (1, 1, 1)
 
 
-def test_a_turn_that_the_limit_of_the_attempt_has_cut_is_truncated_by_its_tokens() -> None:
+def test_a_turn_that_the_attempts_limit_has_cut_is_truncated_by_its_tokens() -> None:
     attempt, counts = play(Played(ask_once), say("a long answer"), max_tokens=5)
     assert (attempt.outcome.kind, attempt.outcome.reason, counts["turns_cut"]) == (TRUNCATED, "tokens", 1)
 
@@ -100,7 +100,7 @@ def test_a_turn_that_ends_by_itself_or_as_short_as_it_was_asked_for_is_complete(
     assert play(Played(ask_once), say("yes"), sampling=Sampling(max_tokens=4))[0].outcome.kind == COMPLETED
 
 
-def test_a_cut_turn_that_the_attempt_goes_on_from_is_counted_and_truncates_nothing() -> None:
+def test_a_cut_turn_that_the_attempt_goes_on_from_counts_and_truncates_nothing() -> None:
     def script(prompt: str, sampling: Sampling) -> str:
         return "yes" if "go on" in prompt else "a long answer"
 

@@ -231,7 +231,7 @@ def test_a_tool_that_would_end_more_than_itself_is_told(what: type[BaseException
     assert counts["tools_raised"] == 2
 
 
-def test_an_async_tool_that_does_not_hear_that_its_time_is_over_is_left_to_itself() -> None:
+def test_an_async_tool_that_ignores_that_its_time_is_over_is_left_to_itself() -> None:
     async def deaf() -> None:
         for _ in range(2):
             with suppress(asyncio.CancelledError):

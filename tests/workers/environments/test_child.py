@@ -12,7 +12,7 @@ from penstock.workers.environments.child import Child
 from tests.processes import GONE_S, seen, wait_until_gone
 
 
-def test_what_it_leaves_is_killed_with_its_end_and_nobody_who_has_its_number_later(
+def test_what_it_leaves_is_killed_with_it_and_nobody_who_has_its_number_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killpg, killed = os.killpg, list[int]()

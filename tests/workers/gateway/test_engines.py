@@ -72,7 +72,7 @@ def test_an_engine_that_does_not_answer_is_named() -> None:
     asyncio.run(scenario())
 
 
-def test_a_conversation_stays_where_its_prefix_is_unless_others_have_much_less_to_do() -> None:
+def test_a_conversation_stays_with_its_prefix_unless_others_have_far_less_to_do() -> None:
     async def scenario() -> None:
         call = Dying()
         pool = EnginePool(call, 60.0)

@@ -75,7 +75,7 @@ def test_thinking_that_a_client_drops_stays_in_the_tokens() -> None:
     asyncio.run(scenario())
 
 
-def test_a_template_that_strips_thinking_begins_a_segment_with_the_next_question_alone() -> None:
+def test_a_template_that_strips_thinking_begins_a_segment_only_with_a_question() -> None:
     async def scenario() -> None:
         call = "<think>\nhm\n</think>\n\n" + call_text("add", "{}")
         session = make_session(Saying([call, "<think>\nok\n</think>\n\none", "two"]), "strips")

@@ -36,7 +36,7 @@ def test_questions_come_to_who_waits_for_them_last() -> None:
     asyncio.run(body())
 
 
-def test_who_has_gone_is_answered_to_nobody_and_who_waits_at_the_end_hears_of_it() -> None:
+def test_an_asker_that_left_gets_no_answer_and_one_that_waits_hears_of_the_end() -> None:
     async def body() -> None:
         mailbox = Mailbox()
         gone, waits = (asyncio.ensure_future(mailbox.ask(number)) for number in range(2))

@@ -188,7 +188,7 @@ def test_training_on_what_is_measured_is_an_error_that_says_what_to_do(tmp_path:
         load_config(["evaluation.overlap=perhaps"])
 
 
-def test_rows_of_one_prompt_are_one_problem_and_conversations_are_told_by_all_they_say() -> None:
+def test_rows_of_one_prompt_are_one_problem_and_conversations_count_in_full() -> None:
     def row(prompt: str, *said: str, **more: Any) -> Row:
         return Row(prompt, None, 0, "", messages=[{"role": "user", "content": text} for text in said], **more)
 
@@ -197,7 +197,9 @@ def test_rows_of_one_prompt_are_one_problem_and_conversations_are_told_by_all_th
     assert len({problem_of(one) for one in told}) == len(told)
 
 
-def test_a_question_is_the_same_problem_as_text_and_as_messages_with_or_without_a_system_message() -> None:
+def test_a_question_is_the_same_problem_as_text_and_as_messages() -> None:
+    """With or without a system message."""
+
     def row(*said: tuple[str, str]) -> Row:
         return Row("3?", None, 0, "", messages=[{"role": role, "content": text} for role, text in said])
 

@@ -152,7 +152,7 @@ def test_wrong_length_is_isolated_to_the_sample_that_causes_it(behaviours):
     assert "2 values for 1 sample" in results[1].text
 
 
-def test_a_batch_function_that_needs_longer_for_many_samples_gets_smaller_batches(behaviours):
+def test_a_batch_function_that_is_slow_for_many_samples_gets_smaller_batches(behaviours):
     async def run():
         async with pool_of(f"{behaviours}:slow_for_many") as pool:
             first = await score_past_hangs(behaviours, pool, ["x"] * 4)

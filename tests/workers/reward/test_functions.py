@@ -105,7 +105,7 @@ def test_math_verify_compares_final_answers(response, answer, reward):
         (r"#### \{1,234\}", "{1, 234}", 1.0),
     ],
 )
-def test_math_verify_takes_a_comma_for_thousands_only_where_it_stands_between_them(response, answer, reward):
+def test_math_verify_takes_a_comma_for_thousands_only_between_thousands(response, answer, reward):
     assert math_verify(response, answer) == reward
 
 
@@ -140,7 +140,7 @@ def test_math_verify_says_when_the_reference_answer_cannot_be_read():
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason=f"GSM8K is not at {GSM8K}")
-def test_every_gsm8k_solution_is_right_about_itself_and_wrong_with_another_number():
+def test_every_gsm8k_solution_is_right_with_its_own_number_and_no_other():
     rows = [json.loads(line) for line in GSM8K.open()][:300]
     for row in rows:
         assert math_verify(row["answer"], row["answer"]) == 1.0

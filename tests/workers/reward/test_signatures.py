@@ -24,7 +24,7 @@ def test_own_signature_may_take_the_answer_alone():
     assert adapt(lambda response, answer: response == answer).one("4", TASK) is True
 
 
-def test_trl_signature_gets_lists_of_prompts_completions_and_the_columns_it_names():
+def test_trl_signature_gets_lists_of_prompts_completions_and_columns_it_names():
     def score(prompts, completions, answer):
         return list(zip(prompts, completions, answer, strict=True))
 

@@ -68,9 +68,7 @@ def reference_logprobs(model: Any, completion: Completion) -> torch.Tensor:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_two_tensor_parallel_ranks_load_a_publication_and_answer_as_the_whole_model(
-    model_path: Path, tmp_path: Path
-) -> None:
+def test_two_tensor_parallel_ranks_load_and_answer_as_the_whole_model(model_path: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
     model = moved_model(model_path)
     two = served_after_load(model, model_path, tmp_path, engine="vllm", tensor_parallel_size=2)

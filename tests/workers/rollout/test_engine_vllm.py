@@ -165,7 +165,7 @@ def not_generated() -> None:
     raise EngineGenerateError from OverflowError("too large to convert")
 
 
-def test_a_request_that_fails_by_itself_is_no_death_and_leaves_nothing_in_the_engine() -> None:
+def test_a_request_that_fails_alone_is_no_death_and_leaves_nothing_behind() -> None:
     llm = FakeLLM(generate=not_generated)
     engine, error = generating(llm)
     assert isinstance(error, DataError)
@@ -229,7 +229,7 @@ def test_a_killed_engine_process_ends_requests_with_worker_died(tiny_model: Path
     asyncio.run(scenario())
 
 
-def test_options_of_ones_own_reach_vllm_and_unknown_ones_are_told_with_what_is_near() -> None:
+def test_ones_own_options_reach_vllm_and_unknown_ones_are_told_with_near_ones() -> None:
     options = {"enable_prefix_caching": False, "max_num_batched_tokens": 2048}
     arguments = engine_arguments(RolloutConfig(engine_options=options), "a-model")
     assert {name: arguments[name] for name in options} == options

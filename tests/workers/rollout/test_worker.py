@@ -106,7 +106,7 @@ def test_the_greedy_stage_gets_one_text_for_all_samples_of_a_group() -> None:
     asyncio.run(scenario())
 
 
-def test_a_group_whose_task_is_cancelled_by_what_it_calls_is_not_lost_without_a_word() -> None:
+def test_a_group_whose_task_is_cancelled_by_what_it_calls_is_not_lost_silently() -> None:
     class Leaking(ScriptedEngine):
         async def generate(self, *_: Any) -> list[Completion]:
             raise asyncio.CancelledError

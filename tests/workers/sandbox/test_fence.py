@@ -33,7 +33,7 @@ def test_a_fence_asks_for_every_namespace_and_does_not_merely_try():
     assert words[words.index("--remount-ro") + 1] == "/"
 
 
-def test_only_programs_and_libraries_are_shown_of_the_system_and_of_the_interpreters_tree(tmp_path):
+def test_only_programs_and_libraries_of_system_and_interpreter_are_shown(tmp_path):
     prefix, python = tmp_path / "py", tmp_path / "py" / "libexec" / "python3"
     for directory in ("bin", "lib", "libexec", "share/zoneinfo", "share/secret"):
         (prefix / directory).mkdir(parents=True)

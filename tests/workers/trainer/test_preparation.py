@@ -204,7 +204,7 @@ def test_a_state_that_becomes_another_class_is_refused():
         preparation.carried()
 
 
-def test_where_checkpoints_are_taken_the_first_step_tells_of_a_state_that_cannot_be_kept():
+def test_with_checkpoints_the_first_step_tells_of_a_state_that_cannot_be_kept():
     carrying(0.0, lambda state: {1}).apply(rows_of(range(2)), 0)
     with pytest.raises(DataflowError, match="stage 'mine'"):
         carrying(0.0, lambda state: {1}, is_saved=True).apply(rows_of(range(2)), 0)

@@ -64,7 +64,7 @@ def test_a_critic_learns_its_returns_and_reports_under_its_name(make_scalar):
     assert not any(name.startswith(("actor/", "mismatch/")) for name in report.metrics)
 
 
-def test_values_are_read_where_the_token_is_predicted_and_scores_at_the_last_token(make_scalar, tmp_path):
+def test_values_are_read_where_a_token_is_predicted_and_scores_at_the_last(make_scalar, tmp_path):
     rows = random_rows(3)
     trainer = make_scalar()
     for _ in range(3):

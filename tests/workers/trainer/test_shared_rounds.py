@@ -173,7 +173,7 @@ def test_a_batch_that_one_rank_cannot_read_is_formed_again_of_the_same_groups() 
     run(body, window=3)
 
 
-def test_rows_of_a_scorer_that_cannot_be_read_go_back_and_come_in_the_next_round() -> None:
+def test_rows_a_scorer_cannot_read_go_back_and_come_in_the_next_round() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         await prepare(client, STAGES[:1])
         ranks = gang("reference", max_units=4, moves_on=True)
@@ -185,7 +185,7 @@ def test_rows_of_a_scorer_that_cannot_be_read_go_back_and_come_in_the_next_round
     run(body)
 
 
-def test_rows_that_cannot_be_read_for_too_long_end_it_with_the_error_of_who_cannot() -> None:
+def test_rows_unreadable_for_too_long_end_it_with_the_error_of_who_cannot_read() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         await prepare(client)
         failing = Failing(store, [RowsUnreachable("node b")] * 1000)

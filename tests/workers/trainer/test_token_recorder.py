@@ -51,7 +51,7 @@ def differences(rows: Rows, values: TokenValues) -> np.ndarray:
 @pytest.mark.parametrize(
     ("engine", "options"), [("fsdp", {}), ("fsdp", {"lora": LoraConfig(rank=2)}), ("zero2", {})], indirect=["engine"]
 )
-def test_log_probabilities_are_those_that_mismatch_is_measured_with_and_weights_are_the_same_bits(
+def test_log_probabilities_are_those_of_mismatch_and_weights_keep_their_bits(
     make_trainer: Make,
     make_rows: MakeRows,
     weights_of: Callable[[PolicyTrainer], dict[str, Tensor]],
@@ -93,7 +93,7 @@ def test_a_row_without_an_advantage_moves_nothing(make_trainer: Make, make_rows:
     assert [bool(mask.any()) for mask in values.loss_mask] == [False, True, True, False]
 
 
-def test_of_later_minibatches_the_log_probabilities_of_before_are_known_if_the_loss_asks_for_them(
+def test_later_minibatches_know_earlier_log_probabilities_if_the_loss_asks(
     make_trainer: Make, make_rows: MakeRows
 ) -> None:
     rows = make_rows(8)
@@ -108,7 +108,7 @@ def test_of_later_minibatches_the_log_probabilities_of_before_are_known_if_the_l
     assert len(values.loss_mask) == 8
 
 
-def test_of_several_segments_tokens_come_in_the_order_in_which_they_were_sampled(make_trainer: Make) -> None:
+def test_tokens_of_several_segments_come_in_the_order_they_were_sampled_in(make_trainer: Make) -> None:
     rows = rows_of(
         [turn(0, [1, 2], [3]), turn(1, [1, 2, 3, 4], [5, 6]), turn(2, [9], [8, 7, 6])], [turn(0, [4], [5, 5])]
     ).with_column("advantage", [1.0, -1.0])

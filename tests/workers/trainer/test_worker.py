@@ -174,9 +174,10 @@ def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> Non
 
 
 @pytest.mark.parametrize("answer", [None, "no room"])
-def test_the_state_is_kept_after_the_update_and_before_the_report_with_which_its_round_can_end(
+def test_the_state_is_kept_after_the_update_and_before_the_report_on_its_round(
     make_trainer: Make, answer: str | None
 ) -> None:
+    """With the report its round can end."""
     policy, reference, noted = make_trainer(lr=1e-2), make_trainer(trainable=False), []
 
     def keep(step: int) -> str | None:

@@ -22,7 +22,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_publication_is_the_state_dict_in_the_engines_dtype_without_tied_weights(
+def test_a_publication_is_the_state_dict_in_the_engines_dtype_less_tied_weights(
     make_trainer: Make, model_path: str, tmp_path: Path, dtype: str
 ) -> None:
     publication = make_trainer(engine_dtype=dtype).publish(str(tmp_path), 3)

@@ -118,7 +118,7 @@ def test_an_agent_in_trouble_makes_nobody_seem_so(trouble: str) -> None:
     assert scene.ask() == ["a", "b", "c"]
 
 
-def test_a_silent_member_is_late_by_the_same_deadline_and_costs_its_neighbours_nothing() -> None:
+def test_a_silent_member_is_late_by_the_same_deadline_at_no_cost_to_neighbours() -> None:
     scene = Scene()
     scene.members["A"].says = None
     late, *others = scene.ask(timeout_s=1.0)

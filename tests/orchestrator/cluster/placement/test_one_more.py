@@ -12,7 +12,7 @@ ENGINE = ActorPlan("Rollout-7", "rollout", num_cpus=1)
 REWARD = ActorPlan("Reward-7", "reward", num_cpus=1)
 
 
-def test_an_engine_goes_where_no_ranks_and_few_engines_are_and_then_where_the_most_room_is() -> None:
+def test_an_engine_goes_where_no_ranks_and_few_engines_are_then_by_most_room() -> None:
     nodes = [node(1, 8), node(2, 2), node(3, 4), node(4, 6)]
     ids = [one.id for one in nodes]
     roles = {ids[0]: ["trainer"], ids[1]: ["rollout"]}
@@ -62,7 +62,7 @@ def test_a_name_is_never_used_twice() -> None:
     assert next_of(plan, "reward", "reward", []).name == "Reward-1"
 
 
-def test_there_are_as_many_engines_as_there_is_room_for_and_no_more_than_groups_under_way() -> None:
+def test_as_many_engines_are_added_as_there_is_room_and_groups_under_way_for() -> None:
     words = ("rollout.num_workers=auto", "trainer.groups_per_step=4", "max_staleness=1")
     plan, config = planned(*words)
     assert [actor.name for actor in plan if actor.role == "rollout"] == ["Rollout-0"]

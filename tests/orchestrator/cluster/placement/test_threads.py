@@ -74,7 +74,7 @@ def test_the_cores_are_those_of_the_node_and_so_are_the_workers(
     assert {threads["Scorer-reference-0"], threads["Scorer-reference-1"]} == {of_rank}
 
 
-def test_what_was_found_for_a_node_holds_for_its_engines_and_ranks_and_for_nobody_else() -> None:
+def test_what_was_found_for_a_node_holds_for_its_engines_and_ranks_alone() -> None:
     nodes = [node(1, cpus=5), node(2, cpus=1)]
     words = ("rollout.num_workers=2", "algorithm.kl_coef=0.1", "reward.cpus_per_worker=0", "max_staleness=1")
     actors, config = planned(*words)
@@ -92,7 +92,8 @@ def test_what_was_found_for_a_node_holds_for_its_engines_and_ranks_and_for_nobod
     assert threads["Scorer-reference-0"] == threads_per_worker("scorer", config, 8, together.engines, 1)
 
 
-def test_nodes_that_are_alike_are_tried_once_and_those_of_one_side_or_one_core_never() -> None:
+def test_nodes_that_are_alike_are_tried_once_and_those_of_one_side_never() -> None:
+    """Nor are those of one core."""
     nodes = [node(number, cpus=2) for number in (1, 2, 3)]
     actors, config = planned("rollout.num_workers=2", "trainer.num_ranks=2", "reward.cpus_per_worker=0")
     assignment = assign(actors, nodes, config)

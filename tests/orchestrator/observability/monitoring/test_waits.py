@@ -42,7 +42,7 @@ def test_rows_that_nobody_has_taken_are_waited_for_where_they_are_free() -> None
     assert waits_of(told, STAGES) == [Wait("Trainer-policy-0", "Reward-0", "8 row(s) that reward has not taken")]
 
 
-def test_with_nothing_under_way_the_chain_ends_with_the_prompts_and_theirs_with_the_ranks() -> None:
+def test_with_nothing_under_way_engines_wait_on_prompts_and_those_on_ranks() -> None:
     told = described({"rollout": 2, "put": 1}, {"rollout": ["Rollout-0", "Rollout-1"]}, [], {})
     assert waits_of(told, STAGES) == [
         Wait("Rollout-0", "Prompts", "a prompt"),
@@ -60,7 +60,7 @@ def test_who_does_nothing_waits_for_the_stages_before_its_own() -> None:
     }
 
 
-def test_ranks_that_wait_for_very_many_are_told_those_that_have_held_theirs_longest() -> None:
+def test_ranks_that_wait_for_very_many_are_told_those_that_have_held_longest() -> None:
     told = described({"train": 1}, {"train": []}, [("rollout", f"Rollout-{n}", 4) for n in range(100)], {})
     for number, lease in enumerate(told["leases"]):
         lease["held_s"] = float(number)

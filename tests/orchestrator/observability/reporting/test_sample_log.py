@@ -121,7 +121,7 @@ def floats(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def test_what_ranks_know_of_tokens_goes_to_their_rows_and_what_nobody_knows_is_null() -> None:
+def test_what_ranks_know_of_tokens_goes_to_their_rows_and_the_rest_is_null() -> None:
     rows = Rows.from_lists({"reward": [1.0, 2.0, 3.0]})
     first = TokenValues(np.array([2]), [floats(-1.0, np.nan)], [np.array([True, False])])
     second = TokenValues(np.array([0]), [None], [np.array([True])])
@@ -145,7 +145,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("gone", [None, WorkerDied("it is gone"), DeadlineExceeded("it is late")])
-def test_a_rank_that_does_not_know_the_step_costs_its_columns_and_not_the_samples(gone: Any, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_know_the_step_costs_its_columns_but_no_samples(gone: Any, tmp_path: Path) -> None:
     config = load_config(["recipe=arithmetic", f"output_dir={tmp_path}", "name=run"])
     directory = RunDirectory.create(config)
 

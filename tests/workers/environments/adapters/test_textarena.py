@@ -66,9 +66,7 @@ def test_an_invalid_move_is_told_once_and_loses_then() -> None:
 
 
 @pytest.mark.parametrize("opponent", ["self", "function"])
-def test_a_game_that_the_opponent_ends_before_the_policy_moves_is_rejected_and_no_failure(
-    opponent: str, tmp_path: Path
-) -> None:
+def test_a_game_that_the_opponent_ends_first_is_rejected_and_no_failure(opponent: str, tmp_path: Path) -> None:
     if opponent == "function":
         (tmp_path / "clumsy.py").write_text("def move(read):\n    return '[99]'\n")
         opponent = f"{tmp_path}/clumsy.py:move"

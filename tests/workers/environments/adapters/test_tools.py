@@ -76,7 +76,7 @@ def test_a_reward_that_hangs_is_given_up(code: str, monkeypatch: pytest.MonkeyPa
     assert "hangs cannot score this answer: timeout" in attempt.outcome.detail
 
 
-def test_an_answer_that_time_is_over_for_while_it_is_scored_has_failed_and_is_not_wrong(code: str) -> None:
+def test_an_answer_whose_scoring_runs_out_of_time_has_failed_and_is_not_wrong(code: str) -> None:
     attempt, _ = played(adapter("tools", reward=f"{code}:hangs"), ROW, ["4"], timeout_s=1.0)
     assert (attempt.outcome.kind, attempt.outcome.reason) == (FAILED, "timeout_in_reward")
     assert "environment.timeout_s" in attempt.outcome.detail

@@ -70,7 +70,7 @@ def test_a_stream_says_what_an_answer_says() -> None:
     play(scenario())
 
 
-def test_chunks_of_a_stream_end_with_a_reason_and_without_usage_unless_asked_for() -> None:
+def test_a_streams_chunks_end_with_a_reason_and_with_usage_only_if_asked_for() -> None:
     async def scenario() -> None:
         async with gateway(["four"]) as open_gateway:
             chunks = [chunk async for chunk in await open_gateway.chat(stream=True)]

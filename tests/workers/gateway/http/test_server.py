@@ -283,7 +283,7 @@ def test_limits_are_named_and_not_asked_for_again() -> None:
     play(scenario())
 
 
-def test_a_conversation_that_is_too_long_is_told_so_that_a_harness_makes_it_shorter() -> None:
+def test_a_too_long_conversation_is_told_so_that_a_harness_makes_it_shorter() -> None:
     async def scenario() -> None:
         async with gateway(["one"], max_model_len=100) as open_gateway:
             long = {"role": "user", "content": "a" * 100}

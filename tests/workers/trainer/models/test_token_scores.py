@@ -180,7 +180,7 @@ def test_tiles_of_few_tokens_are_long_and_of_many_square() -> None:
     assert tile_shape(0, 100, 2**26, is_cpu=False) == (1, 100)
 
 
-def test_an_output_layer_has_the_parameters_of_the_linear_one_and_gives_its_logits() -> None:
+def test_an_output_layer_has_the_linear_ones_parameters_and_gives_its_logits() -> None:
     linear = nn.Linear(HIDDEN, VOCABULARY)
     layer = OutputLayer.of(linear)
     hidden, _, targets = problem()

@@ -59,7 +59,7 @@ def test_rows_of_one_length_that_fit_stay_together_in_row_order() -> None:
     assert cut.tolist() == list(range(64))
 
 
-def test_long_rows_are_kept_apart_from_short_ones_when_padding_costs_more_than_a_microbatch() -> None:
+def test_long_rows_are_kept_apart_when_padding_costs_more_than_a_microbatch() -> None:
     lengths = np.array([10] * 30 + [500, 490])
     assert [sorted(cut.tolist()) for cut in batching.plan(lengths, 100_000)] == [[30, 31], list(range(30))]
 

@@ -47,9 +47,7 @@ def test_a_machine_that_is_cut_off_for_five_seconds_gets_the_version_afterwards(
     assert 5 < sent["seconds"] < 30
 
 
-def test_a_machine_that_is_cut_off_for_good_costs_the_others_two_seconds_at_most(
-    cluster: Cluster, nodes: Nodes
-) -> None:
+def test_a_machine_cut_off_for_good_costs_the_others_two_seconds_at_most(cluster: Cluster, nodes: Nodes) -> None:
     nodes.send()
     undisturbed = nodes.send()["seconds"]
     first = nodes.first_of_next()

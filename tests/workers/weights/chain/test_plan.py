@@ -80,7 +80,7 @@ def test_the_order_turns_with_the_version_and_from_chain_to_chain() -> None:
     assert orders(13) == [["b", "c", "a"], ["c", "a", "b"]]
 
 
-def test_a_trainers_node_that_has_engines_gets_the_others_chunks_and_not_its_own() -> None:
+def test_a_trainers_node_with_engines_gets_the_others_chunks_and_not_its_own() -> None:
     broadcast = Broadcast(1, 0, ["x", "a"], {})
     assert chain(broadcast, ["x", "y"], "x") == ["a"]
     assert sorted(chain(broadcast, ["x", "y"], "y")) == ["a", "x"]

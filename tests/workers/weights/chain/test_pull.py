@@ -85,7 +85,7 @@ def test_an_upstream_that_is_cut_off_itself_is_given_up() -> None:
     assert now - 10.0 == pytest.approx(4 * PATIENCE.first_s, abs=0.06)
 
 
-def test_a_damaged_chunk_is_asked_of_the_same_upstream_once_more_and_then_of_another() -> None:
+def test_a_damaged_chunk_is_asked_of_its_upstream_once_more_then_of_another() -> None:
     pull = pull_of()
     for chunk in (0, 1, 3):
         pull.arrived(chunk, MIB, 0.01, 11.0)

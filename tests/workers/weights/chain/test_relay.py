@@ -62,7 +62,7 @@ def test_chunks_go_on_while_another_rank_has_not_begun(tmp_path: Path) -> None:
         cluster.check(1)
 
 
-def test_two_files_take_turns_on_a_node_that_receives_and_one_does_where_ranks_write(tmp_path: Path) -> None:
+def test_two_files_take_turns_where_a_node_receives_and_one_where_ranks_write(tmp_path: Path) -> None:
     with Cluster(tmp_path, plan_of(["x"]), ["a"]) as cluster:
         inodes: dict[str, set[int]] = {"x": set(), "a": set()}
         for version in range(1, 6):
@@ -204,7 +204,7 @@ def test_a_flipped_byte_is_counted_and_fetched_again(tmp_path: Path, monkeypatch
         assert sum(relay.stats()["damaged"] for relay in cluster.relays.values()) == len(flips)
 
 
-def test_chunks_that_came_before_their_connection_broke_within_a_parcel_are_there(
+def test_chunks_that_came_before_the_connection_broke_in_a_parcel_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link breaks within the last chunk of the first parcel, and of the first parcel of the next version."""
@@ -259,7 +259,7 @@ def test_no_room_on_one_node_is_told_when_the_version_begins(tmp_path: Path) -> 
     assert f"{tmp_path}/a" in told
 
 
-def test_a_version_cannot_begin_before_its_chunks_are_known_nor_after_a_newer_one(tmp_path: Path) -> None:
+def test_a_version_begins_neither_before_its_chunks_are_known_nor_after_a_newer(tmp_path: Path) -> None:
     with Cluster(tmp_path, plan_of(["x"]), ["a"]) as cluster:
         relay = Relay(tmp_path / "b", "b", TOKEN, SERVICE)
         with pytest.raises(NotStarted, match="`plan` first"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from penstock.workers.weights.publication.reused_files import KeptMappings
 
 
-def test_threads_with_different_roots_let_go_of_each_others_mappings_without_harm(tmp_path: Path) -> None:
+def test_threads_with_different_roots_release_each_others_mappings_unharmed(tmp_path: Path) -> None:
     kept = KeptMappings()
 
     def write(name: str) -> None:

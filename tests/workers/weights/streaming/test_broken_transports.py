@@ -43,7 +43,7 @@ def test_an_engine_that_serves_another_version_than_asked_for_is_broken(
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("phase", ["load", "finish", "version"])
 @pytest.mark.parametrize(("trouble", "expected"), [(hang, DeadlineExceeded), (fail, WeightError)])
-def test_an_engine_that_fails_or_never_answers_is_named_with_its_phase_on_both_sides(
+def test_a_failing_or_silent_engine_is_named_with_its_phase_on_both_sides(
     make_side: Callable[..., Side], name: str, phase: str, trouble: Callable[[], Any], expected: type[PenstockError]
 ) -> None:
     side = make_side(name, timeout_s=1.0, **{phase: trouble})
@@ -72,7 +72,7 @@ def test_one_engine_of_two_that_fails_ends_the_sending(make_side: Callable[..., 
 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("phase", ["pause", "start"])
-def test_a_failure_before_loading_ends_the_sending_and_leaves_the_old_weights_serving(
+def test_a_failure_before_loading_ends_the_sending_and_old_weights_still_serve(
     make_side: Callable[..., Side], name: str, phase: str
 ) -> None:
     side = make_side(name, in_flight=1, timeout_s=2.0, **{phase: fail})

@@ -68,9 +68,10 @@ def test_every_engine_gets_the_same(make_side: Callable[..., Side], name: str) -
             assert torch.equal(tensor, other)
 
 
-def test_an_engine_that_sleeps_on_a_shared_gpu_wakes_its_weights_before_a_stream_and_its_cache_after_it(
+def test_a_sleeping_engine_wakes_its_weights_before_a_stream_and_cache_after_it(
     make_side: Callable[..., Side],
 ) -> None:
+    """On a GPU that it shares with others."""
     side = make_side("ipc", num_gpus_per_worker=0.5)
     (engine,) = side.engines
     asyncio.run(engine.sleep())

@@ -85,7 +85,7 @@ def test_smoothing_keeps_the_curve_itself_and_draws_a_smoother_one(page: Page, a
     assert smooth[-1] < raw[-1]
 
 
-def test_a_curve_is_hidden_by_its_legend_and_themes_that_are_closed_load_once_opened(page: Page, address: str) -> None:
+def test_a_curve_is_hidden_by_its_legend_and_a_closed_theme_loads_once_opened(page: Page, address: str) -> None:
     opened(page, address)
     page.locator("#chart-reward .legend button").click()
     expect(page.locator("#chart-reward .legend button.hidden")).to_be_visible()

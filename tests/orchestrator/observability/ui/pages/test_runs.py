@@ -66,7 +66,7 @@ def test_runs_are_walked_through_picked_and_compared_by_keys_alone(page: Page, a
     expect(page.locator("h1")).to_have_text("done")
 
 
-def test_the_table_shows_new_steps_new_runs_and_none_that_is_removed_without_being_asked(
+def test_the_table_shows_new_steps_and_runs_and_drops_removed_ones_unasked(
     browser: Browser, address: str, place: Path
 ) -> None:
     live = make_live(place / "live1")

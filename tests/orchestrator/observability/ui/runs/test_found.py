@@ -45,7 +45,7 @@ def test_its_state_is_that_of_its_last_turn(tmp_path: Path, kinds: tuple[str, ..
     assert line.error == ("no room" if state == "failed" else None)
 
 
-def test_runs_are_found_below_a_place_and_as_one_with_those_that_came_before_them(tmp_path: Path) -> None:
+def test_runs_are_found_below_a_place_and_the_place_itself_may_be_one(tmp_path: Path) -> None:
     make_run(tmp_path / "a" / "one", "start")
     make_run(tmp_path / "a" / "one" / "warm_start", "start")
     make_run(tmp_path / ".hidden", "start")
