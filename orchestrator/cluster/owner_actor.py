@@ -121,10 +121,11 @@ class OwnerActor:
         return handle
 
     async def end(self, epoch: int, name: str) -> None:
-        """End an actor, for the command that drives the run: what an older one wants is not done."""
+        """End an actor, for the command that drives the run: what an older one wants is not done. The next command may
+        still ask for the handle of one that has ended: it was told of it before."""
         self._tenure.check(epoch)
         if name in self._actors:
-            ray.kill(self._actors.pop(name))
+            ray.kill(self._actors[name])
 
     async def reserve(
         self, epoch: int, bundles: list[dict[str, float]], labels: list[dict[str, str]], name: str

@@ -99,6 +99,7 @@ def test_what_one_has_left_is_the_next_ones_and_the_first_is_refused(namespace: 
     more = second.make(Actor, options(namespace, "More"))
     second.end(more)
     wait_until_gone(namespace, "More")
+    assert second.keep_only(["Kept", "More"], groups[:1]) == {"Kept": kept, "More": more}
     second.close()
     wait_until_gone(namespace, "Kept", "Owner")
     assert state_of(groups[0]) == "REMOVED"
