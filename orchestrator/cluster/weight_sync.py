@@ -30,7 +30,8 @@ class WeightSync:
     def __init__(self, fleet: Fleet, config: RunConfig) -> None:
         self._fleet, self._config = fleet, config
         self._root = fleet.weights_root
-        self._has_engines = bool(fleet.role("rollout"))
+        # Planned ones count: at a takeover all of them may be about to be replaced.
+        self._has_engines = bool(fleet.role("rollout")) or any(actor.role == "rollout" for actor in fleet.plan)
         self._transport = choose_transport(config) if self._has_engines else "shm"
         self._streams = self._transport in STREAMS
         self._timeout_s = config.weights.phase_timeout_s

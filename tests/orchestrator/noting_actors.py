@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.workers.protocols import Publication
 from tests.orchestrator.one_node import on_one_node
 
@@ -17,6 +18,8 @@ class NotingActors:
         self.weights_root = weights_root
         self.relay_nodes = on_one_node(self.handle("agent"))
         self._numbers = numbers
+        self.plan: list[ActorPlan] = []
+        """Of actors that are not there, but are to be."""
 
     def handle(self, name: str) -> Any:
         return _Handle(name, self.said)

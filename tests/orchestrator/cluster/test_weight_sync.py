@@ -12,6 +12,7 @@ from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
 from penstock.orchestrator.cluster.nodes import weight_relays
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from tests.orchestrator.noting_actors import NotingActors
 
@@ -37,6 +38,22 @@ def test_a_version_is_written_where_an_engine_loads_it_and_only_there(
 
     asyncio.run(body())
     assert actors.said == expected
+
+
+def test_engines_that_are_all_replaced_at_a_takeover_load_the_newest_version(tmp_path: Path) -> None:
+    """None of them is there when the next command begins."""
+    actors = NotingActors({"trainer": 1, "rollout": 0}, tmp_path)
+    actors.plan = [ActorPlan("rollout-0", "rollout")]
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        await sync.load(await sync.publish(3))
+        await sync.catch_up([("rollout-0", actors.handle("rollout-0"))])
+        assert sync.serving == {"rollout-0": 3}
+
+    asyncio.run(body())
+    assert [said for said in actors.said if "agent" not in said] == ["trainer-0 publish", "rollout-0 load"]
 
 
 def test_relays_are_told_before_a_version_is_written_and_awaited_before_loading() -> None:
