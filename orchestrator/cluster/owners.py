@@ -200,8 +200,8 @@ class RunOwner:
         """Renew the lease until the end. A failed renewal is tried again: callers of the actors hear of the owner's
         death."""
         while not self._stopped.wait(pause_s) and ray.is_initialized():
-            with contextlib.suppress(PenstockError), self._heeding():
-                _asked(self._handle.renew.remote(self.epoch))
+            with contextlib.suppress(PenstockError):
+                self.confirm()
 
     @contextlib.contextmanager
     def _heeding(self) -> Iterator[None]:

@@ -192,7 +192,6 @@ class RunDirectory:
             return step is None or int(line.get("step", 0)) <= step
 
         try:
-            self.check_held()
             self._rewind(SPANS, is_kept)
             kept = self._rewind(METRICS, is_kept)
             if (text := to_yaml(config)) != self.config_file.read_text(encoding="utf-8"):

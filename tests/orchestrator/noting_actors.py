@@ -19,7 +19,7 @@ class NotingActors:
         self.relay_nodes = on_one_node(self.handle("agent"))
         self._numbers = numbers
         self.plan: list[ActorPlan] = []
-        """Of actors that are not there, but are to be."""
+        """Actors that are not there, but are to be."""
 
     def handle(self, name: str) -> Any:
         return _Handle(name, self.said)
