@@ -14,7 +14,7 @@ def run_ranks(
     command: Sequence[str],
     num_ranks: int,
     *words: object,
-    timeout_s: float = 300,
+    timeout_s: float = 900,
     statuses: Sequence[int] | None = None,
 ) -> None:
     """`command RANK NUM_RANKS ADDRESS *words`, once a rank. Asserts that all of them end well, or with `statuses`."""

@@ -20,6 +20,6 @@ def run_in_tmpfs(script: str, directory: Path, instead: str, python: Sequence[st
         pytest.skip(f"this container may not mount a tmpfs: {instead}")
     mount = f'mount -t tmpfs -o size=8m none {directory} && exec {" ".join(python)} -c "$0" {directory}'
     command = ["unshare", "-rm", "sh", "-c", mount, script]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -45,7 +45,7 @@ CLIENT = str(Path(__file__).with_name("warm_client.py"))
 """What Ray is told to set up workers by."""
 EXECUTABLE = "python"
 """Name of the command, beside the socket."""
-START_S = 180.0
+START_S = 900.0
 MAX_REQUEST = 1 << 17
 MAX_FILES = 64
 STARTED: list["subprocess.Popen[bytes]"] = []

@@ -12,7 +12,7 @@ from tests.warm_workers import EXECUTABLE
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 6379
 OBJECT_STORE_BYTES = 200 * 2**20
-START_S = 180.0
+START_S = 900.0
 TOKEN = "/tmp/ray_token"
 """Of each machine, in its own `/tmp`."""
 RAY = ("-m", "ray.scripts.scripts")

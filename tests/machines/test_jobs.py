@@ -52,7 +52,7 @@ def test_a_job_from_a_laptop_brings_its_own_reward_and_algorithm(warm_python, tm
             "name=job",
         ]  # fmt: skip
         penstock = [*warm_python, "-m", "penstock.orchestrator.cli", "run", *words]
-        laptop.run([*submit, "--working-dir", "/tmp/mine", "--", *penstock], cwd=ROOT, timeout_s=240)
+        laptop.run([*submit, "--working-dir", "/tmp/mine", "--", *penstock], cwd=ROOT, timeout_s=900)
         hosts = [cluster[number].hostname for number in (1, 2)]
     directory = tmp_path / "runs" / "job"
     # 16 samples of quarters.

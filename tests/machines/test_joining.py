@@ -64,7 +64,7 @@ def test_a_machine_that_joins_gets_an_engine_and_takes_it_along(
         head, late = cluster
         cluster.start_ray(num_cpus=2, num_nodes=1, warm=warm, environment=SOON)
         command = [*warm_python, "-m", "penstock.orchestrator.cli", "run", *words]
-        head.run([*command, "name=alone"], cwd=ROOT, timeout_s=120)
+        head.run([*command, "name=alone"], cwd=ROOT, timeout_s=900)
         slow_while.touch()
         run = head.start(
             [*command, "name=joined", "rollout.num_workers=auto"],
@@ -75,7 +75,7 @@ def test_a_machine_that_joins_gets_an_engine_and_takes_it_along(
             warm / EXECUTABLE, *RAY, "start", "--address", head.environment["RAY_ADDRESS"], "--node-ip-address",
             late.address, "--num-cpus", "1", "--object-store-memory", str(2 * 10**8), "--disable-usage-stats",
         ]  # fmt: skip
-        late.run(joining, cwd=ROOT, timeout_s=60)
+        late.run(joining, cwd=ROOT, timeout_s=900)
         (joined,) = wait_for(lambda: told("joined"), run)
         assert (joined["member"], joined["node"]) == ("Rollout-1", "machine2")
         wait_for(lambda: has_step(joined["step"] + 2), run)
@@ -84,7 +84,7 @@ def test_a_machine_that_joins_gets_an_engine_and_takes_it_along(
         (left,) = wait_for(lambda: told("left"), run)
         assert (left["member"], left["node"]) == ("Rollout-1", "machine2")
         slow_while.unlink()
-        output, _ = run.communicate(timeout=120)
+        output, _ = run.communicate(timeout=900)
         assert run.returncode == 0, output[-3000:]
     assert not told("returning")
     lines = metrics_of(directory)

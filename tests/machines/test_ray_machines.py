@@ -32,7 +32,7 @@ sys.stdin.readline()
 
 
 def test_machines_form_one_cluster_whose_workers_are_forks(ray_machines, warm_python) -> None:
-    said = json.loads(ray_machines[2].run([*warm_python, "-c", DRIVER], timeout_s=120).stdout)
+    said = json.loads(ray_machines[2].run([*warm_python, "-c", DRIVER], timeout_s=900).stdout)
     assert said["driver"] == "10.77.0.2"
     assert said["nodes"] == ["10.77.0.1", "10.77.0.2"]
     on_each = [["machine1", "10.77.0.1", HAS_VLLM], ["machine2", "10.77.0.2", HAS_VLLM]]

@@ -55,7 +55,7 @@ def penstock_run(cluster, warm_python, folder):
                 "trainer.num_threads=1", "rollout.num_threads=1", "reward.cpus_per_worker=0",
                 f"output_dir={folder}", f"name={name}", *words,
             ],
-            cwd=ROOT, timeout_s=240,
+            cwd=ROOT, timeout_s=900,
         )  # fmt: skip
         return folder / name
 

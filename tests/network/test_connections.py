@@ -196,7 +196,7 @@ def test_what_a_handler_takes_with_it_stays_open_after_close() -> None:
 
     with Listener(HOST, TOKEN, {ECHO: echo, HAND_OVER: take}, takers=(HAND_OVER,)) as listener:
         connection = connect(listener.address, HAND_OVER, TOKEN, PATIENCE_S)
-        server = Connection(taken.get(timeout=10))
+        server = Connection(taken.get(timeout=900))
         closing = threading.Thread(target=listener.close)
         closing.start()
         closing.join(10)

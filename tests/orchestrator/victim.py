@@ -15,7 +15,7 @@ class Victim:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
-    def wait_until(self, happened: Callable[[], object], timeout_s: float = 120) -> None:
+    def wait_until(self, happened: Callable[[], object], timeout_s: float = 900) -> None:
         """Or it has ended."""
         deadline = time.monotonic() + timeout_s
         while not happened() and self.process.poll() is None and time.monotonic() < deadline:
@@ -23,10 +23,10 @@ class Victim:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=900)
 
     def finish(self) -> str:
         """What it has said."""
-        output, _ = self.process.communicate(timeout=240)
+        output, _ = self.process.communicate(timeout=900)
         assert self.process.returncode == 0, output[-3000:]
         return output

@@ -23,7 +23,7 @@ def trained(warm_python, driver_environment, tmp_path):
 
     def run(command, name):
         command = [*warm_python, *command, *SMALL, f"output_dir={tmp_path}", f"name={name}"]
-        ended = subprocess.run(command, env=driver_environment, capture_output=True, text=True, timeout=300)
+        ended = subprocess.run(command, env=driver_environment, capture_output=True, text=True, timeout=900)
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
         return metrics_of(tmp_path / name)
 

@@ -47,7 +47,7 @@ class System:
         assert bash is not None
         return subprocess.run(
             [bash, str(ROOT / "requirements" / "debian.sh"), what, "python"],
-            env={"PATH": str(self.place / "bin")}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+            env={"PATH": str(self.place / "bin")}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900,
         )  # fmt: skip
 
     @property
@@ -143,7 +143,7 @@ def test_make_looks_for_packages_before_all_else_with_several_jobs_too(tmp_path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    done = subprocess.run([make, "-j4", "test"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([make, "-j4", "test"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
     called = (tmp_path / "log").read_text().splitlines()
     assert (done.returncode == 0) == packages
     assert called == (list(scripts) if packages else ["requirements/debian.sh"])

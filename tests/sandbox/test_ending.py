@@ -204,7 +204,7 @@ print([worker.keeper for worker in workers])
 
 
 def test_a_process_that_ends_without_closing_leaves_no_cgroup():
-    done = subprocess.run([sys.executable, "-c", LEAVER], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run([sys.executable, "-c", LEAVER], capture_output=True, text=True, timeout=900, check=True)
     groups, keepers = map(ast.literal_eval, done.stdout.splitlines())
     wait_until_gone(seen(keepers))
     assert len(keepers) == 2

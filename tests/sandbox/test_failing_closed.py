@@ -63,7 +63,7 @@ print(asyncio.run(answer()))
 @pytest.mark.machines
 def test_in_a_container_code_can_be_fenced_in():
     words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", IN_A_CONTAINER]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert done.stdout.split() == ["42"], done.stderr
 
 
@@ -131,7 +131,7 @@ def test_an_ordinary_user_has_the_same_fence(tmp_path):
         pytest.skip(
             "NO INTERPRETER that another user may run, with this folder: the fence of ordinary users is untested"
         )
-    done = subprocess.run([*words, "-c", program], capture_output=True, text=True, timeout=120, cwd="/")
+    done = subprocess.run([*words, "-c", program], capture_output=True, text=True, timeout=900, cwd="/")
     uid = "12345" if become else str(os.getuid())
     assert done.stdout.split() == [uid, "65533", "memory", "7"], done.stderr[-2000:]
 

@@ -88,5 +88,5 @@ first, others = start(), children()
 second = start()
 print(end_children(but=others), second.wait(10), first.poll(), end_children(), first.wait(10), flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
     assert done.stdout.split() == ["2", "-9", "None", "2", "-9"], done.stderr

@@ -150,7 +150,7 @@ def test_one_that_does_not_answer_ends_too_and_takes_no_place_of_the_next_fleet(
     assert find(cast(Any, directory), cast(Any, None), 60.0, told.append) is None
     assert "words: its actors are there, but their owner does not answer" in told[0]
     with pytest.raises(RayError):
-        ray.get(hanging.take.remote(), timeout=60)
+        ray.get(hanging.take.remote(), timeout=900)
     wait_until_gone(namespace, owners.OWNER)
 
 

@@ -44,7 +44,7 @@ def wait(kind: str, refs: list[Ref], timeout_s: float = 600.0) -> list[Any]:
         return get_all(calls, phase="step 3", timeout_s=timeout_s)
 
     async def all_of() -> list[Any]:
-        return await asyncio.wait_for(answers(calls, phase="step 3", timeout_s=timeout_s), 60)
+        return await asyncio.wait_for(answers(calls, phase="step 3", timeout_s=timeout_s), 900)
 
     return asyncio.run(all_of())
 

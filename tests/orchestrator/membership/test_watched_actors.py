@@ -93,7 +93,7 @@ def test_a_stopped_process_is_silent_and_is_ended_with_a_recoverable_error(make:
     assert "main_loop" in text
     assert ray.get(node.kill.remote(process))
     with pytest.raises(ray.exceptions.RayError) as gone:
-        ray.get(member.progress.remote(), timeout=60)
+        ray.get(member.progress.remote(), timeout=900)
     assert is_recoverable(gone.value)
 
 
@@ -180,5 +180,5 @@ def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple
     text = ray.get(agent[0].dump_stacks.remote(ray.get(trainer.process.remote(agent[1])), "Trainer-policy-0"))
     assert "lease_shared" in text
     asyncio.run(StoreClient(store).close("the run is over"))
-    assert ray.get(step, timeout=60) is None
+    assert ray.get(step, timeout=900) is None
     end_store_actor(store)

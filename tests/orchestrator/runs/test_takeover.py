@@ -199,7 +199,7 @@ def test_a_command_that_was_thought_dead_ends_when_it_comes_back(new_run: Callab
     successor = run.begin()
     successor.wait_until(lambda: run.num_steps >= 6)
     stopped.process.send_signal(signal.SIGCONT)
-    output, _ = stopped.process.communicate(timeout=60)
+    output, _ = stopped.process.communicate(timeout=900)
     assert stopped.process.returncode == 2, output
     assert "Another process has taken this run over" in " ".join(output.split())
     successor.finish()

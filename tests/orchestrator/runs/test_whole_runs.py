@@ -21,7 +21,7 @@ from tests.model_files import load_model
 from tests.run_files import metrics_of, sampled_difference, samples_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 """For what happens soon unless something is wrong: nothing is said of how soon."""
 
 
@@ -207,7 +207,7 @@ def _submitted(command, environment, timeout_s):
     """Ray listens before the agent that takes jobs is there, and says then that one should try again later."""
     deadline = time.monotonic() + timeout_s
     while True:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
         if "No available agent" not in done.stderr + done.stdout or time.monotonic() > deadline:
             return done
         time.sleep(1)
@@ -229,7 +229,7 @@ def _end_tree(process):
         return
     tree = [process, *psutil.Process(process.pid).children(recursive=True)]
     process.terminate()
-    _, alive = psutil.wait_procs(tree[1:], timeout=30)
+    _, alive = psutil.wait_procs(tree[1:], timeout=900)
     for child in alive:
         child.kill()
     process.wait(30)

@@ -27,7 +27,7 @@ from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 from tests.store.players import group, run, values_of
 
-ANSWER_S = 20.0
+ANSWER_S = 300.0
 
 
 SOON = 0.03

@@ -37,7 +37,7 @@ MORE_TOKENS = 2000
 """Of every third response."""
 INLINE_BYTES, SHARED_BYTES = 64, 2**16
 """So that all but rewards and advantages go through files, a few of them beyond the budget of shared memory."""
-ANSWER_S = 120.0
+ANSWER_S = 600.0
 """Nothing but a call that waits for ever takes so long: a process may take half a minute to start."""
 SEEDS = random.sample(range(10**6), 50) if os.environ.get("PENSTOCK_SOAK") else [3, 6]
 NUM_EVENTS = 25

@@ -76,7 +76,7 @@ def serve(place: Path, spill: Path, body: Callable[[Store, Endpoint], Awaitable[
 async def call(path: str, message: str, become: str = "") -> str:
     """What a process gets that says `message` to the socket."""
     command = [sys.executable, "-c", become + CALL, path, message]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

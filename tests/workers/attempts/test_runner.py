@@ -200,16 +200,16 @@ def test_a_wait_for_a_free_reward_process_is_not_in_the_time_of_an_attempt() -> 
         await scoring.score("1", {})
         busy = [await scoring._pool._take() for _ in range(NUM_PROCESSES)]
         engines, sampling = ScriptedEngines(say("42")), Sampling(max_tokens=8)
-        first = asyncio.ensure_future(make_runner(Played(scored), engines, timeout_s=3).attempt(TASK, sampling))
+        first = asyncio.ensure_future(make_runner(Played(scored), engines, timeout_s=10).attempt(TASK, sampling))
         await asked_for.wait()
-        second = await make_runner(Played(hangs), engines, timeout_s=3).attempt(TASK, sampling)
+        second = await make_runner(Played(hangs), engines, timeout_s=10).attempt(TASK, sampling)
         assert second.outcome.reason == "time"
         for process in busy:
             scoring._pool._give_back(process, whole=True)
         assert ((await first).outcome.kind, (await first).reward) == (COMPLETED, 1.0)
         await scoring.aclose()
 
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+    asyncio.run(asyncio.wait_for(scenario(), 900))
 
 
 def test_one_that_does_not_hear_its_end_gets_nothing_sampled_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ async def main():
     os._exit(1)
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900, check=False)
     wait_until_gone(seen([int(done.stdout)]))
 
 

@@ -36,7 +36,7 @@ def test_a_process_that_lives_on_is_heard_after_the_start(capfd: pytest.CaptureF
     script = "import sys\nfor line in sys.stdin: print('heard', line, end='', flush=True)"
     with output.captured():
         process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, text=True)
-    process.communicate("late\n", timeout=60)
+    process.communicate("late\n", timeout=900)
     assert output.tail() == "heard late\n"
     print("to the terminal")
     assert capfd.readouterr().out == "to the terminal\n"

@@ -58,7 +58,7 @@ def test_a_rank_that_does_not_answer_ends_the_update_of_the_others(
     processes = [context.Process(target=one_rank, args=own, daemon=True) for own in arguments]
     for process in processes:
         process.start()
-    rank, error, seconds = answers.get(timeout=120)
+    rank, error, seconds = answers.get(timeout=900)
     for process in processes:
         process.kill()
         process.join(10)

@@ -51,7 +51,7 @@ def test_every_actor_of_a_fleet_is_on_its_node(three_nodes: str, small_run: list
         calls = [
             handle.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for handle in handles.values()
         ]
-        found = dict(zip(handles, ray.get(calls, timeout=120), strict=True))
+        found = dict(zip(handles, ray.get(calls, timeout=900), strict=True))
         assert found == {name: node.id for name, node in expected.node_of.items()}
     finally:
         fleet.close()

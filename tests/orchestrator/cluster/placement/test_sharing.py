@@ -64,7 +64,7 @@ def test_ray_puts_a_rank_and_its_engine_on_one_gpu_and_gets_it_back_afterwards(c
         ).remote()
         for actor in sorted(plan[1:], key=lambda actor: actor.role)  # Ray would pack the two engines together
     }
-    gpus = dict(zip(probes, ray.get([probe.gpus.remote() for probe in probes.values()], timeout=60), strict=True))
+    gpus = dict(zip(probes, ray.get([probe.gpus.remote() for probe in probes.values()], timeout=900), strict=True))
     assert gpus["Rollout-0"] == gpus["Trainer-policy-0"]
     assert gpus["Rollout-1"] == gpus["Trainer-policy-1"]
     assert gpus["Rollout-0"] != gpus["Rollout-1"]

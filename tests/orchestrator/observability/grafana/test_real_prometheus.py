@@ -23,7 +23,7 @@ from tests.ray_cluster import running_cluster
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 
 GAME = Path(__file__).parents[2] / "runs" / "digits_game.py"
-ANSWER_S = 120.0
+ANSWER_S = 600.0
 NAME = "watched"
 
 

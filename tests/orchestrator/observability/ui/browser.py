@@ -15,7 +15,7 @@ FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 ]  # fmt: skip
-PATIENCE_MS = 20_000
+PATIENCE_MS = 120_000
 """For what a page must show; machines of continuous integration are slow at odd moments."""
 WIDE, PHONE = (1280, 800), (390, 844)
 

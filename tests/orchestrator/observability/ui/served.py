@@ -12,7 +12,7 @@ from penstock.orchestrator.observability.ui.server.app import make_app
 from penstock.orchestrator.observability.ui.server.serve import listen
 
 LOOK_S = 0.1
-STARTED_WITHIN_S = 30
+STARTED_WITHIN_S = 300
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from penstock.workers.gateway.session import Session
 from penstock.workers.protocols import Sampling
 from tests.workers.gateway.chat_models import Saying, make_session
 
-DEADLINE_S = 60
+DEADLINE_S = 600
 USER = {"role": "user", "content": "2 + 2?"}
 
 

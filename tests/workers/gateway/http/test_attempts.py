@@ -41,7 +41,7 @@ async def attempts(
     server = HttpServer(door)
     door.base_url = await server.start("127.0.0.1", 0)
     try:
-        runner = Runner(Agent(), EnvironmentConfig(timeout_s=30.0), session, door)
+        runner = Runner(Agent(), EnvironmentConfig(timeout_s=600.0), session, door)
         found = await runner.group(Task("1", 1), [Sampling(max_tokens=100)] * count)
         await after()
         return found

@@ -217,7 +217,7 @@ def test_vllm_serves_the_exported_adapter_with_the_trainers_logprobs(
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [*warm_python, str(Path(__file__).with_name("vllm_adapter.py"))]
     words = [base, str(tmp_path / "model" / "adapter"), "5,6,7,8,7,8,9,10,11,12"]
-    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     served = np.array(json.loads(done.stdout.splitlines()[-1])[3:])
     np.testing.assert_allclose(served, trainer.logprobs(rows)[0], atol=1e-5)

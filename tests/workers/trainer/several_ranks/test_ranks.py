@@ -28,7 +28,7 @@ def two(model_path: str, tmp_path_factory: pytest.TempPathFactory, warm_python: 
     """What two processes left."""
     directory = tmp_path_factory.mktemp("two")
     command = [*warm_python, "-m", ranks.__name__]
-    run_ranks(command, 2, model_path, directory, *ENGINES, timeout_s=480)
+    run_ranks(command, 2, model_path, directory, *ENGINES, timeout_s=900)
     return directory
 
 

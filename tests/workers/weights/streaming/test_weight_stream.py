@@ -64,7 +64,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Pat
     """What two processes left."""
     pytest.importorskip("vllm", reason="vLLM is not installed: its sender is not tested")
     directory = tmp_path_factory.mktemp("two")
-    run_ranks([*warm_python, "-m", gathering.__name__], 2, directory, timeout_s=120)
+    run_ranks([*warm_python, "-m", gathering.__name__], 2, directory, timeout_s=900)
     return directory
 
 

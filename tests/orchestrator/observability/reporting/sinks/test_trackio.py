@@ -44,7 +44,7 @@ def test_a_run_and_what_goes_on_with_it_are_one_run(tmp_path: Path) -> None:
     """In a process of its own: trackio reads where its database is as it is imported."""
     ours = {"HOME": str(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRACKIO_", "HF_"))} | ours
-    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=True, timeout=120, env=environment)
+    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=True, timeout=900, env=environment)
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(set(found["ids"])) == 1
     assert found["loss"] == [[0, 0.0], [1, 0.25], [2, 0.5], [3, 0.75], [4, 1.0]]
