@@ -78,8 +78,8 @@ class Kept:
     epoch: int
     """Epoch of the next command."""
     state: bytes
-    step: bytes | None
-    """The step that was made last, if any was."""
+    steps: bytes | None
+    """The steps that were noted last, if any were."""
     silent_s: float
     """Seconds since the command before was heard of last."""
 
@@ -93,7 +93,7 @@ class OwnerActor:
         self._actors: dict[str, Any] = {}
         self._groups: list[PlacementGroup] = []
         self._state: bytes | None = None
-        self._step: bytes | None = None
+        self._steps: bytes | None = None
         self._ending: asyncio.Task[None] | None = None
 
     async def begin(self) -> int:
@@ -107,7 +107,7 @@ class OwnerActor:
             return None
         now = time.monotonic()
         silent_s = self._tenure.silent_s(now)
-        return Kept(self._tenure.take(now), self._state, self._step, silent_s)
+        return Kept(self._tenure.take(now), self._state, self._steps, silent_s)
 
     async def renew(self, epoch: int) -> None:
         """Renew the lease: the command is alive. Raises `TakenOver`, as everything below does."""
@@ -140,11 +140,11 @@ class OwnerActor:
         self._tenure.check(epoch)
         self._state = state
 
-    async def note(self, epoch: int, step: bytes) -> None:
-        """Note a step that all ranks have made. A command that has noted one and was not refused may complete its
-        rows."""
+    async def note(self, epoch: int, steps: bytes) -> None:
+        """Note steps that all ranks have made, in place of those before. A command that was not refused may complete
+        their rows."""
         self._tenure.check(epoch)
-        self._step = step
+        self._steps = steps
 
     async def keep_only(self, epoch: int, names: Collection[str], groups: Collection[PlacementGroup]) -> dict[str, Any]:
         """Keep the actors of these names and return them. All others end, and so do other reservations: those of

@@ -49,6 +49,11 @@ class Owner(Protocol):
         waits for nothing."""
         ...
 
+    async def note(self, steps: Any) -> None:
+        """Note steps that all ranks have made, for the next process, before their rows are completed. Raises
+        `TakenOver`, `DeadlineExceeded`, `WorkerDied`."""
+        ...
+
     def confirm(self) -> None:
         """Raise `TakenOver` if another process has taken the owner: asked before what would harm that process. An
         owner that is dead is nobody's."""
@@ -77,6 +82,9 @@ class ThisProcess:
     def end(self, handle: Any) -> None:
         with contextlib.suppress(RayError):
             ray.kill(handle)
+
+    async def note(self, steps: Any) -> None:
+        """Do nothing: no other process can take the actors."""
 
     def confirm(self) -> None:
         """Do nothing: no other process can take the actors."""
@@ -169,9 +177,8 @@ class RunOwner:
         """Keep the state for the next command. Raises `TakenOver`, `DeadlineExceeded`, `WorkerDied`."""
         await self._told(self._handle.keep.remote(self.epoch, state))
 
-    async def note(self, step: Any) -> None:
-        """Note a step that all ranks have made, before its rows are completed. Raises as `keep` does."""
-        await self._told(self._handle.note.remote(self.epoch, pickle.dumps(step)))
+    async def note(self, steps: Any) -> None:
+        await self._told(self._handle.note.remote(self.epoch, pickle.dumps(steps)))
 
     async def renew(self) -> None:
         """Renew the lease at once. Raises as `keep` does."""

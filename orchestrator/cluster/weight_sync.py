@@ -31,8 +31,8 @@ class WeightSync:
         self._fleet, self._config = fleet, config
         self._root = fleet.weights_root
         # Planned ones count: at a takeover all of them may be about to be replaced.
-        self._has_engines = bool(fleet.role("rollout")) or any(actor.role == "rollout" for actor in fleet.plan)
-        self._transport = choose_transport(config) if self._has_engines else "shm"
+        self.has_engines = bool(fleet.role("rollout")) or any(actor.role == "rollout" for actor in fleet.plan)
+        self._transport = choose_transport(config) if self.has_engines else "shm"
         self._streams = self._transport in STREAMS
         self._timeout_s = config.weights.phase_timeout_s
         self._relays: WeightRelays | None = None
@@ -46,7 +46,7 @@ class WeightSync:
     async def connect(self) -> None:
         """Connect trainers and engines, where they need it: once they are started, and when the trainer's ranks are
         new. Raises `DeadlineExceeded`, `WeightError`."""
-        if not self._has_engines:
+        if not self.has_engines:
             return
         if not self._streams:
             if self._relays is None:
@@ -60,11 +60,6 @@ class WeightSync:
         await self._all(self._trainers, "connect", arguments, "connect trainers and engines")
 
     @property
-    def takes_newcomers(self) -> bool:
-        """True if engines may come later than at the start, as what others have loaded can still be loaded."""
-        return not self._streams
-
-    @property
     def is_cut_off(self) -> bool:
         """True if a node that the newest version comes from has left: where it is not yet, it cannot be brought."""
         return self._relays is not None and bool(self._relays.lost_sources)
@@ -72,7 +67,7 @@ class WeightSync:
     async def publish(self, version: int) -> Delivery:
         """Do all that must be done before weights change again: the publication, or the whole transfer. Nothing where
         there are no engines: a version that none loads is not written."""
-        if not self._has_engines:
+        if not self.has_engines:
             return Publication("", version)
         phase = f"publish version {version}"
         if not self._streams:
@@ -89,7 +84,7 @@ class WeightSync:
         """Have every engine that is there load and serve the version. Returns the seconds. An engine that dies
         meanwhile, or does not load it in time, is ended: the supervisor makes another."""
         start = time.time()
-        if self._has_engines and not self._streams:
+        if self.has_engines and not self._streams:
             await self._between_nodes.wait(delivery.version)
             self._newest = delivery
             phase = f"load version {delivery.version}"

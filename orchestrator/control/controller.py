@@ -41,8 +41,10 @@ from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.liveness import Watch
 from penstock.orchestrator.membership.members import Members, catching_up
 from penstock.orchestrator.membership.recoveries import Recoveries
+from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.scaling import AutoscalerFollower, ScalingListener
+from penstock.orchestrator.membership.step_journal import StepJournal
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.membership.supervisor import Supervisor
 from penstock.orchestrator.membership.takeover import TakeoverPoint
@@ -94,29 +96,30 @@ class Controller:
         self._turns = Turns(fleet.role, self.store, config)
         self._saving = CheckpointWriter(context)
         self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
-        faults, timeout_s = config.faults, config.rollout.start_timeout_s
-        self._stores = StoreRecovery(fleet, self.store, self._before, faults.store_snapshot_s, timeout_s)
-        stays = self._stores if config.placement != "colocated" else None  # engines sleep while it is brought back
+        faults = config.faults
+        self._restarts = Restarts(context, self._recoveries, meters)
+        unwritten = taken.unwritten if taken is not None else {}
+        self._journal = StepJournal(fleet.owner, self._before, unwritten)
+        self._stores = StoreRecovery(context, self._restarts, self._journal)
         self._watch = Watch(fleet, config, self.directory)
-        self._supervisor = Supervisor(
-            context, self._recoveries, stores=stays, tokens_in_flight=self._watch.tokens_in_flight, meters=meters
-        )
+        self._supervisor = Supervisor(context, self._restarts, self._stores, self._watch.tokens_in_flight)
         catch_up = catching_up(config, self._weights)
-        self._members = Members(context, self._supervisor, catch_up, wanted)
-        met = self._weights.connect if "rollout" in catch_up or not fleet.role("rollout") else None
+        self._members = Members(context, self._restarts, self._stores, self._supervisor, catch_up, wanted)
+        connect = self._weights.connect if "rollout" in catch_up or not self._weights.has_engines else None
+        share = faults.partner_share if faults.keep_state and connect is not None else 0.0
         timeout_s = config.trainer.collective_timeout_s
-        share = faults.partner_share if faults.keep_state and met is not None else 0.0
         self._states = KeptStates(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
-        self._ranks = TrainerRecovery(fleet, self.store, self._supervisor, self._states, base, met, timeout_s)
+        self._ranks = TrainerRecovery(context, self._restarts, self._stores, self._supervisor, self._states, connect)
         self._versions = Versions(
-            self._weights, self._ranks, self._turns, self.store, self._supervisor, self._stores,
-            self.directory.timeline, self._before,
-        )  # fmt: skip
+            self._weights, self._ranks, self._turns, self._stores, self.directory.timeline, self._before
+        )
         self._engines = EngineDirectory(fleet)
         self._stop = False
         time_s = faults.preemption_s if config.checkpoint.every_steps else 0.0
         self._preemption = Preemption(time_s, self.progress.note)
-        self._observer = Observer(context, self._supervisor, self._watch, self._versions, self._counters, sinks)
+        self._observer = Observer(
+            context, self._restarts, self._stores, self._watch, self._versions, self._counters, sinks
+        )
 
     async def run(self) -> Outcome:
         """Make all steps. Raises the failure that explains the others."""
@@ -127,7 +130,7 @@ class Controller:
             raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
         finally:
             await self._saving.give_up()
-            await self._supervisor.end()
+            await self._restarts.end()
         return self.outcome
 
     async def _run(self) -> None:
@@ -145,10 +148,10 @@ class Controller:
             await self._handover.leave()
             self._supervisor.close()
             self._members.close()
-            await self._supervisor.with_store(lambda: self.store.close("the run is complete"))
+            await self._stores.with_store(lambda: self.store.close("the run is complete"))
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
-        await (self._weights.connect() if self._taken is None else self._versions.with_ranks(self._weights.connect))
+        await (self._weights.connect() if self._taken is None else self._ranks.with_ranks(self._weights.connect))
         if self._before:
             await self._go_on()
         else:
@@ -211,8 +214,9 @@ class Controller:
             is_done = self._before not in self._taken.unwritten
             for step in sorted(self._taken.unwritten.keys() - {self._before}):
                 await self._observer.written_before(step, self._taken.unwritten[step])
+                self._journal.written(step)
             due, metrics = (self._before if is_done else None), self._taken.metrics
-            await self._versions.with_ranks(lambda: self._saving.adopt(due, metrics))
+            await self._ranks.with_ranks(lambda: self._saving.adopt(due, metrics))
             if not is_done:  # the loop goes on with it
                 return
         delivery, _ = await self._versions.publish(self._before)
@@ -221,33 +225,26 @@ class Controller:
 
     async def _train(self, step: int) -> tuple[Sequence[StepReport], dict[str, float]]:
         """Make one update by all ranks. Returns their reports, and the seconds of its phases. The ranks lease the batch
-        themselves, as soon as it is complete, and it is trained once the store has been told. Ranks that are lost
-        before that are replaced, and take the step again; so they do if the store was lost. If the store is lost while
-        it is told, the one in its place is told of the step."""
+        themselves, as soon as it is complete, and it is trained once the store has been told. If ranks or the store are
+        lost before all ranks have made it, they take the step again."""
         while True:
             self.progress.phase(f"step {step}")
             await self._turns.training(step)
-            stores, ranks = self._supervisor.stores_before, self._ranks.generation
+            incarnation = self._ranks.incarnation
             try:
                 reports = await self._update(step)
                 copied_s = await self._states.copy(step)
             except PenstockError as failure:
-                if not await self._supervisor.check_partners(failure, stores):
-                    await self._versions.renew(failure, ranks)
+                await self._ranks.recovered(failure, incarnation)
                 continue
-            await self._handover.note(step, reports)
-            try:
-                await self._stores.trained(step, reports, stores)
-            except PenstockError as failure:
-                if not await self._supervisor.check_partners(failure, stores):
-                    raise
-                await self._supervisor.with_store(self._stores.tell)
+            await self._journal.note(step, reports)
+            await self._stores.trained(step, reports, incarnation.store)
             tokens = sum(int(report.rows.response_tokens_N.sum()) for report in reports)
             self._recoveries.time.trained(step, tokens, time.monotonic(), len(self.fleet.role("rollout")))
             return reports, {"partner": copied_s} if copied_s else {}
 
     async def _update(self, step: int) -> list[StepReport]:
-        self._supervisor.step = step
+        self._restarts.step = step
         due = self._observer.is_sampled(step)
         calls = [(name, handle.step.remote(step, due)) for name, handle in self.fleet.role("trainer")]
         try:
@@ -265,7 +262,7 @@ class Controller:
         return reports
 
     def _no_more_copies(self, reason: str) -> None:
-        self.directory.event("state_not_copied", step=self._supervisor.step, reason=reason)
+        self.directory.event("state_not_copied", step=self._restarts.step, reason=reason)
         self.progress.note(reason)
 
     async def _save_if_due(self, step: int, reports: Sequence[StepReport]) -> dict[str, float]:
@@ -274,7 +271,7 @@ class Controller:
             return {}
         await self._observer.flush()
         metrics, start = update_metrics(step, step, StepArrays.of_reports(reports), reports[0].metrics), time.time()
-        seconds = await self._versions.with_ranks(lambda: self._saving.begin(step, metrics))
+        seconds = await self._ranks.with_ranks(lambda: self._saving.begin(step, metrics))
         self.directory.timeline.span("trainer", "save", start, time.time(), step=step)
         return {"checkpoint": seconds}
 
@@ -288,7 +285,7 @@ class Controller:
         await self._versions.tell(delivery.version)
         phases |= {"evaluation": evaluation_s} if evaluated else {}
         self.outcome.last_metrics = await self._observer.written(step, reports, phases, evaluated)
-        self._handover.written(step)
+        self._journal.written(step)
         self.outcome.num_steps = step
 
     def _counters(self) -> dict[str, float]:

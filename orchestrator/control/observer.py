@@ -16,8 +16,9 @@ from penstock.conf.errors import PenstockError
 from penstock.orchestrator.cluster.ray_calls import answer
 from penstock.orchestrator.control.versions import Versions
 from penstock.orchestrator.membership.liveness import Watch
+from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.membership.supervisor import Supervisor
+from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis, Stalls
 from penstock.orchestrator.observability.monitoring.logs import Logs
 from penstock.orchestrator.observability.monitoring.state import StateLog, awaited, stages_of
@@ -36,7 +37,8 @@ class Observer:
     def __init__(
         self,
         context: RunContext,
-        supervisor: Supervisor,
+        restarts: Restarts,
+        stores: StoreRecovery,
         watch: Watch,
         versions: Versions,
         counters: Callable[[], Mapping[str, float]],
@@ -45,18 +47,16 @@ class Observer:
         """`counters`: returns the cumulative counters of the controller's own parts."""
         config, flow, fleet, store = context.config, context.flow, context.fleet, context.store
         directory, progress = context.directory, context.progress
-        self._fleet, self._store, self._supervisor = fleet, store, supervisor
+        self._fleet, self._store, self._stores = fleet, store, stores
         self._directory, self._progress = directory, progress
-        self._log = StepLog(
-            fleet, flow, lambda: supervisor.with_store(store.stats), directory, progress, sinks, counters
-        )
+        self._log = StepLog(fleet, flow, lambda: stores.with_store(store.stats), directory, progress, sinks, counters)
         self._samples = SampleLog(config, flow, directory, self._last_batch, lambda: fleet.role("trainer"))
         self._trace = StepTrace(
             directory, lambda: self._asked(store.work(), "work"), self._names,
             lambda: awaited(stages_of(flow, fleet)), flow.samples_per_prompt,
         )  # fmt: skip
         self._state = StateLog(
-            fleet, flow, store.describe, versions.state, lambda: supervisor.step, watch.heard, directory
+            fleet, flow, store.describe, versions.state, lambda: restarts.step, watch.heard, directory
         )
         self._logs = Logs(fleet, directory)
         self._diagnosis = Diagnosis(config.diagnosis, config.max_staleness, directory, progress)
@@ -149,7 +149,7 @@ class Observer:
         return found
 
     async def _last_batch(self, columns: list[str]) -> Rows:
-        return await self._supervisor.with_store(lambda: self._store.last_batch(columns))
+        return await self._stores.with_store(lambda: self._store.last_batch(columns))
 
     def _names(self, role: str) -> list[str]:
         return [name for name, _ in self._fleet.role(role)]

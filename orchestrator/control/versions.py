@@ -3,51 +3,43 @@ lost on the way: the step that a version came from is trained, so others publish
 
     publish ─▶ the ranks may go on      load ─▶ every engine serves it      tell ─▶ the store may admit prompts
 
-The calls of the transfer are in `weight_sync.py`; ranks are replaced by `membership/trainer_recovery.py`.
+The calls of the transfer are in `cluster/weight_sync.py`; ranks are replaced by `membership/trainer_recovery.py`.
 """
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.control.colocation import Turns
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
-from penstock.orchestrator.membership.supervisor import Supervisor
 from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.run_directory.timeline import Timeline
-from penstock.store.client.client import StoreClient
 from penstock.workers.weights.transport import Delivery
-
-T = TypeVar("T")
 
 
 class Versions:
     """Lifecycle: `publish`, `load` and `tell` for each version, one after the other; the ranks may make the next step
-    once it is published. `renew` whenever ranks have failed, wherever that was noticed."""
+    once it is published."""
 
     def __init__(
         self,
         weights: WeightSync,
         ranks: TrainerRecovery,
         turns: Turns,
-        store: StoreClient,
-        supervisor: Supervisor,
         stores: StoreRecovery,
         timeline: Timeline,
         before: int,
     ) -> None:
         """`before`: the last step before this process."""
         self._weights, self._ranks, self._turns = weights, ranks, turns
-        self._store, self._supervisor, self._stores, self._timeline = store, supervisor, stores, timeline
+        self._stores, self._timeline = stores, timeline
+        ranks.republish = self._republish
         self._told = before
         """The newest version that the store was told of, which every engine serves."""
         self._on_its_way: Delivery | None = None
         """The delivery that engines are about to load."""
-        self._renewing = asyncio.Lock()
 
     def state(self) -> dict[str, Any]:
         """The version that was told, and the one that each engine serves, for people."""
@@ -58,7 +50,7 @@ class Versions:
         """Publish the ranks' weights as a version. Returns its delivery and the seconds. The ranks may then go on to
         the next step."""
         start = time.time()
-        delivery = await self.with_ranks(lambda: self._weights.publish(version))
+        delivery = await self._ranks.with_ranks(lambda: self._weights.publish(version))
         self._timeline.span("trainer", "publish", start, time.time(), version=version)
         return delivery, time.time() - start
 
@@ -67,16 +59,16 @@ class Versions:
         await self._turns.generation()
         start, self._on_its_way = time.time(), delivery
         while True:
-            ranks, delivery = self._ranks.generation, self._on_its_way
+            incarnation, delivery = self._ranks.incarnation, self._on_its_way
             try:
                 seconds = await self._weights.load(delivery)
                 break
             except PenstockError as failure:
                 if kind_of(failure) is Kind.DEATH:  # of a node with ranks, before all of the version was elsewhere
-                    await self.renew(failure, ranks)
-                async with self._renewing:  # who renews the ranks at this moment gives up what is under way
-                    if self._on_its_way is delivery:
-                        raise
+                    await self._ranks.recovered(failure, incarnation)
+                await self._ranks.when_back()  # ranks that come at this moment give up what is under way
+                if self._on_its_way is delivery:
+                    raise
         self._on_its_way = None
         for name, end in self._weights.loaded.items():
             self._timeline.span(name, "load weights", start, end, version=delivery.version)
@@ -84,35 +76,10 @@ class Versions:
 
     async def tell(self, version: int) -> None:
         """Tell the store of a version, once every engine serves it."""
-        await self._supervisor.with_store(lambda: self._store.published(version))
-        self._stores.published(version)
+        await self._stores.published(version)
         self._told = version
 
-    async def with_ranks(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The answer of the ranks, or of those that take their place."""
-        while True:
-            ranks = self._ranks.generation
-            try:
-                return await call()
-            except PenstockError as failure:
-                await self.renew(failure, ranks)
-
-    async def renew(self, failure: PenstockError, ranks: int) -> None:
-        """Replace ranks that have failed, unless they have been replaced since generation `ranks`. If part of the
-        newest version is gone with their node, it is published again. Raises the failure where that cannot be."""
-        async with self._renewing:
-            while ranks == self._ranks.generation:
-                trained = await self._ranks.recover(failure)
-                ranks = self._ranks.generation
-                try:
-                    await self._complete(trained, failure)
-                    return
-                except PenstockError as another:
-                    if another is failure:
-                        raise
-                    failure = another  # these ranks have failed as well
-
-    async def _complete(self, trained: int, failure: PenstockError) -> None:
+    async def _republish(self, trained: int, failure: PenstockError) -> None:
         """Publish the version of that step again, if part of the newest one is gone. Raises the failure where the
         newest is another version, which no rank has any more."""
         if not self._weights.is_cut_off:

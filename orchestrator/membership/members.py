@@ -16,10 +16,12 @@ from typing import Any
 
 from penstock.conf.errors import CannotScale, PenstockError
 from penstock.conf.run import RunConfig
+from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.failures import first_line, held_back
 from penstock.orchestrator.cluster.ray_calls import outcomes
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.membership.nodes import Nodes
+from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.scaling_requests import (
     MET_AT_START,
@@ -29,6 +31,7 @@ from penstock.orchestrator.membership.scaling_requests import (
     change_of,
     who_leaves,
 )
+from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.membership.supervisor import CatchUp, Supervisor, nothing_to_catch_up
 
 GRACE_S = 30.0
@@ -42,6 +45,8 @@ class Members:
     def __init__(
         self,
         context: RunContext,
+        restarts: Restarts,
+        stores: StoreRecovery,
         supervisor: Supervisor,
         catch_up: Mapping[str, CatchUp],
         wanted: dict[str, int] | None = None,
@@ -52,10 +57,10 @@ class Members:
         """Lock of a caller that needs the present members to stay for a while."""
         self._fleet, self._flow, self._config = context.fleet, context.flow, context.config
         self._store, self._directory, self._progress = context.store, context.directory, context.progress
-        self._supervisor, self._catch_up = supervisor, catch_up
+        self._restarts, self._supervisor, self._catch_up = restarts, supervisor, catch_up
         self._tasks: asyncio.TaskGroup | None = None
         self._until_end: list[asyncio.Task[Any]] = []
-        self._nodes = Nodes(context, supervisor, self.until_end, self._lose, self._make_up_for)
+        self._nodes = Nodes(context, restarts, stores, self.until_end, self._lose, self._make_up_for)
         self._changing, self._making_room = asyncio.Lock(), asyncio.Lock()
         self._joining: dict[str, asyncio.Task[str]] = {}
         """Tasks of members that join, by name."""
@@ -150,7 +155,7 @@ class Members:
                         names.append(await self._fleet.growth.enlarge(role, stage))
                 except PenstockError as error:
                     done.problems.append(str(error))
-                    about = {"role": role, "step": self._supervisor.step, "error": type(error).__name__}
+                    about = {"role": role, "step": self._restarts.step, "error": type(error).__name__}
                     self._directory.event("join_failed", **about, message=str(error))
                     return names
         return names
@@ -166,7 +171,7 @@ class Members:
             if self._is_planned(name):
                 await self._fleet.end(*self._fleet.take_out(name))
             if isinstance(error, PenstockError):
-                facts = {"role": role, "member": name, "node": place, "step": self._supervisor.step}
+                facts = {"role": role, "member": name, "node": place, "step": self._restarts.step}
                 facts["error"] = type(error).__name__
                 self._directory.event("join_failed", **facts, message=str(error))
                 self._progress.note(f"{name} cannot join: {first_line(error)}")
@@ -190,7 +195,7 @@ class Members:
         self._tell("left", role, name, place, time.monotonic() - began)
 
     def _tell(self, kind: str, role: str, name: str, place: str, seconds: float) -> None:
-        step = self._supervisor.step
+        step = self._restarts.step
         self._directory.event(kind, role=role, member=name, node=place, step=step, seconds=round(seconds, 3))
         self._progress.note(f"{name} has {kind} on {place}, after {seconds:.1f} s")
 
@@ -274,6 +279,6 @@ def catching_up(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:
     catching: dict[str, CatchUp] = dict.fromkeys(
         ("prompts", "environment", "reward", "compute", "scorer"), nothing_to_catch_up
     )
-    if weights.takes_newcomers and config.placement != "colocated":
+    if takes_newcomers(config) and config.placement != "colocated":
         catching["rollout"] = weights.catch_up
     return catching

@@ -9,8 +9,9 @@ from typing import Any
 from penstock.conf.errors import PartnerGone
 from penstock.orchestrator.cluster.failures import first_line, held_back
 from penstock.orchestrator.cluster.ray_calls import translate
+from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.membership.supervisor import Supervisor
+from penstock.orchestrator.membership.store_recovery import StoreRecovery
 
 
 class Nodes:
@@ -19,7 +20,8 @@ class Nodes:
     def __init__(
         self,
         context: RunContext,
-        supervisor: Supervisor,
+        restarts: Restarts,
+        stores: StoreRecovery,
         start: Callable[[Awaitable[None]], None],
         lose: Callable[[list[str]], list[str]],
         make_up_for: Callable[[list[str]], Awaitable[None]],
@@ -27,7 +29,7 @@ class Nodes:
         """`start`: runs a task until the serving ends. `lose`: notes that members are gone, and returns those that do
         not start again, which `make_up_for` is then called with."""
         self._fleet, self._store, self._directory = context.fleet, context.store, context.directory
-        self._supervisor = supervisor
+        self._restarts, self._stores = restarts, stores
         self._start, self._lose, self._make_up_for = start, lose, make_up_for
         self._watched: set[str] = set()
 
@@ -42,12 +44,12 @@ class Nodes:
     async def _watch(self, node: str, name: str, handle: Any) -> None:
         growth, failure = self._fleet.growth, await _ended(name, handle)
         if not growth.can_lose(node):
-            self._supervisor.beyond_help("agent", name, failure)
+            self._restarts.beyond_help("agent", name, failure)
             raise failure from None
         self._directory.event("node_left", node=name.removeprefix("Agent-"), message=first_line(failure))
         names = growth.names_on(node)
         leaving = self._lose(names)
-        await self._supervisor.with_store(lambda: self._store.lost(node))
+        await self._stores.with_store(lambda: self._store.lost(node))
         growth.forget_node(node)  # from here on the others may start again, elsewhere or there
         self._watched.discard(node)
         await self._make_up_for(leaving)

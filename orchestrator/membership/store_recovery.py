@@ -2,72 +2,106 @@
 is told what was trained since.
 
     snapshots, by themselves      every faults.store_snapshot_s
-    store lost ─▶ another from the snapshot ─▶ catch_up(rows trained since, by step) ─▶ members serve it
+    a call fails ─▶ is the store there? ─▶ another from the snapshot ─▶ catch_up(rows trained since) ─▶ members serve it
 
-Which rows each step has trained is known from the ranks' reports. What was not trained comes again, with its number and
-its seed (`store/ledger/catching_up.py`).
+Which rows each step has trained is in the journal. What was not trained comes again, with its number and its seed
+(`store/ledger/catching_up.py`).
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from penstock.conf.errors import PenstockError
-from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.fleet.store_process import StoreProcess
-from penstock.orchestrator.cluster.ray_calls import answer
-from penstock.store.client.client import StoreClient
+from penstock.orchestrator.cluster.ray_calls import PRESENT_S, answer, look, outcomes
+from penstock.orchestrator.membership.restarts import Restarts
+from penstock.orchestrator.membership.run_context import RunContext
+from penstock.orchestrator.membership.step_journal import StepJournal
 from penstock.store.service.actor import STORE
 from penstock.workers.trainer.report import StepReport
 
-STAGE = "train"
+ROLE, STAGE = "store", "train"
+T = TypeVar("T")
 
 
 class StoreRecovery:
-    """Lifecycle: told of each step `trained` and each version `published`; `take_snapshots` until it is cancelled;
-    `bring_back` when the store is gone."""
+    """Lifecycle: `trained` for each step and `published` for each version; `take_snapshots` until it is cancelled. Any
+    other call of the store goes through `with_store`, or its failure is asked about by `recovered`."""
 
-    def __init__(self, fleet: Fleet, store: StoreClient, before: int, every_s: float, timeout_s: float) -> None:
-        """`before`: the last step before this process. `every_s`: seconds between snapshots; 0: none is taken, and the
-        store goes back to what the run began with. `timeout_s`: deadline for a snapshot to be written, and to be
-        read."""
-        self.generation = 0
+    def __init__(self, context: RunContext, restarts: Restarts, journal: StepJournal) -> None:
+        self.incarnation = 0
         """Number of stores before this one."""
-        self._fleet, self._store = fleet, store
-        self._every_s, self._timeout_s = every_s, timeout_s
-        self._rows: dict[int, np.ndarray] = {}
-        """Row ids of the steps since the snapshot, by step."""
-        self._last = self._told = self._version = before
-        """The step trained last, the last that the store knows, and the version published last."""
-        self._snapshot = fleet.resumed.store if fleet.resumed is not None else None
-        self._lock, self._replacing = asyncio.Lock(), asyncio.Lock()
-        """Locks of the snapshots, and of another store that takes the place of a lost one."""
+        self._fleet, self._store, self._restarts, self._journal = context.fleet, context.store, restarts, journal
+        self._can_replace = context.config.placement != "colocated"  # engines sleep while it would be brought back
+        self._every_s = context.config.faults.store_snapshot_s
+        """Seconds between snapshots; 0: none is taken, and another store begins with what the run began with."""
+        self._timeout_s = context.config.rollout.start_timeout_s
+        """Deadline for a snapshot to be written, and to be read."""
+        self._told = self._version = journal.last
+        """The last step and the newest version that the store was told of."""
+        self._snapshot = self._fleet.resumed.store if self._fleet.resumed is not None else None
+        self._snapshotting, self._looking = asyncio.Lock(), asyncio.Lock()
 
-    async def trained(self, step: int, reports: Sequence[StepReport], generation: int) -> None:
-        """Tell the store that this step was trained: its rows end. `generation`: that of the store that its batch came
-        from. A store that has taken its place meanwhile, or takes it now, hears of it by `tell`, as does one that takes
-        its place because this raises."""
-        self._rows[step] = np.concatenate([report.row_ids for report in reports])
-        self._last = step
-        if generation != self.generation or self._replacing.locked():
-            async with self._replacing:
-                await self.tell()
-            return
-        told = [self._store.complete_shared(report.share) for report in reports if report.share is not None]
-        await self._in_time(asyncio.gather(*told))
-        self._told = step
+    async def with_store(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The answer of the store, or of the one that takes its place."""
+        while True:
+            incarnation = self.incarnation
+            try:
+                return await call()
+            except PenstockError as failure:
+                if not await self.recovered(failure, incarnation):
+                    raise
+
+    async def recovered(self, failure: Exception, incarnation: int) -> bool:
+        """Return whether a call has failed because the store was lost, once there is another. `incarnation`: that of
+        the store when the call began. Raises the failure where the store cannot be replaced, or a node is gone with all
+        that is on it: no member can be helped alone then."""
+        if kind_of(failure) is not Kind.CONSEQUENCE:
+            return False
+        async with self._looking:
+            if incarnation != self.incarnation or await self._restarts.joined(STORE):
+                return True
+            if await self._is_there(failure):
+                return False
+            if not self._can_replace:
+                self._restarts.beyond_help(ROLE, STORE, failure)
+                raise failure
+            await self._restarts.run(STORE, lambda: self._restarts.start_anew(ROLE, STORE, failure, self._start))
+            return True
+
+    async def trained(self, step: int, reports: Sequence[StepReport], incarnation: int) -> None:
+        """Tell the store that a step of the journal was trained: its rows end. `incarnation`: that of the store which
+        its batch came from. One that takes its place hears of the step as of all that were trained since its
+        snapshot."""
+        if incarnation == self.incarnation and not self._restarts.is_under_way(STORE):
+            told = [self._store.complete_shared(report.share) for report in reports if report.share is not None]
+            try:
+                await self._in_time(asyncio.gather(*told))
+                self._told = step
+                return
+            except PenstockError as failure:
+                if not await self.recovered(failure, incarnation):
+                    raise
+        await self._restarts.joined(STORE)
+        await self.with_store(self._tell)
+
+    async def published(self, version: int) -> None:
+        """Tell the store that every engine serves a version."""
+        await self.with_store(lambda: self._store.published(version))
+        self._version = version
+
+    async def settled(self) -> int:
+        """Take back the batch that is under way. Returns the step that was trained last."""
+        return int(await self.with_store(lambda: self._store.settle(STAGE)))
 
     async def adopt(self) -> None:
         """Take a first snapshot of a store that was there before this process, to bring it back from. Raises what the
         store fails with."""
-        async with self._lock:
+        async with self._snapshotting:
             await self._take(0)
-
-    def published(self, version: int) -> None:
-        self._version = version
 
     async def take_snapshots(self) -> None:
         """Take snapshots. One that fails is left out: the one before stays, and callers of the store hear that it is
@@ -77,36 +111,47 @@ class StoreRecovery:
             await asyncio.sleep(pause_s)
             pause_s = self._every_s
             with contextlib.suppress(PenstockError):
-                async with self._lock:
+                async with self._snapshotting:
                     await self._take(number)
                 number += 1  # only now: one that is not heard of must not push out the one before
 
-    async def bring_back(self) -> None:
+    async def _is_there(self, failure: Exception) -> bool:
+        """Return whether the store answers. Raises the failure if a node is gone."""
+        agents = self._fleet.role("agent")
+        asked = outcomes([(STORE, self._store.stats())], phase="look who is there", timeout_s=PRESENT_S)
+        errors, (store,) = await asyncio.gather(look(agents), asked)
+        for (name, _), error in zip(agents, errors, strict=True):
+            if error is not None:
+                self._restarts.beyond_help("agent", name, failure)
+                raise failure
+        return not isinstance(store, Exception)
+
+    async def _start(self) -> None:
         """Start another store, and attach the ranks to it. Raises what starting it raised."""
-        async with self._lock, self._replacing:
+        async with self._snapshotting:
             await self._process.replace(self._snapshot, self._timeout_s)
             await self._store.move(self._fleet.store)
             self._told = int(await self._in_time(self._store.settle(STAGE)))
-            await self.tell()
+            await self._tell()
             await self._fleet.attach_trainers()
-            self.generation += 1
+            self.incarnation += 1
+        self._restarts.started(STORE)
 
-    async def tell(self) -> None:
+    async def _tell(self) -> None:
         """Tell the store of all steps that were trained and that it does not know."""
-        last = self._last
-        steps = [self._rows[step].tolist() for step in range(self._told + 1, last + 1)]
-        await self._in_time(self._store.catch_up(steps, self._version))
+        last = self._journal.last
+        await self._in_time(self._store.catch_up(self._journal.rows_after(self._told), self._version))
         self._told = last
+
+    async def _take(self, number: int) -> None:
+        told, place = self._told, await self._process.scratch(self._timeout_s)
+        self._snapshot = await self._in_time(self._store.snapshot(place, number, is_apart=True))
+        self._journal.forget(told)
 
     @property
     def _process(self) -> StoreProcess:
         assert self._fleet.store_process is not None  # who trains has one
         return self._fleet.store_process
-
-    async def _take(self, number: int) -> None:
-        last, place = self._last, await self._process.scratch(self._timeout_s)
-        self._snapshot = await self._in_time(self._store.snapshot(place, number, is_apart=True))
-        self._rows = {step: rows for step, rows in self._rows.items() if step > last}
 
     async def _in_time(self, call: Awaitable[Any]) -> Any:
         return await answer(call, name=STORE, phase="bring the store back", timeout_s=self._timeout_s)

@@ -86,7 +86,7 @@ def find(directory: RunDirectory, identity: Identity, lease_s: float, tell: Call
         owner.close()
         tell(over.format(f"their owner does not answer ({late})"))
         return None
-    return LeftBehind(owner, state, handles, pickle.loads(kept.step) if kept.step is not None else {}, kept.silent_s)
+    return LeftBehind(owner, state, handles, pickle.loads(kept.steps) if kept.steps is not None else {}, kept.silent_s)
 
 
 async def take_up(fleet: Fleet, made: Mapping[int, Sequence[StepReport]]) -> int:

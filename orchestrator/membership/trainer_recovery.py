@@ -1,6 +1,8 @@
 """Brings the trainer's ranks back when one of them is lost: all start again, beside warm engines and the store.
 
-    kill all ranks ─▶ store.settle: which step was trained last? ─▶ new ranks ─▶ its copies (`workers/trainer/kept/`)
+    a call fails ─▶ is it the store? ─▶ kill all ranks ─▶ store.settle: which step was trained last?
+                                                             │
+    the newest version is whole ◀─ connect ◀─ its copies ◀─ new ranks
 
 A step is trained once the store has been told so, after all ranks have copied their state. So the ledger decides:
 either every rank has the copy of the step, or the batch is formed again of the same groups, and every rank has the copy
@@ -10,56 +12,112 @@ of the step before. Ranks whose node has left start elsewhere, from the copies t
 
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from penstock.conf.errors import DeadlineExceeded, KeptStateError, PenstockError
-from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.roster import Members
 from penstock.orchestrator.cluster.nodes.kept_states import KeptStates
 from penstock.orchestrator.cluster.ray_calls import answers, is_recoverable, outcomes
-from penstock.orchestrator.membership.supervisor import Supervisor, title_of
-from penstock.store.client.client import StoreClient
+from penstock.orchestrator.membership.restarts import Restarts, title_of
+from penstock.orchestrator.membership.run_context import RunContext
+from penstock.orchestrator.membership.store_recovery import StoreRecovery
+from penstock.orchestrator.membership.supervisor import Supervisor
 from penstock.workers.progress import WAITING, Progress
 
-ROLE, STAGE = "trainer", "train"
+ROLE = "trainer"
+RANKS = "the trainer's ranks"
+"""Title of the restart of all ranks, with what they need before they go on."""
 LOOK_S = 10.0
 """Seconds within which a rank that is alive says what it does."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """The store and the ranks that a call of the ranks is made with: the number of those before them."""
+
+    store: int
+    ranks: int
 
 
 class TrainerRecovery:
-    """Lifecycle: `recover` whenever the ranks have failed."""
+    """Lifecycle: calls of the ranks go through `with_ranks`, or their failure is given to `recovered`."""
 
     def __init__(
         self,
-        fleet: Fleet,
-        store: StoreClient,
+        context: RunContext,
+        restarts: Restarts,
+        stores: StoreRecovery,
         supervisor: Supervisor,
         states: KeptStates,
-        base: int,
-        met: Callable[[], Awaitable[None]] | None,
-        timeout_s: float,
+        connect: Callable[[], Awaitable[None]] | None,
     ) -> None:
-        """`base`: the step that the run's actors were started after. `met`: what new ranks and the engines do before
-        weights go between them; None where ranks cannot be replaced. `timeout_s`: deadline for each to read its
-        copies."""
-        self.generation = 0
-        """Number of times that ranks were replaced."""
-        self._fleet, self._store, self._supervisor, self._states = fleet, store, supervisor, states
-        self._base, self._met, self._timeout_s = base, met, timeout_s
+        """`connect`: what new ranks and the engines do before weights go between them; None where ranks cannot be
+        replaced."""
+        self._fleet, self._restarts, self._stores, self._supervisor = context.fleet, restarts, stores, supervisor
+        self._states, self._connect = states, connect
+        self._base = self._fleet.resumed.step if self._fleet.resumed is not None else 0
+        """The step that the run's actors were started after."""
+        self._timeout_s = context.config.trainer.collective_timeout_s
+        """Deadline for ranks to read their copies."""
+        self._num_before = 0
+        self.republish: Callable[[int, PenstockError], Awaitable[None]] = _nothing
+        """Called with the step that new ranks have and the failure that they have come for: makes the newest version
+        whole again. Raises the failure where that cannot be."""
 
-    async def recover(self, failure: PenstockError) -> int:
+    @property
+    def incarnation(self) -> Incarnation:
+        return Incarnation(self._stores.incarnation, self._num_before)
+
+    async def with_ranks(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The answer of the ranks, or of those that take their place."""
+        while True:
+            incarnation = self.incarnation
+            try:
+                return await call()
+            except PenstockError as failure:
+                await self.recovered(failure, incarnation)
+
+    async def recovered(self, failure: PenstockError, incarnation: Incarnation) -> None:
+        """Wait until a call of the ranks that has failed can be made again: with another store, if it was lost, else
+        with other ranks. `incarnation`: that of the call. Raises the failure where that cannot be."""
+        if await self._stores.recovered(failure, incarnation.store):
+            return
+        await self._restarts.joined(RANKS)
+        if incarnation.ranks == self._num_before:
+            await self._restarts.run(RANKS, partial(self._bring_back, failure))
+
+    async def when_back(self) -> None:
+        """Wait until no restart of the ranks is under way, however it ends."""
+        with contextlib.suppress(PenstockError):
+            await self._restarts.joined(RANKS)
+
+    async def _bring_back(self, failure: PenstockError) -> None:
+        while True:
+            trained = await self._replace(failure)
+            try:
+                await self.republish(trained, failure)
+                return
+            except PenstockError as another:
+                if another is failure:
+                    raise
+                failure = another  # these ranks have failed as well
+
+    async def _replace(self, failure: PenstockError) -> int:
         """Start new ranks, with the state after the last step that was trained, which is returned. Raises the failure
         where that cannot be."""
         team = [name for name, _ in self._fleet.role(ROLE)] or self._fleet.teams(ROLE)[0]
         if not is_recoverable(failure):
             raise failure
-        await self._supervisor.check_partners(failure, self._supervisor.stores_before)
-        if self._met is None or (isinstance(failure, DeadlineExceeded) and await self._all_wait()):
-            self._supervisor.beyond_help(ROLE, title_of(team), failure)
+        if self._connect is None or (isinstance(failure, DeadlineExceeded) and await self._all_wait()):
+            self._restarts.beyond_help(ROLE, title_of(team), failure)
             raise failure
         self._fleet.kill(team)
-        trained = await self._supervisor.with_store(lambda: self._store.settle(STAGE))
+        trained = await self._stores.settled()
         if trained > self._base and not await self._states.are_there(trained):
-            self._supervisor.beyond_help(ROLE, title_of(team), failure)
+            self._restarts.beyond_help(ROLE, title_of(team), failure)
             raise failure
 
         async def catch_up(members: Members) -> None:
@@ -70,19 +128,19 @@ class TrainerRecovery:
             calls = [(name, handle.restore.remote(trained)) for name, handle in members]
             await answers(calls, phase=f"restore step {trained}", timeout_s=self._timeout_s)
 
-        stores = self._supervisor.stores_before
+        store = self._stores.incarnation
         try:
             await self._supervisor.replace(ROLE, team, failure, catch_up)
         except KeptStateError as error:
-            self._supervisor.beyond_help(ROLE, title_of(team), failure)
+            self._restarts.beyond_help(ROLE, title_of(team), failure)
             raise failure from error
-        if stores != self._supervisor.stores_before:  # they may have been attached to the one before
+        if store != self._stores.incarnation:  # they may have been attached to the one before
             await self._fleet.attach_trainers()
-        await self._met()
+        await self._connect()
         if trained > self._base:
             with contextlib.suppress(PenstockError):  # who is gone by now is missed by the next step
                 await self._states.copy(trained)
-        self.generation += 1
+        self._num_before += 1
         return trained
 
     async def _all_wait(self) -> bool:
@@ -90,3 +148,7 @@ class TrainerRecovery:
         calls = [(name, handle.progress.remote()) for name, handle in self._fleet.role(ROLE)]
         found = await outcomes(calls, phase="look at the ranks", timeout_s=LOOK_S)
         return all(isinstance(progress, Progress) and progress.phase == WAITING for progress in found)
+
+
+async def _nothing(trained: int, failure: PenstockError) -> None:
+    """Do nothing, where no version is brought to anyone."""

@@ -20,11 +20,10 @@ from penstock.conf.errors import PartnerGone, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
 from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
-from penstock.orchestrator.cluster.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import Owner, ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller
-from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.takeover import TakeoverPoint
 from penstock.orchestrator.observability.reporting.progress import Progress
@@ -323,7 +322,7 @@ class ScriptedFleet(OneMachine):
         await asyncio.gather(*attaching, return_exceptions=True)
 
     state_nodes = StateNodes({}, {}, {})
-    owner = ThisProcess()
+    owner: Owner = ThisProcess()
 
     async def resume(self, trainers: list[tuple[str, Any]]) -> None:
         pass
@@ -460,7 +459,6 @@ def controller_over(
     directory: RunDirectory,
     sinks: Sequence[Sink] = (),
     wanted: dict[str, int] | None = None,
-    handover: Handover | None = None,
     taken: TakeoverPoint | None = None,
     meters: Meters | None = None,
 ) -> Controller:
@@ -468,7 +466,7 @@ def controller_over(
     progress = Progress(config, "run", console=Console(file=io.StringIO(), quiet=True))
     directory.losses.tell_to(progress.note)
     sinks = [*sinks, JsonLines(directory)]
-    more = {"wanted": wanted, "handover": handover, "taken": taken, "meters": meters}
+    more = {"wanted": wanted, "taken": taken, "meters": meters}
     context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]
     return Controller(context, sinks, **more)
 

@@ -47,7 +47,8 @@ class System:
         assert bash is not None
         return subprocess.run(
             [bash, str(ROOT / "requirements" / "debian.sh"), what, "python"],
-            env={"PATH": str(self.place / "bin")}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900,
+            env={"PATH": str(self.place / "bin")}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=900,
         )  # fmt: skip
 
     @property

@@ -76,7 +76,7 @@ def test_what_one_has_left_is_the_next_ones_and_the_first_is_refused(namespace: 
     assert found is not None
     second, left = found
     assert (second.epoch, left.state) == (2, b"the run")
-    assert left.step is not None
+    assert left.steps is not None
     handles = second.keep_only(["Kept", "Never"], groups[:1])
     assert handles == {"Kept": kept}
     assert ray.get(handles["Kept"].words.remote()) == ("by", "value")

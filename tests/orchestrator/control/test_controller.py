@@ -16,6 +16,7 @@ from penstock.conf.errors import CheckpointError, DataError, PartnerGone, Pensto
 from penstock.orchestrator import cli
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
+from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller, Outcome
 from penstock.orchestrator.membership.run_context import RunContext
@@ -128,7 +129,7 @@ class Play:
         fleet: Any = SimpleNamespace(
             role=role_of,
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
-            places=files.places, collect=files.collect, discard=files.discard, config=self.config,
+            places=files.places, collect=files.collect, discard=files.discard, config=self.config, owner=ThisProcess(),
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove, kill=files.kill,
             roll_call=files.roll_call,
             relay_nodes=on_one_node(), state_nodes=StateNodes({}, {}, {}), stacks_root="", watched=[],

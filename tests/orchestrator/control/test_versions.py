@@ -2,34 +2,47 @@
 place, and only if they have its step."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from penstock.conf.errors import PenstockError, WeightError, WorkerDied
+from penstock.conf.errors import WeightError, WorkerDied
+from penstock.conf.faults import FaultsConfig
 from penstock.orchestrator.control.versions import Versions
+from penstock.orchestrator.membership.recoveries import Recoveries
+from penstock.orchestrator.membership.restarts import Restarts
+from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.run_directory.timeline import Timeline
 from penstock.workers.protocols import Publication
 
 DEATH = WorkerDied("the node of a rank is gone")
 
 
-class Turns:
-    async def generation(self) -> None:
-        pass
+async def nothing(*_: Any) -> None:
+    pass
 
 
 class Bed:
-    """Stands where the weights, the ranks, the store and its recovery do. `trained`: the step that new ranks have."""
+    """Stands where the weights, the store, the supervisor and the kept states do. `trained`: the step that new ranks
+    have."""
+
+    incarnation = 0
 
     def __init__(self, trained: int) -> None:
         self.said: list[str] = []
-        self.generation, self.is_cut_off, self._trained = 0, False, trained
+        self.is_cut_off, self._trained = False, trained
         self.loaded: dict[str, float] = {}
         self.loads: list[Callable[[Publication], Any]] = []
         """What loading comes to, call by call; afterwards it works."""
-        self.versions = Versions(self, self, Turns(), self, self, self, Timeline(), 0)  # type: ignore[arg-type]
+        config: Any = SimpleNamespace(faults=FaultsConfig(), trainer=SimpleNamespace(collective_timeout_s=60.0))
+        fleet = SimpleNamespace(role=lambda role: [("Trainer-0", None)], kill=lambda names: None, resumed=None)
+        context: Any = SimpleNamespace(config=config, fleet=fleet, directory=None, progress=None)
+        restarts = Restarts(context, Recoveries(config.faults))
+        everyone: Any = self
+        self.ranks = TrainerRecovery(context, restarts, everyone, everyone, everyone, nothing)
+        self.versions = Versions(everyone, self.ranks, everyone, everyone, Timeline(), 0)
 
     async def publish(self, version: int) -> Publication:
         self.said.append(f"publish {version}")
@@ -43,19 +56,23 @@ class Bed:
             await self.loads.pop(0)(delivery)
         return 0.1
 
-    async def recover(self, failure: PenstockError) -> int:
-        self.said.append("recover")
+    async def replace(self, *_: Any) -> None:
+        self.said.append("replace")
         await asyncio.sleep(0.01)
-        self.generation += 1
+
+    async def recovered(self, failure: Exception, incarnation: int) -> bool:
+        return False
+
+    async def settled(self) -> int:
         return self._trained
 
-    async def with_store(self, call: Callable[[], Any]) -> None:
-        result = call()
-        if result is not None:
-            await result
+    async def are_there(self, step: int) -> bool:
+        return True
 
-    def published(self, version: int) -> None:
-        pass
+    generation = copy = published = nothing
+
+    def lose_ranks(self) -> Awaitable[None]:
+        return self.ranks.recovered(DEATH, self.ranks.incarnation)
 
 
 def failing(bed: Bed, error: Exception) -> Callable[[Publication], Any]:
@@ -75,7 +92,7 @@ def test_a_version_that_was_lost_on_its_way_is_published_again_and_loaded() -> N
         await bed.versions.load(delivery)
 
     asyncio.run(body())
-    assert bed.said == ["publish 1", "load 1", "recover", "publish 1", "load 1"]
+    assert bed.said == ["publish 1", "load 1", "replace", "publish 1", "load 1"]
 
 
 def test_ranks_that_have_made_another_step_since_cannot_publish_it() -> None:
@@ -88,11 +105,11 @@ def test_ranks_that_have_made_another_step_since_cannot_publish_it() -> None:
 
     with pytest.raises(WorkerDied, match="node of a rank"):
         asyncio.run(body())
-    assert bed.said == ["publish 1", "load 1", "recover"]
+    assert bed.said == ["publish 1", "load 1", "replace"]
 
 
 def test_what_others_give_up_to_publish_it_again_is_waited_for() -> None:
-    """The next step has noticed the loss first: the engines' load fails while that renews the ranks."""
+    """The next step has noticed the loss first: the engines' load fails while the ranks are replaced."""
     bed = Bed(trained=1)
     under_way = asyncio.Event()
 
@@ -108,11 +125,11 @@ def test_what_others_give_up_to_publish_it_again_is_waited_for() -> None:
         bed.loads = [given_up]
         loading = asyncio.ensure_future(bed.versions.load(delivery))
         await under_way.wait()
-        await bed.versions.renew(DEATH, 0)
+        await bed.lose_ranks()
         await loading
 
     asyncio.run(body())
-    assert bed.said == ["publish 1", "load 1", "recover", "publish 1", "load 1"]
+    assert bed.said == ["publish 1", "load 1", "replace", "publish 1", "load 1"]
 
 
 @pytest.mark.parametrize(("trained", "more"), [(1, ["publish 1", "load 1"]), (2, [])])
@@ -124,11 +141,10 @@ def test_a_version_is_published_again_for_new_engines_unless_the_next_is_near(tr
         await bed.versions.load(delivery)
         await bed.versions.tell(1)
         bed.is_cut_off = True
-        await bed.versions.renew(DEATH, 0)
-        await bed.versions.renew(DEATH, 0)  # another has noticed it, too
+        await asyncio.gather(bed.lose_ranks(), bed.lose_ranks())  # two have noticed it
 
     asyncio.run(body())
-    assert bed.said == ["publish 1", "load 1", "recover", *more]
+    assert bed.said == ["publish 1", "load 1", "replace", *more]
 
 
 def test_ranks_that_die_while_they_publish_it_again_are_replaced_as_well() -> None:
@@ -147,10 +163,25 @@ def test_ranks_that_die_while_they_publish_it_again_are_replaced_as_well() -> No
             return await publishing(version)
 
         bed.publish, bed.is_cut_off = publish, True  # type: ignore[method-assign]
-        await bed.versions.renew(DEATH, 0)
+        await bed.lose_ranks()
 
     asyncio.run(body())
-    assert bed.said == ["publish 1", "load 1", "recover", "recover", "publish 1", "load 1"]
+    assert bed.said == ["publish 1", "load 1", "replace", "replace", "publish 1", "load 1"]
+
+
+def test_whoever_notices_a_loss_may_end_and_the_ranks_come_back_all_the_same() -> None:
+    bed = Bed(trained=1)
+
+    async def body() -> None:
+        noticed, incarnation = asyncio.ensure_future(bed.lose_ranks()), bed.ranks.incarnation
+        await asyncio.sleep(0)
+        noticed.cancel()
+        await asyncio.wait([noticed])
+        await bed.ranks.recovered(DEATH, incarnation)
+        assert bed.ranks.incarnation.ranks == 1
+
+    asyncio.run(body())
+    assert bed.said == ["replace"]
 
 
 def test_an_error_of_an_engine_is_raised() -> None:

@@ -12,8 +12,12 @@ from rich.console import Console
 
 from penstock.conf.errors import WorkerDied
 from penstock.metering.meters import Meters
+from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.membership.recoveries import Recoveries
+from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
+from penstock.orchestrator.membership.step_journal import StepJournal
+from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.membership.supervisor import Supervisor, nothing_to_catch_up
 from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -160,6 +164,12 @@ def test_a_step_that_ends_while_the_store_comes_back_is_told_to_the_new_one(tmp_
     run_virtually(main())
 
 
+def recovery_of(context: RunContext) -> tuple[StoreRecovery, Supervisor]:
+    restarts = Restarts(context, Recoveries(context.config.faults))
+    stores = StoreRecovery(context, restarts, StepJournal(ThisProcess(), 0))
+    return stores, Supervisor(context, restarts, stores)
+
+
 def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: Path) -> None:
     config = config_of(tmp_path, "max_staleness=1", "faults.max_returns=0")
 
@@ -168,21 +178,18 @@ def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: 
         fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
         directory = RunDirectory.create(config)
         progress = Progress(config, "run", console=Console(quiet=True))
-        begun, lost = [], asyncio.Event()
+        lost = asyncio.Event()
+        attach = fleet.attach_trainers
 
-        class Stores:
-            generation = 0
+        async def attach_late() -> None:
+            lost.set()
+            await asyncio.sleep(5)
+            await attach()
 
-            async def bring_back(self) -> None:
-                begun.append(store_of(config, flow))
-                lost.set()
-                await asyncio.sleep(5)
-                self.generation += 1
-                await client.move(begun[-1])
-
+        fleet.attach_trainers = attach_late  # type: ignore[method-assign]
         client = StoreClient(fleet.store)
         context = RunContext(config, flow, fleet, client, directory, progress)  # type: ignore[arg-type]
-        supervisor = Supervisor(context, Recoveries(config.faults), stores=Stores())  # type: ignore[arg-type]
+        stores, supervisor = recovery_of(context)
         fleet.strike("Reward-0")
         fleet.store.die()
         leaving = asyncio.ensure_future(supervisor.keep("reward", ["Reward-0"], nothing_to_catch_up))
@@ -190,8 +197,9 @@ def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: 
         supervisor.let_go("Reward-0")
         leaving.cancel()
         await asyncio.wait([leaving])
-        await supervisor.with_store(client.stats)
-        assert len(begun) == 1
+        assert await stores.recovered(StoreUnreachable("gone"), 0)
+        assert stores.incarnation == 1
+        await client.stats()
         directory.close()
 
     run_virtually(main())
@@ -211,7 +219,7 @@ def test_who_fails_when_the_run_is_over_is_not_replaced(tmp_path: Path) -> None:
         directory = RunDirectory.create(config)
         progress = Progress(config, "run", console=Console(quiet=True))
         context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]
-        supervisor = Supervisor(context, Recoveries(config.faults))
+        _, supervisor = recovery_of(context)
         supervisor.close()
         await asyncio.wait_for(supervisor.keep("reward", ["Reward-0"], nothing_to_catch_up), 60)
         assert directory.read_events() == []

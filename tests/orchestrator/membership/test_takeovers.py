@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from penstock.orchestrator.cluster.owners import ThisProcess
-from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.takeover import TakeoverPoint, take_up
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.trainer.report import StepReport
@@ -33,19 +32,17 @@ JOIN = "engines join"
 """Two of them, on nodes that may be lost, too."""
 
 
-class Left(Handover):
-    """Keeps what the next controller is to know, and forgets nothing but what it is told to."""
+class Keeper(ThisProcess):
+    """Keeps what was noted last for the next controller, as an owner does."""
+
+    noted: dict[int, Sequence[StepReport]]
 
     def __init__(self) -> None:
-        super().__init__(ThisProcess(), lambda owner: b"")
-        self.made: dict[int, Sequence[StepReport]] = {}
+        self.noted = {}
 
-    async def note(self, step: int, reports: Sequence[StepReport]) -> None:
-        self.made[step] = reports
+    async def note(self, steps: Any) -> None:
+        self.noted = dict(steps)
         await asyncio.sleep(0)
-
-    def written(self, step: int) -> None:
-        del self.made[step]
 
 
 async def live(words: Sequence[str], random: Random, tmp_path: Path, strikes: Sequence[str]) -> int:
@@ -54,11 +51,12 @@ async def live(words: Sequence[str], random: Random, tmp_path: Path, strikes: Se
     flow = flow_of(config)
     store = store_of(config, flow)
     fleet = ScriptedFleet(store, config, flow, random)
-    directory, left, lives, taken = RunDirectory.create(config), Left(), 0, None
+    fleet.owner = owner = Keeper()
+    directory, lives, taken = RunDirectory.create(config), 0, None
     wanted = {"rollout": 4} if JOIN in strikes else {}
     while lives < MAX_LIVES:
         lives += 1
-        more: Any = {"handover": left, "taken": taken, "wanted": wanted}
+        more: Any = {"taken": taken, "wanted": wanted}
         running = asyncio.ensure_future(controller_over(fleet, config, directory, **more).run())
         done, _ = await asyncio.wait({running}, timeout=random.uniform(0.0, 12.0))
         if done:
@@ -73,7 +71,7 @@ async def live(words: Sequence[str], random: Random, tmp_path: Path, strikes: Se
             if random.random() < 0.3:
                 fleet.power_off(node)
         await asyncio.sleep(random.uniform(0.0, 10.0))  # everybody works on
-        taken = TakeoverPoint.of(await take_up(fleet, left.made), left.made, directory.read_metrics())  # type: ignore[arg-type]
+        taken = TakeoverPoint.of(await take_up(fleet, owner.noted), owner.noted, directory.read_metrics())  # type: ignore[arg-type]
     directory.close()
     return lives
 
