@@ -28,8 +28,8 @@ from penstock.metering.meters import Meters
 from penstock.network.connection import Address
 from penstock.store.client.client import StoreClient
 from penstock.store.data.arena import Arena
-from penstock.store.data.far.nodes import RowsNode, RowsNodes
 from penstock.store.data.layout import Inline, Parcel, Placed
+from penstock.store.data.remote.nodes import RowsNode, RowsNodes
 from penstock.store.data.segments import Segments
 from penstock.store.ledger.facts import Facts
 from penstock.store.service.actor import GC_THRESHOLD

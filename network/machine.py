@@ -14,7 +14,7 @@ LOW = 4096
 """The limit to warn below: a lower hard limit is told."""
 OF_EACH = 6
 """Connections of one client of the store: its calls, its heartbeat, and from another machine those that it keeps to
-read rows (`KEPT` in `store/data/far/pulls.py`)."""
+read rows (`KEPT` in `store/data/remote/pulls.py`)."""
 OWN = 64
 """The most files that a process has open besides."""
 

@@ -7,11 +7,11 @@ from their message alone, so they pickle and cross Ray, and travel by name betwe
 from penstock.conf.errors import LeaseExpired, StalenessViolation, StoreError
 
 __all__ = [
-    "AnsweredByAnother",
     "BrokenInvariant",
     "CorruptSnapshot",
     "DuplicateRow",
     "LeaseExpired",
+    "LeaseSuperseded",
     "MissingColumn",
     "NotFinite",
     "RowNotLeased",
@@ -83,8 +83,8 @@ class RowNotLeased(StoreError):
     """A row that the lease does not hold."""
 
 
-class AnsweredByAnother(LeaseExpired):
-    """A row that two engines had sampled, and that the other one has written first."""
+class LeaseSuperseded(LeaseExpired):
+    """A write of rows that another lease has written first: two engines had sampled them."""
 
 
 class RowsLost(StoreError):

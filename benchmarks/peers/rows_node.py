@@ -24,10 +24,10 @@ from penstock.algorithms.graph.columns import STANDARD_COLUMNS
 from penstock.network.connection import Address
 from penstock.network.listener import Listener
 from penstock.store.client.client import StoreClient
-from penstock.store.data.far.nodes import ROWS, RowsNode, RowsNodes
-from penstock.store.data.far.server import RowsServer
+from penstock.store.data.remote.nodes import ROWS, RowsNode, RowsNodes
+from penstock.store.data.remote.server import RowsServer
 from penstock.store.data.segments import Segments
-from penstock.store.service.server import Door, Endpoint
+from penstock.store.service.server import Endpoint, StorePort
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 
@@ -70,7 +70,7 @@ class Node:
         nodes = nodes_of(request)
         spill = os.path.join(tempfile.gettempdir(), "penstock-bench-store-disk")
         segments = Segments("/dev/shm/penstock-bench-store", spill, SPEC.shared_bytes, nodes)
-        self.store = Store(SPEC, segments=segments, node="1", door=Door(self._host, TOKEN))
+        self.store = Store(SPEC, segments=segments, node="1", port=StorePort(self._host, TOKEN))
         endpoint = await self.store.endpoint()
         assert endpoint.address is not None
         return {"endpoint": [endpoint.path, list(endpoint.segments), endpoint.address.port, endpoint.address.host]}

@@ -34,7 +34,7 @@ from penstock.store.data.arena import ROOM, Slot
 from penstock.store.data.payload import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode, size_of
-from penstock.store.errors import AnsweredByAnother, LeaseExpired, RowsLost, RowsUnreachable, StoreError, UnknownColumn
+from penstock.store.errors import LeaseExpired, LeaseSuperseded, RowsLost, RowsUnreachable, StoreError, UnknownColumn
 from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.facts import Facts
 from penstock.store.service.messages import Granted, LeaseRequest, Write
@@ -155,14 +155,14 @@ class StoreClient:
         """Write results of some rows of a lease.
 
         A row is complete once it has all columns of the stage; the lease ends with its last row. Writing a row again
-        changes nothing. Raises `LeaseExpired` if the rows went to another, `AnsweredByAnother` if another engine was
+        changes nothing. Raises `LeaseExpired` if the rows went to another, `LeaseSuperseded` if another engine was
         first, and what `encode` raises for values that do not fit.
         """
         write = await self._prepare(lease, row_ids, columns)
         try:
             await self._calls.call("write", write)
         except LeaseExpired as error:
-            if isinstance(error, AnsweredByAnother):
+            if isinstance(error, LeaseSuperseded):
                 self._heartbeat.finished(lease.id, write.row_ids)
             else:
                 self._heartbeat.unhold(lease.id)
@@ -170,14 +170,14 @@ class StoreClient:
         if set(self._stages[lease.stage].writes) <= columns.keys():
             self._heartbeat.finished(lease.id, write.row_ids)
 
-    async def answered(self) -> list[tuple[int, int]] | None:
-        """Wait until others have answered groups that this client samples too. Returns leases and groups; None once
+    async def superseded(self) -> list[tuple[int, int]] | None:
+        """Wait until others have written groups that this client samples too. Returns leases and groups; None once
         closed."""
-        answers: list[tuple[int, int]] | None = await self._link.call("answered", self._name)
+        superseded: list[tuple[int, int]] | None = await self._link.call("superseded", self._name)
         size = (await self.spec()).group_size
-        for lease_id, group in answers or ():
+        for lease_id, group in superseded or ():
             self._heartbeat.finished(lease_id, range(group * size, (group + 1) * size))
-        return answers
+        return superseded
 
     async def until_closed(self) -> None:
         """Wait until the store has closed, or this client has retired. For members that lease nothing."""
@@ -191,7 +191,7 @@ class StoreClient:
             hearing.cancel()
 
     async def _closed(self) -> None:
-        while await self.answered() is not None:
+        while await self.superseded() is not None:
             pass
 
     async def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:

@@ -20,11 +20,11 @@ from penstock.store.client import pulse
 from penstock.store.client.pulse import Pulse
 from penstock.store.data.arena import Arena, Slot
 from penstock.store.data.codec import Malformed
-from penstock.store.data.far.nodes import RowsNode
-from penstock.store.data.far.pulls import Pulls
 from penstock.store.data.layout import Inline, Parcel, Placed
 from penstock.store.data.mappings import Mappings, Soon
 from penstock.store.data.payload import Payload
+from penstock.store.data.remote.nodes import RowsNode
+from penstock.store.data.remote.pulls import Pulls
 from penstock.store.data.segments import Notice
 from penstock.store.errors import StoreError, StoreUnreachable
 from penstock.store.service import peers
@@ -123,15 +123,15 @@ class Connected:
 
     async def fetch(self, payload: Payload) -> Payload:
         refs = payload.refs
-        if not any(map(self._is_far, refs)):
+        if not any(map(self.is_remote, refs)):
             return payload.with_batches(self._mappings.read_all(refs)) if refs else payload
-        far = [placed for placed in refs if self._is_far(placed)]
+        remote = [placed for placed in refs if self.is_remote(placed)]
         try:
-            mapped = iter(self._mappings.read_all([placed for placed in refs if not self._is_far(placed)]))
-            payload = await self._far_nodes().fetch(payload, self._is_far)
+            mapped = iter(self._mappings.read_all([placed for placed in refs if not self.is_remote(placed)]))
+            payload = await self._remote_reader().fetch(payload, self.is_remote)
             return payload.with_batches(list(mapped))
         finally:
-            self.skip(far)  # they are here, or nobody reads them
+            self.skip(remote)  # they are here, or nobody reads them
 
     def skip(self, refs: Sequence[Placed]) -> None:
         """Tell the store that batches named by an answer will not be read."""
@@ -141,10 +141,10 @@ class Connected:
         self._lost = self._lost or PartnerGone(HAS_LEFT)
         self._wire.abort()
 
-    def _is_far(self, placed: Placed) -> bool:
+    def is_remote(self, placed: Placed) -> bool:
         return placed.node != self._node
 
-    def _far_nodes(self) -> Pulls:
+    def _remote_reader(self) -> Pulls:
         if self._pulls is None:
             endpoint = self._endpoint
             own = {"": endpoint.address} if endpoint.address is not None else {}

@@ -1,7 +1,7 @@
 """The one place that knows where the store is: in this process, on this machine, or on another.
 
 On the store's machine calls go over its socket (`service/server.py`), from other machines over TCP. Large batches lie
-in files of their writer's machine (`data/segments.py`): read in place there, pulled from elsewhere (`data/far/`). A
+in files of their writer's machine (`data/segments.py`): read in place there, pulled from elsewhere (`data/remote/`). A
 store actor is asked through Ray where that is, and nothing else. The connections are in `connected.py`.
 """
 
@@ -143,13 +143,13 @@ async def find_endpoint(endpoint: Endpoint, client: str, node: str | None = None
     """Connect to an endpoint. `node`: Ray's id of this machine; None: the store's. There its socket can be reached,
     unless this is a container of its own. Raises `PartnerGone`, `StoreUnreachable`."""
     node = endpoint.node if node is None else node
-    is_near = endpoint.nodes.shares_memory(node, endpoint.node)
-    link = await OverSocket.connect(endpoint, client) if is_near else None
+    shares_memory = endpoint.nodes.shares_memory(node, endpoint.node)
+    link = await OverSocket.connect(endpoint, client) if shares_memory else None
     if link is not None:
         return link
     if endpoint.address is None:
         raise PartnerGone(f"no store listens at {endpoint.path}.")
-    return await OverTcp.connect(endpoint, client, node=None if is_near else endpoint.nodes.by_id.get(node))
+    return await OverTcp.connect(endpoint, client, node=None if shares_memory else endpoint.nodes.by_id.get(node))
 
 
 async def find_actor(handle: Any, client: str, node: str | None) -> Link:

@@ -38,7 +38,7 @@ class Placed(Struct, frozen=True, array_like=True, tag="placed"):
     nbytes: int
     """Bytes up to the end of the last buffer."""
     node: str = ""
-    """The node that the file lies on, of a run on several; the store's own has no name (`far/nodes.py`)."""
+    """The node that the file lies on, of a run on several; the store's own has no name (`remote/nodes.py`)."""
 
     @property
     def names(self) -> list[str]:

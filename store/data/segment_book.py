@@ -19,7 +19,7 @@ AT_ONCE = 256
 """Segments of a client that has left, in one step."""
 
 
-class State(Enum):
+class SegmentState(Enum):
     LIVE = "rows lie in it"
     ENDED = "no row lies in it, and somebody still reads it"
     POOLED = "with its writer, who may write it again"
@@ -35,7 +35,7 @@ class Segment:
     on_disk: bool
     node: str = ""
     """The node that it lies on; the store's own has no name."""
-    state: State = State.LIVE
+    state: SegmentState = SegmentState.LIVE
     uses: Counter[str] = field(default_factory=Counter)
     """Number of readings that have not ended, by client."""
     seen: set[str] = field(default_factory=set)
@@ -52,7 +52,7 @@ class Instructions:
     """A name, and the clients that must forget their mapping of it."""
     removed: list[tuple[str, bool]] = field(default_factory=list)
     """A name, and whether it lies on disk: no process needs the file any more."""
-    removed_far: list[tuple[str, str]] = field(default_factory=list)
+    removed_remote: list[tuple[str, str]] = field(default_factory=list)
     """A node, and the name of a file there that no process needs any more."""
 
 
@@ -96,7 +96,7 @@ class SegmentBook:
 
     def in_use(self, name: str) -> bool:
         """Return whether rows lie in a segment, or a client reads it."""
-        return name in self.segments and self.segments[name].state is not State.POOLED
+        return name in self.segments and self.segments[name].state is not SegmentState.POOLED
 
     def is_over(self, nbytes: int, node: str = "") -> bool:
         """Return whether the node's shared memory would be over its budget with so many bytes more in use."""
@@ -144,7 +144,7 @@ class SegmentBook:
     def end(self, name: str) -> Instructions:
         """Note that no row lies in a segment any more."""
         segment = self.segments[name]
-        segment.state = State.ENDED
+        segment.state = SegmentState.ENDED
         return self._settle(name, segment)
 
     def left(self, client: str) -> Iterator[Instructions]:
@@ -165,7 +165,7 @@ class SegmentBook:
         """Let go of a segment for a client. Harmless a second time."""
         segment.seen.discard(client)
         del segment.uses[client]
-        if segment.state is State.POOLED and writer_of(name) == client:
+        if segment.state is SegmentState.POOLED and writer_of(name) == client:
             self._remove(name, segment, instructions)
         else:
             self._settle(name, segment, instructions)
@@ -173,13 +173,13 @@ class SegmentBook:
     def _settle(self, name: str, segment: Segment, instructions: Instructions | None = None) -> Instructions:
         """Give a segment back to its writer, or remove it, once no client needs it."""
         instructions = instructions or Instructions()
-        if segment.state is not State.ENDED or +segment.uses:
+        if segment.state is not SegmentState.ENDED or +segment.uses:
             return instructions
         fits = self._pooled[segment.node] + segment.nbytes <= self.max_bytes // POOLED_SHARE
         if writer_of(name) in self._clients and not segment.on_disk and fits:
             self._count(segment, -segment.nbytes)
             self._pooled[segment.node] += segment.nbytes
-            segment.state = State.POOLED
+            segment.state = SegmentState.POOLED
             instructions.recycled.append(name)
         else:
             self._remove(name, segment, instructions)
@@ -189,7 +189,7 @@ class SegmentBook:
         self._take_out(name)
         instructions.unmapped.append((name, self._who_maps(name, segment)))
         if segment.node:
-            instructions.removed_far.append((segment.node, name))
+            instructions.removed_remote.append((segment.node, name))
         else:
             instructions.removed.append((name, segment.on_disk))
 
@@ -203,7 +203,7 @@ class SegmentBook:
             del self._written[writer_of(name)]
         for client in segment.seen:
             self._mapped[client].discard(name)
-        if segment.state is State.POOLED:
+        if segment.state is SegmentState.POOLED:
             self._pooled[segment.node] -= segment.nbytes
         else:
             self._count(segment, -segment.nbytes)

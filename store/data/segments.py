@@ -21,13 +21,13 @@ from msgspec import Struct
 
 from penstock.network.names import OutsideName, checked
 from penstock.store.data.arena import Arena, lay_by
-from penstock.store.data.far.nodes import Orders, RowsNodes
-from penstock.store.data.far.pulls import Pulls
-from penstock.store.data.far.server import LayBy, Remove, RowsServer, Spill, Sweep
 from penstock.store.data.layout import Placed
 from penstock.store.data.mappings import Mappings, Soon
 from penstock.store.data.moving import Apart, move, written_by
 from penstock.store.data.payload import Payload
+from penstock.store.data.remote.nodes import Orders, RowsNodes
+from penstock.store.data.remote.pulls import Pulls
+from penstock.store.data.remote.server import LayBy, Remove, RowsServer, Spill, Sweep
 from penstock.store.data.roots import claim_root, remove_root, sweep_stale
 from penstock.store.data.segment_book import Instructions, SegmentBook, writer_of
 from penstock.store.errors import StoreClosed, StoreError
@@ -148,7 +148,7 @@ class Segments:
         disk and cannot be: then it goes back to its writer, or away."""
         name = placed.segment
         if placed.node:
-            self._adopt_far(placed)
+            self._adopt_remote(placed)
             return
         size, on_disk = self._checked(placed)
         if self.book.adopt(name, placed, size, on_disk):  # there was nobody who could have made room before
@@ -179,7 +179,7 @@ class Segments:
         except OSError as error:
             raise StoreError(f"segment {name} of {self.directory} cannot be read: {error}.") from None
 
-    def _adopt_far(self, placed: Placed) -> None:
+    def _adopt_remote(self, placed: Placed) -> None:
         """Take over a file on another node, which is known by its writer's word alone."""
         name, node = _named(placed), placed.node
         if self.node_of(writer_of(name)) != node or self.book.in_use(name):
@@ -199,13 +199,13 @@ class Segments:
             self._unuse_soon = Soon(asyncio.get_running_loop(), self._unuse_own)
         for placed in refs:
             self.book.use(SELF, placed.segment)
-        near, far = [one for one in refs if not one.node], [one.segment for one in refs if one.node]
+        local, remote = [one for one in refs if not one.node], [one.segment for one in refs if one.node]
         try:
-            batches = self._mappings.read_all(near)
+            batches = self._mappings.read_all(local)
         except BaseException:  # whatever the notes of a batch have led to
-            self._mappings.skip(far)
+            self._mappings.skip(remote)
             raise
-        return Held(dict(zip(near, batches, strict=True)), self._pulls, lambda: self._mappings.skip(far))
+        return Held(dict(zip(local, batches, strict=True)), self._pulls, lambda: self._mappings.skip(remote))
 
     def reader(self) -> Callable[[Payload], Payload]:
         """Return a function like `Held.resolve`, for one thread: of batches that cannot end meanwhile, each mapped when
@@ -214,7 +214,7 @@ class Segments:
 
         def resolve(payload: Payload) -> Payload:
             if any(placed.node for placed in payload.refs):
-                payload = self._pulls.fetch_blocking(payload, _is_far)
+                payload = self._pulls.fetch_blocking(payload, is_remote)
             batches = mappings.read_all(payload.refs)
             mappings.forget(placed.segment for placed in payload.refs)
             mappings.ended()
@@ -327,7 +327,7 @@ class Segments:
             self._mappings.forget([name])
             self._arena.forget([name])
             self.rows.forget([name])
-        for node, name in instructions.removed_far:
+        for node, name in instructions.removed_remote:
             self._orders.give(node, Remove(name))
         if instructions.removed:
             self._remove([(self.spill if on_disk else self.directory) / name for name, on_disk in instructions.removed])
@@ -359,19 +359,19 @@ class Held:
     """Batches that no writer overwrites: mapped if they lie here, pulled when they are needed if not. `let_go` when
     they are not needed any more; any thread."""
 
-    def __init__(self, near: Mapping[Placed, pa.RecordBatch], pulls: Pulls, let_go: Callable[[], None]) -> None:
-        self._near, self._pulls = near, pulls
+    def __init__(self, local: Mapping[Placed, pa.RecordBatch], pulls: Pulls, let_go: Callable[[], None]) -> None:
+        self._local, self._pulls = local, pulls
         self.let_go = let_go
 
     def resolve(self, payload: Payload) -> Payload:
         """Return a payload that refers to no other batches, with the values in place of the references. Blocks where
         some lie on another node. Raises `RowsUnreachable`."""
         if any(placed.node for placed in payload.refs):
-            payload = self._pulls.fetch_blocking(payload, _is_far)
-        return payload.with_batches([self._near[placed] for placed in payload.refs])
+            payload = self._pulls.fetch_blocking(payload, is_remote)
+        return payload.with_batches([self._local[placed] for placed in payload.refs])
 
 
-def _is_far(placed: Placed) -> bool:
+def is_remote(placed: Placed) -> bool:
     return bool(placed.node)
 
 

@@ -16,8 +16,8 @@ class Effects:
     """Rows that ended: (group, mask of its rows). No caller will ask for their values again."""
     cleared: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     """Values that are gone, or worth nothing without one that is: (group, mask of its rows by column)."""
-    answered: list[tuple[int, int]] = field(default_factory=list)
-    """Leases whose rows another lease has answered: (lease, group), the group that this one held."""
+    superseded: list[tuple[int, int]] = field(default_factory=list)
+    """Leases whose rows another lease has written first: (lease, group), the group that this one held."""
     stages: int = 0
     """Stages of which more is free, or a client holds less: bit s for stage s. Callers that wait for leases may get
     one."""

@@ -68,7 +68,7 @@ class LeaseBook:
         return lease
 
     def extend(self, lease: HeldLease, deadline: float) -> None:
-        """Note a later deadline; its place in the order is mended when the earlier one comes up."""
+        """Note a later deadline; its place in the order is corrected when the earlier one comes up."""
         if lease.deadline is not None and deadline > lease.deadline:
             lease.deadline = deadline
 
@@ -77,7 +77,7 @@ class LeaseBook:
 
     def next_deadline(self) -> float | None:
         """The time at which the next lease may expire; None if none can."""
-        self._mend()
+        self._refresh_first()
         return self._deadlines[0][0] if self._deadlines else None
 
     def overdue(self, now: float) -> list[HeldLease]:
@@ -87,7 +87,7 @@ class LeaseBook:
             late.append(self.held[heapq.heappop(self._deadlines)[1]])
         return late
 
-    def _mend(self) -> None:
+    def _refresh_first(self) -> None:
         """Make the first entry that of a living lease with its present deadline."""
         while self._deadlines:
             deadline, lease_id = self._deadlines[0]

@@ -13,7 +13,7 @@ Guarantees:
 - no token of a trained row is more than `max_staleness` versions old (see `admission.py` for the proof);
 - groups are trained in the order of admission, except that `window - 1` later ones may overtake a straggler;
 - results of a row enter once, from whichever worker; a writer whose lease is over is told unless they are there;
-- values that are lost are made again, with everything that was computed from them (see `losses.py`).
+- values that are lost are made again, with everything that was computed from them (see `lost_values.py`).
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.facts import Facts, check_facts, columns_written, note_facts
 from penstock.store.ledger.group import Group, masks_of, num_rows, row_ids, spans_of
 from penstock.store.ledger.leases import HeldLease
-from penstock.store.ledger.losses import Cells, lose
+from penstock.store.ledger.lost_values import Cells, lose
 from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
 from penstock.store.ledger.rounds import Round, Rounds
@@ -116,7 +116,7 @@ class Ledger:
         """Note that `columns` of `rows` are there. A row completes the stage once all of the stage's columns are.
 
         Returns the positions in `rows` whose values are to be kept; the others were there before, or the row has ended.
-        Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `AnsweredByAnother`,
+        Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `LeaseSuperseded`,
         `RowNotLeased`, `UnknownRow`, `UnknownColumn`, `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
         """
         residents = self.residents
@@ -131,8 +131,8 @@ class Ledger:
             )
         effects = Effects()
         lease = self._held(lease_id, producer, masks)
-        if residents.stragglers.any_beaten:
-            residents.check_not_beaten(lease_id, masks, facts.response_tokens)
+        if residents.stragglers.any_superseded:
+            residents.check_not_superseded(lease_id, masks, facts.response_tokens)
         if lease is None:
             return [], effects
         check_facts(residents, rows, spans, written, facts)
@@ -201,7 +201,7 @@ class Ledger:
         return [lease.id for lease in late], effects
 
     def lost(self, cells: Cells, now: float) -> Effects:
-        """Have the values of these cells made again, which are gone; see `losses.py`."""
+        """Have the values of these cells made again, which are gone; see `lost_values.py`."""
         self.residents.readiness.elapse(now)
         effects = Effects()
         lose(self.residents, cells, effects)
@@ -341,7 +341,7 @@ class Ledger:
         for column in written:
             have[column] |= mask
         if residents.stragglers.holders:
-            residents.answered(lease, group, mask, effects)
+            residents.supersede_others(lease, group, mask, effects)
         finished = mask
         for column in stage.writes:
             finished &= have[column]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from penstock.conf.errors import suggest
-from penstock.store.errors import AnsweredByAnother, UnknownRow, UnknownStage
+from penstock.store.errors import LeaseSuperseded, UnknownRow, UnknownStage
 from penstock.store.ledger.admission import Credits
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import Group, Span, bits, masks_of, untouched
@@ -131,7 +131,7 @@ class Residents:
     def hold_second(self, owner: str, now: float) -> HeldLease | None:
         """Lease the group that another owner has sampled for too long, and nothing else; None if there is none. The
         first write of a row counts."""
-        for group_id, first in self.stragglers.slow(now):
+        for group_id, first in self.stragglers.overdue(now):
             stage, group = self.readiness.stages[first.stage], self.groups[group_id]
             rows = untouched(group, first.open[group_id], stage.writes)
             if rows and first.owner != owner:
@@ -143,26 +143,26 @@ class Residents:
                 return lease
         return None
 
-    def answered(self, lease: HeldLease, group: Group, mask: int, effects: Effects) -> None:
+    def supersede_others(self, lease: HeldLease, group: Group, mask: int, effects: Effects) -> None:
         """Note that the lease has written something of these rows: nothing is awaited of another that holds them
         too."""
-        for rival in self.stragglers.rivals(lease, group.id):
-            if lost := rival.open.get(group.id, 0) & mask:
-                rival.revoked[group.id] = rival.revoked.get(group.id, 0) | lost
-                self.stragglers.beat(rival, group.id, lost)
-                if lost == rival.open[group.id]:
-                    effects.answered.append((rival.id, group.id))
+        for other in self.stragglers.other_leases(lease, group.id):
+            if lost := other.open.get(group.id, 0) & mask:
+                other.revoked[group.id] = other.revoked.get(group.id, 0) | lost
+                self.stragglers.supersede(other, group.id, lost)
+                if lost == other.open[group.id]:
+                    effects.superseded.append((other.id, group.id))
                     self.counters["stragglers/won"] += self.stragglers.is_second(lease, group.id)
-                self.unhold(rival, group, lost, effects)
+                self.unhold(other, group, lost, effects)
 
-    def check_not_beaten(self, lease_id: int, masks: dict[int, int], response_tokens: list[int] | None) -> None:
-        """Raise `AnsweredByAnother` if another lease has written all of these rows first. `response_tokens`: the number
+    def check_not_superseded(self, lease_id: int, masks: dict[int, int], response_tokens: list[int] | None) -> None:
+        """Raise `LeaseSuperseded` if another lease has written all of these rows first. `response_tokens`: the number
         sampled for each."""
-        if not self.stragglers.are_beaten(lease_id, masks):
+        if not self.stragglers.are_superseded(lease_id, masks):
             return
         self.counters["stragglers/late_rows"] += sum(mask.bit_count() for mask in masks.values())
         self.counters["stragglers/late_tokens"] += sum(response_tokens or ())
-        raise AnsweredByAnother(
+        raise LeaseSuperseded(
             f"rows of groups {sorted(masks)}: lease {lease_id} came second, another engine has sampled them too. Throw "
             "the result away."
         )

@@ -13,7 +13,7 @@ from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
 from penstock.store.ledger.batches import balance, choose_groups, row_cost
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import NO_VERSION, Group, masks_of, row_ids, spans_of
-from penstock.store.ledger.losses import begin_again
+from penstock.store.ledger.lost_values import begin_again
 from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
 

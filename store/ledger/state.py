@@ -1,6 +1,6 @@
 """The ledger's state as plain data, for snapshots: its scalars, and its living groups, copied while it goes on.
 
-    cut = Cut(residents, kept)   the moment; costs the same however many groups there are
+    cut = LedgerCut(residents, kept)   the moment; costs the same however many groups there are
     while cut.copy(500): …       the groups that have not changed since, some at a time, between any events
                                  one that is about to change is copied first (`Residents.changing`)
 
@@ -16,11 +16,11 @@ from typing import Any
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import Group
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.losses import NODE_LOST, lacks_source
+from penstock.store.ledger.lost_values import NODE_LOST, lacks_source
 from penstock.store.ledger.residents import Residents
 
 
-class Cut:
+class LedgerCut:
     """A copy of the groups, without leases and without what is free. Lifecycle: made at its moment, `copy` until
     nothing is left or `close`; then it costs the ledger nothing more."""
 

@@ -18,7 +18,7 @@ from penstock.store.ledger.readiness import Stage
 RECENT = 101
 """Number of groups that the median is of. Lengths of responses change slowly while a policy learns."""
 ENOUGH = 8
-"""Number of groups that must have been completed before any is called slow."""
+"""Number of groups that must have been completed before any counts as a straggler."""
 
 
 class Stragglers:
@@ -35,28 +35,28 @@ class Stragglers:
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []
         """Recent times, ascending."""
-        self._young: list[tuple[float, int, int]] = []
-        """Heap of when, group and lease: those that were not slow when last looked at, and some that have ended."""
-        self._slow: dict[int, int] = {}
-        """The only lease of each slow group, in the order in which they became slow; some have ended."""
-        self._beaten: dict[int, dict[int, int]] = {}
-        """Mask of rows that another lease has answered, by group and lease; kept while the group is resident."""
+        self._in_time: list[tuple[float, int, int]] = []
+        """Heap of when, group and lease: those that were no stragglers at the last look, and some that have ended."""
+        self._overdue: dict[int, int] = {}
+        """The only lease of each straggler, in the order in which they became stragglers; some have ended."""
+        self._superseded: dict[int, dict[int, int]] = {}
+        """Mask of rows that another lease has written first, by group and lease; kept while the group is resident."""
 
     def began(self, lease: HeldLease, now: float) -> None:
         if lease.stage != self._stage:
             return
         for group in lease.open:
             self.holders.setdefault(group, {})[lease.id] = now
-            heapq.heappush(self._young, (now, group, lease.id))
+            heapq.heappush(self._in_time, (now, group, lease.id))
 
     def completed(self, lease: HeldLease, group: int, now: float) -> None:
         """Note that the lease has written the last of what it held of the group. Before `ended`."""
         began = self.holders.get(group, {}).get(lease.id)
         if began is None:
             return
-        self.took(now - began)
+        self.record_time(now - began)
 
-    def took(self, seconds: float) -> None:
+    def record_time(self, seconds: float) -> None:
         """Note that a group was completed in so many seconds."""
         if len(self._recent) == RECENT:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
@@ -71,29 +71,29 @@ class Stragglers:
         if not holders:
             del self.holders[group]
         for other, began in holders.items():
-            heapq.heappush(self._young, (began, group, other))
+            heapq.heappush(self._in_time, (began, group, other))
 
-    def beat(self, lease: HeldLease, group: int, mask: int) -> None:
-        """Note that another lease has answered rows that this one holds."""
-        beaten = self._beaten.setdefault(group, {})
-        beaten[lease.id] = beaten.get(lease.id, 0) | mask
+    def supersede(self, lease: HeldLease, group: int, mask: int) -> None:
+        """Note that another lease has written rows that this one holds."""
+        masks = self._superseded.setdefault(group, {})
+        masks[lease.id] = masks.get(lease.id, 0) | mask
 
     @property
-    def any_beaten(self) -> bool:
-        """True if some lease has come second, of a group that is resident."""
-        return bool(self._beaten)
+    def any_superseded(self) -> bool:
+        """True if some lease of a resident group was superseded."""
+        return bool(self._superseded)
 
-    def are_beaten(self, lease_id: int, masks: dict[int, int]) -> bool:
-        """Return whether all of these rows, by group, were answered by others than this lease, which has held them."""
+    def are_superseded(self, lease_id: int, masks: dict[int, int]) -> bool:
+        """Return whether all of these rows, by group, were written by others than this lease, which has held them."""
         return bool(masks) and all(
-            not mask & ~self._beaten.get(group, {}).get(lease_id, 0) for group, mask in masks.items()
+            not mask & ~self._superseded.get(group, {}).get(lease_id, 0) for group, mask in masks.items()
         )
 
     def forget(self, group: int) -> None:
         """Forget a group that is not resident any more."""
-        self._beaten.pop(group, None)
+        self._superseded.pop(group, None)
 
-    def rivals(self, lease: HeldLease, group: int) -> list[HeldLease]:
+    def other_leases(self, lease: HeldLease, group: int) -> list[HeldLease]:
         """The other leases of the group."""
         holders = self.holders.get(group)
         if holders is None or lease.id not in holders:
@@ -107,41 +107,41 @@ class Stragglers:
     def of_others(self, lease: HeldLease, group: int) -> int:
         """Mask of the rows that other leases of the stage hold."""
         mask = 0
-        for rival in self.rivals(lease, group):
-            mask |= rival.open.get(group, 0)
+        for other in self.other_leases(lease, group):
+            mask |= other.open.get(group, 0)
         return mask
 
     @property
     def limit_s(self) -> float | None:
-        """Time in seconds from which on a group is slow; None while too few were completed to say."""
+        """Time in seconds from which on a group is a straggler; None while too few were completed to say."""
         if not self._factor or len(self._sorted) < ENOUGH:
             return None
         return self._factor * self._sorted[len(self._sorted) // 2]
 
-    def slow(self, now: float) -> Iterator[tuple[int, HeldLease]]:
-        """Iterate over groups that one lease holds, and has for too long; those that became slow first come first."""
+    def overdue(self, now: float) -> Iterator[tuple[int, HeldLease]]:
+        """Iterate over the stragglers that one lease holds; those that became stragglers first come first."""
         limit_s = self.limit_s
-        while limit_s is not None and self._mend() and self._young[0][0] + limit_s <= now:
-            _, group, lease_id = heapq.heappop(self._young)
-            self._slow[group] = lease_id
-        for group, lease_id in list(self._slow.items()):
+        while limit_s is not None and self._skip_ended() and self._in_time[0][0] + limit_s <= now:
+            _, group, lease_id = heapq.heappop(self._in_time)
+            self._overdue[group] = lease_id
+        for group, lease_id in list(self._overdue.items()):
             if self._alone(group, lease_id):
                 yield group, self._leases.held[lease_id]
             else:
-                del self._slow[group]
+                del self._overdue[group]
 
-    def next_slow(self) -> float | None:
-        """The time at which the next group will be slow, of those that were not when last asked; None if none may
-        be."""
+    def next_overdue(self) -> float | None:
+        """The time at which the next group becomes a straggler, of those that were none when last asked; None if none
+        may."""
         limit_s = self.limit_s
-        return self._young[0][0] + limit_s if limit_s is not None and self._mend() else None
+        return self._in_time[0][0] + limit_s if limit_s is not None and self._skip_ended() else None
 
     def _alone(self, group: int, lease_id: int) -> bool:
         holders = self.holders.get(group, {})
         return lease_id in holders and len(holders) == 1
 
-    def _mend(self) -> bool:
-        """Discard the first of the young that have another lease, or none. Returns False if no group is left."""
-        while self._young and not self._alone(*self._young[0][1:]):
-            heapq.heappop(self._young)
-        return bool(self._young)
+    def _skip_ended(self) -> bool:
+        """Discard the first groups in time that have another lease, or none. Returns False if no group is left."""
+        while self._in_time and not self._alone(*self._in_time[0][1:]):
+            heapq.heappop(self._in_time)
+        return bool(self._in_time)

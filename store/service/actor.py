@@ -11,11 +11,11 @@ from typing import Any
 from penstock.metering.ray_export import Origin, exported
 from penstock.network.handshake import new_token
 from penstock.network.machine import raise_limit
-from penstock.store.data.far.nodes import RowsNodes
+from penstock.store.data.remote.nodes import RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY, guard_root, identity, sweep_stale
 from penstock.store.data.segments import Segments
 from penstock.store.service import store
-from penstock.store.service.server import Door, Endpoint
+from penstock.store.service.server import Endpoint, StorePort
 from penstock.store.spec import StoreSpec
 
 STORE = "Store"
@@ -51,13 +51,13 @@ class Store:
         spill = os.path.join(_disk(spec.spill_dir), f"{PREFIX}store-{uuid.uuid4().hex}")
         span = range(ports[0], ports[1] + 1) if ports is not None else range(1)
         token = nodes.token if nodes is not None else new_token()
-        door = Door(ray.util.get_node_ip_address(), token, span)  # type: ignore[no-untyped-call]
+        port = StorePort(ray.util.get_node_ip_address(), token, span)  # type: ignore[no-untyped-call]
         segments = Segments(directory, spill, spec.shared_bytes, nodes)
         for place in (directory, spill):
             guard_root(place)
         node = ray.get_runtime_context().get_node_id()
         self._store = store.Store(
-            spec, segments=segments, node=node, restore=restore, door=door, meters=exported(origin)
+            spec, segments=segments, node=node, restore=restore, port=port, meters=exported(origin)
         )
 
     async def endpoint(self) -> Endpoint:

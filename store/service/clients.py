@@ -27,17 +27,17 @@ class Clients:
         self._held: dict[str, dict[str, int]] = {stage.name: {} for stage in ledger.spec.stages}
         """Units that a client works on, by stage and client."""
 
-    def asked(self, ask: LeaseRequest) -> bool:
+    def asked(self, request: LeaseRequest) -> bool:
         """Note a request. Returns False if its owner is dead."""
-        if ask.client in self._dead:
+        if request.client in self._dead:
             return False
-        self._of_owner.setdefault(ask.owner, set()).add(ask.client)
+        self._of_owner.setdefault(request.owner, set()).add(request.client)
         return True
 
-    def gave(self, ask: LeaseRequest, lease: HeldLease) -> None:
-        self._swept(ask.client)[lease.id] = ask.ticket
+    def gave(self, request: LeaseRequest, lease: HeldLease) -> None:
+        self._swept(request.client)[lease.id] = request.ticket
         stage = self._ledger.spec.stages[lease.stage]
-        lease.account = Account(self._held[stage.name], ask.client, stage.unit == "sample")
+        lease.account = Account(self._held[stage.name], request.client, stage.unit == "sample")
         lease.account.opened(lease.open.values())
 
     def given(self, client: str, tickets: Collection[int]) -> list[int]:

@@ -25,7 +25,7 @@ from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, TooLarge
 from penstock.store.ledger.group import Group, bits
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.state import Cut, scalars, values_of
+from penstock.store.ledger.state import LedgerCut, scalars, values_of
 from penstock.store.service.snapshot import FORMAT, MANIFEST, PREFIX, fingerprint, snapshots
 from penstock.store.spec import StoreSpec
 
@@ -56,7 +56,7 @@ GROUPS = pa.schema(
 
 
 @dataclass(frozen=True)
-class State:
+class SnapshotState:
     """The state of a store at one moment."""
 
     spec: StoreSpec
@@ -84,14 +84,14 @@ class State:
         return rows
 
 
-class Taken:
+class StoreCut:
     """A cut. Its values stay until `let_go`: the rows may end while it is written."""
 
     def __init__(self, ledger: Ledger, blocks: Blocks) -> None:
         self._ledger, self._blocks = ledger, blocks
         self._scalars, self._copied = scalars(ledger), blocks.begin_copy()
         self._slice = max(1, SLICE // ledger.spec.group_size)
-        self._cut = Cut(ledger.residents, lambda group: blocks.keep(group, self._copied))
+        self._cut = LedgerCut(ledger.residents, lambda group: blocks.keep(group, self._copied))
         self._copying = asyncio.get_running_loop().create_task(self._copy())
 
     async def whole(self) -> None:
@@ -101,7 +101,7 @@ class Taken:
     def write(self, root: str, number: int, keep: int, resolve: Resolve | None) -> str:
         """Write the cut, in a thread, once it is whole. Returns its path."""
         cut, spec = self._cut, self._ledger.spec
-        state = State(spec, self._scalars, cut.groups, cut.with_source, self._copied)
+        state = SnapshotState(spec, self._scalars, cut.groups, cut.with_source, self._copied)
         return str(write(root, number, state, resolve, keep=keep))
 
     def stop(self) -> None:
@@ -124,7 +124,7 @@ class Saving:
 
     def __init__(self, ledger: Ledger, blocks: Blocks, segments: Segments | None) -> None:
         self._ledger, self._blocks, self._segments = ledger, blocks, segments
-        self._cut: Taken | None = None
+        self._cut: StoreCut | None = None
         self._under_way: set[asyncio.Task[Any]] = set()
 
     def cut(self) -> None:
@@ -132,7 +132,7 @@ class Saving:
         if self._cut is not None:
             self._cut.stop()
             self._begin(self._cut.let_go())
-        self._cut = Taken(self._ledger, self._blocks)
+        self._cut = StoreCut(self._ledger, self._blocks)
 
     async def write(self, root: str, number: int, keep: int, is_apart: bool) -> str:
         """Write the last cut, or else the state of this moment, in a thread. Returns its path. `is_apart`: the state of
@@ -140,10 +140,10 @@ class Saving:
         taken = None if is_apart else self._cut
         if not is_apart:
             self._cut = None
-        writing = self._begin(self._write(taken or Taken(self._ledger, self._blocks), root, number, keep))
+        writing = self._begin(self._write(taken or StoreCut(self._ledger, self._blocks), root, number, keep))
         return await asyncio.shield(writing)
 
-    async def _write(self, taken: Taken, root: str, number: int, keep: int) -> str:
+    async def _write(self, taken: StoreCut, root: str, number: int, keep: int) -> str:
         try:
             await taken.whole()
             resolve = self._segments.reader() if self._segments is not None else None
@@ -165,7 +165,9 @@ class Saving:
             task.exception()  # whoever still waits for it hears of it
 
 
-def write(root: str | Path, number: int, state: State, resolve: Resolve | None = None, *, keep: int = 2) -> Path:
+def write(
+    root: str | Path, number: int, state: SnapshotState, resolve: Resolve | None = None, *, keep: int = 2
+) -> Path:
     """Write `ROOT/snapshot-<number>` whole or not at all, and delete all but the newest `keep`. Returns its path."""
     root = Path(root)
     target = root / f"{PREFIX}{number:08d}"
@@ -203,7 +205,7 @@ def groups_batches(groups: list[Group], size: int) -> Iterator[pa.RecordBatch]:
 
 
 def _batches(
-    state: State, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
+    state: SnapshotState, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
 ) -> Iterator[pa.RecordBatch]:
     """Iterate over the columns of the rows, a few hundred at a time; at least one batch, so that the file has its
     schema."""
@@ -212,7 +214,7 @@ def _batches(
 
 
 def _fitting(
-    state: State, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
+    state: SnapshotState, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
 ) -> Iterator[pa.RecordBatch]:
     """A batch, or several where that would be too large for Arrow; each row has come in one, and fits."""
     try:

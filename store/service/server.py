@@ -23,8 +23,8 @@ from penstock.conf.errors import NotPlainData
 from penstock.network.connection import Address
 from penstock.network.listener import Listener
 from penstock.store.data.codec import Malformed
-from penstock.store.data.far.nodes import ROWS, RowsNodes
 from penstock.store.data.mappings import Soon
+from penstock.store.data.remote.nodes import ROWS, RowsNodes
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
 from penstock.store.service import peers
@@ -36,7 +36,7 @@ STORE = 4
 
 
 @dataclass(frozen=True)
-class Door:
+class StorePort:
     """The port for clients on other machines. `host`: an address of this one. `ports`: the first that is free is taken;
     0: any. `token`: the clients know it."""
 
@@ -67,14 +67,16 @@ class Served(Protocol):
 
 class Server:
     """A server of one store. Lifecycle: made in an event loop, then `start`; it goes with the loop, or with `close`.
-    `path`: of the socket. `door`: for other machines; None: it is called from its own alone."""
+    `path`: of the socket. `port`: for other machines; None: it is called from its own alone."""
 
-    def __init__(self, store: Served, calls: Calls, segments: Segments, path: Path, door: Door | None = None) -> None:
+    def __init__(
+        self, store: Served, calls: Calls, segments: Segments, path: Path, port: StorePort | None = None
+    ) -> None:
         """Prepare the server. Raises `StoreError` if no port is free."""
         self._store, self._calls = store, calls
         self._segments = segments
         self.path = path
-        self._token = door.token if door is not None else b""
+        self._token = port.token if port is not None else b""
         self.other_users = 0
         """Connections of other users."""
         self.malformed = 0
@@ -82,11 +84,13 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
         self._visits: set[asyncio.Task[Any]] = set()
-        self._listener = self._listening(door) if door is not None else None
+        self._listener = self._listening(port) if port is not None else None
 
     async def start(self) -> None:
-        door = peers.bind(self.path)
-        self._server = await self._loop.create_unix_server(lambda: PeerCheck(self), sock=door, backlog=peers.BACKLOG)
+        listening = peers.bind(self.path)
+        self._server = await self._loop.create_unix_server(
+            lambda: PeerCheck(self), sock=listening, backlog=peers.BACKLOG
+        )
 
     def endpoint(self, node: str) -> Endpoint:
         places = str(self._segments.directory), str(self._segments.spill)
@@ -109,13 +113,13 @@ class Server:
         if self._listener is not None:
             self._listener.close()
 
-    def _listening(self, door: Door) -> Listener:
+    def _listening(self, port: StorePort) -> Listener:
         try:
             services = {STORE: self._come_in, ROWS: self._segments.rows.serve}
-            return Listener(door.host, door.token, services, door.ports, takers=(STORE,))
+            return Listener(port.host, port.token, services, port.ports, takers=(STORE,))
         except OSError as error:
             raise StoreError(
-                f"the store finds no port to listen on at {door.host} ({error}). Widen cluster.ports, or set it to "
+                f"the store finds no port to listen on at {port.host} ({error}). Widen cluster.ports, or set it to "
                 "null for any free port."
             ) from None
 

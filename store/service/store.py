@@ -30,11 +30,10 @@ from penstock.store.service.clients import Clients
 from penstock.store.service.messages import Call, Granted, LeaseRequest, Result, Write, calls_of
 from penstock.store.service.report import StoreMeter, describe, of_segments, of_server, stats
 from penstock.store.service.saving import Saving
-from penstock.store.service.server import Door, Endpoint, Server
-from penstock.store.service.waiting.consumers import Nearness, Nowhere, OnNodes
+from penstock.store.service.server import Endpoint, Server, StorePort
+from penstock.store.service.waiting.consumers import Locality, StragglerTimer
 from penstock.store.service.waiting.puts import Puts
-from penstock.store.service.waiting.timers import Expiry, Slow
-from penstock.store.service.waiting.waiters import Pump, Waiters
+from penstock.store.service.waiting.waiters import Expiry, Pump, Waiters
 from penstock.store.service.work_log import WorkLog
 from penstock.store.spec import StoreSpec
 
@@ -63,11 +62,11 @@ class Store:
         segments: Segments | None = None,
         node: str = "",
         restore: str | Path | None = None,
-        door: Door | None = None,
+        port: StorePort | None = None,
         meters: Meters | None = None,
     ) -> None:
         """Set the store up. `clock`: seconds. `segments`: where batches larger than `spec.inline_bytes` lie; None:
-        here, with all others. `node`, `door`: the machine, and where others reach it, for `endpoint`. `restore`: a
+        here, with all others. `node`, `port`: the machine, and where others reach it, for `endpoint`. `restore`: a
         snapshot, or a directory of them, to go on from; raises `CorruptSnapshot`, `StoreError`. `meters`: for what it
         measures, once it is served.
         """
@@ -81,21 +80,20 @@ class Store:
         if loaded is not None:
             snapshot.refill(self._blocks, loaded, lambda batch: self._intake.block(Inline(batch), batch.num_rows))
         self._reads = {stage.name: stage.reads for stage in spec.stages}
-        self._node, self._door = node, door
+        self._node, self._port = node, port
         self._server: Server | None = None
         self._clients = Clients(self.ledger)
         self._pump = pump = Pump(self._blocks)
         self._work = work = WorkLog()
         self._puts = Puts(self.ledger, self._blocks, self._intake, clock, pump.wake_puts, pump.carry_out, work.admitted)
-        nearness: Nearness = Nowhere()
-        if segments is not None and segments.nodes.by_id:
-            nearness = OnNodes(self.ledger, self._blocks, segments)
-        self._slow = Slow(self.ledger, clock, pump.wake_stage)
-        self._waiters = waiters = Waiters(self.ledger, self._clients, self._puts, pump, nearness, self._slow)
+        crosses_nodes = segments is not None and segments.nodes.by_id
+        locality = Locality(self.ledger, self._blocks, segments) if segments is not None and crosses_nodes else None
+        self._stragglers = StragglerTimer(self.ledger, clock, pump.wake_stage)
+        self._waiters = waiters = Waiters(self.ledger, self._clients, self._puts, pump, locality, self._stragglers)
         self._consumers, self._ranks = waiters.consumers, waiters.ranks
         self._expiry = Expiry(self.ledger, clock, pump.carry_out)
         consumers, ranks = [*self._consumers.values()], [*self._ranks.values()]
-        pump.connect(consumers, ranks, self._puts.wake, self._settled, waiters.answered.tell)
+        pump.connect(consumers, ranks, self._puts.wake, self._settled, waiters.superseded.tell)
         self._last_drops: deque[str] = deque(maxlen=LAST_DROPS)
         self._closed: str | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -114,7 +112,7 @@ class Store:
         assert self.segments is not None
         if self._server is None:
             path = self.segments.directory / "socket"
-            self._server = Server(self, calls_of(Store), self.segments, path, self._door)
+            self._server = Server(self, calls_of(Store), self.segments, path, self._port)
             await self._server.start()
             self._meter.start()
         return self._server.endpoint(self._node)
@@ -160,30 +158,29 @@ class Store:
         self._puts.become_source(client)
         return self.ledger.residents.next_group
 
-    async def lease(self, ask: LeaseRequest) -> list[Granted] | None:
+    async def lease(self, request: LeaseRequest) -> list[Granted] | None:
         """Wait for at least one free unit, and lease it. None when the store is closed, or the request was
         withdrawn."""
-        self.ledger.residents.stage(ask.stage)
-        consumers = self._consumers[ask.stage]
-        if not self._clients.asked(ask):
+        self.ledger.residents.stage(request.stage)
+        consumers = self._consumers[request.stage]
+        if not self._clients.asked(request):
             return None
 
         def take() -> list[Granted] | None:
-            leases = consumers.take(ask, self._clock())
+            leases = consumers.take(request, self._clock())
             for lease in leases:
-                self._work.granted(lease.id, ask.stage, ask.owner)
-            return [self._grant(lease.id, ask.stage, self.ledger.rows_of(lease)) for lease in leases] or None
+                self._work.granted(lease.id, request.stage, request.owner)
+            return [self._grant(lease.id, request.stage, self.ledger.rows_of(lease)) for lease in leases] or None
 
         asked = self._clock()
-        granted = await consumers.wait(take, ask)
+        granted = await consumers.wait(take, request)
         if granted is not None:
-            self._meter.waited(ask.stage, self._clock() - asked)
+            self._meter.waited(request.stage, self._clock() - asked)
         return granted
 
-    async def answered(self, client: str) -> list[tuple[int, int]] | None:
-        """Wait until others have answered groups that this client holds. Returns leases and groups; None once
-        closed."""
-        return await self._waiters.answered.wait(client)
+    async def superseded(self, client: str) -> list[tuple[int, int]] | None:
+        """Wait until others have written groups that this client holds. Returns leases and groups; None once closed."""
+        return await self._waiters.superseded.wait(client)
 
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:
         """Withdraw the request of that ticket: its call returns None, and what it was given goes back."""
@@ -282,7 +279,7 @@ class Store:
 
     async def lost(self, node: str) -> None:
         """Note that a node, by Ray's id, is gone: what lay there is made again, and nothing is taken from there any
-        more. See `ledger/losses.py`."""
+        more. See `ledger/lost_values.py`."""
         lost = self.segments.node_lost(node) if self.segments is not None else None
         if lost is not None:
             self._intake.lost_nodes.add(lost)
@@ -362,7 +359,7 @@ class Store:
         if self._closed is None:
             self._closed = reason
         self._expiry.cancel()
-        self._slow.cancel()
+        self._stragglers.cancel()
         self._meter.close()
         if self._server is not None:
             self._server.close()
@@ -392,4 +389,4 @@ class Store:
     def _settled(self) -> None:
         if self._closed is None:
             self._expiry.arm()
-            self._slow.arm()
+            self._stragglers.arm()

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from penstock.network.machine import LOW, OF_EACH, free_address, interface_of
-from penstock.store.data.far.pulls import KEPT
+from penstock.store.data.remote.pulls import KEPT
 
 
 def test_the_interface_of_an_address() -> None:

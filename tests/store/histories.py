@@ -16,11 +16,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.store.errors import AnsweredByAnother, LeaseExpired, StoreError
+from penstock.store.errors import LeaseExpired, LeaseSuperseded, StoreError
 from penstock.store.ledger.group import Group
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.rounds import Round
-from penstock.store.ledger.state import Cut, restore, scalars, values_of
+from penstock.store.ledger.state import LedgerCut, restore, scalars, values_of
 from penstock.store.ledger.stragglers import ENOUGH
 from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, facts_for, facts_of, living_groups, make_spec
@@ -92,7 +92,7 @@ class Histories(RuleBasedStateMachine):
         """Rows that were trained, by step."""
         self.snapshot: tuple[Any, Any, int, dict[int, int], Lineage] | None = None
         """The newest, the step that it was taken after, and what was known of its rows."""
-        self.cuts: list[tuple[Cut, Any]] = []
+        self.cuts: list[tuple[LedgerCut, Any]] = []
         """Under way, each with what it is to be."""
         self.round = 0
         self.served = 0
@@ -141,7 +141,7 @@ class Histories(RuleBasedStateMachine):
         undone = {row for row in some if self.is_undone(row, stage)}
         try:
             kept = self.ledger.write(lease.id, stage, some, columns, facts, self.now)
-        except AnsweredByAnother:
+        except LeaseSuperseded:
             assert all(self.answered[row] - {lease.id} for row in some)
             return
         except LeaseExpired:
@@ -407,7 +407,7 @@ class Histories(RuleBasedStateMachine):
 
     def know_the_median(self) -> None:
         for _ in range(ENOUGH):
-            self.ledger.residents.stragglers.took(MEDIAN_S)
+            self.ledger.residents.stragglers.record_time(MEDIAN_S)
 
     def any_node(self) -> int:
         return self.nodes.randrange(NODES)
@@ -420,7 +420,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def take_a_snapshot(self) -> None:
         self.snapshot = (*self.state(), self.round, dict(self.sampled), deepcopy(self.lineage))
-        self.cuts.append((Cut(self.ledger.residents), self.snapshot[1]))
+        self.cuts.append((LedgerCut(self.ledger.residents), self.snapshot[1]))
 
     @precondition(lambda self: self.cuts)
     @rule(count=st.integers(1, 3), data=st.data())

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.network.handshake import new_token
 from penstock.store.data.segments import Segments
-from penstock.store.service.server import Door, Endpoint
+from penstock.store.service.server import Endpoint, StorePort
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 
@@ -52,7 +52,7 @@ def store_process(tmp_path: Path, restore: Path | None = None, **changes: Any) -
 async def main(place: Path, restore: str, changes: dict[str, Any]) -> None:
     spec = make_spec(**changes)
     segments = Segments(str(place / "shm"), str(place / "disk"), spec.shared_bytes)
-    store = Store(spec, segments=segments, restore=restore or None, door=Door("127.0.0.1", new_token()))
+    store = Store(spec, segments=segments, restore=restore or None, port=StorePort("127.0.0.1", new_token()))
     print(pickle.dumps(await store.endpoint()).hex(), flush=True)
     await asyncio.to_thread(sys.stdin.read)  # until it is killed, or whoever started it has ended
 

@@ -1,4 +1,4 @@
-"""A store that is served to other processes, clients as in those, near and far, and the files they share."""
+"""A store that is served to other processes, clients as in those, local and remote, and the files they share."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,11 +12,11 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket, OverTcp
 from penstock.store.client.links import InProcess, Lazy, Link
 from penstock.store.data.arena import SPARE
-from penstock.store.data.far.nodes import ROWS, RowsNode, RowsNodes
-from penstock.store.data.far.server import RowsServer
+from penstock.store.data.remote.nodes import ROWS, RowsNode, RowsNodes
+from penstock.store.data.remote.server import RowsServer
 from penstock.store.data.roots import OWNER_NAME
 from penstock.store.data.segments import Segments
-from penstock.store.service.server import Door, Endpoint
+from penstock.store.service.server import Endpoint, StorePort
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 
@@ -24,7 +24,7 @@ WAYS = {"in process": InProcess, "socket": OverSocket, "tcp": OverTcp}
 """From a client to its store."""
 
 
-class FarNode:
+class RemoteNode:
     """A node of its own for large batches: directories, and a server of what lies there."""
 
     def __init__(self, name: str, tmp_path: Path, token: bytes) -> None:
@@ -40,10 +40,10 @@ class FarNode:
         self.server.close()
 
 
-def far_nodes(tmp_path: Path, names: str) -> tuple[dict[str, FarNode], RowsNodes]:
+def remote_nodes(tmp_path: Path, names: str) -> tuple[dict[str, RemoteNode], RowsNodes]:
     token = new_token()
-    far = {name: FarNode(name, tmp_path, token) for name in names}
-    return far, RowsNodes({name: one.facts for name, one in far.items()}, token)
+    remote = {name: RemoteNode(name, tmp_path, token) for name in names}
+    return remote, RowsNodes({name: one.facts for name, one in remote.items()}, token)
 
 
 def serve(
@@ -58,8 +58,8 @@ def serve(
     async def main() -> None:
         spec = make_spec(**{"lease_timeout_s": 600.0, "inline_bytes": 2000, **changes})
         segments = Segments(str(tmp_path / "shm"), str(tmp_path / "disk"), spec.shared_bytes, nodes)
-        door = Door("127.0.0.1", nodes.token if nodes is not None else new_token())
-        store = Store(spec, segments=segments, node=node, restore=restore, door=door)
+        port = StorePort("127.0.0.1", nodes.token if nodes is not None else new_token())
+        store = Store(spec, segments=segments, node=node, restore=restore, port=port)
         await asyncio.wait_for(body(store, await store.endpoint()), 20)
         store.ledger.check_invariants()
         await store.end()
@@ -75,7 +75,7 @@ async def visit(endpoint: Endpoint) -> tuple[StoreClient, OverSocket]:
     return client, link
 
 
-async def visit_from_afar(endpoint: Endpoint) -> tuple[StoreClient, OverTcp]:
+async def visit_remotely(endpoint: Endpoint) -> tuple[StoreClient, OverTcp]:
     """A client as on another machine."""
     client = StoreClient(unseen(endpoint))
     link = await linked(client)

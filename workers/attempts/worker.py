@@ -14,7 +14,7 @@ from penstock.conf.errors import LeaseExpired
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
-from penstock.store.errors import AnsweredByAnother
+from penstock.store.errors import LeaseSuperseded
 from penstock.workers.attempts.runner import Runner
 from penstock.workers.environments.task import Task
 from penstock.workers.error_share import ErrorShare
@@ -72,7 +72,7 @@ class EnvironmentWorker:
                 if self._writes is not None:
                     columns = {name: values for name, values in columns.items() if name in self._writes}
                 await store.write(lease, rows.row_ids[kept], columns)
-        except AnsweredByAnother:
+        except LeaseSuperseded:
             self._counts["twice_groups"] += 1
             return
         except LeaseExpired:

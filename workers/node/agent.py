@@ -22,7 +22,7 @@ from pathlib import Path
 from penstock.conf.errors import ResourceError, SandboxUnavailable
 from penstock.network.connection import Address
 from penstock.network.listener import Handler, Listener
-from penstock.store.data.far.server import RowsServer
+from penstock.store.data.remote.server import RowsServer
 from penstock.store.data.roots import OWNER_NAME, boot_id, claim_root, guard_root, remove_root, sweep_stale
 from penstock.workers.node import services
 from penstock.workers.node.file_service import FileService

@@ -1,6 +1,6 @@
 """The services of an agent's port, a byte each: a connection from another node asks for one."""
 
-from penstock.store.data.far.nodes import ROWS
+from penstock.store.data.remote.nodes import ROWS
 
 CHUNKS = 1
 """Service for chunks of publications: `workers/weights/chain/`."""

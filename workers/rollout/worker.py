@@ -20,7 +20,7 @@ from penstock.conf.errors import DataError, DeadlineExceeded, LeaseExpired, Prom
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
-from penstock.store.errors import AnsweredByAnother
+from penstock.store.errors import LeaseSuperseded
 from penstock.workers.concurrent_tasks import BusyClock, cancel_all
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
 
@@ -101,7 +101,7 @@ class RolloutWorker:
                 )
             if kept:
                 await store.write(lease, rows.row_ids[kept], response_columns([completions[i] for i in kept]))
-        except AnsweredByAnother:
+        except LeaseSuperseded:
             self._counts["twice_groups"] += 1
             return
         except LeaseExpired:
@@ -194,7 +194,7 @@ class GroupLoop:
         """A task that waits for the answers of other workers; None where groups are never answered twice."""
         if not self._hears or not (await store.spec()).straggler_factor:
             return None
-        return asyncio.create_task(store.answered())
+        return asyncio.create_task(store.superseded())
 
     def _settle(self, task: "asyncio.Task[None]", place: Place) -> None:
         """Raise what a group failed with. A cancellation from elsewhere would lose the group silently."""

@@ -21,7 +21,7 @@ from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.cluster.owners import Owner, ThisProcess
 from penstock.orchestrator.cluster.ray_calls import get_all
-from penstock.store.data.far.nodes import RowsNode, RowsNodes
+from penstock.store.data.remote.nodes import RowsNode, RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
 from penstock.workers.node.actor import NodeAgent as Agent
 from penstock.workers.node.agent import NodeFacts

@@ -9,8 +9,7 @@ waits for that and no row overtakes another: units go in their order and evenly,
 
 import asyncio
 import heapq
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from penstock.store.data.blocks import Block, Blocks, Place
 from penstock.store.data.segments import Segments
@@ -21,37 +20,20 @@ from penstock.store.ledger.readiness import Stage
 from penstock.store.service.clients import Clients
 from penstock.store.service.messages import Granted, LeaseRequest
 from penstock.store.service.waiting.sharing import PATIENCE_S, Sharing
-from penstock.store.service.waiting.timers import Slow
 from penstock.store.service.waiting.wait_queue import WaitQueue
 
 LOOK = 4
 """Number of groups looked at, at the head of a stage's queue; the first ones may have gone, until a client leases."""
 
 
-class Nearness(Protocol):
-    def of_next(self, stage: Stage) -> str | None:
-        """The node of what is next; None if that cannot be told, or nothing is gained by it."""
-
-    def of_client(self, client: str) -> str: ...
-
-
-class Nowhere:
-    """The nearness in a run on one node."""
-
-    def of_next(self, stage: Stage) -> str | None:
-        return None
-
-    def of_client(self, client: str) -> str:
-        return ""
-
-
-class OnNodes:
-    """The nearness in a run on several nodes."""
+class Locality:
+    """The nodes of rows and of clients, in a run on several nodes."""
 
     def __init__(self, ledger: Ledger, blocks: Blocks, segments: Segments) -> None:
         self._ledger, self._blocks, self._segments = ledger, blocks, segments
 
-    def of_next(self, stage: Stage) -> str | None:
+    def node_of_next(self, stage: Stage) -> str | None:
+        """The node of the next rows; None if they are in no file, or have gone."""
         oldest = heapq.nsmallest(LOOK, stage.queue)
         groups = (group for group in map(self._ledger.residents.groups.get, oldest) if group is not None)
         group = next((group for group in groups if group.free[stage.index]), None)
@@ -62,7 +44,7 @@ class OnNodes:
         largest = max(blocks, key=lambda block: block.nbytes, default=None)
         return largest.ref.node if largest is not None and largest.ref is not None else None
 
-    def of_client(self, client: str) -> str:
+    def node_of(self, client: str) -> str:
         return self._segments.node_of(client)
 
     def _block(self, group: int, index: int, name: str) -> Block:
@@ -70,18 +52,60 @@ class OnNodes:
         return found.block if isinstance(found, Place) else found[0].block
 
 
+class StragglerTimer:
+    """A timer for the next group that becomes a straggler, and the choice among engines that wait and may take it as
+    well. `ledger/stragglers.py` decides which groups are stragglers. Lifecycle: `arm` after any event, `cancel`."""
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float], wake: Callable[[int], None]) -> None:
+        """Prepare the timer. `wake`: of a stage, by number, soon; called when a group has become a straggler."""
+        self._ledger, self._clock, self._wake = ledger, clock, wake
+        self._timer: asyncio.TimerHandle | None = None
+
+    def owners(self) -> set[str]:
+        """Owners of the stragglers, which another engine may take."""
+        return {lease.owner for _, lease in self._ledger.residents.stragglers.overdue(self._clock())}
+
+    def priority(self, held: Mapping[str, int]) -> Callable[[LeaseRequest], tuple[bool, int]] | None:
+        """The priority of a request, the lowest is next: one that can take a group, and holds the fewest. None if there
+        is nothing to take. `held`: units by client."""
+        owners = self.owners()
+        return (lambda request: (owners == {request.owner}, held.get(request.client, 0))) if owners else None
+
+    def arm(self) -> None:
+        self.cancel()
+        stragglers, stage = self._ledger.residents.stragglers, self._ledger.residents.sampling
+        if stage is not None and (due := stragglers.next_overdue()) is not None:
+            wait_s = max(0.0, due - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._due, stage.index)
+
+    def _due(self, stage: int) -> None:
+        self.owners()  # notes all stragglers until now: no timer is set for them again
+        self._wake(stage)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class Consumers:
     """The consumers of one stage. Lifecycle: `wait` for each request, `wake` whenever the stage may have become ready,
     `close`."""
 
     def __init__(
-        self, stage: str, ledger: Ledger, clients: Clients, schedule: Callable[[], None], nearness: Nearness, slow: Slow
+        self,
+        stage: str,
+        ledger: Ledger,
+        clients: Clients,
+        schedule: Callable[[], None],
+        locality: Locality | None,
+        stragglers: StragglerTimer,
     ) -> None:
-        """Prepare the queue. `schedule`: has `wake` called soon."""
+        """Prepare the queue. `schedule`: has `wake` called soon. `locality`: None in a run on one node."""
         self._stage = ledger.residents.stage(stage)
-        self._slow = slow if self._stage is ledger.residents.sampling else None
+        self._stragglers = stragglers if self._stage is ledger.residents.sampling else None
         self._ledger, self._clients = ledger, clients
-        self._schedule, self._nearness = schedule, nearness
+        self._schedule, self._locality = schedule, locality
         self._queue = WaitQueue(schedule)
         self._sharing = Sharing()
         self._held = clients.held_of(stage)
@@ -97,44 +121,45 @@ class Consumers:
         """Clients, in the order of their requests."""
         return list(self._queue.clients)
 
-    async def wait(self, take: Callable[[], list[Granted] | None], ask: LeaseRequest) -> list[Granted] | None:
+    async def wait(self, take: Callable[[], list[Granted] | None], request: LeaseRequest) -> list[Granted] | None:
         """Return what `take` gives in this request's turn. None when closed, or when it was withdrawn."""
-        self._sharing.asked(ask)
-        return await self._queue.wait(take, ask.client, ask.ticket, ask)
+        self._sharing.asked(request)
+        return await self._queue.wait(take, request.client, request.ticket, request)
 
-    def take(self, ask: LeaseRequest, now: float) -> list[HeldLease]:
+    def take(self, request: LeaseRequest, now: float) -> list[HeldLease]:
         """Lease what a request gets now: its share of what is free, or else a group that another has had for too
         long."""
         leases: list[HeldLease] = []
-        share = self.share_of(ask)
-        while share > 0 and len(leases) < max(1, ask.max_leases):
-            lease = self._ledger.lease(ask.stage, min(share, ask.max_units), ask.owner, now)
+        share = self.share_of(request)
+        while share > 0 and len(leases) < max(1, request.max_leases):
+            lease = self._ledger.lease(request.stage, min(share, request.max_units), request.owner, now)
             if lease is None:
                 break
             share -= self._clients.units_of(lease)
             leases.append(lease)
-        if not leases and self._may_help(ask) and (lease := self._ledger.offer(ask.owner, now)) is not None:
-            leases.append(lease)
+        if not leases and self._may_duplicate(request):
+            lease = self._ledger.offer(request.owner, now)
+            leases = [lease] if lease is not None else []
         for lease in leases:
-            self._sharing.took(ask.client, self._clients.units_of(lease))
-            self._clients.gave(ask, lease)
+            self._sharing.took(request.client, self._clients.units_of(lease))
+            self._clients.gave(request, lease)
         return leases
 
-    def share_of(self, ask: LeaseRequest) -> int:
+    def share_of(self, request: LeaseRequest) -> int:
         """Units of what is free now that this request may take. 0 with units free: they are kept for others, which come
         or are given up soon."""
         free = self._stage.num_free
         if not free:
             return 0
-        share = self._sharing.share(free, ask, self._queue.requests, self._held)
+        share = self._sharing.share(free, request, self._queue.requests, self._held)
         if not share and self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._lose_patience)
         return share
 
-    def _may_help(self, ask: LeaseRequest) -> bool:
+    def _may_duplicate(self, request: LeaseRequest) -> bool:
         """Return whether the client has nothing to do, and may take a group that another has had for too long."""
-        has_room = not ask.max_held or self._held.get(ask.client, 0) < ask.max_held
-        return self._slow is not None and not self._stage.num_free and has_room
+        has_capacity = not request.max_held or self._held.get(request.client, 0) < request.max_held
+        return self._stragglers is not None and not self._stage.num_free and has_capacity
 
     def withdraw(self, client: str, ticket: int | None = None) -> None:
         """Withdraw a client's request of that ticket, or all: their calls return None."""
@@ -147,18 +172,20 @@ class Consumers:
     def wake(self) -> None:
         """Let the next request try, if something is free."""
         if self._stage.num_free:
-            self._queue.wake_first(self._priority(self._nearness.of_next(self._stage) if len(self) > 1 else None))
+            self._queue.wake_first(self._priority())
         else:
             self._be_patient_again()
-            if self._slow is not None and (priority := self._slow.priority(self._held)) is not None:
+            if self._stragglers is not None and (priority := self._stragglers.priority(self._held)) is not None:
                 self._queue.wake_first(priority)
 
-    def _priority(self, node: str | None) -> Callable[[LeaseRequest], tuple[float, bool, int]]:
-        """Make the priority of requests. `node`: of the rows that are next."""
+    def _priority(self) -> Callable[[LeaseRequest], tuple[float, bool, int]]:
+        """Make the priority of requests for the next rows."""
+        locality = self._locality if len(self) > 1 else None
+        node = locality.node_of_next(self._stage) if locality is not None else None
 
-        def priority(ask: LeaseRequest) -> tuple[float, bool, int]:
-            is_far = node is not None and self._nearness.of_client(ask.client) != node
-            return self._sharing.priority(ask, self._held.get(ask.client, 0), is_far)
+        def priority(request: LeaseRequest) -> tuple[float, bool, int]:
+            is_remote = locality is not None and node is not None and locality.node_of(request.client) != node
+            return self._sharing.priority(request, self._held.get(request.client, 0), is_remote)
 
         return priority
 

@@ -26,7 +26,7 @@ class Claim(NamedTuple):
     """The units that one consumer holds of a stage, and how many more it can take."""
 
     held: int
-    room: int
+    capacity: int
 
 
 def fair_share(free: int, claim: Claim, others: Sequence[Claim] | Counter[Claim]) -> int:
@@ -43,7 +43,7 @@ def fair_share(free: int, claim: Claim, others: Sequence[Claim] | Counter[Claim]
     def poured(level: int) -> int:
         return sum(count * _poured(other, level) for other, count in alike.items())
 
-    low, high = 0, claim.held + min(free, claim.room)
+    low, high = 0, claim.held + min(free, claim.capacity)
     while low < high:  # the highest level that all can be filled to, or how far `claim` can be
         level = (low + high + 1) // 2
         if _poured(claim, level) + poured(level) <= free:
@@ -52,11 +52,11 @@ def fair_share(free: int, claim: Claim, others: Sequence[Claim] | Counter[Claim]
             high = level - 1
     share = _poured(claim, low)
     left = free - share - poured(low)
-    return share + (1 if left > 0 and share < claim.room and low >= claim.held else 0)
+    return share + (1 if left > 0 and share < claim.capacity and low >= claim.held else 0)
 
 
 def _poured(claim: Claim, level: int) -> int:
-    return min(claim.room, max(0, level - claim.held))
+    return min(claim.capacity, max(0, level - claim.held))
 
 
 class Sharing:
@@ -67,28 +67,28 @@ class Sharing:
         """The most units that each client holds at a time."""
         self._num_peers = 0
         """Number of consumers that there should be, of which some may not have come yet."""
-        self._taken: Counter[str] = Counter()
+        self._num_taken: Counter[str] = Counter()
         """Number of units that each client has had."""
 
-    def asked(self, ask: LeaseRequest) -> None:
-        if ask.max_held and ask.client not in self._regulars:
-            self._regulars[ask.client] = ask.max_held
+    def asked(self, request: LeaseRequest) -> None:
+        if request.max_held and request.client not in self._regulars:
+            self._regulars[request.client] = request.max_held
             if self._num_peers >= 0:
-                self._num_peers = max(self._num_peers, ask.num_peers)
+                self._num_peers = max(self._num_peers, request.num_peers)
 
     def took(self, client: str, num_units: int) -> None:
-        self._taken[client] += num_units
+        self._num_taken[client] += num_units
 
     def left(self, client: str) -> None:
         if self._regulars.pop(client, None) is not None and self._num_peers > 0:
             self._num_peers -= 1  # it has come, and need not be waited for
-        self._taken.pop(client, None)
+        self._num_taken.pop(client, None)
 
-    def priority(self, ask: LeaseRequest, held: int, is_far: bool = False) -> tuple[float, bool, int]:
+    def priority(self, request: LeaseRequest, held: int, is_remote: bool = False) -> tuple[float, bool, int]:
         """The priority of a request, the lowest is next: the client that holds the fewest units, of those that can take
-        more; of several, one that is where the rows are; and of these the one that has had the fewest."""
-        has_room = not ask.max_held or held < ask.max_held
-        return (held if has_room else math.inf, is_far, self._taken[ask.client])
+        more; of several, one on the node of the rows; and of these the one that has had the fewest."""
+        has_capacity = not request.max_held or held < request.max_held
+        return (held if has_capacity else math.inf, is_remote, self._num_taken[request.client])
 
     def expect_only(self, present: Iterable[str]) -> None:
         """Expect only the clients that are there: patience with the others is over."""
@@ -96,16 +96,16 @@ class Sharing:
         self._regulars = {client: most for client, most in self._regulars.items() if client in there}
         self._num_peers = -1
 
-    def share(self, free: int, ask: LeaseRequest, requests: Sequence[LeaseRequest], held: Mapping[str, int]) -> int:
-        """Units for `ask`, beside those that wait (`requests`, it may be among them) and those that are expected.
+    def share(self, free: int, request: LeaseRequest, requests: Sequence[LeaseRequest], held: Mapping[str, int]) -> int:
+        """Units for `request`, beside those that wait (`requests`, it may be among them) and those that are expected.
         `held`: by client."""
-        if ask.max_held == 0 and all(request is ask for request in requests):
+        if request.max_held == 0 and all(one is request for one in requests):
             return free  # alone
-        others = Counter(_claim(one, held.get(one.client, 0)) for one in requests if one is not ask)
-        if ask.max_held:
-            others += self._expected({ask.client, *(request.client for request in requests)}, held)
-            others[Claim(0, ask.max_held)] += max(0, self._num_peers - len(self._regulars))
-        return fair_share(free, _claim(ask, held.get(ask.client, 0)), others)
+        others = Counter(_claim(one, held.get(one.client, 0)) for one in requests if one is not request)
+        if request.max_held:
+            others += self._expected({request.client, *(one.client for one in requests)}, held)
+            others[Claim(0, request.max_held)] += max(0, self._num_peers - len(self._regulars))
+        return fair_share(free, _claim(request, held.get(request.client, 0)), others)
 
     def _expected(self, there: Collection[str], held: Mapping[str, int]) -> Counter[Claim]:
         """Claims of the clients that are expected and not there at the moment."""
@@ -113,7 +113,7 @@ class Sharing:
         return Counter({Claim(has, max(0, most - has)): count for (has, most), count in absent.items()})
 
 
-def _claim(ask: LeaseRequest, held: int) -> Claim:
-    if ask.max_held:
-        return Claim(held, min(ask.max_units, max(0, ask.max_held - held)))
-    return Claim(held, ask.max_units * max(1, ask.max_leases))
+def _claim(request: LeaseRequest, held: int) -> Claim:
+    if request.max_held:
+        return Claim(held, min(request.max_units, max(0, request.max_held - held)))
+    return Claim(held, request.max_units * max(1, request.max_leases))

@@ -1,5 +1,5 @@
-"""Waiters: all callers of a store that wait, for leases and rounds by stage, for credits, or for what others answer;
-and the pump that wakes them.
+"""Waiters: all callers of a store that wait, for leases and rounds by stage, for credits, or to hear of superseded
+leases; the pump that wakes them, and the timer that expires leases.
 
     event of the ledger ─ Effects ─▶ carry_out ─▶ blocks
                                          └─ soon ─▶ consumers, ranks, puts: those that there may be something for
@@ -11,32 +11,21 @@ Waiting callers use the pump too, when what they wait for may have changed.
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from penstock.store.data.blocks import Blocks
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.clients import Clients
-from penstock.store.service.waiting.consumers import Consumers, Nearness
+from penstock.store.service.waiting.consumers import Consumers, Locality, StragglerTimer
 from penstock.store.service.waiting.puts import Puts
-from penstock.store.service.waiting.timers import Slow
 from penstock.store.service.waiting.wait_queue import WaitQueue
 
 T = TypeVar("T")
-Answer = tuple[int, int]
-"""A lease and a group of it."""
-
-
-class LeaseWaiters(Protocol):
-    """Consumers that wait for leases of one stage."""
-
-    def wake(self) -> None: ...
-
-
-class RoundWaiters(Protocol):
-    """Ranks that wait for rounds of one stage."""
-
-    def wake(self, *, moved: bool) -> None: ...
+Superseded = tuple[int, int]
+"""A lease and a group of it that another lease has written first."""
+STANDSTILL_S = 0.1
+"""Lateness of a timer, in seconds, that tells that the store's process stood still."""
 
 
 class Pump:
@@ -50,16 +39,16 @@ class Pump:
 
     def connect(
         self,
-        consumers: Sequence[LeaseWaiters],
-        ranks: Sequence[RoundWaiters],
+        consumers: Sequence[Consumers],
+        ranks: "Sequence[Ranks]",
         wake_puts: Callable[[], None],
         settled: Callable[[], None],
-        answered: Callable[[list[tuple[int, int]]], None],
+        superseded: Callable[[list[Superseded]], None],
     ) -> None:
         """Connect the waiting callers. `consumers`, `ranks`: in the order of the stages. `settled`: called after each
-        wake-up. `answered`: told of groups that another lease has answered."""
+        wake-up. `superseded`: told of leases that are superseded."""
         self._consumers, self._ranks = consumers, ranks
-        self._wake_puts, self._settled, self._answered = wake_puts, settled, answered
+        self._wake_puts, self._settled, self._superseded = wake_puts, settled, superseded
         self.every_stage = (1 << len(consumers)) - 1
 
     def carry_out(self, effects: Effects) -> None:
@@ -68,8 +57,8 @@ class Pump:
             self._blocks.free(group, mask)
         for group, columns in effects.cleared:
             self._blocks.clear(group, columns)
-        if effects.answered:
-            self._answered(effects.answered)
+        if effects.superseded:
+            self._superseded(effects.superseded)
         due = self._due
         due.stages |= effects.stages
         due.rounds |= effects.rounds
@@ -106,19 +95,69 @@ class Pump:
         self._settled()
 
 
+class Expiry:
+    """A timer for the next deadline. Lifecycle: `arm` after any event, `cancel`."""
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float], carry_out: Callable[[Effects], None]) -> None:
+        """Prepare the timer. `carry_out`: called after leases may have expired."""
+        self._ledger, self._clock, self._carry_out = ledger, clock, carry_out
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        """The time at which the timer fires, by the clock."""
+        self._patient_until = 0.0
+        """The time before which nothing expires, by the clock."""
+
+    def arm(self) -> None:
+        """Set the timer. One that is too early stays: most leases end long before, and it costs a look at the next
+        deadline."""
+        deadline = self._ledger.next_deadline()
+        if deadline is None:
+            self.cancel()
+            return
+        due = max(deadline, self._patient_until)
+        if self._timer is not None and self._due <= due:
+            return
+        self.cancel()
+        self._due = due
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, due - self._clock()), self._expire, due)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self, due: float) -> None:
+        """Expire leases whose deadline has come. If this process stood still until long after it, renewals lie unread:
+        they come first."""
+        self._timer = None
+        if self._clock() - due > STANDSTILL_S and due > self._patient_until:
+            self._patient_until = self._clock() + STANDSTILL_S
+            self.arm()
+            return
+        _, effects = self._ledger.expire(self._clock())
+        self._carry_out(effects)
+
+
 class Waiters:
     """The waiting callers of a store. Lifecycle: made before the first call, then told which clients leave, `close`."""
 
     def __init__(
-        self, ledger: Ledger, clients: Clients, puts: Puts, pump: Pump, nearness: Nearness, slow: Slow
+        self,
+        ledger: Ledger,
+        clients: Clients,
+        puts: Puts,
+        pump: Pump,
+        locality: Locality | None,
+        stragglers: StragglerTimer,
     ) -> None:
         self._clients, self._puts, self._pump = clients, puts, pump
-        self.answered = Answered(clients)
+        self.superseded = SupersededLeases(clients)
         self.consumers: dict[str, Consumers] = {}
         self.ranks: dict[str, Ranks] = {}
         for index, stage in enumerate(ledger.spec.stages):
             schedule = partial(pump.wake_stage, index)
-            self.consumers[stage.name] = Consumers(stage.name, ledger, clients, schedule, nearness, slow)
+            self.consumers[stage.name] = Consumers(stage.name, ledger, clients, schedule, locality, stragglers)
             self.ranks[stage.name] = Ranks(stage.name, ledger, schedule)
         self._queues: list[Consumers | Ranks] = [*self.consumers.values(), *self.ranks.values()]
 
@@ -129,7 +168,7 @@ class Waiters:
     def left(self, client: str) -> None:
         """Remove a client that has left: it waits for nothing, and the others share without it."""
         self._puts.left(client)
-        self.answered.left(client)
+        self.superseded.left(client)
         self.retire(client)
 
     def retire(self, client: str) -> None:
@@ -148,7 +187,7 @@ class Waiters:
 
     def close(self, reason: str) -> None:
         self._puts.close(reason)
-        self.answered.close()
+        self.superseded.close()
         for queue in self._queues:
             queue.close()
 
@@ -180,25 +219,26 @@ class Ranks:
         self._queue.close()
 
 
-class Answered:
-    """The answers that clients wait for: engines that sample a group which another has answered meanwhile are told, and
-    stop. See `ledger/stragglers.py`. Lifecycle: `wait` and `tell` in any order, `left` for each client, `close`."""
+class SupersededLeases:
+    """The superseded leases that clients wait to hear of: engines that sample a group which another engine has written
+    first are told, and stop. See `ledger/stragglers.py`. Lifecycle: `wait` and `tell` in any order, `left` for each
+    client, `close`."""
 
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
         self._queue = WaitQueue(lambda: None)
-        self._due: dict[str, list[Answer]] = {}
-        """Answers that a client has not been told yet, by client."""
+        self._due: dict[str, list[Superseded]] = {}
+        """Superseded leases that a client has not been told of yet, by client."""
 
-    def tell(self, answers: list[Answer]) -> None:
-        for lease_id, group in answers:
+    def tell(self, superseded: list[Superseded]) -> None:
+        for lease_id, group in superseded:
             if (client := self._clients.of_lease(lease_id)) is not None:
                 self._due.setdefault(client, []).append((lease_id, group))
-        if answers:
+        if superseded:
             self._queue.wake_all()
 
-    async def wait(self, client: str) -> list[Answer] | None:
-        """Wait for what has been answered since the last time. None once closed."""
+    async def wait(self, client: str) -> list[Superseded] | None:
+        """Wait for leases that were superseded since the last time. None once closed."""
         return await self._queue.wait(lambda: self._due.pop(client, None), client, at_once=True)
 
     def left(self, client: str) -> None:

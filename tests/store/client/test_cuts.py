@@ -24,7 +24,7 @@ import asyncio, json, os, sys
 from penstock.network.handshake import new_token
 from penstock.store.client.client import StoreClient
 from penstock.store.data.segments import Segments
-from penstock.store.service.server import Door
+from penstock.store.service.server import StorePort
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 from tests.store.players import group
@@ -32,7 +32,7 @@ from tests.store.players import group
 async def main():
     spec = make_spec(lease_timeout_s=float(sys.argv[2]))
     segments = Segments(f"/dev/shm/{os.getpid()}", f"/tmp/{os.getpid()}", spec.shared_bytes)
-    store = Store(spec, segments=segments, door=Door(sys.argv[1], new_token()))
+    store = Store(spec, segments=segments, port=StorePort(sys.argv[1], new_token()))
     endpoint = await store.endpoint()
     address = endpoint.address
     print(json.dumps([address.host, address.port, endpoint.token.hex()]), flush=True)
@@ -55,14 +55,14 @@ from tests.store.players import values_of
 async def main():
     host, port, token = json.loads(sys.argv[1])
     client = StoreClient(Endpoint("", "/not/here", ("", ""), Address(host, port), bytes.fromhex(token)))
-    lease = await client.lease("rollout", 1, "far")
-    waiting = asyncio.ensure_future(client.lease("group_advantage", 1, "far"))
+    lease = await client.lease("rollout", 1, "remote")
+    waiting = asyncio.ensure_future(client.lease("group_advantage", 1, "remote"))
     print("holds", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     try:  # into the cable that was pulled
         await client.write(lease, lease.rows.row_ids, values_of("rollout", lease))
         for stage in ("reward", "reference"):
-            more = await client.lease(stage, 2, "far")
+            more = await client.lease(stage, 2, "remote")
             await client.write(more, more.rows.row_ids, values_of(stage, more))
         print(json.dumps((await waiting).rows.row_ids.tolist()))
     except Exception as error:

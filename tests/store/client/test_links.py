@@ -20,7 +20,7 @@ from penstock.store.service.messages import LeaseRequest
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.players import group, values_of
-from tests.store.visitors import WAYS, serve, visit, visit_by, visit_from_afar
+from tests.store.visitors import WAYS, serve, visit, visit_by, visit_remotely
 
 LONG = 3000
 """Tokens: more than travels inline."""
@@ -234,17 +234,17 @@ def test_a_container_that_does_not_see_the_socket_comes_over_tcp_or_is_told(
     """One that sees neither is told."""
 
     async def body(store: Store, endpoint: Endpoint) -> None:
-        await visit_from_afar(endpoint)
+        await visit_remotely(endpoint)
         with pytest.raises(PartnerGone, match="no store listens at /not/here"):
             await StoreClient(Endpoint("", "/not/here", ("", ""))).stats()
 
     serve(tmp_path, body)
 
 
-def test_far_and_near_clients_work_on_the_same_rows(tmp_path: Path) -> None:
+def test_remote_and_local_clients_work_on_the_same_rows(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
-        (near, _), (far, _) = await visit(endpoint), await visit_from_afar(endpoint)
-        for producer, consumer in ((near, far), (far, near)):
+        (local, _), (remote, _) = await visit(endpoint), await visit_remotely(endpoint)
+        for producer, consumer in ((local, remote), (remote, local)):
             await producer.put_groups([{"prompt_ids": [7] * LONG, "task": "{}"}])
             lease = await producer.lease("rollout", 1, "engine")
             assert lease is not None
@@ -260,7 +260,7 @@ def test_far_and_near_clients_work_on_the_same_rows(tmp_path: Path) -> None:
 
 def test_a_far_client_is_sent_no_more_than_the_rows_and_columns_that_it_wants(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
-        client, link = await visit_from_afar(endpoint)
+        client, link = await visit_remotely(endpoint)
         await client.put_groups([{"prompt_ids": [number] * LONG, "task": "t" * LONG} for number in range(4)])
         (granted,) = await link.call("lease", LeaseRequest("rollout", 1, "engine", client="c"))
         assert [source.batch for source in granted.payload.sources if isinstance(source, Inline)] == []

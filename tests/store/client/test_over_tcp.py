@@ -42,16 +42,16 @@ def elsewhere(handle: Any, body: Callable[[StoreClient, StoreClient], Awaitable[
     """`body` gets a client on another machine and one on the store's. What they leave is dropped."""
 
     async def main() -> None:
-        far, near = StoreClient(handle, node="another machine"), StoreClient(handle)
-        for client, link in ((far, OverTcp), (near, OverSocket)):
+        remote, local = StoreClient(handle, node="another machine"), StoreClient(handle)
+        for client, link in ((remote, OverTcp), (local, OverSocket)):
             assert isinstance(await linked(client), link)
-        await asyncio.wait_for(body(far, near), ANSWER_S)
-        stats = await near.stats()
+        await asyncio.wait_for(body(remote, local), ANSWER_S)
+        stats = await local.stats()
         while stats["store/rows"]:
-            lease = await near.lease("rollout", 100, "cleaner")
+            lease = await local.lease("rollout", 100, "cleaner")
             assert lease is not None
-            await near.drop(lease, lease.rows.row_ids, "test over")
-            stats = await near.stats()
+            await local.drop(lease, lease.rows.row_ids, "test over")
+            stats = await local.stats()
         assert stats["store/leases"] == 0
 
     asyncio.run(main())
@@ -67,109 +67,109 @@ def long_responses(lease: Lease) -> dict[str, Any]:
 
 
 def test_large_values_come_and_go_and_are_those_that_were_written(handle: Any) -> None:
-    async def body(far: StoreClient, near: StoreClient) -> None:
-        await far.put_groups([group(number) for number in range(2)])
-        lease = await far.lease("rollout", 2, "engine")
+    async def body(remote: StoreClient, local: StoreClient) -> None:
+        await remote.put_groups([group(number) for number in range(2)])
+        lease = await remote.lease("rollout", 2, "engine")
         assert lease is not None
-        await far.write(lease, lease.rows.row_ids, long_responses(lease))
-        for client in (near, far):  # from a segment in place, and pulled
+        await remote.write(lease, lease.rows.row_ids, long_responses(lease))
+        for client in (local, remote):  # from a segment in place, and pulled
             judged = await client.lease("reference", 4, "reference")
             assert judged is not None
             assert [set(ids) for ids in judged.rows.arrays("response_ids")] == [{row} for row in judged.rows.row_ids]
             assert [len(ids) for ids in judged.rows.arrays("response_ids")] == [LONG] * 4
             assert judged.rows.lists("prompt_ids") == [[1, 2, 10]] * 2 + [[1, 2, 11]] * 2
-            await client.release(judged) if client is near else None
-        await far.drop(judged, judged.rows.row_ids, "test")
+            await client.release(judged) if client is local else None
+        await remote.drop(judged, judged.rows.row_ids, "test")
 
     elsewhere(handle, body)
 
 
 def test_rows_that_end_after_they_were_granted_are_there_to_be_read(handle: Any) -> None:
-    async def body(far: StoreClient, near: StoreClient) -> None:
-        await near.put_groups([{"prompt_ids": [7] * LONG, "task": "{}"}])
-        (granted,) = await far._link.call("lease", LeaseRequest("rollout", 1, "engine", client="far"))
-        await near._link.call("drop", granted.lease_id, "rollout", granted.payload.row_ids.tolist(), "test", "")
-        ((_, rows),) = await far._read([granted])
+    async def body(remote: StoreClient, local: StoreClient) -> None:
+        await local.put_groups([{"prompt_ids": [7] * LONG, "task": "{}"}])
+        (granted,) = await remote._link.call("lease", LeaseRequest("rollout", 1, "engine", client="remote"))
+        await local._link.call("drop", granted.lease_id, "rollout", granted.payload.row_ids.tolist(), "test", "")
+        ((_, rows),) = await remote._read([granted])
         assert rows.lists("prompt_ids") == [[7] * LONG] * 2
-        while (await near.stats())["store/shared_bytes"]:  # until nobody reads it
+        while (await local.stats())["store/shared_bytes"]:  # until nobody reads it
             await asyncio.sleep(0.01)
 
     elsewhere(handle, body)
 
 
 def test_ranks_on_two_machines_train_a_step_and_its_batch_is_read_afterwards(handle: Any) -> None:
-    async def body(far: StoreClient, near: StoreClient) -> None:
-        numbers = await far.put_groups([group(number) for number in range(2)])
+    async def body(remote: StoreClient, local: StoreClient) -> None:
+        numbers = await remote.put_groups([group(number) for number in range(2)])
         for stage in ("rollout", "reward", "reference", "group_advantage"):
-            lease = await far.lease(stage, 4, stage)
+            lease = await remote.lease(stage, 4, stage)
             assert lease is not None
             values = long_responses(lease) if stage == "rollout" else values_of(stage, lease)
             if stage == "reference":
                 values = {"reference_logprobs": [np.zeros(LONG, dtype=np.float32)] * 4}
-            await far.write(lease, lease.rows.row_ids, values)
+            await remote.write(lease, lease.rows.row_ids, values)
         shares = await asyncio.gather(
-            *(client.lease_shared("train", 0, rank, 2) for rank, client in enumerate((far, near)))
+            *(client.lease_shared("train", 0, rank, 2) for rank, client in enumerate((remote, local)))
         )
-        for client, share in zip((far, near), shares, strict=True):
+        for client, share in zip((remote, local), shares, strict=True):
             assert share is not None
             assert [set(ids) for ids in share.rows.arrays("response_ids")] == [{row} for row in share.rows.row_ids]
             await client.complete_shared(share.share)
-        batch = await far.last_batch(["response_ids", "task"])
+        batch = await remote.last_batch(["response_ids", "task"])
         assert sorted(set(batch.group_ids.tolist())) == numbers
         assert [ids[0] for ids in batch.arrays("response_ids")] == batch.row_ids.tolist()
-        await far.published(1)
+        await remote.published(1)
         # A batch stays until the next one is trained.
-        await near.put_groups([group(number) for number in range(2)])
+        await local.put_groups([group(number) for number in range(2)])
         for stage in ("rollout", "reward", "reference", "group_advantage"):
-            lease = await near.lease(stage, 4, stage)
+            lease = await local.lease(stage, 4, stage)
             assert lease is not None
-            await near.write(lease, lease.rows.row_ids, values_of(stage, lease))
-        await train(near, 1)
-        await near.published(2)
+            await local.write(lease, lease.rows.row_ids, values_of(stage, lease))
+        await train(local, 1)
+        await local.published(2)
 
     elsewhere(handle, body)
 
 
 def test_a_far_clients_heart_renews_what_it_holds_and_hears_what_is_over(handle: Any) -> None:
-    async def body(far: StoreClient, near: StoreClient) -> None:
-        await near.put_groups([group()])
-        lease = await far.lease("rollout", 1, "engine")
+    async def body(remote: StoreClient, local: StoreClient) -> None:
+        await local.put_groups([group()])
+        lease = await remote.lease("rollout", 1, "engine")
         assert lease is not None
-        pulse = far._link.pulse()
+        pulse = remote._link.pulse()
         assert await asyncio.to_thread(pulse.renew, [lease.id], [], ANSWER_S) == []
-        await far.release(lease)
+        await remote.release(lease)
         assert await asyncio.to_thread(pulse.renew, [lease.id], [0, 1], ANSWER_S) == [lease.id]
 
     elsewhere(handle, body)
 
 
 def test_a_far_client_that_is_cancelled_leaves_no_lease(handle: Any) -> None:
-    async def body(far: StoreClient, near: StoreClient) -> None:
-        asking = asyncio.ensure_future(far.lease("rollout", 1, "gone"))
-        while not any((await near.describe())["waiters"]["rollout"]):
+    async def body(remote: StoreClient, local: StoreClient) -> None:
+        asking = asyncio.ensure_future(remote.lease("rollout", 1, "gone"))
+        while not any((await local.describe())["waiters"]["rollout"]):
             pass
         asking.cancel()
-        await near.put_groups([group()])
-        lease = await near.lease("rollout", 1, "engine")
+        await local.put_groups([group()])
+        lease = await local.lease("rollout", 1, "engine")
         assert lease is not None
         assert asking.cancelled()
-        assert (await near.stats())["store/leases"] == 1
-        await near.release(lease)
+        assert (await local.stats())["store/leases"] == 1
+        await local.release(lease)
 
     elsewhere(handle, body)
 
 
 def test_typed_errors_arrive_as_themselves(handle: Any) -> None:
-    async def body(far: StoreClient, near: StoreClient) -> None:
+    async def body(remote: StoreClient, local: StoreClient) -> None:
         with pytest.raises(UnknownStage, match="did you mean 'reward'") as caught:
-            await far.lease("rewards", 1, "judge")
+            await remote.lease("rewards", 1, "judge")
         assert type(caught.value) is UnknownStage
-        await far.put_groups([group()])
-        late = await far.lease("rollout", 1, "late")
+        await remote.put_groups([group()])
+        late = await remote.lease("rollout", 1, "late")
         assert late is not None
-        await far.release(late)
+        await remote.release(late)
         with pytest.raises(LeaseExpired):
-            await far.renew(late)
+            await remote.renew(late)
 
     elsewhere(handle, body)
 
@@ -186,13 +186,13 @@ def test_a_far_client_hears_of_the_stores_death(handle: Any) -> None:
     """The last one: it ends the store."""
 
     async def main() -> None:
-        far = StoreClient(handle, node="another machine")
-        waiting = asyncio.ensure_future(far.lease("reward", 1, "judge"))
-        await far.stats()
+        remote = StoreClient(handle, node="another machine")
+        waiting = asyncio.ensure_future(remote.lease("reward", 1, "judge"))
+        await remote.stats()
         ray.kill(handle)
         with pytest.raises(PartnerGone, match="the store's process is gone"):
             await asyncio.wait_for(waiting, ANSWER_S)
-        pulse = far._link.pulse()
+        pulse = remote._link.pulse()
         with pytest.raises(PartnerGone, match="the store's process is gone"):
             await asyncio.to_thread(beat, pulse)
 

@@ -10,10 +10,10 @@ from penstock.algorithms.graph.columns import Column
 from penstock.store.data import payload as payload_module
 from penstock.store.data.blocks import Block, Blocks
 from penstock.store.data.codec import NOTHING, Codec
-from penstock.store.data.far.pulls import split, with_pulled
-from penstock.store.data.far.server import Wanted
 from penstock.store.data.layout import Inline, Placed
 from penstock.store.data.payload import Payload, assemble, by_value, gather, rows_at
+from penstock.store.data.remote.pulls import split, with_pulled
+from penstock.store.data.remote.server import Wanted
 from penstock.store.errors import TooLarge, UnknownColumn
 
 COLUMNS = [Column("prompt", "int32", "prompt", per_group=True), Column("x", "int32", "token"), Column("y", "int64")]
@@ -92,7 +92,7 @@ def sent(payload: Payload) -> tuple[Payload, int]:
 
 
 def pulled(payload: Payload, written: Written) -> Payload:
-    """With what is far in its place, as it comes from there; and no more of it than that."""
+    """With what is remote in its place, as it comes from there; and no more of it than that."""
     asked, rest = split(payload, lambda placed: placed.node == FAR)
     asked = Codec().decode(list[Wanted], Codec().encode(asked)[0], NOTHING)
     answers = [one.of(written.behind[one.placed].select(one.names)) for one in asked]
@@ -121,8 +121,8 @@ def test_rows_come_as_they_were_written(size: int, data: st.DataObject) -> None:
     copied = by_value(payload, fetched)
     assert copied.refs == []
     here = pulled(payload, written)
-    near = [written.behind[ref] for ref in here.refs]
-    found_here = assemble(here, names, near)
+    local = [written.behind[ref] for ref in here.refs]
+    found_here = assemble(here, names, local)
     for found in (assemble(payload, names, fetched), assemble(copied, names, []), found_here):
         assert found.names == tuple(names)
         assert found.row_ids.tolist() == rows

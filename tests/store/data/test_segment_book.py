@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.store.data import segment_book
-from penstock.store.data.segment_book import POOLED_SHARE, Instructions, SegmentBook, State, writer_of
+from penstock.store.data.segment_book import POOLED_SHARE, Instructions, SegmentBook, SegmentState, writer_of
 
 BUDGET = 800
 
@@ -20,7 +20,7 @@ def test_a_segment_comes_back_to_its_writer_after_its_last_row_and_reader() -> N
     assert not book.adopt("w-0", "batch", 50, False)
     book.use("r", "w-0")
     assert book.end("w-0") == Instructions()
-    assert book.segments["w-0"].state is State.ENDED
+    assert book.segments["w-0"].state is SegmentState.ENDED
     assert book.unuse("r", "w-0") == Instructions(recycled=["w-0"])
     assert (book.bytes, book.pooled_bytes) == (0, 50)
     book.adopt("w-0", "another", 50, False)
@@ -51,17 +51,17 @@ def test_each_node_has_a_budget_and_a_pool_of_its_own() -> None:
     for client in ("w", "v"):
         book.entered(client)
     assert not book.adopt("w-0", "batch", BUDGET, False)
-    assert not book.adopt("v-0", "batch", BUDGET, False, "far")
-    assert book.adopt("v-1", "batch", 1, False, "far")
+    assert not book.adopt("v-0", "batch", BUDGET, False, "remote")
+    assert book.adopt("v-1", "batch", 1, False, "remote")
     assert book.spilled("v-1").unmapped == [("v-1", {"v"})]
-    assert book.end("v-1") == Instructions(unmapped=[("v-1", {"v"})], removed_far=[("far", "v-1")])
-    assert book.end("v-0").removed_far == [("far", "v-0")]
-    book.adopt("v-2", "batch", BUDGET // POOLED_SHARE, False, "far")
+    assert book.end("v-1") == Instructions(unmapped=[("v-1", {"v"})], removed_remote=[("remote", "v-1")])
+    assert book.end("v-0").removed_remote == [("remote", "v-0")]
+    book.adopt("v-2", "batch", BUDGET // POOLED_SHARE, False, "remote")
     book.adopt("w-1", "batch", BUDGET // POOLED_SHARE, False)
     assert book.end("v-2").recycled + book.end("w-1").recycled == ["v-2", "w-1"]
 
 
-NODES = {"a": "", "b": "", "c": "far"}
+NODES = {"a": "", "b": "", "c": "remote"}
 """Where each client writes."""
 
 
@@ -95,9 +95,9 @@ class Histories(RuleBasedStateMachine):
             assert clients <= self.clients, "nobody is there to hear it"
             assert self.mapped.get(name, set()) <= clients, "a mapping would hold on to the pages"
             self.mapped[name] = set()
-        assert all(NODES[writer_of(name)] == node for node, name in instructions.removed_far)
+        assert all(NODES[writer_of(name)] == node for node, name in instructions.removed_remote)
         assert not any(NODES[writer_of(name)] for name, _ in instructions.removed)
-        for name in [name for name, _ in instructions.removed] + [name for _, name in instructions.removed_far]:
+        for name in [name for name, _ in instructions.removed] + [name for _, name in instructions.removed_remote]:
             assert name not in self.live
             assert not self.readers.pop(name, [])
             self.with_writer.discard(name)
@@ -192,11 +192,13 @@ class Histories(RuleBasedStateMachine):
         assert set(segments) == set(self.readers) | self.with_writer
         for name, segment in segments.items():
             pooled, live = name in self.with_writer, name in self.live
-            assert segment.state is (State.POOLED if pooled else State.LIVE if live else State.ENDED)
-        used = [segment for segment in segments.values() if segment.state is not State.POOLED]
+            assert segment.state is (
+                SegmentState.POOLED if pooled else SegmentState.LIVE if live else SegmentState.ENDED
+            )
+        used = [segment for segment in segments.values() if segment.state is not SegmentState.POOLED]
         assert self.book.bytes == sum(one.nbytes for one in used if not one.on_disk)
         assert self.book.spilled_bytes == sum(one.nbytes for one in used if one.on_disk)
-        pooled_bytes = sum(one.nbytes for one in segments.values() if one.state is State.POOLED)
+        pooled_bytes = sum(one.nbytes for one in segments.values() if one.state is SegmentState.POOLED)
         assert self.book.pooled_bytes == pooled_bytes
         assert all(count <= BUDGET // POOLED_SHARE for count in self.book._pooled.values())
 

@@ -28,7 +28,7 @@ from penstock.store.errors import StoreClosed, StoreError, UnknownColumn, WrongT
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
-from tests.store.visitors import far_nodes, files_in, serve, until, visit
+from tests.store.visitors import files_in, remote_nodes, serve, until, visit
 
 KB = 1000
 BUDGET = 100 * KB
@@ -215,7 +215,7 @@ def test_a_batch_whose_note_makes_no_sense_leaves_nobody_else_held(tmp_path: Pat
     """One that lies on another node, leased together with it."""
 
     async def main() -> None:
-        far, nodes = far_nodes(tmp_path, "b")
+        remote, nodes = remote_nodes(tmp_path, "b")
         segments = Segments(str(tmp_path / "shm"), str(tmp_path / "disk"), BUDGET, nodes)
         segments.entered("writer", lambda: None)
         segments.entered("other", lambda: None, "b")
@@ -229,7 +229,7 @@ def test_a_batch_whose_note_makes_no_sense_leaves_nobody_else_held(tmp_path: Pat
         while any(+segment.uses for segment in segments.book.segments.values()):
             await asyncio.sleep(0.005)
         segments.close()
-        for node in far.values():
+        for node in remote.values():
             node.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))

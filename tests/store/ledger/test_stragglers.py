@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.store.errors import AnsweredByAnother
+from penstock.store.errors import LeaseSuperseded
 from penstock.store.ledger.leases import LeaseBook
 from penstock.store.ledger.stragglers import ENOUGH, RECENT, Stragglers
 from tests.store.driver import Driver, facts_for, make_spec
@@ -17,12 +17,12 @@ def slow_group(**changes: float) -> tuple[Driver, int, int]:
     """An engine has had group 0 for three seconds, and now another has it too: both leases."""
     driver = Driver(make_spec(straggler_factor=3.0, **changes))
     for _ in range(ENOUGH):
-        driver.ledger.residents.stragglers.took(1.0)
+        driver.ledger.residents.stragglers.record_time(1.0)
     driver.admit(1, 0.0)
     first = driver.ledger.lease("rollout", 1, "slow", 0.0)
     assert first is not None
     assert driver.ledger.offer("fast", 2.9) is None
-    assert driver.ledger.residents.stragglers.next_slow() == 3.0
+    assert driver.ledger.residents.stragglers.next_overdue() == 3.0
     assert driver.ledger.offer("slow", 3.0) is None
     second = driver.ledger.offer("fast", 3.0)
     assert second is not None
@@ -42,7 +42,7 @@ def test_the_first_answer_counts_and_the_other_is_refused_by_name() -> None:
     driver, first, second = slow_group()
     assert write(driver, second, [0, 1]) == [0, 1]
     assert driver.ledger.residents.leases.held == {}
-    with pytest.raises(AnsweredByAnother, match=f"lease {first} came second"):
+    with pytest.raises(LeaseSuperseded, match=f"lease {first} came second"):
         write(driver, first, [0, 1])
     counters = driver.ledger.counters
     assert (counters["stragglers/offered"], counters["stragglers/won"]) == (1, 1)
@@ -58,7 +58,7 @@ def test_the_first_answer_counts_and_the_other_is_refused_by_name() -> None:
 def test_an_engine_that_was_slow_may_still_be_first() -> None:
     driver, first, second = slow_group()
     write(driver, first, [0, 1])
-    with pytest.raises(AnsweredByAnother):
+    with pytest.raises(LeaseSuperseded):
         write(driver, second, [0, 1])
     assert driver.ledger.counters["stragglers/won"] == 0
 
@@ -67,7 +67,7 @@ def test_each_row_is_of_whoever_wrote_it_first() -> None:
     driver, first, second = slow_group()
     write(driver, first, [0])
     assert write(driver, second, [0, 1]) == [1]
-    with pytest.raises(AnsweredByAnother):
+    with pytest.raises(LeaseSuperseded):
         write(driver, first, [1])
     assert write(driver, first, [0]) == []
 
@@ -109,13 +109,13 @@ def test_a_third_engine_gets_nothing_and_nor_does_anybody_without_a_factor() -> 
     driver.admit(1, 0.0)
     driver.ledger.lease("rollout", 1, "slow", 0.0)
     assert driver.ledger.offer("fast", 100.0) is None
-    assert driver.ledger.residents.stragglers.next_slow() is None
+    assert driver.ledger.residents.stragglers.next_overdue() is None
 
 
 def test_half_written_rows_are_not_offered() -> None:
     driver = Driver(make_spec(straggler_factor=3.0))
     for _ in range(ENOUGH):
-        driver.ledger.residents.stragglers.took(1.0)
+        driver.ledger.residents.stragglers.record_time(1.0)
     driver.admit(1, 0.0)
     first = driver.ledger.lease("rollout", 1, "slow", 0.0)
     assert first is not None
@@ -141,6 +141,6 @@ def test_nothing_is_slow_before_enough_groups_were_completed() -> None:
 def test_the_limit_is_that_of_the_recent_ones(seconds: list[float]) -> None:
     stragglers = Stragglers(2.0, None, LeaseBook())
     for one in seconds:
-        stragglers.took(one)
+        stragglers.record_time(one)
     recent = sorted(seconds[-RECENT:])
     assert stragglers.limit_s == 2.0 * recent[len(recent) // 2]

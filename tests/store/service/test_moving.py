@@ -17,7 +17,7 @@ from penstock.store.errors import StoreClosed, StoreError
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.players import group, values_of
-from tests.store.visitors import files_in, serve, until, visit, visit_from_afar
+from tests.store.visitors import files_in, serve, until, visit, visit_remotely
 
 LARGE = [{"prompt_ids": [7] * 2000, "task": "{}"}]
 WAIT_S = 300.0
@@ -49,7 +49,7 @@ async def check_first(client: StoreClient, expected: list[int]) -> None:
     assert lease.rows.lists("prompt_ids")[0] == expected
 
 
-@pytest.mark.parametrize("come", [visit, visit_from_afar])
+@pytest.mark.parametrize("come", [visit, visit_remotely])
 def test_others_are_served_while_a_batch_is_moved_to_disk(tmp_path: Path, gate: Gate, come: Any) -> None:
     """One that lies in shared memory already, and one that comes by value."""
 
@@ -115,7 +115,7 @@ def test_results_that_travel_together_are_answered_however_many_must_be_moved(tm
 
 def test_a_refused_result_holds_up_none_that_travel_with_it(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
-        client, link = await visit_from_afar(endpoint)
+        client, link = await visit_remotely(endpoint)
         await client.put_groups([group(), group(1)])
         bad, good = await client.lease("rollout", 1, "a"), await client.lease("rollout", 1, "a")
         assert bad is not None

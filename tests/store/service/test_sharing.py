@@ -16,7 +16,7 @@ def poured(free: int, claims: list[Claim]) -> list[int]:
     them."""
     given = [0] * len(claims)
     for _ in range(free):
-        able = [index for index, claim in enumerate(claims) if given[index] < claim.room]
+        able = [index for index, claim in enumerate(claims) if given[index] < claim.capacity]
         if able:
             given[min(able, key=lambda index: (claims[index].held + given[index], index))] += 1
     return given
@@ -34,7 +34,7 @@ def test_a_share_is_the_same_if_others_come_counted(free: int, claims: list[Clai
 
 @given(free=st.integers(1, 40), claims=claims)
 def test_whoever_holds_the_fewest_gets_something(free: int, claims: list[Claim]) -> None:
-    able = [claim for claim in claims if claim.room]
+    able = [claim for claim in claims if claim.capacity]
     if able:
         least = min(able, key=lambda claim: claim.held)
         others = [claim for claim in claims if claim is not least]

@@ -9,7 +9,7 @@ from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.ledger.stragglers import ENOUGH
 from penstock.store.service.store import Store
-from penstock.store.service.waiting.timers import Expiry
+from penstock.store.service.waiting.waiters import Expiry
 from tests.store.driver import make_spec
 from tests.store.players import group
 
@@ -57,7 +57,7 @@ class Clock:
 def store_with_a_median(clock: Clock) -> Store:
     store = Store(make_spec(straggler_factor=LIMIT_S), clock)
     for _ in range(ENOUGH):
-        store.ledger.residents.stragglers.took(1.0)
+        store.ledger.residents.stragglers.record_time(1.0)
     return store
 
 

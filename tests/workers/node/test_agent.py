@@ -19,11 +19,11 @@ from penstock.conf.errors import ResourceError, SandboxUnavailable, StoreError
 from penstock.network.connection import Address
 from penstock.network.handshake import new_token
 from penstock.store.data.arena import Arena
-from penstock.store.data.far.nodes import Orders, RowsNode, RowsNodes
-from penstock.store.data.far.pulls import Pulls
-from penstock.store.data.far.server import Spill
 from penstock.store.data.layout import ColumnNote, Placed
 from penstock.store.data.payload import Payload, assemble
+from penstock.store.data.remote.nodes import Orders, RowsNode, RowsNodes
+from penstock.store.data.remote.pulls import Pulls
+from penstock.store.data.remote.server import Spill
 from penstock.store.data.roots import OWNER_NAME
 from penstock.workers.node.agent import NODE, ROWS, STACKS, STATES, WEIGHTS, NodeAgent
 from penstock.workers.sandbox.execution import Limits

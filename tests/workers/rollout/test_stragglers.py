@@ -28,7 +28,7 @@ def make_worker(name: str, engine: ScriptedEngine) -> RolloutWorker:
 def prepare(store: Store) -> None:
     """So many groups have taken 0.1 s each."""
     for _ in range(ENOUGH):
-        store.ledger.residents.stragglers.took(0.1)
+        store.ledger.residents.stragglers.record_time(0.1)
 
 
 async def first_batch(store: Store, handle: Any, slow: ScriptedEngine) -> tuple[Any, dict[str, float], list[dict]]:
@@ -76,7 +76,7 @@ def test_an_answer_that_comes_second_is_counted_and_ends_nothing() -> None:
     """Of an engine that did not hear of it in time."""
 
     class Deaf(StoreClient):
-        async def answered(self) -> Any:
+        async def superseded(self) -> Any:
             return None
 
     async def scenario() -> None:

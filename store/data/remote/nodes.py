@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from penstock.network.connection import Address, Connection, connect
 from penstock.store.data.codec import Codec
-from penstock.store.data.far.server import DONE, ORDERS, Order
+from penstock.store.data.remote.server import DONE, ORDERS, Order
 
 ROWS = 2
 """The number of the service of a rows server (`network/listener.py`)."""

@@ -12,10 +12,10 @@ pytestmark = pytest.mark.machines
 
 def test_rows_go_from_their_machine_to_their_readers_and_none_past_the_stores(tmp_path: Path) -> None:
     with machines(3) as cluster, Processes(cluster, tmp_path) as processes:
-        far, near = processes.send("far", 8 * BATCH), processes.send("near", 8 * BATCH)
-    assert far["bytes"] == near["bytes"] == 8 * BATCH * TOKENS * 4
-    stores, producers, readers = far["link_bytes"]
-    assert stores < 0.05 * far["bytes"]
-    assert 1.0 < producers / far["bytes"] < 1.1
-    assert 1.0 < readers / far["bytes"] < 1.1
-    assert max(near["link_bytes"]) < 0.05 * near["bytes"]
+        remote, local = processes.send("far", 8 * BATCH), processes.send("near", 8 * BATCH)
+    assert remote["bytes"] == local["bytes"] == 8 * BATCH * TOKENS * 4
+    stores, producers, readers = remote["link_bytes"]
+    assert stores < 0.05 * remote["bytes"]
+    assert 1.0 < producers / remote["bytes"] < 1.1
+    assert 1.0 < readers / remote["bytes"] < 1.1
+    assert max(local["link_bytes"]) < 0.05 * local["bytes"]

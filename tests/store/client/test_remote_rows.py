@@ -20,24 +20,24 @@ from penstock.store.service.messages import LeaseRequest
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.players import group, values_of
-from tests.store.visitors import FarNode, far_nodes, files_in, linked, serve, unseen, until
+from tests.store.visitors import RemoteNode, files_in, linked, remote_nodes, serve, unseen, until
 
 LONG = 4000
 """Tokens of a response."""
 MB = 2**20
 
-Body = Callable[[Store, Endpoint, dict[str, FarNode]], Awaitable[None]]
+Body = Callable[[Store, Endpoint, dict[str, RemoteNode]], Awaitable[None]]
 
 
 def on_nodes(tmp_path: Path, body: Body, **changes: Any) -> None:
     """The store on node a; b and c have directories of their own."""
-    far, nodes = far_nodes(tmp_path, "bc")
+    remote, nodes = remote_nodes(tmp_path, "bc")
 
     async def served(store: Store, endpoint: Endpoint) -> None:
         try:
-            await body(store, endpoint, far)
+            await body(store, endpoint, remote)
         finally:
-            for node in far.values():
+            for node in remote.values():
                 await asyncio.to_thread(node.close)
 
     serve(tmp_path, served, node="a", nodes=nodes, **changes)
@@ -70,14 +70,14 @@ async def until_collected(holds: Callable[[], bool]) -> None:
 
 
 def test_readers_elsewhere_pull_what_they_read_and_near_ones_map_it(tmp_path: Path) -> None:
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer = StoreClient(endpoint, node="b")
         await sampled(producer)
-        assert len(files_in(far["b"].shm)) == 1
+        assert len(files_in(remote["b"].shm)) == 1
         assert files_in(tmp_path / "shm") == []
-        sent = far["b"].server
+        sent = remote["b"].server
         readers = {
-            "near": StoreClient(endpoint, node="b"), "far": StoreClient(endpoint, node="c"),
+            "local": StoreClient(endpoint, node="b"), "remote": StoreClient(endpoint, node="c"),
             "the store's": StoreClient(endpoint), "a container": StoreClient(unseen(endpoint)),
             "in process": StoreClient(store),
         }  # fmt: skip
@@ -91,7 +91,7 @@ def test_readers_elsewhere_pull_what_they_read_and_near_ones_map_it(tmp_path: Pa
                 assert before < sent.sent_bytes
             else:
                 ids = 3 * LONG * 4
-                assert (sent.sent_bytes - before) // 1000 == (0 if name == "near" else ids // 1000)
+                assert (sent.sent_bytes - before) // 1000 == (0 if name == "local" else ids // 1000)
             await reader.release(lease)
         assert store.segments is not None
         assert (store.segments.rows.sent_bytes, store.segments.kept) == (0, 0)
@@ -100,17 +100,17 @@ def test_readers_elsewhere_pull_what_they_read_and_near_ones_map_it(tmp_path: Pa
 
 
 def test_files_are_laid_by_on_a_node_once_a_client_of_it_has_joined(tmp_path: Path) -> None:
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         await linked(StoreClient(endpoint, node="b"))
-        await until(lambda: (far["b"].shm / "spare-1").exists())
-        assert not list(far["c"].shm.iterdir())
+        await until(lambda: (remote["b"].shm / "spare-1").exists())
+        assert not list(remote["c"].shm.iterdir())
         assert (tmp_path / "shm" / "spare-1").exists()
 
     on_nodes(tmp_path, body, shared_bytes=2 * SHARE * SPARE_BYTES)
 
 
 def test_batches_of_several_nodes_are_one_lease(tmp_path: Path) -> None:
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         clients = [StoreClient(endpoint), *(StoreClient(endpoint, node=node) for node in "bc")]
         for number, client in enumerate(clients):
             await sampled(client, [number])
@@ -127,7 +127,7 @@ def test_batches_of_several_nodes_are_one_lease(tmp_path: Path) -> None:
 
 
 def test_a_file_goes_back_to_its_writer_after_the_last_far_reader(tmp_path: Path) -> None:
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
         await sampled(producer)
         await reader.spec()
@@ -136,42 +136,42 @@ def test_a_file_goes_back_to_its_writer_after_the_last_far_reader(tmp_path: Path
         await reader._link.call("drop", granted.lease_id, "reference", list(range(4)), "test", "")
         arena = (await linked(producer))._arena  # type: ignore[union-attr]
         await sampled(producer, [2])  # into another file
-        assert len(files_in(far["b"].shm)) == 2
+        assert len(files_in(remote["b"].shm)) == 2
         ((_, rows),) = await reader._read([granted])
         check(rows)
         await until_collected(lambda: bool(arena._free))
         await sampled(producer, [3])  # into the one that came back
-        assert len(files_in(far["b"].shm)) == 2
+        assert len(files_in(remote["b"].shm)) == 2
 
     on_nodes(tmp_path, body)
 
 
 def test_what_a_dead_writer_leaves_goes_with_its_rows(tmp_path: Path) -> None:
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
         await sampled(producer)
-        (handed_over,) = files_in(far["b"].shm)
-        (far["b"].shm / f"{producer._name}-7").write_bytes(bytes(100))  # never handed over
-        (far["b"].shm / "another-7").write_bytes(bytes(100))
+        (handed_over,) = files_in(remote["b"].shm)
+        (remote["b"].shm / f"{producer._name}-7").write_bytes(bytes(100))  # never handed over
+        (remote["b"].shm / "another-7").write_bytes(bytes(100))
         (await linked(producer))._wire.close()  # type: ignore[union-attr]
-        await until(lambda: files_in(far["b"].shm) == sorted(["another-7", handed_over]))
+        await until(lambda: files_in(remote["b"].shm) == sorted(["another-7", handed_over]))
         lease = await reader.lease("reference", 4, "reader")
         assert lease is not None
         check(lease.rows)
         await reader.drop(lease, lease.rows.row_ids, "test")
-        await until_collected(lambda: files_in(far["b"].shm) == ["another-7"])
+        await until_collected(lambda: files_in(remote["b"].shm) == ["another-7"])
 
     on_nodes(tmp_path, body)
 
 
 def test_beyond_its_budget_a_node_moves_rows_to_its_own_disk(tmp_path: Path) -> None:
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer = StoreClient(endpoint, node="b")
         for number in range(3):
             await sampled(producer, [number], tokens=40_000)
-        disk = far["b"].disk
+        disk = remote["b"].disk
         await until(lambda: disk.exists() and len(files_in(disk)) == 1)
-        await until(lambda: len(files_in(far["b"].shm)) == 2)
+        await until(lambda: len(files_in(remote["b"].shm)) == 2)
         assert (await producer.stats())["store/spilled_bytes"] > MB // 2
         for node in "bc":
             reader = StoreClient(endpoint, node=node)
@@ -189,9 +189,9 @@ def test_beyond_its_budget_a_node_moves_rows_to_its_own_disk(tmp_path: Path) -> 
 
 
 def test_a_batch_goes_by_value_where_its_node_has_no_room(tmp_path: Path) -> None:
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
-        far["b"].shm.rmdir()
+        remote["b"].shm.rmdir()
         await sampled(producer)
         assert (await producer.stats())["store/large_by_value"] == 1
         lease = await reader.lease("reference", 4, "reader")
@@ -202,13 +202,13 @@ def test_a_batch_goes_by_value_where_its_node_has_no_room(tmp_path: Path) -> Non
 
 
 def test_rows_of_a_node_that_is_gone_are_an_error_by_name_and_no_lease(tmp_path: Path) -> None:
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
         await sampled(producer)
         lease = await reader.lease("reference", 1, "reader")
         assert lease is not None
         await reader.release(lease)
-        await asyncio.to_thread(far["b"].close)  # also the connection that is kept
+        await asyncio.to_thread(remote["b"].close)  # also the connection that is kept
         with pytest.raises(RowsUnreachable, match="rows on node b at 127"):
             await reader.lease("reference", 4, "reader")
         while (await producer.stats())["store/leases"]:
@@ -222,10 +222,10 @@ def test_rows_of_a_node_that_is_gone_are_an_error_by_name_and_no_lease(tmp_path:
 def test_who_cannot_read_rows_of_a_node_waits_until_it_counts_as_lost(tmp_path: Path) -> None:
     """Then the rows are made again, and come to whoever asked for them."""
 
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
         await sampled(producer)
-        await asyncio.to_thread(far["b"].close)
+        await asyncio.to_thread(remote["b"].close)
         asking = asyncio.create_task(reader.lease("reference", 4, "reader"))
         await asyncio.sleep(0.1)
         controller = StoreClient(endpoint)
@@ -246,7 +246,7 @@ def test_who_cannot_read_rows_of_a_node_waits_until_it_counts_as_lost(tmp_path: 
 
 
 def test_a_snapshot_has_the_rows_of_all_nodes_as_they_were_at_the_cut(tmp_path: Path) -> None:
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer = StoreClient(endpoint, node="b")
         await sampled(producer)
         await sampled(StoreClient(endpoint), [2])
@@ -270,7 +270,7 @@ def test_a_snapshot_has_the_rows_of_all_nodes_as_they_were_at_the_cut(tmp_path: 
 
 
 def test_a_lie_about_a_segment_is_refused(tmp_path: Path) -> None:
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         liar = StoreClient(endpoint, node="b")
         await liar.spec()
         (await linked(liar))._arena._node = "c"  # type: ignore[union-attr]
@@ -282,9 +282,9 @@ def test_a_lie_about_a_segment_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("node", ["b", "c"])
 def test_of_two_that_wait_the_one_on_the_rows_node_is_next(tmp_path: Path, node: str) -> None:
-    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         readers = {name: StoreClient(endpoint, node=name) for name in "bc"}
-        order = sorted(readers, key=lambda name: name == node)  # the far one asks first
+        order = sorted(readers, key=lambda name: name == node)  # the remote one asks first
         asking = {name: asyncio.ensure_future(readers[name].lease("reference", 1, name)) for name in order}
         for number in range(2):
             while len(store._consumers["reference"]) < 2:
@@ -300,6 +300,6 @@ def test_of_two_that_wait_the_one_on_the_rows_node_is_next(tmp_path: Path, node:
                 asking[name] = asyncio.ensure_future(readers[name].lease("reference", 1, name))
         for waiting in asking.values():
             waiting.cancel()
-        assert far[node].server.sent_bytes < 3 * LONG * 4  # the far one's
+        assert remote[node].server.sent_bytes < 3 * LONG * 4  # the remote one's
 
     on_nodes(tmp_path, body)

@@ -1,6 +1,6 @@
 """Losses of values with the node that had them: what must be made again, from the earliest column that is lost.
 
-    cells that are gone ─ loss_of ─▶ columns that go with them, rows that stages compute again ─▶ leased again
+    cells that are gone ─ group_loss ─▶ columns that go with them, rows that stages compute again ─▶ leased again
 
 A value is never joined with one that was computed from another value: with a column go all columns that were computed
 from it, the others that its stage wrote for the row, and the work of every client that holds a lease on the row and has
@@ -30,7 +30,7 @@ NODE_LOST = "node_lost"
 
 
 @dataclass(frozen=True)
-class Loss:
+class GroupLoss:
     """The loss of a group, with everything that follows."""
 
     columns: list[int]
@@ -43,14 +43,14 @@ class Loss:
         return _union(self.columns)
 
 
-def loss_of(group: Group, gone: list[int], stages: Iterable[Stage], source: Iterable[int]) -> Loss:
+def group_loss(group: Group, gone: list[int], stages: Iterable[Stage], source: Iterable[int]) -> GroupLoss:
     """Work out a group's loss. `gone`: by column, rows whose value is gone. `source`: columns that no stage makes.
 
     With `response_ids` of sample 1 go its other columns of the rollout, its reward, and the advantages of the whole
     group, which were computed from all its rewards:
 
-        loss_of(group, [0, 0b10, 0, 0], ...)  # of prompt_ids, response_ids, reward, advantage
-        # Loss(columns=[0, 0b10, 0b10, 0b11], stages=[0b10, 0b10, 0b11])
+        group_loss(group, [0, 0b10, 0, 0], ...)  # of prompt_ids, response_ids, reward, advantage
+        # GroupLoss(columns=[0, 0b10, 0b10, 0b11], stages=[0b10, 0b10, 0b11])
     """
     worked = [stage for stage in stages if stage.unit != "batch"]
     columns = [mask & have & group.live for mask, have in zip(gone, group.have, strict=True)]
@@ -58,7 +58,7 @@ def loss_of(group: Group, gone: list[int], stages: Iterable[Stage], source: Iter
     if any(columns[index] for index in source):
         for stage in worked:
             again[stage.index] = group.live
-        return Loss([have & group.live for have in group.have], again)
+        return GroupLoss([have & group.live for have in group.have], again)
     grows = True
     while grows:
         grows = False
@@ -71,7 +71,7 @@ def loss_of(group: Group, gone: list[int], stages: Iterable[Stage], source: Iter
                 again[stage.index] |= rows
                 for column in stage.writes:
                     columns[column] |= rows & group.have[column]
-    return Loss(columns, again)
+    return GroupLoss(columns, again)
 
 
 def lose(residents: Residents, cells: Cells, effects: Effects) -> None:
@@ -92,7 +92,7 @@ def lose(residents: Residents, cells: Cells, effects: Effects) -> None:
             group.lost |= _union(gone)
             _clear(residents, group, gone, effects)
             continue
-        loss = loss_of(group, gone, residents.readiness.stages, residents.source)
+        loss = group_loss(group, gone, residents.readiness.stages, residents.source)
         if not loss.rows:
             continue
         if group.trained_in is None and any(loss.columns[index] for index in residents.source):

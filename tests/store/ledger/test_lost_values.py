@@ -11,7 +11,7 @@ import pytest
 from penstock.algorithms.graph.columns import ROLLOUT_COLUMNS
 from penstock.store.errors import LeaseExpired, RowsLost
 from penstock.store.ledger.group import bits
-from penstock.store.ledger.losses import loss_of
+from penstock.store.ledger.lost_values import group_loss
 from penstock.store.ledger.state import restore, scalars, values_of
 from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, facts_for, facts_of, living_groups, make_spec
@@ -48,7 +48,7 @@ def test_a_loss_is_the_earliest_column_and_all_that_follows(driver: Driver) -> N
     residents = driver.ledger.residents
     index = residents.readiness.column_index
     gone = [0b10 if name == "response_ids" else 0 for name in index]
-    loss = loss_of(residents.groups[0], gone, residents.readiness.stages, residents.source)
+    loss = group_loss(residents.groups[0], gone, residents.readiness.stages, residents.source)
     columns = {name: [*bits(loss.columns[column])] for name, column in index.items() if loss.columns[column]}
     assert columns == {name: [1] for name in (*ROLLOUT_COLUMNS, "reward", "reference_logprobs")} | {"advantage": [0, 1]}
     assert loss.stages == [0b10, 0b10, 0b10, 0b11, 0]  # rollout, reward, reference, group_advantage; never train

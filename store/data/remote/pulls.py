@@ -2,9 +2,9 @@
 connections that are kept.
 
     pulls = Pulls(addresses, token)
-    payload = await pulls.fetch(payload, is_far)     or `fetch_blocking`, in a thread
+    payload = await pulls.fetch(payload, is_remote)     or `fetch_blocking`, in a thread
 
-    Payload ─ split ─▶ Wanted, … and the payload as it will be ─ with_pulled ─▶ Payload whose far batches are here
+    Payload ─ split ─▶ Wanted, … and the payload as it will be ─ with_pulled ─▶ Payload whose remote batches are here
 
 Of each batch those rows and columns are asked for that the payload takes of it. The other end is `server.py`.
 """
@@ -20,10 +20,10 @@ import pyarrow as pa
 
 from penstock.network.connection import Address, Connection, connect
 from penstock.store.data.codec import Codec, Malformed
-from penstock.store.data.far.nodes import ROWS
-from penstock.store.data.far.server import DONE, FAILED, PULL, Wanted
 from penstock.store.data.layout import Inline, Parcel, Placed
 from penstock.store.data.payload import Payload
+from penstock.store.data.remote.nodes import ROWS
+from penstock.store.data.remote.server import DONE, FAILED, PULL, Wanted
 from penstock.store.errors import RowsUnreachable, StoreError
 
 CONNECT_S = 10.0
@@ -45,10 +45,10 @@ class Pulls:
         self._kept: dict[str, list[Connection]] = {node: [] for node in addresses}
         self._threads: ThreadPoolExecutor | None = None
 
-    async def fetch(self, payload: Payload, is_far: Callable[[Placed], bool]) -> Payload:
-        """Return the payload with the values of its far sources in their place. Raises `RowsUnreachable`,
+    async def fetch(self, payload: Payload, is_remote: Callable[[Placed], bool]) -> Payload:
+        """Return the payload with the values of its remote sources in their place. Raises `RowsUnreachable`,
         `StoreError`."""
-        wanted, rest = split(payload, is_far)
+        wanted, rest = split(payload, is_remote)
         if self._threads is None:  # of its own: others wait in the event loop's
             self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pull")
         loop, nodes = asyncio.get_running_loop(), _by_node(wanted)
@@ -59,9 +59,9 @@ class Pulls:
         answers = await asyncio.gather(*pulling)
         return with_pulled(rest, _in_order(len(wanted), nodes, answers))
 
-    def fetch_blocking(self, payload: Payload, is_far: Callable[[Placed], bool]) -> Payload:
+    def fetch_blocking(self, payload: Payload, is_remote: Callable[[Placed], bool]) -> Payload:
         """Fetch as `fetch` does, one node after the other."""
-        wanted, rest = split(payload, is_far)
+        wanted, rest = split(payload, is_remote)
         nodes = _by_node(wanted)
         answers = [self._pull(node, [wanted[number] for number in numbers]) for node, numbers in nodes.items()]
         return with_pulled(rest, _in_order(len(wanted), nodes, answers))
@@ -153,16 +153,16 @@ def _in_order(
     return [found[number] for number in range(count)]
 
 
-def split(payload: Payload, is_far: Callable[[Placed], bool]) -> tuple[list[Wanted], Payload]:
-    """Return what is to be pulled, and the payload without its far sources: what is pulled follows those that it has,
-    in this order. A value that several rows share is pulled once."""
-    near: list[Parcel] = []
+def split(payload: Payload, is_remote: Callable[[Placed], bool]) -> tuple[list[Wanted], Payload]:
+    """Return what is to be pulled, and the payload without its remote sources: what is pulled follows its own, in this
+    order. A value that several rows share is pulled once."""
+    local: list[Parcel] = []
     number_of: dict[int, int] = {}
-    """New number of each near source."""
+    """New number of each local source."""
     for number, source in enumerate(payload.sources):
-        if isinstance(source, Inline) or not is_far(source):
-            number_of[number] = len(near)
-            near.append(source)
+        if isinstance(source, Inline) or not is_remote(source):
+            number_of[number] = len(local)
+            local.append(source)
     wanted: list[tuple[Any, list[str], list[tuple[int, int, int]]]] = []
     columns = []
     for names, places in payload.columns:
@@ -180,10 +180,10 @@ def split(payload: Payload, is_far: Callable[[Placed], bool]) -> tuple[list[Want
             num_rows = count if stride else min(count, 1)
             wanted[number][2].append((start, stride or 1, num_rows))
             pulled[source] = number, taken + num_rows
-            _add(here, (len(near) + number, taken, min(stride, 1), count))
+            _add(here, (len(local) + number, taken, min(stride, 1), count))
         columns.append((names, np.asarray(here, dtype=np.int64).reshape(-1, 4)))
     asked = [Wanted(placed, names, np.asarray(spots, dtype=np.int64)) for placed, names, spots in wanted]
-    return asked, Payload(payload.row_ids, payload.group_ids, near, columns)
+    return asked, Payload(payload.row_ids, payload.group_ids, local, columns)
 
 
 def with_pulled(payload: Payload, pulled: Sequence[pa.RecordBatch]) -> Payload:
