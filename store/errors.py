@@ -7,7 +7,6 @@ from their message alone, so they pickle and cross Ray, and travel by name betwe
 from penstock.conf.errors import LeaseExpired, StalenessViolation, StoreError
 
 __all__ = [
-    "BrokenInvariant",
     "CorruptSnapshot",
     "DuplicateRow",
     "LeaseExpired",
@@ -101,7 +100,3 @@ class TooLarge(StoreError):
 
 class CorruptSnapshot(StoreError):
     """A snapshot that cannot be restored; the message names the file, and the snapshot before if there is one."""
-
-
-class BrokenInvariant(StoreError):
-    """A contradiction within the ledger: a bug in Penstock."""

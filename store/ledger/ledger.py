@@ -28,7 +28,6 @@ from penstock.store.errors import (
     UnknownStage,
 )
 from penstock.store.ledger.admission import check_group_bytes
-from penstock.store.ledger.audit import audit
 from penstock.store.ledger.catching_up import catch_up, end
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.facts import Facts, check_facts, columns_written, note_facts
@@ -294,10 +293,6 @@ class Ledger:
             )
         self.residents.credits.publish(version)
         return Effects(credits=True)
-
-    def check_invariants(self) -> None:
-        """Recompute everything that is kept by counting, for tests. Raises `BrokenInvariant`."""
-        audit(self.residents, self.rounds)
 
     def _held(self, lease_id: int, stage: Stage, masks: dict[int, int]) -> HeldLease | None:
         """Find the lease, which must hold the rows; None if it is over and there is nothing left to do for any of

@@ -1,7 +1,7 @@
 """The resident groups and the few moves that all events are made of: admit, hold, unhold, release, drop, forget.
 
 `ledger.py` turns events into these moves; `rounds.py` forms batches with them. Each keeps groups, leases,
-credits and counters consistent with one another, and `audit.py` checks that they are.
+credits and counters consistent with one another.
 """
 
 from collections import Counter

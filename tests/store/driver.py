@@ -11,6 +11,7 @@ from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.spec import StageSpec, StoreSpec
 from tests.store.checked_ledger import CheckedLedger
+from tests.store.invariants import check_invariants
 
 STAGES = (
     StageSpec("rollout", "group", ("prompt_ids",), ROLLOUT_COLUMNS),
@@ -82,12 +83,12 @@ class Driver:
 
     def lease(self, stage: str, max_units: int = 1, now: float = 0.0, owner: str = "worker") -> HeldLease | None:
         lease = self.ledger.lease(stage, max_units, owner, now)
-        self.ledger.check_invariants()
+        check_invariants(self.ledger)
         return lease
 
     def write(self, lease: HeldLease, stage: str, rows: list[int], version: int = 0, now: float = 0.0) -> list[int]:
         kept = self.ledger.write(lease.id, stage, rows, self.writes[stage], facts_for(stage, len(rows), version), now)
-        self.ledger.check_invariants()
+        check_invariants(self.ledger)
         return kept
 
     def compute(self, stage: str, max_units: int = 100, version: int = 0, now: float = 0.0) -> list[int]:
@@ -108,15 +109,15 @@ class Driver:
     def train(self, number: int, publish: bool = True) -> list[int] | None:
         """One update by one rank; the rows trained."""
         made = self.ledger.lease_shared("train", number, 1, 1, "trainer", 0.0)
-        self.ledger.check_invariants()
+        check_invariants(self.ledger)
         if made is None:
             return None
         rows = self.ledger.share(made, 0)
         self.ledger.complete_shared(made.lease_id, 0)
-        self.ledger.check_invariants()
+        check_invariants(self.ledger)
         if publish:
             self.ledger.published(made.version + 1)
-            self.ledger.check_invariants()
+            check_invariants(self.ledger)
         return rows
 
 

@@ -24,6 +24,7 @@ from penstock.store.ledger.state import LedgerCut, restore, scalars, values_of
 from penstock.store.ledger.stragglers import ENOUGH
 from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, facts_for, facts_of, living_groups, make_spec
+from tests.store.invariants import check_invariants
 from tests.store.lineage import Lineage
 
 WORKED = ("rollout", "reward", "reference", "group_advantage")
@@ -486,7 +487,7 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def the_ledger_agrees_with_itself(self) -> None:
         if hasattr(self, "ledger"):
-            self.ledger.check_invariants()
+            check_invariants(self.ledger)
 
     @invariant()
     def rows_are_trained_once_and_groups_in_order(self) -> None:
@@ -514,7 +515,7 @@ class Histories(RuleBasedStateMachine):
             self.work_everything_off()
             self.train_in_order()
             assert self.round > before, "everything is ready, and no batch forms"
-            self.ledger.check_invariants()
+            check_invariants(self.ledger)
 
     def train_in_order(self) -> None:
         made = self.form_batch()

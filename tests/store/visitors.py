@@ -19,6 +19,7 @@ from penstock.store.data.segments import Segments
 from penstock.store.service.server import Endpoint, StorePort
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
+from tests.store.invariants import check_invariants
 
 WAYS = {"in process": InProcess, "socket": OverSocket, "tcp": OverTcp}
 """From a client to its store."""
@@ -61,7 +62,7 @@ def serve(
         port = StorePort("127.0.0.1", nodes.token if nodes is not None else new_token())
         store = Store(spec, segments=segments, node=node, restore=restore, port=port)
         await asyncio.wait_for(body(store, await store.endpoint()), 20)
-        store.ledger.check_invariants()
+        check_invariants(store.ledger)
         await store.end()
 
     asyncio.run(main())

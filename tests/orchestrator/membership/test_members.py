@@ -15,6 +15,7 @@ from penstock.orchestrator.membership.scaling_requests import ScalingRequest
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
+from tests.store.invariants import check_invariants
 from tests.virtual_time import run_virtually
 
 NUM_STEPS, GROUPS, SIZE = 30, 4, 2
@@ -83,7 +84,7 @@ def test_whoever_joins_and_leaves_each_row_is_trained_once_within_its_bound(
         for other in others:
             other.cancel()
         directory.close()
-        store.ledger.check_invariants()
+        check_invariants(store.ledger)
         return await store.stats()
 
     numbers = run_virtually(main())

@@ -26,6 +26,7 @@ from penstock.store.errors import StoreUnreachable
 from tests.metering.measured import measured
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
+from tests.store.invariants import check_invariants
 from tests.virtual_time import run_virtually
 
 NUM_STEPS = 30
@@ -83,7 +84,7 @@ def test_whoever_dies_and_whenever_each_row_is_trained_once_within_its_bound(
         await asyncio.wait_for(controller_over(fleet, config, directory).run(), 1e6)
         killing.cancel()
         directory.close()
-        fleet.store.ledger.check_invariants()
+        check_invariants(fleet.store.ledger)
         return await fleet.store.stats()
 
     numbers = run_virtually(main())

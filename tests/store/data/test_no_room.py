@@ -122,7 +122,7 @@ async def main():
     for fill in (1, 3):
         lease = await client.lease("rollout", 1, "engine")
         assert (lease.rows.arrays("prompt_ids")[0] == fill).all()
-    store.ledger.check_invariants()
+    check_invariants(store.ledger)
     await store.end()
     assert not list(small.iterdir())
 

@@ -15,6 +15,7 @@ from penstock.store.errors import (
 )
 from penstock.store.ledger.facts import Facts
 from tests.store.driver import Driver, facts_for, facts_of, make_spec
+from tests.store.invariants import check_invariants
 
 
 def test_admission_stops_at_the_active_groups_and_goes_on_after_publication(driver: Driver) -> None:
@@ -30,7 +31,7 @@ def test_a_group_that_ends_by_drops_returns_its_credit(driver: Driver) -> None:
     driver.admit(4)
     lease = driver.lease("rollout")
     driver.ledger.drop(lease.id, "rollout", [0, 1], "engine_failed")
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     assert driver.ledger.counters["dropped/engine_failed"] == 2
     assert driver.admit(2) == [4, None]
 
@@ -60,7 +61,7 @@ def test_leases_take_the_oldest_groups_and_returned_rows_go_back_to_their_place(
     assert driver.ledger.rows_of(first) == [0, 1]
     assert driver.ledger.rows_of(driver.lease("rollout", now=1.0)) == [2, 3]
     assert driver.ledger.expire(10.0) == [first.id]
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     assert driver.ledger.rows_of(driver.lease("rollout", max_units=2, now=11.0)) == [0, 1, 4, 5]
 
 
@@ -131,12 +132,12 @@ def test_a_row_is_complete_once_all_columns_of_the_stage_are_there(driver: Drive
     lease = driver.lease("rollout")
     facts = Facts([4, 4])
     driver.ledger.write(lease.id, "rollout", [0, 1], ["response_text", "finish_reason"], facts, 0.0)
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     assert driver.ledger.counters["completed/rollout"] == 0
     assert driver.lease("reward", max_units=2) is not None  # response_text is all that it reads
     rest = ["response_ids", "behavior_logprobs", "token_versions"]
     driver.ledger.write(lease.id, "rollout", [0, 1], rest, facts_for("rollout", 2), 0.0)
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     assert driver.ledger.counters["completed/rollout"] == 2
 
 
@@ -147,7 +148,7 @@ def test_a_dropped_row_is_no_longer_waited_for(driver: Driver) -> None:
     driver.write(lease, "reward", [0, 2, 3])
     reference = driver.lease("reference", max_units=4)
     driver.ledger.drop(lease.id, "reward", [1], "reward_timeout")
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     assert driver.ledger.rows_of(driver.lease("group_advantage")) == [0]
     assert driver.write(reference, "reference", [0, 1, 2, 3]) == [0, 2, 3]
 
@@ -157,7 +158,7 @@ def test_everything_that_a_dead_owner_holds_goes_back_at_once(driver: Driver) ->
     driver.lease("rollout", owner="dead")
     driver.lease("rollout", owner="alive")
     assert driver.ledger.abandon("dead") == 1
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     assert driver.ledger.rows_of(driver.lease("rollout")) == [0, 1]
     assert driver.ledger.counters["abandoned/rollout"] == 2
 
@@ -187,7 +188,7 @@ def test_bad_writes_are_refused_by_name_and_change_nothing(
     facts = call.get("facts", Facts([4] * len(call["rows"])))
     with pytest.raises(error, match=message):
         driver.ledger.write(lease.id, call["stage"], call["rows"], call["columns"], facts, 0.0)
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     assert (repr_state(driver), dict(driver.ledger.counters)) == before
 
 
@@ -198,7 +199,7 @@ def test_a_token_column_must_fit_the_response_written_before(driver: Driver) -> 
     facts = Facts([4, 4], token_column="reference_logprobs", token_lengths=[3, 4])
     with pytest.raises(WrongLength, match=r"'reference_logprobs', row 1: 4 entries, but the response has 3 tokens"):
         driver.ledger.write(lease.id, "reference", [0, 1], ["reference_logprobs"], facts, 0.0)
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
 
 
 def repr_state(driver: Driver) -> str:

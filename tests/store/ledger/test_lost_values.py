@@ -15,11 +15,12 @@ from penstock.store.ledger.lost_values import group_loss
 from penstock.store.ledger.state import restore, scalars, values_of
 from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, facts_for, facts_of, living_groups, make_spec
+from tests.store.invariants import check_invariants
 
 
 def lose(driver: Driver, cells: dict[int, dict[str, int]]) -> None:
     driver.ledger.lost(cells, 0.0)
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
 
 
 def present(driver: Driver, row: int) -> set[str]:
@@ -185,7 +186,7 @@ def test_a_step_goes_on_whose_ranks_have_their_rows(driver: Driver) -> None:
     assert driver.lease("reward") is None
     for rank in range(2):
         ledger.complete_shared(made.lease_id, rank)
-        ledger.check_invariants()
+        check_invariants(ledger)
     assert ledger.counters["rows_trained"] == 4
     assert ledger.counters["response_tokens_trained"] == 12
     assert ledger.rounds.last_batch == [0, 1, 2, 3]
@@ -203,7 +204,7 @@ def test_a_rank_late_for_its_rows_is_told_and_the_batch_formed_again_in_order(dr
         ledger.share(made, late)
     ledger.complete_shared(made.lease_id, 1 - late)
     ledger.release(made.lease_id)
-    ledger.check_invariants()
+    check_invariants(ledger)
     assert ledger.counters["rows_trained"] == 0
     assert driver.train(0) is None  # groups 2 and 3 are whole, and must wait
     assert made_again(driver) == [("rollout", [2]), ("reward", [2]), ("reference", [2]), ("group_advantage", [2, 3])]
@@ -218,13 +219,13 @@ def test_a_prompt_lost_under_way_costs_its_group_only_if_the_step_is_lost(driver
     lose(driver, {0: {"prompt_ids": 0b11}})
     assert ledger.counters["dropped/node_lost"] == 0
     ledger.release(made.lease_id)
-    ledger.check_invariants()
+    check_invariants(ledger)
     assert ledger.counters["dropped/node_lost"] == 2
     made = ledger.lease_shared("train", 0, 1, 1, "trainer", 0.0)
     assert ledger.share(made, 0) == [2, 3, 4, 5]
     lose(driver, {1: {"prompt_ids": 0b11}})
     ledger.complete_shared(made.lease_id, 0)
-    ledger.check_invariants()
+    check_invariants(ledger)
     assert ledger.counters["dropped/node_lost"] == 2
     assert ledger.counters["rows_trained"] == 4
 
@@ -238,7 +239,7 @@ def test_a_snapshot_of_a_batch_under_way_has_no_more_than_is_left_of_it(driver: 
     groups = [values_of(group, 2) for group in living_groups(ledger)]
     driver.ledger = CheckedLedger(ledger.spec)
     restore(driver.ledger, values, groups)
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     assert driver.ledger.counters["dropped/node_lost"] == 2
     assert made_again(driver)[0] == ("rollout", [2])
     assert driver.train(0) == [2, 3, 4, 5]

@@ -11,6 +11,7 @@ from penstock.store.errors import LeaseSuperseded
 from penstock.store.ledger.leases import LeaseBook
 from penstock.store.ledger.stragglers import ENOUGH, RECENT, Stragglers
 from tests.store.driver import Driver, facts_for, make_spec
+from tests.store.invariants import check_invariants
 
 
 def slow_group(**changes: float) -> tuple[Driver, int, int]:
@@ -27,14 +28,14 @@ def slow_group(**changes: float) -> tuple[Driver, int, int]:
     second = driver.ledger.offer("fast", 3.0)
     assert second is not None
     assert driver.ledger.rows_of(second) == [0, 1]
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     return driver, first.id, second.id
 
 
 def write(driver: Driver, lease: int, rows: list[int], version: int = 0, now: float = 4.0) -> list[int]:
     facts = facts_for("rollout", len(rows), version)
     kept: list[int] = driver.ledger.write(lease, "rollout", rows, driver.writes["rollout"], facts, now)
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     return kept
 
 
@@ -76,11 +77,11 @@ def test_each_row_is_of_whoever_wrote_it_first() -> None:
 def test_a_group_stays_with_the_engine_that_is_left_and_may_be_offered_again(who_stays: int) -> None:
     driver, *leases = slow_group()
     driver.ledger.release(leases[1 - who_stays])
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     assert driver.ledger.lease("rollout", 1, "third", 3.0) is None
     again = driver.ledger.offer("third", 7.0)
     assert again is not None
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     write(driver, leases[who_stays], [0, 1])
 
 
@@ -89,7 +90,7 @@ def test_a_group_is_free_once_both_have_given_it_back() -> None:
     driver.ledger.expire(10.0)
     assert driver.ledger.lease("rollout", 1, "third", 10.0) is None
     driver.ledger.expire(13.0)
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     lease = driver.ledger.lease("rollout", 1, "third", 13.0)
     assert lease is not None
     assert driver.ledger.rows_of(lease) == [0, 1]
@@ -98,7 +99,7 @@ def test_a_group_is_free_once_both_have_given_it_back() -> None:
 def test_a_row_that_one_drops_has_ended_for_both() -> None:
     driver, first, second = slow_group()
     driver.ledger.drop(second, "rollout", [0], "empty_response")
-    driver.ledger.check_invariants()
+    check_invariants(driver.ledger)
     assert write(driver, first, [0, 1]) == [1]
 
 

@@ -8,6 +8,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.service.waiting.sharing import PATIENCE_S
 from tests.store.driver import make_spec
+from tests.store.invariants import check_invariants
 from tests.store.players import group, values_of
 from tests.virtual_time import run_virtually
 
@@ -16,7 +17,7 @@ def run(body: Callable[[Store, StoreClient], Awaitable[None]], **changes: Any) -
     async def main() -> None:
         store = Store(make_spec(**({"groups_per_step": 8, "max_active_groups": 8} | changes)), now)
         await asyncio.wait_for(body(store, StoreClient(store)), 1000)
-        store.ledger.check_invariants()
+        check_invariants(store.ledger)
         await store.close("test over")
 
     run_virtually(main())

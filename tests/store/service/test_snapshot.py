@@ -19,6 +19,7 @@ from penstock.store.service.snapshot import snapshot_files, snapshots
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from tests.store.driver import make_spec
+from tests.store.invariants import check_invariants
 from tests.store.players import Served, group, start_workers, train, values_of, work
 
 SPEC = make_spec(max_active_groups=8, max_staleness=3)
@@ -28,7 +29,7 @@ def run(body: Callable[[Store, StoreClient], Awaitable[None]], spec: StoreSpec =
     async def main() -> None:
         store = Store(spec, **options)
         await asyncio.wait_for(body(store, StoreClient(store)), 30)
-        store.ledger.check_invariants()
+        check_invariants(store.ledger)
         await store.close("test over")
 
     asyncio.run(main())
@@ -90,7 +91,7 @@ def test_a_restored_store_goes_on_where_the_snapshot_was_taken(tmp_path: Path) -
         expected.extend(await finish(store, client, range(1, 3)))
 
     async def after(store: Store, client: StoreClient) -> None:
-        store.ledger.check_invariants()
+        check_invariants(store.ledger)
         assert store.ledger.rounds.formed == 1
         assert store.ledger.counters == counters
         assert not store.ledger.residents.leases.held
@@ -114,7 +115,7 @@ def test_a_lease_from_before_is_told_that_it_is_over(tmp_path: Path) -> None:
         assert lease.id != late.id
         with pytest.raises(LeaseExpired):
             await again.write(late, late.rows.row_ids, values_of("rollout", late))
-        restored.ledger.check_invariants()
+        check_invariants(restored.ledger)
 
     run(body)
 
@@ -297,7 +298,7 @@ def test_an_empty_store_has_a_snapshot_too(tmp_path: Path) -> None:
     async def body(store: Store, client: StoreClient) -> None:
         await client.snapshot(str(tmp_path), 0)
         restored = Store(SPEC, restore=tmp_path)
-        restored.ledger.check_invariants()
+        check_invariants(restored.ledger)
         assert await StoreClient(restored).put_groups([group()]) == [0]
 
     run(body)

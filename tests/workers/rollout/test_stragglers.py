@@ -11,6 +11,7 @@ from penstock.store.service.store import Store
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.worker import RolloutWorker
+from tests.store.invariants import check_invariants
 from tests.store.visitors import serve
 from tests.workers.rollout.test_worker import GROUP_SIZE, make_store, prompts
 
@@ -57,7 +58,7 @@ def test_a_step_does_not_wait_for_an_engine_that_hangs() -> None:
         assert (stats["stragglers/offered"], stats["stragglers/won"]) == (2, 2)
         assert [worker["twice_groups"] for worker in workers] == [2, 0]
         assert [worker["groups"] for worker in workers] == [0, 4]
-        store.ledger.check_invariants()
+        check_invariants(store.ledger)
 
     asyncio.run(scenario())
 

@@ -17,6 +17,7 @@ from penstock.store.service.store import Store
 from penstock.workers.trainer import shared_rounds
 from penstock.workers.trainer.shared_rounds import SharedRounds
 from tests.store.driver import make_spec
+from tests.store.invariants import check_invariants
 from tests.store.players import STAGES, group, values_of
 
 
@@ -66,7 +67,7 @@ def run(body: Callable[[Store, StoreClient], Awaitable[None]], **changes: Any) -
         store = Store(make_spec(**changes))
         await store.spec()
         await asyncio.wait_for(body(store, StoreClient(store)), 30)
-        store.ledger.check_invariants()
+        check_invariants(store.ledger)
 
     asyncio.run(main())
 
