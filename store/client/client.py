@@ -297,7 +297,7 @@ class StoreClient:
             spec: StoreSpec = await self._link.call("spec")
             self._columns = {column.name: column for column in spec.columns}
             self._stages = {stage.name: stage for stage in spec.stages}
-            self._heartbeat.begin(self._link.pulse(), spec.lease_timeout_s)
+            self._heartbeat.begin(self._link.lease_renewer(), spec.lease_timeout_s)
             self._known = spec
         return self._known
 

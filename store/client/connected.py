@@ -16,8 +16,7 @@ from msgspec import Raw
 
 from penstock.conf.errors import NotPlainData, PartnerGone
 from penstock.network.connection import SILENCE_S, connect
-from penstock.store.client import pulse
-from penstock.store.client.pulse import Pulse
+from penstock.store.client.heartbeat import LeaseRenewer, renewer_over_socket, renewer_over_tcp
 from penstock.store.data.arena import Arena, Slot
 from penstock.store.data.codec import Malformed
 from penstock.store.data.layout import Inline, Parcel, Placed
@@ -227,8 +226,8 @@ class OverSocket(Connected):
         link._wire.send(HELLO, Hello(client))
         return link
 
-    def pulse(self) -> Pulse:
-        return pulse.over_socket(Path(self._endpoint.path), self._client)
+    def lease_renewer(self) -> LeaseRenewer:
+        return renewer_over_socket(Path(self._endpoint.path), self._client)
 
 
 class OverTcp(Connected):
@@ -266,8 +265,8 @@ class OverTcp(Connected):
         link._wire.send(HELLO, Hello(client, link._node or ""))
         return link
 
-    def pulse(self) -> Pulse:
-        return pulse.over_tcp(self._endpoint, self._client)
+    def lease_renewer(self) -> LeaseRenewer:
+        return renewer_over_tcp(self._endpoint, self._client)
 
     def _explained(self, error: Exception | None) -> PartnerGone | StoreUnreachable:
         if error is None or isinstance(error, ConnectionError):  # its machine has said so

@@ -3,28 +3,128 @@
 So the deadline of a lease can be short (a dead worker's rows soon go to another) however long the work on it
 takes, and whatever the worker's event loop is blocked by. A process loses its leases if it is gone, stopped, or
 inside one call that does not let go of Python's lock for `store.lease_timeout_s`. A worker that computes for ever looks
-to the store like one that computes for long: deadlines of the work itself are the workers'. `pulse.py` is how the
-thread calls the store.
+to the store like one that computes for long: deadlines of the work itself are the workers'. The thread calls the store
+over a connection of its own, its `LeaseRenewer`, beside the event loop of its client, which may be blocked.
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
 
-from penstock.conf.errors import StoreError, WorkerDied
-from penstock.store.client.pulse import Pulse
+from penstock.conf.errors import PartnerGone, StoreError, WorkerDied
+from penstock.network.connection import Connection, connect
+from penstock.store.data.codec import NOTHING, Codec, Malformed
+from penstock.store.service import peers
+from penstock.store.service.messages import ANSWER, HELLO, SAID, Answer, Hello, Said, calls_of
+from penstock.store.service.server import STORE, Endpoint
+from penstock.store.service.store import Store
 
 BEATS_PER_TIMEOUT = 3
 """Renewals of a lease before it would run out."""
+Over = list[int] | None
+"""Leases that are over; None with an error."""
 _LOG = logging.getLogger("penstock")
+
+
+class LeaseRenewer(Protocol):
+    """The end at which the thread of a heartbeat calls the store. Each call blocks the thread for a bounded time.
+    `ConnectionError` and `TimeoutError` may pass; `PartnerGone` is final."""
+
+    def renew(self, lease_ids: list[int], tickets: list[int], timeout_s: float) -> list[int]:
+        """Renew these leases, and what was given to these requests and is on its way. Returns those that are over.
+        Raises `OSError` if there was no answer in time, `PartnerGone` if there will be none."""
+
+    def close(self) -> None: ...
+
+
+class InProcessRenewer:
+    """A renewer for a store that lives in an event loop of this process."""
+
+    def __init__(self, store: Store, client: str) -> None:
+        self._store, self._client = store, client
+
+    def renew(self, lease_ids: list[int], tickets: list[int], timeout_s: float) -> list[int]:
+        renewing = self._store.renew(lease_ids, self._client, tickets)
+        try:
+            assert self._store.loop is not None
+            answer = asyncio.run_coroutine_threadsafe(renewing, self._store.loop)
+        except RuntimeError:
+            renewing.close()
+            raise PartnerGone("the store's event loop is closed.") from None
+        return answer.result(timeout_s)
+
+    def close(self) -> None:
+        pass
+
+
+class ConnectionRenewer:
+    """A connection of its own, made when it is needed and made again after it has broken."""
+
+    def __init__(self, connect: Callable[[float], Connection], where: object, client: str) -> None:
+        """Prepare a connection that `connect` makes, within the seconds that it is given."""
+        self._connect, self._where, self._client = connect, where, client
+        self._calls, self._codec = calls_of(Store), Codec()
+        self._connection: Connection | None = None
+
+    def renew(self, lease_ids: list[int], tickets: list[int], timeout_s: float) -> list[int]:
+        try:
+            connection = self._connected(timeout_s)
+            request = self._calls.request("renew", (lease_ids, self._client, tickets))
+            connection.send(SAID, self._codec.encode(Said(0, request))[0])
+            answer = self._heard(connection)
+            while answer.number is None:  # what the store says unasked
+                answer = self._heard(connection)
+        except OSError:
+            self.close()
+            raise
+        if answer.error is not None:
+            raise answer.error
+        return answer.value or []
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _connected(self, timeout_s: float) -> Connection:
+        if self._connection is None:
+            try:
+                self._connection = self._connect(timeout_s)
+            except (ConnectionRefusedError, FileNotFoundError):
+                raise PartnerGone(f"the store's process is gone, or the store is closed: {self._where}.") from None
+            self._connection.send(HELLO, self._codec.encode(Hello(f"{self._client}.heartbeat"))[0])
+        return self._connection
+
+    def _heard(self, connection: Connection) -> Answer[Over]:
+        frame = connection.receive()
+        if frame.kind != ANSWER or frame.num_bytes:
+            raise Malformed(f"the store sends a message of kind {frame.kind}.")
+        answer: Answer[Over] = self._codec.decode(Answer[Over], frame.body, NOTHING)
+        return answer
+
+
+def renewer_over_socket(path: Path, client: str) -> ConnectionRenewer:
+    return ConnectionRenewer(lambda timeout_s: Connection(peers.connect(path), timeout_s), path, client)
+
+
+def renewer_over_tcp(endpoint: Endpoint, client: str) -> ConnectionRenewer:
+    address = endpoint.address
+    assert address is not None
+
+    def connected(timeout_s: float) -> Connection:
+        return connect(address, STORE, endpoint.token, timeout_s, silence_s=timeout_s)
+
+    return ConnectionRenewer(connected, address, client)
 
 
 class Heartbeat:
     """A thread that beats while anything is held or asked for, and the event loop of the client is open.
 
-    heartbeat.begin(pulse, timeout_s)
+    heartbeat.begin(renewer, timeout_s)
     heartbeat.asked(ticket)         # what the store gives to this request is renewed before it arrives
     heartbeat.hold(lease_id, rows)  # renewed until these rows have their result
     heartbeat.answered(ticket)
@@ -36,7 +136,7 @@ class Heartbeat:
     """
 
     def __init__(self) -> None:
-        self._pulse: Pulse | None = None
+        self._renewer: LeaseRenewer | None = None
         self._timeout_s = 0.0
         self._lock = threading.Lock()
         self._open: dict[int, set[int]] = {}
@@ -58,11 +158,11 @@ class Heartbeat:
         with self._lock:
             return self._thread is not None
 
-    def begin(self, pulse: Pulse, timeout_s: float) -> None:
-        """Set up, before all other calls. `pulse`: the thread's own connection to the store, which must not keep the
+    def begin(self, renewer: LeaseRenewer, timeout_s: float) -> None:
+        """Set up, before all other calls. `renewer`: the thread's own connection to the store, which must not keep the
         client's open: the end of that one gives leases back. `timeout_s`: a lease runs out after so long unless it is
         renewed."""
-        self._pulse, self._timeout_s = pulse, timeout_s
+        self._renewer, self._timeout_s = renewer, timeout_s
 
     def asked(self, ticket: int) -> None:
         """Note a request that goes out. Raises `StoreError` if leases cannot be renewed any more."""
@@ -104,15 +204,15 @@ class Heartbeat:
 
     def _start(self) -> None:
         """Start the thread. Under the lock."""
-        assert self._pulse is not None
+        assert self._renewer is not None
         if self._thread is None and not self._stopped.is_set():
-            arguments = self._pulse, asyncio.get_running_loop()
+            arguments = self._renewer, asyncio.get_running_loop()
             self._thread = threading.Thread(target=self._run, args=arguments, name="store-heartbeat", daemon=True)
             self._thread.start()
 
-    def _run(self, pulse: Pulse, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(self, renewer: LeaseRenewer, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            self._beat(pulse, loop)
+            self._beat(renewer, loop)
         except WorkerDied as gone:
             _LOG.debug("leases are not renewed any more: %s", gone)
         except Exception as failure:  # noqa: BLE001 - whatever ends a heartbeat, its owner is told
@@ -120,26 +220,26 @@ class Heartbeat:
             _LOG.warning("leases are not renewed any more: %r", failure)
         finally:
             with self._lock:
-                self._end(pulse)
+                self._end(renewer)
 
-    def _end(self, pulse: Pulse) -> None:
+    def _end(self, renewer: LeaseRenewer) -> None:
         """Let the next thread begin. Under the lock."""
         if self._thread is threading.current_thread():
-            pulse.close()
+            renewer.close()
             self._thread = None
 
-    def _beat(self, pulse: Pulse, loop: asyncio.AbstractEventLoop) -> None:
+    def _beat(self, renewer: LeaseRenewer, loop: asyncio.AbstractEventLoop) -> None:
         """Renew until nothing is left to renew. Raises what is final."""
         interval_s = self._timeout_s / BEATS_PER_TIMEOUT
         heard = time.monotonic()
         while not self._stopped.wait(interval_s) and not loop.is_closed():
             with self._lock:
                 if not self._open and not self._tickets:
-                    self._end(pulse)  # here, so that nobody takes what ends for what beats
+                    self._end(renewer)  # here, so that nobody takes what ends for what beats
                     return
                 held, tickets = list(self._open), list(self._tickets)
             try:
-                self.unhold(*pulse.renew(held, tickets, interval_s))
+                self.unhold(*renewer.renew(held, tickets, interval_s))
                 heard = time.monotonic()
             except OSError as failure:  # a timeout, or a connection that broke: the next beat tries again
                 if time.monotonic() - heard > self._timeout_s:

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from penstock.conf.errors import PartnerGone, StoreError
-from penstock.store.client import pulse
 from penstock.store.client.connected import HAS_LEFT, ByValue, OverSocket, OverTcp
-from penstock.store.client.pulse import Pulse
+from penstock.store.client.heartbeat import InProcessRenewer, LeaseRenewer
 from penstock.store.data.arena import Slot
 from penstock.store.data.layout import Parcel, Placed
 from penstock.store.data.payload import Payload
@@ -47,8 +46,8 @@ class Link(Protocol):
     def skip(self, refs: Sequence[Placed]) -> None:
         """Tell the store that batches named by an answer will not be read."""
 
-    def pulse(self) -> Pulse:
-        """A connection to the store for the thread of a heartbeat. Any thread may ask, once there was a call."""
+    def lease_renewer(self) -> LeaseRenewer:
+        """The renewer of leases for the thread of a heartbeat. Any thread may ask, once there was a call."""
 
     async def leave(self) -> None:
         """Leave as if this end's process had ended. What waits for an answer over a connection raises `PartnerGone`."""
@@ -86,8 +85,8 @@ class InProcess(ByValue):
         finally:
             held.let_go()
 
-    def pulse(self) -> Pulse:
-        return pulse.InProcess(self._store, self._client)
+    def lease_renewer(self) -> LeaseRenewer:
+        return InProcessRenewer(self._store, self._client)
 
     async def leave(self) -> None:
         if not self._has_left:
@@ -121,9 +120,9 @@ class Lazy:
         assert self.found is not None
         self.found.skip(refs)
 
-    def pulse(self) -> Pulse:
+    def lease_renewer(self) -> LeaseRenewer:
         assert self.found is not None
-        return self.found.pulse()
+        return self.found.lease_renewer()
 
     async def leave(self) -> None:
         self._has_left = True

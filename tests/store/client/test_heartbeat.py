@@ -34,7 +34,7 @@ SOON = 0.03
 """Timeout of a lease: a beat comes every hundredth of a second."""
 
 
-class FakePulse:
+class FakeRenewer:
     """The store as a heartbeat sees it: each beat is answered by the test."""
 
     def __init__(self) -> None:
@@ -58,26 +58,26 @@ class FakePulse:
         return self.beats.get(timeout=ANSWER_S)
 
 
-def beating(body: Callable[[Heartbeat, FakePulse], None]) -> None:
+def beating(body: Callable[[Heartbeat, FakeRenewer], None]) -> None:
     async def main() -> None:
-        pulse = FakePulse()
+        renewer = FakeRenewer()
         heartbeat = Heartbeat()
-        heartbeat.begin(pulse, SOON)
-        body(heartbeat, pulse)
+        heartbeat.begin(renewer, SOON)
+        body(heartbeat, renewer)
         heartbeat.stop()
-        pulse.answers.put([])
-        assert pulse.closed.wait(ANSWER_S)
+        renewer.answers.put([])
+        assert renewer.closed.wait(ANSWER_S)
 
     asyncio.run(main())
 
 
 def test_a_row_written_twice_ends_no_other_rows_heartbeat() -> None:
-    def body(heartbeat: Heartbeat, pulse: FakePulse) -> None:
+    def body(heartbeat: Heartbeat, renewer: FakeRenewer) -> None:
         heartbeat.hold(7, [0, 1])
         heartbeat.finished(7, [0])
         heartbeat.finished(7, [0])
         assert heartbeat.held == {7: {1}}
-        assert pulse.next([]) == ([7], [])
+        assert renewer.next([]) == ([7], [])
         heartbeat.finished(7, [1])
         assert heartbeat.held == {}
 
@@ -101,58 +101,58 @@ def test_a_row_dropped_and_then_written_ends_no_other_rows_heartbeat() -> None:
 def test_what_was_let_go_is_renewed_no_more_and_with_nothing_held_beats_end() -> None:
     """Until something comes."""
 
-    def body(heartbeat: Heartbeat, pulse: FakePulse) -> None:
+    def body(heartbeat: Heartbeat, renewer: FakeRenewer) -> None:
         heartbeat.hold(1, [0])
         heartbeat.hold(2, [1])
-        assert pulse.next([])[0] == [1, 2]
+        assert renewer.next([])[0] == [1, 2]
         heartbeat.unhold(1)
-        pulse.next([])  # perhaps on its way before
-        assert pulse.next([]) == ([2], [])
+        renewer.next([])  # perhaps on its way before
+        assert renewer.next([]) == ([2], [])
         heartbeat.finished(2, [1])
-        pulse.answers.put([])
-        assert pulse.closed.wait(ANSWER_S)
-        pulse.closed.clear()
-        while not pulse.beats.empty():
-            pulse.beats.get()
+        renewer.answers.put([])
+        assert renewer.closed.wait(ANSWER_S)
+        renewer.closed.clear()
+        while not renewer.beats.empty():
+            renewer.beats.get()
         assert not heartbeat.beats
         heartbeat.asked(5)
         assert heartbeat.beats
-        assert pulse.beats.get(timeout=ANSWER_S)[1] == [5]
+        assert renewer.beats.get(timeout=ANSWER_S)[1] == [5]
 
     beating(body)
 
 
 def test_a_beat_that_fails_is_followed_by_others_and_told_once_it_matters(caplog: pytest.LogCaptureFixture) -> None:
-    def body(heartbeat: Heartbeat, pulse: FakePulse) -> None:
+    def body(heartbeat: Heartbeat, renewer: FakeRenewer) -> None:
         heartbeat.hold(1, [0])
         with caplog.at_level(logging.WARNING, logger="penstock"):
             deadline = time.monotonic() + ANSWER_S
             while "could not be renewed" not in caplog.text:
-                pulse.next(TimeoutError("no answer"))
+                renewer.next(TimeoutError("no answer"))
                 assert time.monotonic() < deadline
-        assert pulse.next([]) == ([1], [])
+        assert renewer.next([]) == ([1], [])
         heartbeat.asked(0)
 
     beating(body)
 
 
 def test_what_the_store_says_is_over_is_renewed_no_more() -> None:
-    def body(heartbeat: Heartbeat, pulse: FakePulse) -> None:
+    def body(heartbeat: Heartbeat, renewer: FakeRenewer) -> None:
         heartbeat.hold(1, [0])
         heartbeat.hold(2, [1])
-        pulse.next([1])
-        assert pulse.next([])[0][-1] == 2
+        renewer.next([1])
+        assert renewer.next([])[0][-1] == 2
         assert heartbeat.held == {2: {1}}
 
     beating(body)
 
 
 def test_what_ends_a_heartbeat_for_good_is_told_to_who_asks_next(caplog: pytest.LogCaptureFixture) -> None:
-    def body(heartbeat: Heartbeat, pulse: FakePulse) -> None:
+    def body(heartbeat: Heartbeat, renewer: FakeRenewer) -> None:
         heartbeat.hold(1, [0])
         with caplog.at_level(logging.WARNING, logger="penstock"):
-            pulse.next(ZeroDivisionError("a bug"))
-            assert pulse.closed.wait(ANSWER_S)
+            renewer.next(ZeroDivisionError("a bug"))
+            assert renewer.closed.wait(ANSWER_S)
         assert "not renewed any more: ZeroDivisionError('a bug')" in caplog.text
         with pytest.raises(StoreError, match="not renewed any more: ZeroDivisionError"):
             heartbeat.asked(0)
@@ -161,27 +161,27 @@ def test_what_ends_a_heartbeat_for_good_is_told_to_who_asks_next(caplog: pytest.
 
 
 def test_a_store_that_is_gone_is_left_to_the_calls_to_tell() -> None:
-    def body(heartbeat: Heartbeat, pulse: FakePulse) -> None:
+    def body(heartbeat: Heartbeat, renewer: FakeRenewer) -> None:
         heartbeat.hold(1, [0])
-        pulse.next(WorkerDied("gone"))
-        assert pulse.closed.wait(ANSWER_S)
+        renewer.next(WorkerDied("gone"))
+        assert renewer.closed.wait(ANSWER_S)
         heartbeat.asked(0)
 
     beating(body)
 
 
 def test_a_heartbeat_ends_with_the_event_loop_of_its_client() -> None:
-    pulse = FakePulse()
+    renewer = FakeRenewer()
 
     async def main() -> None:
         heartbeat = Heartbeat()
-        heartbeat.begin(pulse, SOON)
+        heartbeat.begin(renewer, SOON)
         heartbeat.hold(1, [0])
 
     asyncio.run(main())
     for _ in range(2):  # one beat may have begun before the loop was closed
-        pulse.answers.put([])
-    assert pulse.closed.wait(ANSWER_S)
+        renewer.answers.put([])
+    assert renewer.closed.wait(ANSWER_S)
 
 
 # With a store.

@@ -162,13 +162,13 @@ def test_a_heart_renews_what_its_client_holds_and_hears_what_is_over(tmp_path: P
         await client.put_groups([group()])
         lease = await client.lease("rollout", 1, "engine")
         assert lease is not None
-        pulse = link.pulse()
+        renewer = link.lease_renewer()
         try:
-            assert await asyncio.to_thread(pulse.renew, [lease.id], [], 10.0) == []
+            assert await asyncio.to_thread(renewer.renew, [lease.id], [], 10.0) == []
             await client.release(lease)
-            assert await asyncio.to_thread(pulse.renew, [lease.id], [0, 1], 10.0) == [lease.id]
+            assert await asyncio.to_thread(renewer.renew, [lease.id], [0, 1], 10.0) == [lease.id]
         finally:
-            pulse.close()
+            renewer.close()
 
     by(way, tmp_path, body)
 
@@ -222,7 +222,7 @@ def test_a_store_that_has_closed_lets_nobody_in_any_more(tmp_path: Path, way: st
     async def body(store: Store, client: StoreClient, link: Link) -> None:
         await store.close("over")
         with pytest.raises(PartnerGone, match="the store is closed"):
-            await asyncio.to_thread(link.pulse().renew, [0], [], 10.0)
+            await asyncio.to_thread(link.lease_renewer().renew, [0], [], 10.0)
         assert (await client.describe())["closed"] == "over"  # who was there stays
 
     by(way, tmp_path, body)

@@ -14,8 +14,8 @@ import ray
 from penstock.conf.errors import PartnerGone
 from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket, OverTcp
+from penstock.store.client.heartbeat import LeaseRenewer
 from penstock.store.client.lease import Lease
-from penstock.store.client.pulse import Pulse
 from penstock.store.errors import LeaseExpired, UnknownStage
 from penstock.store.service.messages import LeaseRequest
 from tests.store.driver import make_spec
@@ -135,10 +135,10 @@ def test_a_far_clients_heart_renews_what_it_holds_and_hears_what_is_over(handle:
         await local.put_groups([group()])
         lease = await remote.lease("rollout", 1, "engine")
         assert lease is not None
-        pulse = remote._link.pulse()
-        assert await asyncio.to_thread(pulse.renew, [lease.id], [], ANSWER_S) == []
+        renewer = remote._link.lease_renewer()
+        assert await asyncio.to_thread(renewer.renew, [lease.id], [], ANSWER_S) == []
         await remote.release(lease)
-        assert await asyncio.to_thread(pulse.renew, [lease.id], [0, 1], ANSWER_S) == [lease.id]
+        assert await asyncio.to_thread(renewer.renew, [lease.id], [0, 1], ANSWER_S) == [lease.id]
 
     elsewhere(handle, body)
 
@@ -174,11 +174,11 @@ def test_typed_errors_arrive_as_themselves(handle: Any) -> None:
     elsewhere(handle, body)
 
 
-def beat(pulse: Pulse) -> None:
+def beat(renewer: LeaseRenewer) -> None:
     """As a heartbeat does, ten times: a process that is ending still takes a connection, and resets it."""
     for _ in range(10):
         with contextlib.suppress(ConnectionError, TimeoutError):
-            pulse.renew([0], [], ANSWER_S)
+            renewer.renew([0], [], ANSWER_S)
         time.sleep(0.5)
 
 
@@ -192,8 +192,8 @@ def test_a_far_client_hears_of_the_stores_death(handle: Any) -> None:
         ray.kill(handle)
         with pytest.raises(PartnerGone, match="the store's process is gone"):
             await asyncio.wait_for(waiting, ANSWER_S)
-        pulse = remote._link.pulse()
+        renewer = remote._link.lease_renewer()
         with pytest.raises(PartnerGone, match="the store's process is gone"):
-            await asyncio.to_thread(beat, pulse)
+            await asyncio.to_thread(beat, renewer)
 
     asyncio.run(main())
