@@ -20,7 +20,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.functions import Renamed, columns_read
 from penstock.algorithms.losses import SURROGATES, interpolated_policy_loss, policy_loss, with_entropy_bonus
 from penstock.algorithms.named import checked_options
-from penstock.algorithms.registry import algorithm
+from penstock.algorithms.registry import ALGORITHMS, Algorithm, algorithm
 from penstock.algorithms.shaping import follow_target, has_signal, overlong_reward, penalized_reward
 from penstock.conf.algorithms.policy_gradient import (
     CispoConfig,
@@ -35,6 +35,7 @@ from penstock.conf.algorithms.policy_gradient import (
 
 SHAPED, PENALIZED = Column("shaped_reward", "float32"), Column("penalized_reward", "float32")
 TOKEN_ADVANTAGE = Column("token_advantage", "float32", "token")
+PRESETS = (DrGrpoConfig, DapoConfig, RlooConfig, ReinforcePpConfig, RemaxConfig, GspoConfig, CispoConfig)
 TURNS = "turn_tokens"
 """The column of turns. An advantage that reads it has one value for each token."""
 
@@ -111,43 +112,4 @@ def _loss(cfg: PolicyGradientConfig) -> Any:
     return with_entropy_bonus(loss, coef=cfg.entropy_coef, aggregation=cfg.aggregation, constant=cfg.constant_tokens)
 
 
-@algorithm("dr_grpo")
-def dr_grpo(cfg: DrGrpoConfig) -> Dataflow:
-    """GRPO with rewards only centred, and sums of tokens divided by a constant: 2503.20783."""
-    return policy_gradient(cfg)
-
-
-@algorithm("dapo")
-def dapo(cfg: DapoConfig) -> Dataflow:
-    """Clip-higher, dynamic sampling, token mean: 2503.14476."""
-    return policy_gradient(cfg)
-
-
-@algorithm("rloo")
-def rloo(cfg: RlooConfig) -> Dataflow:
-    """REINFORCE, leave-one-out baseline: 2402.14740."""
-    return policy_gradient(cfg)
-
-
-@algorithm("reinforce_pp")
-def reinforce_pp(cfg: ReinforcePpConfig) -> Dataflow:
-    """Baseline of the group, scale of the batch: 2501.03262."""
-    return policy_gradient(cfg)
-
-
-@algorithm("remax")
-def remax(cfg: RemaxConfig) -> Dataflow:
-    """REINFORCE, greedy baseline: 2310.10505."""
-    return policy_gradient(cfg)
-
-
-@algorithm("gspo")
-def gspo(cfg: GspoConfig) -> Dataflow:
-    """Ratios of whole responses: 2507.18071."""
-    return policy_gradient(cfg)
-
-
-@algorithm("cispo")
-def cispo(cfg: CispoConfig) -> Dataflow:
-    """Clipped weights, no clipped gradients: 2506.13585."""
-    return policy_gradient(cfg)
+ALGORITHMS.update({config.name: Algorithm(config.name, policy_gradient, config) for config in PRESETS})

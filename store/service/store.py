@@ -31,9 +31,9 @@ from penstock.store.service.messages import Call, Granted, LeaseRequest, Result,
 from penstock.store.service.report import StoreMeter, describe, of_segments, of_server, stats
 from penstock.store.service.saving import Saving
 from penstock.store.service.server import Endpoint, Server, StorePort
-from penstock.store.service.waiting.consumers import Locality, StragglerTimer
+from penstock.store.service.waiting.consumers import Locality
 from penstock.store.service.waiting.puts import Puts
-from penstock.store.service.waiting.waiters import Expiry, Pump, Waiters
+from penstock.store.service.waiting.waiters import Pump, Waiters
 from penstock.store.service.work_log import WorkLog
 from penstock.store.spec import StoreSpec
 
@@ -88,12 +88,8 @@ class Store:
         self._puts = Puts(self.ledger, self._blocks, self._intake, clock, pump.wake_puts, pump.carry_out, work.admitted)
         crosses_nodes = segments is not None and segments.nodes.by_id
         locality = Locality(self.ledger, self._blocks, segments) if segments is not None and crosses_nodes else None
-        self._stragglers = StragglerTimer(self.ledger, clock, pump.wake_stage)
-        self._waiters = waiters = Waiters(self.ledger, self._clients, self._puts, pump, locality, self._stragglers)
+        self._waiters = waiters = Waiters(self.ledger, self._clients, self._puts, pump, locality, clock)
         self._consumers, self._ranks = waiters.consumers, waiters.ranks
-        self._expiry = Expiry(self.ledger, clock, pump.carry_out)
-        consumers, ranks = [*self._consumers.values()], [*self._ranks.values()]
-        pump.connect(consumers, ranks, self._puts.wake, self._settled, waiters.superseded.tell)
         self._last_drops: deque[str] = deque(maxlen=LAST_DROPS)
         self._closed: str | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -358,8 +354,6 @@ class Store:
         """End waiting calls; results under leases are still taken. A second time changes nothing."""
         if self._closed is None:
             self._closed = reason
-        self._expiry.cancel()
-        self._stragglers.cancel()
         self._meter.close()
         if self._server is not None:
             self._server.close()
@@ -385,8 +379,3 @@ class Store:
     def _release_all(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:
             self._pump.carry_out(self.ledger.release(lease_id))
-
-    def _settled(self) -> None:
-        if self._closed is None:
-            self._expiry.arm()
-            self._stragglers.arm()

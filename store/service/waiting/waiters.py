@@ -140,7 +140,8 @@ class Expiry:
 
 
 class Waiters:
-    """The waiting callers of a store. Lifecycle: made before the first call, then told which clients leave, `close`."""
+    """The waiting callers of a store, and its timers. Lifecycle: made before the first call, then told which clients
+    leave, `close`."""
 
     def __init__(
         self,
@@ -149,17 +150,23 @@ class Waiters:
         puts: Puts,
         pump: Pump,
         locality: Locality | None,
-        stragglers: StragglerTimer,
+        clock: Callable[[], float],
     ) -> None:
+        """Connect the pump. `locality`: None in a run on one node."""
         self._clients, self._puts, self._pump = clients, puts, pump
+        self._expiry = Expiry(ledger, clock, pump.carry_out)
+        self._stragglers = StragglerTimer(ledger, clock, pump.wake_stage)
+        self._is_closed = False
         self.superseded = SupersededLeases(clients)
         self.consumers: dict[str, Consumers] = {}
         self.ranks: dict[str, Ranks] = {}
         for index, stage in enumerate(ledger.spec.stages):
             schedule = partial(pump.wake_stage, index)
-            self.consumers[stage.name] = Consumers(stage.name, ledger, clients, schedule, locality, stragglers)
+            self.consumers[stage.name] = Consumers(stage.name, ledger, clients, schedule, locality, self._stragglers)
             self.ranks[stage.name] = Ranks(stage.name, ledger, schedule)
-        self._queues: list[Consumers | Ranks] = [*self.consumers.values(), *self.ranks.values()]
+        consumers, ranks = list(self.consumers.values()), list(self.ranks.values())
+        self._queues: list[Consumers | Ranks] = [*consumers, *ranks]
+        pump.connect(consumers, ranks, puts.wake, self._arm_timers, self.superseded.tell)
 
     def __len__(self) -> int:
         """Number of calls that wait for leases and rounds."""
@@ -185,7 +192,15 @@ class Waiters:
         who = {name: [owners.get(one, "?") for one in some.waiting] for name, some in self.consumers.items()}
         return {"waiting": waiting | {"put": len(self._puts)}, "waiters": who}
 
+    def _arm_timers(self) -> None:
+        if not self._is_closed:
+            self._expiry.arm()
+            self._stragglers.arm()
+
     def close(self, reason: str) -> None:
+        self._is_closed = True
+        self._expiry.cancel()
+        self._stragglers.cancel()
         self._puts.close(reason)
         self.superseded.close()
         for queue in self._queues:
