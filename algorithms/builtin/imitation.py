@@ -22,7 +22,7 @@ from penstock.algorithms.aggregation import masked
 from penstock.algorithms.checks import as_mask, describe, has_axes, positive, same_shape
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.functions import Renamed
+from penstock.algorithms.graph.stage import Renamed
 from penstock.algorithms.kl import LOG_RATIO_BOUND
 from penstock.algorithms.losses import policy_loss, sft_loss
 from penstock.algorithms.registry import algorithm

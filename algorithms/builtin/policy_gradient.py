@@ -17,7 +17,7 @@ from penstock.algorithms.advantages import ADVANTAGES
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.functions import Renamed, columns_read
+from penstock.algorithms.graph.stage import Renamed, columns_read
 from penstock.algorithms.losses import SURROGATES, interpolated_policy_loss, policy_loss, with_entropy_bonus
 from penstock.algorithms.named import checked_options
 from penstock.algorithms.registry import ALGORITHMS, Algorithm, algorithm

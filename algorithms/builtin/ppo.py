@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from penstock.algorithms.advantages import gae, token_rewards, unpadded, whitened
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.functions import Renamed
+from penstock.algorithms.graph.stage import Renamed
 from penstock.algorithms.losses import interpolated_policy_loss, policy_loss, value_loss
 from penstock.algorithms.registry import algorithm
 from penstock.algorithms.shaping import KL_COEF, follow_target

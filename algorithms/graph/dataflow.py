@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS, Column, as_column
-from penstock.algorithms.graph.functions import name_of, pair_responses
-from penstock.algorithms.graph.stage import PROVIDED_BY_TRAINER, Stage, check_stages, reads_of, written_by
+from penstock.algorithms.graph.stage import (
+    PROVIDED_BY_TRAINER,
+    Stage,
+    check_stages,
+    name_of,
+    pair_responses,
+    reads_of,
+    written_by,
+)
 from penstock.conf.errors import DataflowError, suggest
 
 

@@ -14,8 +14,7 @@ import textwrap
 from dataclasses import dataclass
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.functions import name_of
-from penstock.algorithms.graph.stage import Stage
+from penstock.algorithms.graph.stage import Stage, name_of
 
 WIDTH = 100
 """The most characters of a line (as long as names are not absurdly long)."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.algorithms.aggregation import aggregate
 from penstock.algorithms.checks import non_negative, positive
-from penstock.algorithms.graph.functions import name_of
+from penstock.algorithms.graph.stage import name_of
 from penstock.algorithms.losses.policy import LossAndMetrics
 from penstock.conf.algorithms.base import AGGREGATIONS
 from penstock.conf.checks import one_of

@@ -4,6 +4,7 @@ import pytest
 
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column, as_column
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.stage import pair_responses
 from penstock.conf.errors import DataflowError
 
 
@@ -228,3 +229,10 @@ def test_a_greedy_baseline_is_a_stage_like_others():
     flow.reward(writes="greedy_reward", text="greedy_text", name="greedy_reward")
     assert flow.stage("greedy_reward").reads == ("task", "greedy_text")
     assert flow.rows_are == "prompts"
+
+
+def test_the_chosen_response_is_the_first_sample_and_the_rejected_the_second():
+    chosen, rejected = [7, 8, 9], [7, 0]
+    responses, preferred = pair_responses([chosen, chosen], [rejected, rejected])
+    assert responses == [chosen, rejected]
+    assert preferred == [1.0, -1.0]
