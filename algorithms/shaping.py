@@ -60,10 +60,7 @@ def overlong_reward(
 
 
 def penalized_reward(
-    reward: Tensor,
-    behavior_logprobs: list[Tensor],
-    reference_logprobs: list[Tensor],
-    kl_coef: Tensor | float,
+    reward: Tensor, behavior_logprobs: list[Tensor], reference_logprobs: list[Tensor], kl_coef: Tensor | float
 ) -> Tensor:
     """The reward `r - kl_coef · log (π(y | x) / π_ref(y | x))` a sample, `[N]` float32: 1909.08593 eq. 2.
 

@@ -93,12 +93,7 @@ def reverse_kl_advantage(
 
 
 def padded_reverse_kl_advantage(
-    logprobs: Tensor,
-    teacher_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    discount: float = 0.0,
-    clamp: float = LOG_RATIO_BOUND,
+    logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor, *, discount: float = 0.0, clamp: float = LOG_RATIO_BOUND
 ) -> Tensor:
     """Compute `reverse_kl_advantage` of a padded micro-batch, for losses that have the trainer's own log-probabilities:
     `[B, T]` each, returns `[B, T]` float32, detached, 0 in padding.

@@ -83,10 +83,7 @@ def _judged(flow: Dataflow, cfg: KtoConfig) -> Dataflow:
     flow.compute(partial(good_or_bad, threshold=cfg.threshold), per="sample", reads=["reward"], writes=["desirable"])
     flow.logprobs("reference")
     loss = partial(
-        kto_loss,
-        beta=cfg.beta,
-        desirable_weight=cfg.desirable_weight,
-        undesirable_weight=cfg.undesirable_weight,
+        kto_loss, beta=cfg.beta, desirable_weight=cfg.desirable_weight, undesirable_weight=cfg.undesirable_weight
     )
     return flow.train("policy", loss=loss)
 

@@ -51,13 +51,7 @@ def clip_cov(
 
 @surrogate("kl_cov")
 def kl_cov(
-    new: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    *,
-    share: NonNegative = 2e-4,
-    coef: NonNegative = 1.0,
+    new: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, share: NonNegative = 2e-4, coef: NonNegative = 1.0
 ) -> TokenLosses:
     """KL-Cov, 2505.22617: `L = -ρ A`, and `+ coef · |log ρ|` for the `share` of all tokens with the largest c,
     at least one.

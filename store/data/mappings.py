@@ -120,9 +120,7 @@ class Mappings:
         use.memory = memory
         address = memory.ctypes.data
         return read(
-            placed.num_rows,
-            placed.columns,
-            lambda offset, length: pa.foreign_buffer(address + offset, length, use),
+            placed.num_rows, placed.columns, lambda offset, length: pa.foreign_buffer(address + offset, length, use)
         )
 
     def read_all(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:

@@ -19,14 +19,7 @@ Guarantees:
 from collections.abc import Sequence
 from functools import partial
 
-from penstock.store.errors import (
-    DuplicateRow,
-    LeaseExpired,
-    RowNotLeased,
-    RowsLost,
-    StoreError,
-    UnknownStage,
-)
+from penstock.store.errors import DuplicateRow, LeaseExpired, RowNotLeased, RowsLost, StoreError, UnknownStage
 from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.catching_up import catch_up, end
 from penstock.store.ledger.effects import Effects

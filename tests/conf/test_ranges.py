@@ -155,8 +155,7 @@ def test_an_algorithm_of_ones_own_need_not_check_anything():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}, {"lora": LoraConfig(rank=4)}],
+    "options", [{"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}, {"lora": LoraConfig(rank=4)}]
 )
 def test_what_only_fsdp_does_is_refused_with_deepspeed(options):
     with pytest.raises(ConfigError, match=r"is for trainer\.engine=fsdp only"):

@@ -114,11 +114,7 @@ class Histories(RuleBasedStateMachine):
             if group in self.ledger.residents.groups:
                 self.lineage.admitted(self.ledger, group, self.nodes.randrange(10))  # mostly where no node is lost
 
-    @rule(
-        stage=st.sampled_from(WORKED),
-        max_units=st.integers(1, 4),
-        owner=st.sampled_from("ab"),
-    )
+    @rule(stage=st.sampled_from(WORKED), max_units=st.integers(1, 4), owner=st.sampled_from("ab"))
     def lease(self, stage: str, max_units: int, owner: str) -> None:
         lease = self.ledger.lease(stage, max_units, owner, self.now)
         if lease is not None:

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from penstock.algorithms.graph.columns import Column
-from penstock.algorithms.graph.stage import name_of
-from penstock.algorithms.graph.stage import Stage
+from penstock.algorithms.graph.stage import Stage, name_of
 from penstock.conf.errors import DataflowError, LeaseExpired
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease

@@ -10,12 +10,7 @@ from penstock.algorithms.corrections import correction
 from penstock.algorithms.losses import surrogate
 from penstock.algorithms.preference.pair_losses import dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from penstock.conf.algorithms.base import SftConfig
-from penstock.conf.algorithms.policy_gradient import (
-    DapoConfig,
-    PolicyGradientConfig,
-    PpoConfig,
-    RemaxConfig,
-)
+from penstock.conf.algorithms.policy_gradient import DapoConfig, PolicyGradientConfig, PpoConfig, RemaxConfig
 from penstock.conf.algorithms.preference import (
     DpoConfig,
     KtoConfig,

@@ -100,10 +100,7 @@ def go_on(process: "subprocess.Popen[str]") -> None:
 
 def test_a_cut_of_five_seconds_is_noticed_by_nobody(cluster: Cluster) -> None:
     """Leases run out after 15: hearts beat into the cut, too."""
-    with (
-        started(cluster[1], STORE, address_of(1), 15) as store,
-        started(cluster[2], CLIENT, line(store)) as client,
-    ):
+    with started(cluster[1], STORE, address_of(1), 15) as store, started(cluster[2], CLIENT, line(store)) as client:
         assert line(client) == "holds"
         cluster[2].cut()
         go_on(client)
@@ -115,10 +112,7 @@ def test_a_cut_of_five_seconds_is_noticed_by_nobody(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_a_client_that_is_cut_off_is_told_and_what_it_held_goes_back(cluster: Cluster) -> None:
     """Leases do not run out: the end of the connection is what gives them back."""
-    with (
-        started(cluster[1], STORE, address_of(1), 6000) as store,
-        started(cluster[2], CLIENT, line(store)) as client,
-    ):
+    with started(cluster[1], STORE, address_of(1), 6000) as store, started(cluster[2], CLIENT, line(store)) as client:
         assert line(client) == "holds"
         cluster[2].cut()
         begun = time.monotonic()

@@ -228,9 +228,7 @@ def test_a_store_that_has_closed_lets_nobody_in_any_more(tmp_path: Path, way: st
     by(way, tmp_path, body)
 
 
-def test_a_container_that_does_not_see_the_socket_comes_over_tcp_or_is_told(
-    tmp_path: Path,
-) -> None:
+def test_a_container_that_does_not_see_the_socket_comes_over_tcp_or_is_told(tmp_path: Path) -> None:
     """One that sees neither is told."""
 
     async def body(store: Store, endpoint: Endpoint) -> None:

@@ -92,9 +92,7 @@ check(mappings, third, 3)
     run(body, tmp_path)
 
 
-def test_a_batch_without_room_is_refused_by_the_keys_that_mend_it(
-    tmp_path: Path,
-) -> None:
+def test_a_batch_without_room_is_refused_by_the_keys_that_mend_it(tmp_path: Path) -> None:
     """The store goes on."""
     body = """
 from tests.store.driver import make_spec

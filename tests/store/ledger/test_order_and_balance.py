@@ -91,9 +91,7 @@ def test_the_heaviest_rank_is_within_5_percent_of_the_mean_or_one_row_is_more(
 
 
 @pytest.mark.parametrize("quadratic_tokens", [2048, 2**14, 2**30])
-def test_95_of_100_batches_stay_within_5_percent_whatever_attention_costs(
-    quadratic_tokens: int,
-) -> None:
+def test_95_of_100_batches_stay_within_5_percent_whatever_attention_costs(quadratic_tokens: int) -> None:
     random, found = np.random.default_rng(0), []
     for seed in range(100):
         num_ranks, mean, spread = random.integers(2, 17), random.uniform(5.5, 7), random.uniform(0.3, 1.0)

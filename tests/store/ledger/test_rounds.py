@@ -5,12 +5,7 @@ from itertools import chain
 
 import pytest
 
-from penstock.store.errors import (
-    LeaseExpired,
-    StalenessViolation,
-    StoreError,
-    UnknownStage,
-)
+from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError, UnknownStage
 from tests.store.driver import Driver, make_spec
 from tests.store.invariants import check_invariants
 

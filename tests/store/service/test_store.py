@@ -10,12 +10,7 @@ import pytest
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease, SharedLease
 from penstock.store.client.sync import SyncStoreClient
-from penstock.store.errors import (
-    LeaseExpired,
-    StoreClosed,
-    StoreError,
-    UnknownStage,
-)
+from penstock.store.errors import LeaseExpired, StoreClosed, StoreError, UnknownStage
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec
 from tests.store.driver import make_spec
