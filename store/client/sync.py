@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class SyncStoreClient:
-    """The calls of `StoreClient`, each blocking its thread, which must have no running event loop.
+    """The calls of `StoreClient` that ranks make, each blocking its thread, which must have no running event loop.
 
     A thread of its own runs the client's event loop, so that leases are renewed while the caller computes. Around a
     `Store` in this process the store's loop is used, and the caller must be another thread. `leave` ends the thread,
@@ -35,9 +35,6 @@ class SyncStoreClient:
         self._under_way: set[concurrent.futures.Future[Any]] = set()
         self._has_left, self._leaving = False, threading.Lock()
 
-    def lease(self, stage: str, max_units: int, owner: str) -> Lease | None:
-        return self._run(self._client.lease(stage, max_units, owner))
-
     def lease_shared(
         self, stage: str, round: int, rank: int, num_ranks: int, max_units: int = 1, owner: str = ""
     ) -> SharedLease | None:
@@ -45,15 +42,6 @@ class SyncStoreClient:
 
     def write(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> None:
         self._run(self._client.write(lease, row_ids, columns))
-
-    def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:
-        self._run(self._client.drop(lease, row_ids, reason, detail))
-
-    def release(self, lease: Lease) -> None:
-        self._run(self._client.release(lease))
-
-    def renew(self, lease: Lease) -> None:
-        self._run(self._client.renew(lease))
 
     def settle(self, stage: str) -> int:
         return self._run(self._client.settle(stage))

@@ -84,7 +84,7 @@ def test_a_blocking_client_leaves_beside_a_call_that_waits(tmp_path: Path, in_pr
         with pytest.raises(PartnerGone):
             await waiting
         with pytest.raises(PartnerGone, match="has left its store"):
-            await asyncio.to_thread(client.lease, "rollout", 1, "engine")
+            await asyncio.to_thread(client.settle, "train")
         while (await store.describe())["waiting"]["train"]:
             await asyncio.sleep(0.005)
 

@@ -153,13 +153,12 @@ def test_every_writer_hears_of_the_stores_death(handle: Any) -> None:
 def test_synchronous_clients_speak_to_the_actor(handle: Any) -> None:
     asyncio.run(StoreClient(handle).put_groups(groups(1)))
     client = SyncStoreClient(handle)
-    lease = client.lease("rollout", 1, "engine")
+    lease = client.lease_shared("rollout", 0, 0, 1)
     assert lease is not None
     assert lease.rows.row_ids.tolist() == [0, 1]
-    client.renew(lease)
-    client.release(lease)
+    assert client.settle("rollout") == 1
     asyncio.run(StoreClient(handle).close("done"))
-    assert client.lease("reward", 1, "judge") is None
+    assert client.lease_shared("reward", 0, 0, 1) is None
 
 
 @pytest.mark.parametrize("killed", [False, True])
