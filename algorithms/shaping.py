@@ -97,7 +97,7 @@ def next_coefficient(
     return torch.full((len(kl_N),), state.coef), state.after(float(kl_N.mean()))
 
 
-def follow_target(flow: Dataflow, *, coef: float, target: float, gain: float) -> Dataflow:
+def add_adaptive_coefficient(flow: Dataflow, *, coef: float, target: float, gain: float) -> Dataflow:
     """Add the stage that writes `kl_coef`, from `coef` on. Comes after the reference."""
     reads = ["behavior_logprobs", "reference_logprobs"]
     state = AdaptiveKl(coef, target, gain)

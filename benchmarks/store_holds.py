@@ -28,7 +28,7 @@ from penstock.metering.meters import Meters
 from penstock.network.connection import Address
 from penstock.store.client.client import StoreClient
 from penstock.store.data.arena import Arena
-from penstock.store.data.layout import Inline, Parcel, Placed
+from penstock.store.data.layout import Inline, Placed, SentBatch
 from penstock.store.data.remote.nodes import RowsNode, RowsNodes
 from penstock.store.data.segments import Segments
 from penstock.store.ledger.facts import Facts
@@ -147,12 +147,12 @@ class Filled:
         )
         for number in range(num_segments):
             placed = arena.place(batch) if not node else Placed(f"{name}-{number}", 0, 1, (), num_bytes, node)
-            await self.put_parcel(name, placed)
+            await self.put_sent(name, placed)
         return name
 
-    async def put_parcel(self, client: str, parcel: Parcel) -> None:
+    async def put_sent(self, client: str, sent: SentBatch) -> None:
         facts = Facts([64], None, None, [8])
-        await self.store.put(["prompt_ids", "task"], parcel, facts, client, [])
+        await self.store.put(["prompt_ids", "task"], sent, facts, client, [])
 
     async def step(self) -> None:
         number = self.store.ledger.rounds.formed
@@ -200,13 +200,13 @@ async def measure(num_rows: int, folder: Path) -> Measured:
     batch = pa.record_batch({"prompt_ids": pa.array([large], pa.list_(pa.int32())), "task": pa.array(["{}"])})
     filled.segments.book.max_bytes = 0
     placed = arena.place(batch)
-    found[f"{LARGE_MIB} MiB moved to disk"] = await hold(lambda: filled.put_parcel(name, placed))
-    found[f"{LARGE_MIB} MiB by value"] = await hold(lambda: filled.put_parcel("", Inline(batch)))
+    found[f"{LARGE_MIB} MiB moved to disk"] = await hold(lambda: filled.put_sent(name, placed))
+    found[f"{LARGE_MIB} MiB by value"] = await hold(lambda: filled.put_sent("", Inline(batch)))
     filled.segments.book.max_bytes = 2**40
     kinds = tuple((column, str(kind), ()) for column, kind in zip(batch.schema.names, batch.schema.types, strict=True))
     name, _ = filled.writer("far")
     for number in range(num_rows // ROWS_OF_A_SEGMENT):
-        await filled.put_parcel(name, Placed(f"{name}-{number}", 0, 1, kinds, 2048, "far"))
+        await filled.put_sent(name, Placed(f"{name}-{number}", 0, 1, kinds, 2048, "far"))
     found["a node is lost"] = await hold(lambda: store.lost("far"))
     collections.close()
     found["Python's collector"] = collections.longest_ms

@@ -2,7 +2,7 @@
 
 Workers, the store and the driver call `add`, `put` and `observe` where things happen; each costs about a microsecond,
 and any thread may call it. `ray_export.py` calls `drain`. Without an exporter the numbers stay few: a total, a value,
-or a sample of `MOST_OBSERVATIONS` for each series.
+or a sample of `MAX_OBSERVATIONS` for each series.
 """
 
 import random
@@ -14,7 +14,7 @@ ORIGIN = ("run", "role", "actor")
 """Labels of every metric: the run's name, the role of the process that measures, and its name, such as Rollout-0."""
 RAY_PREFIX = "ray_"
 """The prefix that Ray puts before the names of all metrics that it exports."""
-MOST_OBSERVATIONS = 32
+MAX_OBSERVATIONS = 32
 """The most observations that a series keeps between two drains. Of more, a uniform sample is kept: quantiles and means
 stay what they are, and the count is too low. An observation costs Ray up to 50 us."""
 
@@ -101,7 +101,7 @@ class Meters:
 
 
 class _Sample:
-    """A uniform sample of `MOST_OBSERVATIONS` of the values taken (Vitter 1985, algorithm R)."""
+    """A uniform sample of `MAX_OBSERVATIONS` of the values taken (Vitter 1985, algorithm R)."""
 
     def __init__(self) -> None:
         self.kept: list[float] = []
@@ -110,9 +110,9 @@ class _Sample:
 
     def take(self, value: float) -> None:
         self._num_seen += 1
-        if len(self.kept) < MOST_OBSERVATIONS:
+        if len(self.kept) < MAX_OBSERVATIONS:
             self.kept.append(value)
-        elif (place := self._random.randrange(self._num_seen)) < MOST_OBSERVATIONS:
+        elif (place := self._random.randrange(self._num_seen)) < MAX_OBSERVATIONS:
             self.kept[place] = value
 
 

@@ -17,7 +17,7 @@ from typing import BinaryIO, Self
 from penstock.network.handshake import REPLY, ClientHandshake
 
 HEADER = struct.Struct("!BIQ")
-MOST_BODY = 2**28
+MAX_BODY = 2**28
 """The largest size of a body, in bytes. A longer one is no message of ours."""
 SILENCE_S = 30.0
 """Seconds after which a connection on which nothing could be sent or received is lost. A cable that was pulled for a
@@ -76,7 +76,7 @@ class Connection:
 
     def receive(self) -> Frame:
         kind, length, num_bytes = HEADER.unpack(self._exactly(HEADER.size))
-        if length > MOST_BODY:
+        if length > MAX_BODY:
             raise ConnectionAbortedError(f"a message of {length} bytes: the other end speaks something else.")
         return Frame(kind, bytes(self._exactly(length)), num_bytes)
 
@@ -111,8 +111,8 @@ class Connection:
 
 
 def connect(address: Address, service: int, token: bytes, timeout_s: float, silence_s: float = SILENCE_S) -> Connection:
-    """Return an authenticated connection. Raises `TimeoutError`, `Stranger`, or another `OSError`, each within about
-    `timeout_s`."""
+    """Return an authenticated connection. Raises `TimeoutError`, `NotAuthenticated`, or another `OSError`, each within
+    about `timeout_s`."""
     connected = socket.create_connection((address.host, address.port), timeout_s)
     try:
         greet(connected, service, token)

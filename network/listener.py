@@ -1,8 +1,8 @@
 """A port of this machine that the run's processes on other machines connect to.
 
 One thread accepts; each connection gets a thread, which has it prove that it is of this run (`handshake.py`) and then
-calls the handler of the service that it asked for. A peer that proves nothing gets no answer, and is counted. Strangers
-that say nothing keep no member out: where there are too many, one of them leaves for the next.
+calls the handler of the service that it asked for. A peer that proves nothing gets no answer, and is counted. Peers
+that say nothing keep no member out: where too many are within the handshake, one of them is cut off for the next.
 """
 
 import socket
@@ -14,11 +14,11 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from penstock.network.connection import SILENCE_S, Address, hang_up, prepare, read_exactly
-from penstock.network.handshake import FINISH_BYTES, HELLO, ServerHandshake, Stranger
+from penstock.network.handshake import FINISH_BYTES, HELLO, NotAuthenticated, ServerHandshake
 
 MANY = 1024
 """Connections that wait to be accepted: all machines of a run come at once."""
-MOST_STRANGERS = 128
+MAX_PENDING = 128
 """Connections that may be within the handshake at a time: a thread each."""
 HANDSHAKE_S = 10.0
 """Seconds after which a connection that has not proved anything is hung up on."""
@@ -34,9 +34,9 @@ owns the socket and closes it."""
 Who = TypeVar("Who", bound=Hashable)
 
 
-class Strangers(Generic[Who]):
+class PendingHandshakes(Generic[Who]):
     """Connections that have not proved anything yet. Where there are too many, the oldest of the address that has most
-    of them leaves: an address that has fewer loses none to it. Pure."""
+    of them is to be cut off: an address that has fewer loses none to it. Pure."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -44,18 +44,18 @@ class Strangers(Generic[Who]):
         """The host of each connection, the oldest first."""
 
     def come(self, who: Who, host: str) -> Who | None:
-        """Add a connection. Returns the one that is to leave for it."""
-        left = self._who_leaves() if len(self._hosts) >= self._most else None
+        """Add a connection. Returns the one that is to be cut off for it."""
+        left = self._next_to_leave() if len(self._hosts) >= self._most else None
         if left is not None:
             del self._hosts[left]
         self._hosts[who] = host
         return left
 
     def gone(self, who: Who) -> None:
-        """Forget a connection that is a stranger no more, or has ended. Harmless for one that has left."""
+        """Forget a connection that is authenticated, or has ended. Harmless for one that was cut off."""
         self._hosts.pop(who, None)
 
-    def _who_leaves(self) -> Who:
+    def _next_to_leave(self) -> Who:
         counts = Counter(self._hosts.values())
         largest = max(counts.values())
         return next(who for who, host in self._hosts.items() if counts[host] == largest)
@@ -87,10 +87,10 @@ class Listener:
         self._socket = _bound(host, ports)
         self.address = Address(host, self._socket.getsockname()[1])
         self.refused = 0
-        """Connections of strangers, and those that no thread could be had for."""
+        """Connections that proved nothing, and those that no thread could be had for."""
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
-        self._strangers = Strangers[socket.socket](MOST_STRANGERS)
+        self._pending = PendingHandshakes[socket.socket](MAX_PENDING)
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="listener", daemon=True)
         self._thread.start()
@@ -135,7 +135,7 @@ class Listener:
                     connected.close()
                     continue
                 self._open[connected] = thread
-                if (left := self._strangers.come(connected, host)) is not None:
+                if (left := self._pending.come(connected, host)) is not None:
                     hang_up(left)  # its own thread hears of that, counts it and closes it
 
     def _serve(self, connected: socket.socket) -> None:
@@ -144,7 +144,7 @@ class Listener:
                 service = self._welcome(connected)
             finally:
                 with self._lock:
-                    self._strangers.gone(connected)
+                    self._pending.gone(connected)
             if service in self._takers:
                 self._forget(connected)  # before another thread has it
             if service is not None:
@@ -168,8 +168,8 @@ class Listener:
             connected.sendall(handshake.reply(read_exactly(connected, HELLO.size)))
             handshake.finish(read_exactly(connected, FINISH_BYTES))
             if handshake.service not in self._handlers:
-                raise Stranger(f"nobody serves {handshake.service} here.")
-        except OSError:  # among them Stranger and TimeoutError
+                raise NotAuthenticated(f"nobody serves {handshake.service} here.")
+        except OSError:  # among them NotAuthenticated and TimeoutError
             self._refuse(connected)
             return None
         finally:

@@ -10,12 +10,12 @@ import socket
 
 import psutil
 
-LOW = 4096
+LOW_LIMIT = 4096
 """The limit to warn below: a lower hard limit is told."""
-OF_EACH = 6
+FILES_PER_CLIENT = 6
 """Connections of one client of the store: its calls, its heartbeat, and from another machine those that it keeps to
 read rows (`KEPT` in `store/data/remote/pulls.py`)."""
-OWN = 64
+OWN_FILES = 64
 """The most files that a process has open besides."""
 
 
@@ -47,11 +47,11 @@ def raise_limit() -> int:
 def warning() -> str | None:
     """A warning about the hard limit of this process, and of those that it starts; None if the limit is high."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard == resource.RLIM_INFINITY or hard >= LOW:
+    if hard == resource.RLIM_INFINITY or hard >= LOW_LIMIT:
         return None
-    served = max(0, hard - OWN) // OF_EACH
+    served = max(0, hard - OWN_FILES) // FILES_PER_CLIENT
     return (
         f"a process may have {hard} files open here (ulimit -Hn), so the store serves at most about {served} members "
-        f"of a run. For more, raise the hard limit before the run, or Ray, is started: ulimit -Hn {16 * LOW}, or "
+        f"of a run. For more, raise the hard limit before the run, or Ray, is started: ulimit -Hn {16 * LOW_LIMIT}, or "
         "nofile in /etc/security/limits.conf."
     )

@@ -21,7 +21,7 @@ from penstock.algorithms.graph.stage import Renamed, columns_read
 from penstock.algorithms.losses import SURROGATES, interpolated_policy_loss, policy_loss, with_entropy_bonus
 from penstock.algorithms.named import checked_options
 from penstock.algorithms.registry import ALGORITHMS, Algorithm, algorithm
-from penstock.algorithms.shaping import follow_target, has_signal, overlong_reward, penalized_reward
+from penstock.algorithms.shaping import add_adaptive_coefficient, has_signal, overlong_reward, penalized_reward
 from penstock.conf.algorithms.policy_gradient import (
     CispoConfig,
     DapoConfig,
@@ -70,7 +70,7 @@ def _add_shaping(flow: Dataflow, cfg: PolicyGradientConfig) -> str:
         return reward
     penalize: Any = Renamed(penalized_reward, "reward", reward)
     if cfg.kl_target:
-        follow_target(flow, coef=cfg.kl_coef, target=cfg.kl_target, gain=cfg.kl_gain)
+        add_adaptive_coefficient(flow, coef=cfg.kl_coef, target=cfg.kl_target, gain=cfg.kl_gain)
     else:
         penalize = partial(penalize, kl_coef=cfg.kl_coef)
     per = "batch" if cfg.kl_target else "sample"

@@ -22,7 +22,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Renamed
 from penstock.algorithms.losses import interpolated_policy_loss, policy_loss, value_loss
 from penstock.algorithms.registry import algorithm
-from penstock.algorithms.shaping import KL_COEF, follow_target
+from penstock.algorithms.shaping import KL_COEF, add_adaptive_coefficient
 from penstock.conf.algorithms.policy_gradient import PpoConfig
 
 TOKEN_ADVANTAGE, RETURNS = Column("token_advantage", "float32", "token"), Column("returns", "float32", "token")
@@ -70,7 +70,7 @@ def ppo(cfg: PpoConfig) -> Dataflow:
         flow.logprobs("reference")
         reads.append("reference_logprobs")
     if cfg.kl_target:
-        follow_target(flow, coef=cfg.kl_coef, target=cfg.kl_target, gain=cfg.kl_gain)
+        add_adaptive_coefficient(flow, coef=cfg.kl_coef, target=cfg.kl_target, gain=cfg.kl_gain)
         reads.append(KL_COEF.name)
     else:
         advantages = partial(advantages, kl_coef=cfg.kl_coef)

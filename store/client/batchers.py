@@ -128,8 +128,8 @@ class PutBatcher:
         self._putting.add_done_callback(lambda putting: self._landed(sent, putting))
 
     async def _send(self, batch: pa.RecordBatch, facts: Facts, first: Incoming, tickets: list[int]) -> list[int]:
-        parcel = await self._link.ship(batch, self._inline_bytes, first.slot)
-        arguments = batch.schema.names, parcel, facts, self._client, tickets
+        sent = await self._link.ship(batch, self._inline_bytes, first.slot)
+        arguments = batch.schema.names, sent, facts, self._client, tickets
         return list(await self._link.call("put", *arguments))
 
     def _landed(self, sent: list[Incoming], putting: "asyncio.Task[list[int]]") -> None:

@@ -30,7 +30,7 @@ from penstock.store.client.batchers import CallBatcher, PutBatcher, by_column
 from penstock.store.client.heartbeat import Heartbeat
 from penstock.store.client.lease import Lease, LeaseStream, Share, SharedLease, Values, ids_of
 from penstock.store.client.links import link_to
-from penstock.store.data.arena import ROOM, Slot
+from penstock.store.data.arena import OVERHEAD_BYTES, Slot
 from penstock.store.data.payload import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode, size_of
@@ -365,15 +365,15 @@ class StoreClient:
                 said = f"stage {lease.stage!r} writes column {name!r}, which the dataflow lacks"
                 raise UnknownColumn(f"{said}{suggest(name, self._columns)}")
         batch, facts, slot = await self._encode(spec, columns, rows)
-        parcel = await self._link.ship(batch, spec.inline_bytes, slot)
-        return Write(lease.id, lease.stage, rows, batch.schema.names, parcel, facts)
+        sent = await self._link.ship(batch, spec.inline_bytes, slot)
+        return Write(lease.id, lease.stage, rows, batch.schema.names, sent, facts)
 
     async def _encode(
         self, spec: StoreSpec, columns: Values, rows: Sequence[int]
     ) -> tuple[pa.RecordBatch, Facts, Slot | None]:
         """Encode columns. Large ones are joined in shared memory, where that can be."""
         size = size_of(columns)
-        slot = await self._link.reserve(size + size // 32 + ROOM) if size > spec.inline_bytes else None
+        slot = await self._link.reserve(size + size // 32 + OVERHEAD_BYTES) if size > spec.inline_bytes else None
         if slot is None:
             return (*encode(self._columns, columns, rows, by_newest=spec.old_turns_are_context), None)
         try:

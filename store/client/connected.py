@@ -19,15 +19,25 @@ from penstock.network.connection import SILENCE_S, connect
 from penstock.store.client.heartbeat import LeaseRenewer, renewer_over_socket, renewer_over_tcp
 from penstock.store.data.arena import Arena, Slot
 from penstock.store.data.codec import Malformed
-from penstock.store.data.layout import Inline, Parcel, Placed
-from penstock.store.data.mappings import Mappings, Soon
+from penstock.store.data.layout import Inline, Placed, SentBatch
+from penstock.store.data.mappings import DebouncedCall, Mappings
 from penstock.store.data.payload import Payload
 from penstock.store.data.remote.nodes import RowsNode
 from penstock.store.data.remote.pulls import Pulls
 from penstock.store.data.segments import Notice
 from penstock.store.errors import StoreError, StoreUnreachable
 from penstock.store.service import peers
-from penstock.store.service.messages import ANSWER, HELLO, SAID, Answer, Calls, Hello, Said, calls_of, refs_of
+from penstock.store.service.messages import (
+    ANSWER,
+    HELLO,
+    MESSAGE,
+    Answer,
+    Calls,
+    ClientMessage,
+    Hello,
+    calls_of,
+    refs_of,
+)
 from penstock.store.service.server import STORE, Endpoint
 from penstock.store.service.store import Store
 from penstock.store.service.wire import Wire
@@ -46,7 +56,7 @@ class ByValue:
     async def reserve(self, nbytes: int) -> Slot | None:
         return None
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> SentBatch:
         return Inline(batch)
 
     async def fetch(self, payload: Payload) -> Payload:
@@ -73,14 +83,14 @@ class Connected:
         `writing`: its directories of segments."""
         self._endpoint, self._client = endpoint, client
         self._calls = calls
-        self._wire = Wire(self._hear, self._gone)
+        self._wire = Wire(self._on_message, self._on_lost)
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         """Method and caller of each call that has no answer yet."""
         self._lost: PartnerGone | StoreUnreachable | None = None
         """The error that ended the connection; None while it is open."""
         self._node = node
-        self._say_ended_soon = Soon(asyncio.get_running_loop(), self._say_ended)
+        self._say_ended_soon = DebouncedCall(asyncio.get_running_loop(), self._say_ended)
         self._arena = Arena(writing, client, node or "") if writing else None
         self._mappings = Mappings(reading, self._say_ended_soon)
         self._pulls: Pulls | None = None
@@ -91,12 +101,12 @@ class Connected:
         number, request = next(self._numbers), self._calls.request(method, args)
         ended = self._mappings.ended()
         try:
-            self._wire.send(SAID, Said(number, request, ended))
+            self._wire.send(MESSAGE, ClientMessage(number, request, ended))
         except NotPlainData:
             self._mappings.skip(ended)  # they are with the next call
             raise
         except ConnectionError:
-            raise self._what_became() from None
+            raise self._lost_error() from None
         answer = asyncio.get_running_loop().create_future()
         self._answers[number] = method, answer
         try:
@@ -109,7 +119,7 @@ class Connected:
     async def reserve(self, nbytes: int) -> Slot | None:
         return self._arena.reserve(nbytes) if self._arena is not None else None
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> SentBatch:
         if self._arena is None or (slot is None and batch.nbytes <= inline_bytes):
             return Inline(batch)
         try:
@@ -155,21 +165,21 @@ class Connected:
         their files."""
         ended = self._mappings.ended()
         if ended and self._wire.is_open:
-            self._wire.send(SAID, Said(0, None, ended))
+            self._wire.send(MESSAGE, ClientMessage(0, None, ended))
 
-    def _noticed(self, notice: Notice) -> None:
+    def _apply_notice(self, notice: Notice) -> None:
         """Apply what the store says of segments."""
         if self._arena is not None:
             self._arena.recycled(notice.recycled)
             self._arena.forget(notice.removed)
         self._mappings.forget(notice.removed)
 
-    def _hear(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
+    def _on_message(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
         if kind != ANSWER:
             raise Malformed(f"the store sends a message of kind {kind}.")
         heard = self._wire.codec.decode(Answer[Raw], body, area)
         if heard.notice is not None:
-            self._noticed(heard.notice)
+            self._apply_notice(heard.notice)
         if heard.number is None:
             return
         if heard.number not in self._answers:
@@ -186,18 +196,18 @@ class Connected:
         else:
             answer.set_exception(heard.error)
 
-    def _gone(self, error: Exception | None) -> None:
+    def _on_lost(self, error: Exception | None) -> None:
         self._lost = self._lost or self._explained(error)
         if self._pulls is not None:
             self._pulls.close()
         for _, answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(self._what_became())
+                answer.set_exception(self._lost_error())
 
     def _explained(self, error: Exception | None) -> PartnerGone | StoreUnreachable:
         return PartnerGone(f"the store's process is gone: {self._where} has closed{f' ({error})' if error else ''}.")
 
-    def _what_became(self) -> StoreError | PartnerGone:
+    def _lost_error(self) -> StoreError | PartnerGone:
         """A new error for each caller that gets it: each adds its traceback."""
         lost = self._lost or self._explained(None)
         return type(lost)(str(lost))

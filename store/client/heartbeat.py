@@ -19,7 +19,7 @@ from penstock.conf.errors import PartnerGone, StoreError, WorkerDied
 from penstock.network.connection import Connection, connect
 from penstock.store.data.codec import NOTHING, Codec, Malformed
 from penstock.store.service import peers
-from penstock.store.service.messages import ANSWER, HELLO, SAID, Answer, Hello, Said, calls_of
+from penstock.store.service.messages import ANSWER, HELLO, MESSAGE, Answer, ClientMessage, Hello, calls_of
 from penstock.store.service.server import STORE, Endpoint
 from penstock.store.service.store import Store
 
@@ -74,7 +74,7 @@ class ConnectionRenewer:
         try:
             connection = self._connected(timeout_s)
             request = self._calls.request("renew", (lease_ids, self._client, tickets))
-            connection.send(SAID, self._codec.encode(Said(0, request))[0])
+            connection.send(MESSAGE, self._codec.encode(ClientMessage(0, request))[0])
             answer = self._heard(connection)
             while answer.number is None:  # what the store says unasked
                 answer = self._heard(connection)

@@ -16,7 +16,7 @@ from penstock.conf.errors import PartnerGone, StoreError
 from penstock.store.client.connected import HAS_LEFT, ByValue, OverSocket, OverTcp
 from penstock.store.client.heartbeat import InProcessRenewer, LeaseRenewer
 from penstock.store.data.arena import Slot
-from penstock.store.data.layout import Parcel, Placed
+from penstock.store.data.layout import Placed, SentBatch
 from penstock.store.data.payload import Payload
 from penstock.store.errors import StoreUnreachable
 from penstock.store.service.messages import refs_of, with_values
@@ -36,7 +36,7 @@ class Link(Protocol):
     async def reserve(self, nbytes: int) -> Slot | None:
         """Shared memory for a batch of about so many bytes; None where it goes by value."""
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> SentBatch:
         """Put a batch where the store takes it from, the slot if it lies there: the batch, or the note where it is."""
 
     async def fetch(self, payload: Payload) -> Payload:
@@ -83,7 +83,7 @@ class InProcess(ByValue):
                 return await asyncio.to_thread(with_values, value, held.resolve)
             return with_values(value, held.resolve)
         finally:
-            held.let_go()
+            held.release()
 
     def lease_renewer(self) -> LeaseRenewer:
         return InProcessRenewer(self._store, self._client)
@@ -109,7 +109,7 @@ class Lazy:
     async def reserve(self, nbytes: int) -> Slot | None:
         return await (await self._link()).reserve(nbytes)
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> SentBatch:
         return await (await self._link()).ship(batch, inline_bytes, slot)
 
     async def fetch(self, payload: Payload) -> Payload:

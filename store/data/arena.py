@@ -7,8 +7,8 @@
 
 A page that is touched for the first time costs as much as copying it several times. So a file that the store has done
 with goes back to its writer, which writes through a mapping of it. Before any has come back, large batches take files
-whose pages were touched at the start of the store (`lay_by`): the writer that renames one has it. A new file is written
-by the kernel, which touches pages cheaper than a mapping does.
+whose pages were touched at the start of the store (`preallocate`): the writer that renames one has it. A new file is
+written by the kernel, which touches pages cheaper than a mapping does.
 """
 
 import itertools
@@ -26,16 +26,16 @@ from penstock.store.data.mappings import map_file
 
 STEP = 1 << 16
 """The smallest step by which a file grows, in bytes."""
-ROOM = 1 << 14
+OVERHEAD_BYTES = 1 << 14
 """Bytes of a batch beside its large columns: offsets, scalars."""
 SPARE = "spare-"
-"""The prefix of the names of files that are laid by."""
+"""The prefix of the names of preallocated files."""
 SPARE_BYTES = 1 << 23
 """Size of such a file, in bytes. A batch of less than an eighth of it has few pages to touch, and takes none."""
 SPARES = 16
-"""The most files that are laid by. They need to last until the first batches have come back."""
+"""The most preallocated files. They need to last until the first batches have come back."""
 SHARE = 8
-"""The part that is laid by at most, of a store's budget and of the memory that is free: 1 / `SHARE`."""
+"""The part that is preallocated at most, of a store's budget and of the memory that is free: 1 / `SHARE`."""
 
 
 class Slot:
@@ -147,7 +147,7 @@ class Arena:
             self._out.pop(name, None)
 
     def _spare(self, nbytes: int) -> Slot | None:
-        """A file that was laid by for so large a batch; the first writer that renames it has it."""
+        """A preallocated file for so large a batch; the first writer that renames it has it."""
         if not SPARE_BYTES // 8 <= nbytes <= SPARE_BYTES:
             return None
         if self._spares is None:
@@ -175,7 +175,7 @@ class Arena:
         raise OSError(f"no place to write {name} to")
 
 
-def lay_by(place: str, max_bytes: int) -> None:
+def preallocate(place: str, max_bytes: int) -> None:
     """Make spare files for writers that share so many bytes, and touch their pages now. As many as there is memory for:
     no writer needs them to go on."""
     with suppress(OSError):  # a full directory, or the files of a store before this one, which serve as well
@@ -185,7 +185,7 @@ def lay_by(place: str, max_bytes: int) -> None:
 
 
 def num_spares(max_bytes: int, free_bytes: int) -> int:
-    """Files to lay by where a store may use `max_bytes` of shared memory, and so many are free."""
+    """Files to preallocate where a store may use `max_bytes` of shared memory, and so many are free."""
     return min(SPARES, min(max_bytes, free_bytes) // SHARE // SPARE_BYTES)
 
 

@@ -178,7 +178,7 @@ class Blocks:
         return copied
 
     def keep(self, group_id: int, copied: "Blocks") -> None:
-        """Copy the cells of a group as they are; the values are shared, and stay until `let_go`."""
+        """Copy the cells of a group as they are; the values are shared, and stay until `release_copy`."""
         columns = self._cells[group_id]
         copied._cells[group_id] = kept = {
             name: cells if isinstance(cells, Place) else list(cells) for name, cells in columns.items()
@@ -186,7 +186,7 @@ class Blocks:
         for block in _blocks_of(kept):
             self._count(block, 1)
 
-    def let_go(self, copied: "Blocks", num_groups: int) -> bool:
+    def release_copy(self, copied: "Blocks", num_groups: int) -> bool:
         """Free the cells of so many copied groups, which are not needed any more. Returns whether others are left."""
         for _ in range(min(num_groups, len(copied._cells))):
             _, kept = copied._cells.popitem()

@@ -1,9 +1,9 @@
-"""Incoming data: a parcel, checked against the schema, becomes a block."""
+"""Incoming data: a batch as it was sent, checked against the schema, becomes a block."""
 
 from collections.abc import Iterable
 
 from penstock.store.data.blocks import Block
-from penstock.store.data.layout import Parcel, Placed, kind_of
+from penstock.store.data.layout import Placed, SentBatch, kind_of
 from penstock.store.data.schema import check_types
 from penstock.store.data.segments import Segments
 from penstock.store.errors import RowsLost, StoreError
@@ -20,24 +20,24 @@ class Intake:
         """Nodes that count as lost: what lies there is not taken."""
         self.columns = {column.name: column for column in spec.columns}
 
-    async def ready(self, parcel: Parcel) -> Parcel:
-        """Prepare a parcel, so that `block` takes it without keeping others waiting. Raises `StoreError`; then nothing
+    async def ready(self, sent: SentBatch) -> SentBatch:
+        """Prepare a batch, so that `block` takes it without keeping others waiting. Raises `StoreError`; then nothing
         of it is kept."""
         if self._segments is None:
-            return parcel
-        if isinstance(parcel, Placed):
-            await self._segments.make_room(parcel)
-            return parcel
-        if parcel.batch.nbytes <= self._inline_bytes:
-            return parcel
-        return await self._segments.keep_apart(parcel.batch)
+            return sent
+        if isinstance(sent, Placed):
+            await self._segments.spill_if_needed(sent)
+            return sent
+        if sent.batch.nbytes <= self._inline_bytes:
+            return sent
+        return await self._segments.keep_in_thread(sent.batch)
 
-    def block(self, parcel: Parcel, num_rows: int) -> Block:
-        """Make a block. Raises `UnknownColumn`, `WrongType`, `WrongLength`, `StoreError`; then nothing of the parcel is
-        kept."""
-        if isinstance(parcel, Placed):
-            return self._adopted(parcel, num_rows)
-        batch = parcel.batch
+    def block(self, sent: SentBatch, num_rows: int) -> Block:
+        """Make a block. Raises `UnknownColumn`, `WrongType`, `WrongLength`, `StoreError`; then nothing of the batch
+        is kept."""
+        if isinstance(sent, Placed):
+            return self._adopted(sent, num_rows)
+        batch = sent.batch
         kinds = map(kind_of, batch.schema.types)
         self._check(zip(batch.schema.names, kinds, strict=True), batch.num_rows, num_rows)
         if self._segments is None or batch.nbytes <= self._inline_bytes:

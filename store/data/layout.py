@@ -51,7 +51,7 @@ class Inline(Struct, frozen=True, array_like=True, tag="inline"):
     batch: pa.RecordBatch
 
 
-Parcel: TypeAlias = Inline | Placed
+SentBatch: TypeAlias = Inline | Placed
 """A batch on its way: by value, or where it lies."""
 
 

@@ -5,7 +5,7 @@ nothing refers to them any more.
     del array, and all views of it          the pages are unmapped
 
 A file is written anew after its last reader, so the store counts the clients that were told of it (`segments.py`); each
-`Use` ends when the last array of what was read is collected, wherever that is, and a `Soon` tells it then.
+`Use` ends when the last array of what was read is collected, wherever that is, and a `DebouncedCall` tells it then.
 
 No file stays open: thousands of segments are mapped at a time, and a process may have only a thousand files open.
 Python's own `mmap` keeps a copy of the descriptor for as long as the mapping is there; from Python 3.13 on it need not
@@ -62,14 +62,14 @@ def map_file(descriptor: int, nbytes: int | None = None, *, is_written: bool = F
     return np.asarray(_Pages(address, nbytes, is_written=is_written))
 
 
-SOON_S = 0.05
+DEBOUNCE_S = 0.05
 """Delay in seconds. What ends with the next call anyway is said by that call; a lease's arrays end together."""
 
 
-class Soon:
-    """A callback for the event loop that any thread and any finalizer may ask for: `soon = Soon(loop, callback)`, then
-    `soon()` whenever there is something to do. It runs once for all that ask meanwhile; nothing after the loop has
-    closed."""
+class DebouncedCall:
+    """A callback for the event loop that any thread and any finalizer may ask for: `call = DebouncedCall(loop,
+    callback)`, then `call()` whenever there is something to do. It runs once for all that ask meanwhile; nothing after
+    the loop has closed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         self._loop, self._callback = loop, callback
@@ -81,7 +81,7 @@ class Soon:
         self._is_due = True
         with contextlib.suppress(RuntimeError):  # the loop has closed
             # What asyncio itself calls from finalizers: it takes no lock.
-            self._loop.call_soon_threadsafe(self._loop.call_later, SOON_S, self._run)
+            self._loop.call_soon_threadsafe(self._loop.call_later, DEBOUNCE_S, self._run)
 
     def _run(self) -> None:
         self._is_due = False  # first: what ends from now on is due again

@@ -22,7 +22,7 @@ COPIED_AT_ONCE = 1 << 20
 """Bytes copied at once."""
 
 
-class Apart:
+class FileThread:
     """The thread for files. Lifecycle: `run` any number of times, `close`."""
 
     def __init__(self) -> None:

@@ -18,12 +18,12 @@ import pyarrow.compute  # what `take` imports on its first call, a tenth of a se
 from msgspec import Struct
 
 from penstock.store.data.blocks import Block, Blocks, Place
-from penstock.store.data.layout import Inline, Parcel, Placed
+from penstock.store.data.layout import Inline, Placed, SentBatch
 from penstock.store.data.rows import Rows
 from penstock.store.errors import TooLarge
 from penstock.store.ledger.group import Span, spans_of
 
-MOST_ENTRIES = 2**31 - 1
+MAX_ENTRIES = 2**31 - 1
 """The most entries of a column with offsets in one batch: bytes of strings, values of lists."""
 
 Columns = tuple[list[str], np.ndarray]
@@ -35,7 +35,7 @@ class Payload(Struct, array_like=True):
 
     row_ids: np.ndarray
     group_ids: np.ndarray
-    sources: list[Parcel] = []
+    sources: list[SentBatch] = []
     columns: list[Columns] = []
 
     @property
@@ -148,15 +148,15 @@ def _check_room(batches: Sequence[pa.RecordBatch], names: list[str], places: np.
     sizes = {source: batches[source].nbytes for source in set(places[:, 0].tolist())}
     copied = places[places[:, 2] == 0]
     most = sum(sizes.values()) + sum(sizes[source] * count for source, _, _, count in copied.tolist())
-    if 8 * most <= MOST_ENTRIES:  # a byte has one entry, or eight bits
+    if 8 * most <= MAX_ENTRIES:  # a byte has one entry, or eight bits
         return
     for name, unit in [(name, unit) for name in names for unit in ("entries", "bytes")]:
         there = [(_ends(batches[source].column(name), unit), places[places[:, 0] == source]) for source in sizes]
         entries = sum(_entries(ends, spots) for ends, spots in there if ends is not None)
-        if entries > MOST_ENTRIES:
+        if entries > MAX_ENTRIES:
             raise TooLarge(
                 f"column {name!r} of these {places[:, 3].sum()} rows has {entries} {unit} together, and a read has at "
-                f"most {MOST_ENTRIES}. Lease fewer rows at a time; or write values that large to files, and their "
+                f"most {MAX_ENTRIES}. Lease fewer rows at a time; or write values that large to files, and their "
                 "paths into the column."
             )
 

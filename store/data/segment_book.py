@@ -14,7 +14,8 @@ from enum import Enum
 from typing import Any
 
 POOLED_SHARE = 8
-"""The part of the budget that may lie idle with the writers (1 / `POOLED_SHARE`), beside what is in use and laid by."""
+"""The part of the budget that may lie idle with the writers (1 / `POOLED_SHARE`), beside what is in use and
+preallocated."""
 AT_ONCE = 256
 """Segments of a client that has left, in one step."""
 

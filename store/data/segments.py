@@ -20,14 +20,14 @@ import pyarrow as pa
 from msgspec import Struct
 
 from penstock.network.names import OutsideName, checked
-from penstock.store.data.arena import Arena, lay_by
+from penstock.store.data.arena import Arena, preallocate
 from penstock.store.data.layout import Placed
-from penstock.store.data.mappings import Mappings, Soon
-from penstock.store.data.moving import Apart, move, written_by
+from penstock.store.data.mappings import DebouncedCall, Mappings
+from penstock.store.data.moving import FileThread, move, written_by
 from penstock.store.data.payload import Payload
 from penstock.store.data.remote.nodes import Orders, RowsNodes
 from penstock.store.data.remote.pulls import Pulls
-from penstock.store.data.remote.server import LayBy, Remove, RowsServer, Spill, Sweep
+from penstock.store.data.remote.server import Preallocate, Remove, RowsServer, Spill, Sweep
 from penstock.store.data.roots import claim_root, remove_root, sweep_stale
 from penstock.store.data.segment_book import Instructions, SegmentBook, writer_of
 from penstock.store.errors import StoreClosed, StoreError
@@ -55,9 +55,9 @@ class Segments:
         None: this one alone. Raises `StoreError`."""
         self.directory, self.spill = Path(directory), Path(spill)
         self._make_places()
-        lay_by(str(self.directory), max_bytes)
+        preallocate(str(self.directory), max_bytes)
         self._prepared: set[str] = set()
-        """Other nodes where spare files are laid by."""
+        """Other nodes where files are preallocated."""
         self.book = SegmentBook(max_bytes)
         self._notices: dict[str, Notice] = {}
         """Notices of clients that are connected."""
@@ -75,8 +75,8 @@ class Segments:
         self._pulls = Pulls(self.nodes.addresses, self.nodes.token)
         self._arena = Arena(places, f"store{os.getpid()}")
         self._mappings = Mappings(places, self._own_use_ended)
-        self._unuse_soon: Soon | None = None
-        self._apart = Apart()
+        self._unuse_soon: DebouncedCall | None = None
+        self._file_thread = FileThread()
         self._moving: set[str] = set()
         """Files on their way to disk, before they are adopted."""
         self._moved: set[str] = set()
@@ -92,14 +92,14 @@ class Segments:
         self._node_of[client] = node
         if node and node not in self._prepared:
             self._prepared.add(node)
-            self._orders.give(node, LayBy(self.book.max_bytes))
+            self._orders.give(node, Preallocate(self.book.max_bytes))
         self._notices[client], self._tell[client] = Notice(), tell
 
     def node_of(self, client: str) -> str:
         """The node that a client writes on; the store's own has no name."""
         return self._node_of.get(client, "")
 
-    async def make_room(self, placed: Placed) -> None:
+    async def spill_if_needed(self, placed: Placed) -> None:
         """Move the batch to disk if it must be, before it is adopted: others are served meanwhile. Raises as `adopt`
         does."""
         if placed.node:
@@ -111,7 +111,7 @@ class Segments:
         source, target = self.directory / name, self.spill / name
         self._moving.add(name)
         try:
-            await self._apart.run(lambda: move(source, target), lambda _: _remove(source, target))
+            await self._file_thread.run(lambda: move(source, target), lambda _: _remove(source, target))
         except OSError as error:
             self.book.adopt(name, placed, self._found(name)[0], False)
             self.end(name)
@@ -120,7 +120,7 @@ class Segments:
             self._moving.discard(name)
         self._moved.add(name)
 
-    async def keep_apart(self, batch: pa.RecordBatch) -> Placed:
+    async def keep_in_thread(self, batch: pa.RecordBatch) -> Placed:
         """Keep as `keep` does; other clients are served meanwhile."""
 
         def undo(placed: Placed | None) -> None:
@@ -128,8 +128,8 @@ class Segments:
                 self._arena.forget([placed.segment])
                 _remove(self.directory / placed.segment, self.spill / placed.segment)
 
-        placed = await self._apart.run(lambda: self.keep(batch), undo)
-        await self.make_room(placed)
+        placed = await self._file_thread.run(lambda: self.keep(batch), undo)
+        await self.spill_if_needed(placed)
         return placed
 
     def keep(self, batch: pa.RecordBatch) -> Placed:
@@ -189,14 +189,14 @@ class Segments:
             self._carry_out(self.book.spilled(name))
 
     def hold(self, refs: Sequence[Placed]) -> "Held":
-        """Hold these batches, for the store itself, until they are let go. Raises `StoreError` if the rows of one have
+        """Hold these batches, for the store itself, until they are released. Raises `StoreError` if the rows of one have
         ended."""
         for placed in refs:
             name = placed.segment
             if not self.book.in_use(name) or self.book.segments[name].content != placed:
                 raise StoreError(f"segment {placed.segment}: its rows have ended.")
         if self._unuse_soon is None:
-            self._unuse_soon = Soon(asyncio.get_running_loop(), self._unuse_own)
+            self._unuse_soon = DebouncedCall(asyncio.get_running_loop(), self._unuse_own)
         for placed in refs:
             self.book.use(SELF, placed.segment)
         local, remote = [one for one in refs if not one.node], [one.segment for one in refs if one.node]
@@ -274,7 +274,7 @@ class Segments:
         try:
             while self._departed:
                 departed, self._departed = self._departed, set()
-                found = await self._apart.run(partial(look, departed), lambda _: None)
+                found = await self._file_thread.run(partial(look, departed), lambda _: None)
                 self._remove(unknown(found))  # again: some may have been handed over meanwhile
         except StoreClosed:
             pass  # all files go
@@ -294,7 +294,7 @@ class Segments:
     def close(self) -> None:
         """Remove all files: no process reads or writes any more. A second time changes nothing."""
         self._is_closed = True
-        self._apart.close()
+        self._file_thread.close()
         self._mappings.close()
         self._orders.close()
         self._pulls.close()
@@ -339,7 +339,7 @@ class Segments:
             _remove(*files)
             return
         with suppress(StoreClosed):  # all files go
-            self._apart.begin(partial(_remove, *files))
+            self._file_thread.begin(partial(_remove, *files))
 
     def _own_use_ended(self) -> None:
         if self._unuse_soon is not None:
@@ -356,12 +356,12 @@ class Segments:
 
 
 class Held:
-    """Batches that no writer overwrites: mapped if they lie here, pulled when they are needed if not. `let_go` when
+    """Batches that no writer overwrites: mapped if they lie here, pulled when they are needed if not. `release` when
     they are not needed any more; any thread."""
 
-    def __init__(self, local: Mapping[Placed, pa.RecordBatch], pulls: Pulls, let_go: Callable[[], None]) -> None:
+    def __init__(self, local: Mapping[Placed, pa.RecordBatch], pulls: Pulls, release: Callable[[], None]) -> None:
         self._local, self._pulls = local, pulls
-        self.let_go = let_go
+        self.release = release
 
     def resolve(self, payload: Payload) -> Payload:
         """Return a payload that refers to no other batches, with the values in place of the references. Blocks where

@@ -1,6 +1,6 @@
 """Messages between a store and its clients: one type for each method, after its signature, and one for all answers.
 
-    client ─ Hello, then Said(number, request, …) ─▶ store        requests carry Write, LeaseRequest
+    client ─ Hello, then ClientMessage(number, request, …) ─▶ store        requests carry Write, LeaseRequest
     client ◀─ Answer(number, value or error, …) ──── store        values: Granted, …
 
 A call can travel once it stands in `CALLS`, and nothing else can: a message that names another method, or has arguments
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 from msgspec import Meta, Struct, defstruct
 from msgspec.structs import astuple, replace
 
-from penstock.store.data.layout import Parcel, Placed
+from penstock.store.data.layout import Placed, SentBatch
 from penstock.store.data.payload import Payload, by_value
 from penstock.store.data.segments import Notice
 from penstock.store.errors import StoreError
@@ -32,7 +32,7 @@ CALLS = (
 MANY = "many"
 TOGETHER = ("withdraw", "complete_shared", "write", "drop", "release", "renew")
 """Calls that do not wait, and so may go several in one message: see `Store.many`."""
-HELLO, SAID, ANSWER = range(3)
+HELLO, MESSAGE, ANSWER = range(3)
 """Kinds of messages."""
 WITHDRAWN = -1
 """The number of a group that its caller has withdrawn before it was admitted."""
@@ -50,7 +50,7 @@ class Write(Struct, frozen=True, array_like=True):
     stage: str
     row_ids: list[int]
     names: list[str]
-    parcel: Parcel
+    sent: SentBatch
     facts: Facts
 
 
@@ -109,7 +109,7 @@ class Hello(Struct, array_like=True):
     node: str = ""
 
 
-class Said(Struct, Generic[T], array_like=True):
+class ClientMessage(Struct, Generic[T], array_like=True):
     """A message of a client. Without a `request` it says no more than what has ended, and is not answered."""
 
     number: int
@@ -140,7 +140,7 @@ class Calls:
             several: Any = list.__class_getitem__(_any_of(together))
             self._requests[MANY] = defstruct(MANY, [("calls", several)], tag=MANY, array_like=True)
             self._results[MANY] = list[Result]
-        self.said = Said[_any_of(list(self._requests.values()))]  # type: ignore[misc]
+        self.message_type = ClientMessage[_any_of(list(self._requests.values()))]  # type: ignore[misc]
 
     def request(self, method: str, arguments: Sequence[Any]) -> Struct:
         """Make the request that travels. Raises `StoreError` for a call that does not."""

@@ -1,6 +1,6 @@
 """The saving of a store: a cut of it, from the moment that it is taken until it is a snapshot on disk.
 
-    cut ─ slices between other calls, and each group before it changes ─▶ whole ─ a thread ─▶ on disk ─ slices ─▶ let go
+    cut ─ slices between other calls, and each group before it changes ─▶ whole ─ a thread ─▶ on disk ─ slices ─▶ released
 
 Whatever the store does meanwhile, what is written is the state of the moment; no call waits for more than a slice. A
 cut has copies of the groups and of the index of the data; the values behind it never change, so `write` may take its
@@ -33,7 +33,7 @@ T = TypeVar("T")
 Resolve = Callable[[Payload], Payload]
 """A function that reads the segments that a payload refers to."""
 SLICE = 2048
-"""Number of rows whose groups are copied, or let go, at a time: a few milliseconds."""
+"""Number of rows whose groups are copied, or released, at a time: a few milliseconds."""
 ROWS_PER_BATCH = 256
 """Number of rows of one record batch, which memory must hold at a time, and of which a restored block consists."""
 GROUPS_AT_ONCE = 256
@@ -85,7 +85,7 @@ class SnapshotState:
 
 
 class StoreCut:
-    """A cut. Its values stay until `let_go`: the rows may end while it is written."""
+    """A cut. Its values stay until `release`: the rows may end while it is written."""
 
     def __init__(self, ledger: Ledger, blocks: Blocks) -> None:
         self._ledger, self._blocks = ledger, blocks
@@ -94,12 +94,12 @@ class StoreCut:
         self._cut = LedgerCut(ledger.residents, lambda group: blocks.keep(group, self._copied))
         self._copying = asyncio.get_running_loop().create_task(self._copy())
 
-    async def whole(self) -> None:
+    async def copied(self) -> None:
         """Wait until all is copied."""
         await asyncio.shield(self._copying)
 
     def write(self, root: str, number: int, keep: int, resolve: Resolve | None) -> str:
-        """Write the cut, in a thread, once it is whole. Returns its path."""
+        """Write the cut, in a thread, once all is copied. Returns its path."""
         cut, spec = self._cut, self._ledger.spec
         state = SnapshotState(spec, self._scalars, cut.groups, cut.with_source, self._copied)
         return str(write(root, number, state, resolve, keep=keep))
@@ -109,9 +109,9 @@ class StoreCut:
         self._copying.cancel()
         self._cut.close()
 
-    async def let_go(self) -> None:
+    async def release(self) -> None:
         self.stop()
-        while self._blocks.let_go(self._copied, self._slice):
+        while self._blocks.release_copy(self._copied, self._slice):
             await asyncio.sleep(0)
 
     async def _copy(self) -> None:
@@ -131,7 +131,7 @@ class Saving:
         """Take the state of this moment."""
         if self._cut is not None:
             self._cut.stop()
-            self._begin(self._cut.let_go())
+            self._begin(self._cut.release())
         self._cut = StoreCut(self._ledger, self._blocks)
 
     async def write(self, root: str, number: int, keep: int, is_apart: bool) -> str:
@@ -145,13 +145,13 @@ class Saving:
 
     async def _write(self, taken: StoreCut, root: str, number: int, keep: int) -> str:
         try:
-            await taken.whole()
+            await taken.copied()
             resolve = self._segments.reader() if self._segments is not None else None
             return await asyncio.to_thread(taken.write, root, number, keep, resolve)
         except OSError as error:
             raise StoreError(f"{root}: the store's snapshot cannot be written: {error}") from None
         finally:
-            await taken.let_go()
+            await taken.release()
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(work)

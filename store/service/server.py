@@ -23,12 +23,12 @@ from penstock.conf.errors import NotPlainData
 from penstock.network.connection import Address
 from penstock.network.listener import Listener
 from penstock.store.data.codec import Malformed
-from penstock.store.data.mappings import Soon
+from penstock.store.data.mappings import DebouncedCall
 from penstock.store.data.remote.nodes import ROWS, RowsNodes
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
 from penstock.store.service import peers
-from penstock.store.service.messages import ANSWER, HELLO, MANY, SAID, Answer, Calls, Hello, refs_of
+from penstock.store.service.messages import ANSWER, HELLO, MANY, MESSAGE, Answer, Calls, Hello, refs_of
 from penstock.store.service.wire import Wire
 
 STORE = 4
@@ -99,7 +99,7 @@ class Server:
 
     @property
     def refused(self) -> int:
-        """Connections of other users, and of strangers."""
+        """Connections of other users, and of processes that are not of the run."""
         return self.other_users + (self._listener.refused if self._listener is not None else 0)
 
     def accept(self) -> Wire:
@@ -159,7 +159,7 @@ class Connection:
     """A client's connection. Its first message is its name, the others are calls."""
 
     def __init__(self, server: Server, store: Served, calls: Calls, segments: Segments) -> None:
-        self.wire = Wire(self._hear, self._gone)
+        self.wire = Wire(self._on_message, self._on_lost)
         self._server, self._store, self._calls = server, store, calls
         self._segments = segments
         self._client: str | None = None
@@ -167,13 +167,13 @@ class Connection:
         self._beginning: set[int] = set()
         """Numbers of calls whose task has not begun yet."""
 
-    def _hear(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
+    def _on_message(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
         if self._client is None:
             self._enter(kind, body, area)
             return
-        if kind != SAID:
+        if kind != MESSAGE:
             raise Malformed(f"client {self._client} sends a message of kind {kind}.")
-        said = self.wire.codec.decode(self._calls.said, body, area)
+        said = self.wire.codec.decode(self._calls.message_type, body, area)
         if said.ended:
             self._segments.unuse(self._client, said.ended)
         if said.request is None:
@@ -196,7 +196,7 @@ class Connection:
             raise Malformed(f"a connection that begins with a message of kind {kind}.")
         hello = self.wire.codec.decode(Hello, body, area)
         self._client = hello.client
-        self._segments.entered(self._client, Soon(asyncio.get_running_loop(), self._tell), hello.node)
+        self._segments.entered(self._client, DebouncedCall(asyncio.get_running_loop(), self._tell), hello.node)
 
     async def _answer(self, client: str, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         self._beginning.discard(number)
@@ -226,7 +226,7 @@ class Connection:
         if notice is not None and self.wire.is_open:
             self.wire.send(ANSWER, Answer(None, None, None, notice))
 
-    def _gone(self, error: Exception | None) -> None:
+    def _on_lost(self, error: Exception | None) -> None:
         if isinstance(error, Malformed):
             self._server.malformed += 1
         for task in list(self._waiting):

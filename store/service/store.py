@@ -19,7 +19,7 @@ from typing import Any
 from penstock.metering.meters import Meters
 from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
-from penstock.store.data.layout import Inline, Parcel
+from penstock.store.data.layout import Inline, SentBatch
 from penstock.store.data.payload import gather
 from penstock.store.data.segments import Segments
 from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
@@ -134,7 +134,7 @@ class Store:
         return results
 
     async def put(
-        self, names: list[str], parcel: Parcel, facts: Facts, client: str = "", tickets: Sequence[int] = ()
+        self, names: list[str], sent: SentBatch, facts: Facts, client: str = "", tickets: Sequence[int] = ()
     ) -> list[int]:
         """Admit one group for each row of the batch, as credits allow. Returns their numbers. Raises `StoreClosed`, and
         before any is admitted `MissingColumn`, `UnknownColumn`, `TooLarge`.
@@ -142,7 +142,7 @@ class Store:
         `tickets`: of each group, for `withdraw_put`; one that was withdrawn in time has the number `WITHDRAWN`.
         `client` has one call of this kind under way at a time.
         """
-        return await self._puts.put(names, parcel, facts, client, tickets)
+        return await self._puts.put(names, sent, facts, client, tickets)
 
     async def withdraw_put(self, client: str, ticket: int) -> None:
         """Withdraw the groups of that ticket that are not admitted yet. Those that are stay."""
@@ -232,7 +232,7 @@ class Store:
 
     async def write(self, one: Write) -> None:
         """Write results: see `Ledger.write`."""
-        block = self._intake.block(await self._intake.ready(one.parcel), len(one.row_ids))
+        block = self._intake.block(await self._intake.ready(one.sent), len(one.row_ids))
         self._blocks.pin(block)
         try:
             kept, effects = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())

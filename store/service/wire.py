@@ -12,12 +12,12 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 
-from penstock.network.connection import HEADER, MOST_BODY
+from penstock.network.connection import HEADER, MAX_BODY
 from penstock.store.data.codec import NOTHING, Codec, Malformed, joined
 
 SCRATCH = 1 << 16
 """Size of the buffer for small messages, in bytes."""
-MOST_BYTES = 2**36
+MAX_BYTES = 2**36
 """The largest size of all buffers of a message, in bytes; one that announces more is none of ours. Memory is taken up
 as they come."""
 _ALIGN = 64
@@ -104,7 +104,7 @@ class Wire(asyncio.BufferedProtocol):
         scratch, length = memoryview(self._scratch), 0
         while self._end - self._start >= HEADER.size:
             kind, num_body, num_area = HEADER.unpack_from(scratch, self._start)
-            if num_body > MOST_BODY or num_area > MOST_BYTES:
+            if num_body > MAX_BODY or num_area > MAX_BYTES:
                 raise Malformed(f"a message of {num_body} and {num_area} bytes: the other end speaks something else.")
             length = HEADER.size + num_body + num_area
             body = self._start + HEADER.size

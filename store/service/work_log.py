@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any
 
-MOST = 20_000
+MAX_ENTRIES = 20_000
 """The most entries that are kept until a reader takes them. Then the oldest goes, and is counted."""
 AT_ONCE = 4_000
 """The most entries taken by one call, which holds the store's loop meanwhile."""
@@ -72,7 +72,7 @@ class WorkLog:
         }
 
     def _forget_oldest(self, entries: dict[Any, Any]) -> None:
-        while len(entries) > MOST:
+        while len(entries) > MAX_ENTRIES:
             del entries[next(iter(entries))]
             self.num_missed += 1
 

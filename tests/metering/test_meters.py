@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.metering.meters import MOST_OBSERVATIONS, Meters
+from penstock.metering.meters import MAX_OBSERVATIONS, Meters
 from penstock.metering.table import (
     REWARD_ERRORS,
     REWARD_LATENCY,
@@ -41,9 +41,9 @@ def test_all_is_kept_up_to_a_bound_and_a_sample_of_more(values: list[int], times
     for value in values:
         meters.observe(STORE_STALENESS, value, times=times)
     (kept,) = meters.drain().observed.values() or ([],)
-    assert len(kept) == min(MOST_OBSERVATIONS, len(values) * times)
+    assert len(kept) == min(MAX_OBSERVATIONS, len(values) * times)
     assert set(kept) <= set(values)
-    if len(values) * times <= MOST_OBSERVATIONS:
+    if len(values) * times <= MAX_OBSERVATIONS:
         assert sorted(kept) == sorted(values * times)
 
 
@@ -52,7 +52,7 @@ def test_a_sample_has_the_mean_of_all() -> None:
     for value in range(10_000):
         meters.observe(REWARD_LATENCY, float(value))
     (kept,) = meters.drain().observed.values()
-    assert abs(sum(kept) / len(kept) - 5_000) < 3 * 2_887 / MOST_OBSERVATIONS**0.5, "three standard errors"
+    assert abs(sum(kept) / len(kept) - 5_000) < 3 * 2_887 / MAX_OBSERVATIONS**0.5, "three standard errors"
 
 
 def test_nothing_is_lost_between_threads() -> None:

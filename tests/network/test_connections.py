@@ -1,4 +1,4 @@
-"""Connections between processes of a run: what is sent arrives, and strangers get nothing."""
+"""Connections between processes of a run: what is sent arrives, and other processes get nothing."""
 
 import contextlib
 import os
@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.network.connection import Address, Connection, connect
-from penstock.network.handshake import HELLO, Stranger, new_token
-from penstock.network.listener import MOST_STRANGERS, Listener, Strangers
+from penstock.network.handshake import HELLO, NotAuthenticated, new_token
+from penstock.network.listener import MAX_PENDING, Listener, PendingHandshakes
 
 TOKEN = new_token()
 ECHO, HAND_OVER = 1, 2
@@ -118,7 +118,7 @@ def test_silent_connections_keep_no_member_out(addresses: int) -> None:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(Listener(HOST, TOKEN, {ECHO: echo}, handshake_s=60.0))
         to = HOST, listener.address.port
-        for number in range(MOST_STRANGERS + 20):
+        for number in range(MAX_PENDING + 20):
             own = f"127.0.0.{2 + number % addresses}", 0
             stack.enter_context(socket.create_connection(to, 30.0, source_address=own))
         for _ in range(3):
@@ -129,25 +129,25 @@ def test_silent_connections_keep_no_member_out(addresses: int) -> None:
 
 
 def test_the_oldest_stranger_of_the_address_with_most_leaves() -> None:
-    strangers = Strangers[str](3)
-    assert [strangers.come(who, who[0]) for who in ("a1", "b1", "b2")] == [None, None, None]
-    assert strangers.come("c1", "c") == "b1"
-    assert strangers.come("c2", "c") == "a1"  # one each: the oldest of all
-    strangers.gone("b2")
-    strangers.gone("b1")  # has left before
-    assert strangers.come("a2", "a") is None
-    assert strangers.come("a3", "a") == "c1"
+    pending = PendingHandshakes[str](3)
+    assert [pending.come(who, who[0]) for who in ("a1", "b1", "b2")] == [None, None, None]
+    assert pending.come("c1", "c") == "b1"
+    assert pending.come("c2", "c") == "a1"  # one each: the oldest of all
+    pending.gone("b2")
+    pending.gone("b1")  # has left before
+    assert pending.come("a2", "a") is None
+    assert pending.come("a3", "a") == "c1"
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
 def test_who_leaves_is_the_oldest_of_those_that_take_most(most: int, moves: list[tuple[int, bool]]) -> None:
-    strangers, there = Strangers[int](most), list[tuple[int, int]]()
+    pending, there = PendingHandshakes[int](most), list[tuple[int, int]]()
     for number, (host, goes) in enumerate(moves):
         if goes and there:
             gone = there.pop(host % len(there))
-            strangers.gone(gone[0])
+            pending.gone(gone[0])
             continue
-        left = strangers.come(number, str(host))
+        left = pending.come(number, str(host))
         assert (left is None) == (len(there) < most)
         if left is not None:
             count = Counter(one for _, one in there)
@@ -170,7 +170,7 @@ def test_a_server_of_another_run_is_found_out() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(Stranger, match="another run"):
+        with pytest.raises(NotAuthenticated, match="another run"):
             connect(Address(HOST, impostor.getsockname()[1]), ECHO, TOKEN, PATIENCE_S)
         thread.join()
 

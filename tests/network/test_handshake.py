@@ -2,7 +2,15 @@
 
 import pytest
 
-from penstock.network.handshake import FINISH_BYTES, HELLO, REPLY, ClientHandshake, ServerHandshake, Stranger, new_token
+from penstock.network.handshake import (
+    FINISH_BYTES,
+    HELLO,
+    REPLY,
+    ClientHandshake,
+    NotAuthenticated,
+    ServerHandshake,
+    new_token,
+)
 
 TOKEN = bytes(range(32))
 
@@ -16,14 +24,14 @@ def test_two_ends_with_one_token_meet() -> None:
 
 
 def test_a_client_without_the_token_is_not_answered() -> None:
-    with pytest.raises(Stranger, match="does not begin with this run's token"):
+    with pytest.raises(NotAuthenticated, match="does not begin with this run's token"):
         ServerHandshake(TOKEN).reply(ClientHandshake(new_token(), 7).hello)
 
 
 def test_a_server_without_the_token_is_found_out() -> None:
     client, impostor = ClientHandshake(TOKEN, 7), ServerHandshake(new_token())
     impostor._nonces = b"whatever"
-    with pytest.raises(Stranger, match="another run"):
+    with pytest.raises(NotAuthenticated, match="another run"):
         client.finish(bytes(REPLY.size))
 
 
@@ -32,14 +40,14 @@ def test_a_hello_that_is_repeated_comes_to_nothing() -> None:
     first, second = ServerHandshake(TOKEN), ServerHandshake(TOKEN)
     proof = client.finish(first.reply(client.hello))
     second.reply(client.hello)
-    with pytest.raises(Stranger, match="repeats"):
+    with pytest.raises(NotAuthenticated, match="repeats"):
         second.finish(proof)
 
 
 def test_the_service_is_part_of_the_proof() -> None:
     hello = bytearray(ClientHandshake(TOKEN, 7).hello)
     hello[len(b"PENSTOCK1")] = 8
-    with pytest.raises(Stranger):
+    with pytest.raises(NotAuthenticated):
         ServerHandshake(TOKEN).reply(bytes(hello))
 
 
@@ -47,5 +55,5 @@ def test_a_reply_cannot_be_sent_back_as_a_finish() -> None:
     """Each proof is over other words."""
     client, server = ClientHandshake(TOKEN, 7), ServerHandshake(TOKEN)
     reply = server.reply(client.hello)
-    with pytest.raises(Stranger):
+    with pytest.raises(NotAuthenticated):
         server.finish(reply[-FINISH_BYTES:])

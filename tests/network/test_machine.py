@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.network.machine import LOW, OF_EACH, free_address, interface_of
+from penstock.network.machine import FILES_PER_CLIENT, LOW_LIMIT, free_address, interface_of
 from penstock.store.data.remote.pulls import KEPT
 
 
@@ -32,17 +32,17 @@ print(warning())
 
 
 def test_a_member_counts_with_calls_heartbeat_and_what_it_keeps_open_for_rows() -> None:
-    assert OF_EACH == 2 + KEPT
+    assert FILES_PER_CLIENT == 2 + KEPT
 
 
-@pytest.mark.parametrize("hard", [512, LOW])
+@pytest.mark.parametrize("hard", [512, LOW_LIMIT])
 def test_the_soft_limit_becomes_the_hard_one_which_is_told_where_it_is_low(hard: int) -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     command = [sys.executable, "-c", LIMITED, str(hard)]
     raised, told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     assert raised == f"{hard} {hard}"
-    assert (told == "None") == (hard >= LOW)
+    assert (told == "None") == (hard >= LOW_LIMIT)
     if hard == 512:
         assert "512 files open" in told
         assert "at most about 74 members" in told

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from penstock.network.connection import Address, Connection, connect
 from penstock.store.data.codec import Codec, Malformed
-from penstock.store.data.layout import Inline, Parcel, Placed
+from penstock.store.data.layout import Inline, Placed, SentBatch
 from penstock.store.data.payload import Payload
 from penstock.store.data.remote.nodes import ROWS
 from penstock.store.data.remote.server import DONE, FAILED, PULL, Wanted
@@ -156,7 +156,7 @@ def _in_order(
 def split(payload: Payload, is_remote: Callable[[Placed], bool]) -> tuple[list[Wanted], Payload]:
     """Return what is to be pulled, and the payload without its remote sources: what is pulled follows its own, in this
     order. A value that several rows share is pulled once."""
-    local: list[Parcel] = []
+    local: list[SentBatch] = []
     number_of: dict[int, int] = {}
     """New number of each local source."""
     for number, source in enumerate(payload.sources):
@@ -187,7 +187,7 @@ def split(payload: Payload, is_remote: Callable[[Placed], bool]) -> tuple[list[W
 
 
 def with_pulled(payload: Payload, pulled: Sequence[pa.RecordBatch]) -> Payload:
-    sources: list[Parcel] = [*payload.sources, *map(Inline, pulled)]
+    sources: list[SentBatch] = [*payload.sources, *map(Inline, pulled)]
     return Payload(payload.row_ids, payload.group_ids, sources, payload.columns)
 
 

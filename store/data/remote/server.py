@@ -2,7 +2,7 @@
 mapping of their file.
 
     reader ─ Pull(Wanted, …) ─▶ server ─ note, buffers ─▶ reader
-    store ─ Orders(Remove | Spill | Sweep | LayBy, …) ─▶ server ─ done ─▶ store
+    store ─ Orders(Remove | Spill | Sweep | Preallocate, …) ─▶ server ─ done ─▶ store
 
 A file that is asked for is in use: the store counts the reader from the moment that it was told of it until it has the
 values, so nothing here changes or goes while it is read. One server is the store's own (`service/server.py`), which
@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from penstock.network.connection import Connection, Frame
 from penstock.network.names import OutsideName, checked
-from penstock.store.data.arena import lay_by
+from penstock.store.data.arena import preallocate
 from penstock.store.data.codec import NOTHING, Codec, Malformed, joined
 from penstock.store.data.layout import Placed, read
 from penstock.store.data.mappings import map_file
@@ -69,13 +69,13 @@ class Sweep(Struct, frozen=True, array_like=True, tag="sweep"):
     kept: list[str]
 
 
-class LayBy(Struct, frozen=True, array_like=True, tag="lay_by"):
-    """Lay by spare files: writers of this node have joined. `max_bytes`: their budget."""
+class Preallocate(Struct, frozen=True, array_like=True, tag="preallocate"):
+    """Preallocate files: writers of this node have joined. `max_bytes`: their budget."""
 
     max_bytes: int
 
 
-Order = Remove | Spill | Sweep | LayBy
+Order = Remove | Spill | Sweep | Preallocate
 
 
 class RowsServer:
@@ -171,8 +171,8 @@ class RowsServer:
         if isinstance(order, Spill):
             self._spill(_checked(order.name))
             return
-        if isinstance(order, LayBy):
-            lay_by(str(self._memory), order.max_bytes)
+        if isinstance(order, Preallocate):
+            preallocate(str(self._memory), order.max_bytes)
             return
         if isinstance(order, Remove):
             gone = [_checked(order.name)]

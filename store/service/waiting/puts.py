@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from penstock.store.data.blocks import Block, Blocks
 from penstock.store.data.intake import Intake
-from penstock.store.data.layout import Parcel
+from penstock.store.data.layout import SentBatch
 from penstock.store.errors import MissingColumn, StoreClosed, StoreError, UnknownColumn
 from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.effects import Effects
@@ -57,12 +57,12 @@ class Puts:
         return len(self._queue)
 
     async def put(
-        self, names: list[str], parcel: Parcel, facts: Facts, client: str, tickets: Sequence[int]
+        self, names: list[str], sent: SentBatch, facts: Facts, client: str, tickets: Sequence[int]
     ) -> list[int]:
         """Put groups: see `Store.put`."""
         mine = self._under_way[client] = _UnderWay()
         try:
-            block = self._intake.block(await self._intake.ready(parcel), len(facts.row_bytes))
+            block = self._intake.block(await self._intake.ready(sent), len(facts.row_bytes))
             self._blocks.pin(block)
             try:
                 return await self._admitted_all(names, block, facts, client, tickets, mine)

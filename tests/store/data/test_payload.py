@@ -71,7 +71,7 @@ def test_a_read_that_arrow_has_no_room_for_is_refused_by_its_column(kind: str, n
 
 def test_parts_that_fit_and_their_sum_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds are those of the rows that are read, not of the batches that they lie in."""
-    monkeypatch.setattr(payload_module, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(payload_module, "MAX_ENTRIES", 10)
     batches = [
         pa.record_batch({"x": pa.array(["abc", "defgh"])}).slice(1),
         pa.record_batch({"x": pa.array(["ab"] * 9)}),

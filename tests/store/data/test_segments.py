@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from penstock.store.data import segment_book
 from penstock.store.data import segments as segments_module
-from penstock.store.data.arena import SHARE, SPARE_BYTES, SPARES, Arena, lay_by, num_spares
+from penstock.store.data.arena import SHARE, SPARE_BYTES, SPARES, Arena, num_spares, preallocate
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Placed
 from penstock.store.data.mappings import Mappings, map_file
@@ -74,9 +74,9 @@ def test_a_file_that_exists_is_not_written_over_nor_removed(tmp_path: Path) -> N
     assert (tmp_path / "writer-0").read_bytes() == b"theirs"
 
 
-def test_writers_share_the_files_that_are_laid_by(tmp_path: Path) -> None:
+def test_writers_share_the_preallocated_files(tmp_path: Path) -> None:
     """None is taken twice, and small batches take none."""
-    lay_by(str(tmp_path), 2 * SHARE * SPARE_BYTES)
+    preallocate(str(tmp_path), 2 * SHARE * SPARE_BYTES)
     assert [(tmp_path / f"spare-{number}").stat().st_size for number in range(2)] == 2 * [SPARE_BYTES]
     one, two, third = (Arena([str(tmp_path)], name) for name in ("one", "two", "third"))
     assert one.reserve(SPARE_BYTES // 8 - 1) is None
@@ -86,8 +86,8 @@ def test_writers_share_the_files_that_are_laid_by(tmp_path: Path) -> None:
     assert files_in(tmp_path) == ["one-0", "two-0"]
 
 
-def test_a_batch_in_a_file_that_was_laid_by_is_read_as_any(tmp_path: Path) -> None:
-    lay_by(str(tmp_path), SHARE * SPARE_BYTES)
+def test_a_batch_in_a_preallocated_file_is_read_as_any(tmp_path: Path) -> None:
+    preallocate(str(tmp_path), SHARE * SPARE_BYTES)
     arena = Arena([str(tmp_path)], "writer")
     sent = pa.record_batch({"x": pa.array(np.arange(SPARE_BYTES // 8, dtype=np.int32))})
     placed = arena.place(sent, arena.reserve(SPARE_BYTES // 2 + KB))
@@ -98,15 +98,15 @@ def test_a_batch_in_a_file_that_was_laid_by_is_read_as_any(tmp_path: Path) -> No
     assert again.name == placed.segment
 
 
-def test_files_are_laid_by_as_far_as_there_is_room(tmp_path: Path) -> None:
-    lay_by(str(tmp_path / "missing"), 2**30)
-    lay_by(str(tmp_path), SHARE * SPARE_BYTES)
-    lay_by(str(tmp_path), SHARE * SPARE_BYTES)  # of another store, in the directory of an agent
+def test_files_are_preallocated_as_far_as_there_is_room(tmp_path: Path) -> None:
+    preallocate(str(tmp_path / "missing"), 2**30)
+    preallocate(str(tmp_path), SHARE * SPARE_BYTES)
+    preallocate(str(tmp_path), SHARE * SPARE_BYTES)  # of another store, in the directory of an agent
     assert [file.name for file in tmp_path.iterdir()] == ["spare-0"]
 
 
 @given(max_bytes=st.integers(0, 2**40), free=st.integers(0, 2**40))
-def test_what_is_laid_by_is_a_share_of_the_budget_and_of_what_is_free(max_bytes: int, free: int) -> None:
+def test_what_is_preallocated_is_a_share_of_the_budget_and_of_what_is_free(max_bytes: int, free: int) -> None:
     count = num_spares(max_bytes, free)
     assert 0 <= count <= SPARES
     assert SHARE * count * SPARE_BYTES <= min(max_bytes, free)

@@ -18,13 +18,21 @@ from penstock.store.data.payload import Payload
 from penstock.store.data.segments import Notice
 from penstock.store.errors import StoreError, UnknownStage
 from penstock.store.ledger.facts import Facts
-from penstock.store.service.messages import Answer, Granted, Hello, LeaseRequest, Said, Write, calls_of
+from penstock.store.service.messages import Answer, ClientMessage, Granted, Hello, LeaseRequest, Write, calls_of
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from tests.store.driver import make_spec
 from tests.store.frames import frame, read
 
-KINDS = [calls_of(Store).said, Hello, Answer[Raw], Answer[list[int] | None], list[Granted] | None, Granted, StoreSpec]
+KINDS = [
+    calls_of(Store).message_type,
+    Hello,
+    Answer[Raw],
+    Answer[list[int] | None],
+    list[Granted] | None,
+    Granted,
+    StoreSpec,
+]
 
 
 def messages() -> list[Any]:
@@ -34,14 +42,14 @@ def messages() -> list[Any]:
     batch = pa.record_batch({"x": pa.array(range(5)), "lists": lists, "text": pa.array(["é"] * 5)})
     facts = Facts([4] * 5, [0] * 5, None, None, "response_ids", [1] * 5)
     placed = Placed("client-1", 3, 5, (("x", "int32", ((0, 20),)),), 20)
-    writes = [Write(1, "rollout", [0, 1], ["x"], parcel, facts) for parcel in (Inline(batch), placed)]
+    writes = [Write(1, "rollout", [0, 1], ["x"], sent, facts) for sent in (Inline(batch), placed)]
     payload = Payload(np.arange(5), np.arange(5), [Inline(batch), placed], [(["x"], np.arange(8).reshape(-1, 4))])
     granted = Granted(1, "rollout", ("x",), payload)
     return [
-        Said(0, calls.request("put", (["x"], Inline(batch), facts, "client", [1, 2]))),
-        Said(1, calls.request("many", ([("write", (write,)) for write in writes],)), ["client-1"]),
-        Said(2, calls.request("lease", (LeaseRequest("rollout", 3, "engine"),))),
-        Said(3, None),
+        ClientMessage(0, calls.request("put", (["x"], Inline(batch), facts, "client", [1, 2]))),
+        ClientMessage(1, calls.request("many", ([("write", (write,)) for write in writes],)), ["client-1"]),
+        ClientMessage(2, calls.request("lease", (LeaseRequest("rollout", 3, "engine"),))),
+        ClientMessage(3, None),
         Answer(3, [granted]),
         Answer(None, None, None, Notice(["a"], ["b"])),
         Answer(1, None, StoreError("no")),

@@ -124,7 +124,7 @@ def test_a_refused_result_holds_up_none_that_travel_with_it(tmp_path: Path) -> N
             good, good.rows.row_ids, values_of("rollout", good) | {"response_text": ["x" * 5000] * 2}
         )
         nowhere = Placed("gone-0", 0, 2, (), 100)
-        lost = replace(large, lease_id=bad.id, row_ids=bad.rows.row_ids.tolist(), parcel=nowhere)
+        lost = replace(large, lease_id=bad.id, row_ids=bad.rows.row_ids.tolist(), sent=nowhere)
         async with asyncio.timeout(WAIT_S):
             (_, refused), (_, taken) = await link.call("many", [("write", (lost,)), ("write", (large,))])
         assert isinstance(refused, StoreError)

@@ -14,7 +14,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket
 from penstock.store.data.roots import SHARED_MEMORY, remove_root
 from penstock.store.data.segments import Segments
-from penstock.store.service.messages import HELLO, SAID, Hello, Said, calls_of
+from penstock.store.service.messages import HELLO, MESSAGE, ClientMessage, Hello, calls_of
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
@@ -52,7 +52,7 @@ sys.stdin.read()
 def a_call() -> str:
     """What any client may say: its name, and what it wants."""
     calls = calls_of(Store)
-    return (frame(Hello("client"), HELLO) + frame(Said(0, calls.request("close", ("who?",))), SAID)).hex()
+    return (frame(Hello("client"), HELLO) + frame(ClientMessage(0, calls.request("close", ("who?",))), MESSAGE)).hex()
 
 
 @pytest.fixture

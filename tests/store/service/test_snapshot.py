@@ -283,7 +283,7 @@ def test_rows_that_arrow_has_no_room_for_at_once_are_written_in_parts(
 ) -> None:
     async def before(store: Store, client: StoreClient) -> None:
         await half_way(store, client)
-        monkeypatch.setattr(payload, "MOST_ENTRIES", 16)
+        monkeypatch.setattr(payload, "MAX_ENTRIES", 16)
         await client.snapshot(str(tmp_path), 0)
         monkeypatch.undo()
 

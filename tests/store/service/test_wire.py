@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.conf.errors import WorkerDied
-from penstock.network.connection import HEADER, MOST_BODY
+from penstock.network.connection import HEADER, MAX_BODY
 from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket
 from penstock.store.data.codec import Codec
@@ -22,7 +22,7 @@ from penstock.store.errors import StoreError, UnknownStage
 from penstock.store.service.messages import ANSWER, Answer, Calls, Hello, LeaseRequest
 from penstock.store.service.server import Endpoint, Server
 from penstock.store.service.store import Store
-from penstock.store.service.wire import MOST_BYTES, SCRATCH
+from penstock.store.service.wire import MAX_BYTES, SCRATCH
 from tests.store.driver import make_spec
 from tests.store.frames import frame, read
 from tests.store.players import group, values_of
@@ -93,7 +93,7 @@ def test_a_message_that_announces_too_much_ends_its_connection() -> None:
     def hear(*_: Any) -> None:
         pytest.fail("no message was whole")
 
-    for head in (HEADER.pack(0, MOST_BODY + 1, 0), HEADER.pack(0, 4, MOST_BYTES + 1), b"\xff" * 20):
+    for head in (HEADER.pack(0, MAX_BODY + 1, 0), HEADER.pack(0, 4, MAX_BYTES + 1), b"\xff" * 20):
         assert read(head + b"more", 10, hear).aborted
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert not read(HEADER.pack(0, 4, 2**30) + b"more", 10, hear).aborted

@@ -2,7 +2,7 @@
 
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
-from penstock.store.service.work_log import AT_ONCE, MOST, WorkLog
+from penstock.store.service.work_log import AT_ONCE, MAX_ENTRIES, WorkLog
 from tests.store.players import group, response, run
 
 
@@ -49,7 +49,7 @@ def test_a_lease_that_is_over_is_forgotten_when_the_log_is_taken() -> None:
 def test_what_nobody_takes_is_bounded_and_counted() -> None:
     log = WorkLog(Clock())
     log.granted(0, "rollout", "Rollout-0")
-    for number in range(MOST + 5):
+    for number in range(MAX_ENTRIES + 5):
         log.wrote(0, [number], 1)
         log.admitted(number)
     taken = log.take({0})
@@ -58,7 +58,7 @@ def test_what_nobody_takes_is_bounded_and_counted() -> None:
         told = log.take({0})
         assert len(told["leases"]) <= AT_ONCE
         taken = told | {kind: taken[kind] + told[kind] for kind in ("leases", "admitted", "missed")}
-    assert (len(taken["leases"]), len(taken["admitted"]), taken["missed"]) == (MOST, MOST, 10)
+    assert (len(taken["leases"]), len(taken["admitted"]), taken["missed"]) == (MAX_ENTRIES, MAX_ENTRIES, 10)
     assert taken["leases"][0][2] == 5  # the oldest are gone
 
 
