@@ -189,8 +189,8 @@ class Segments:
             self._carry_out(self.book.spilled(name))
 
     def hold(self, refs: Sequence[Placed]) -> "Held":
-        """Hold these batches, for the store itself, until they are released. Raises `StoreError` if the rows of one have
-        ended."""
+        """Hold these batches, for the store itself, until they are released. Raises `StoreError` if the rows of one
+        have ended."""
         for placed in refs:
             name = placed.segment
             if not self.book.in_use(name) or self.book.segments[name].content != placed:

@@ -1,6 +1,6 @@
 """The saving of a store: a cut of it, from the moment that it is taken until it is a snapshot on disk.
 
-    cut ─ slices between other calls, and each group before it changes ─▶ whole ─ a thread ─▶ on disk ─ slices ─▶ released
+    cut ─ slices between other calls, and each group before it changes ─▶ whole ─ a thread ─▶ disk ─ slices ─▶ released
 
 Whatever the store does meanwhile, what is written is the state of the moment; no call waits for more than a slice. A
 cut has copies of the groups and of the index of the data; the values behind it never change, so `write` may take its
