@@ -35,6 +35,7 @@ from penstock.store.ledger.facts import Facts
 from penstock.store.service.actor import GC_THRESHOLD
 from penstock.store.service.report import StoreMeter
 from penstock.store.service.store import Store
+from tests.store.invariants import check_invariants
 
 SIZE, PUT, SOME = 8, 512, 64
 """Samples of a group; groups of a put while it is filled, and of a call that is measured."""
@@ -210,7 +211,7 @@ async def measure(num_rows: int, folder: Path) -> Measured:
     found["a node is lost"] = await hold(lambda: store.lost("far"))
     collections.close()
     found["Python's collector"] = collections.longest_ms
-    store.ledger.check_invariants()
+    check_invariants(store.ledger)
     await filled.end()
     return found
 
