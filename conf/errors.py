@@ -55,7 +55,7 @@ class ResourceError(PenstockError):
 
 
 class CannotScale(ConfigError):
-    """A wish for more or fewer members of a run that cannot be granted."""
+    """A request for more or fewer members of a run that cannot be granted."""
 
 
 class DataflowError(ConfigError):

@@ -33,9 +33,9 @@ class FaultsConfig:
     """Returns to the last checkpoint within window_s, or without getting past the step at which the last one was made;
     the next one ends the run. Each costs the steps since the checkpoint and a start of everything. 0: never return."""
     heartbeat_s: float = 10.0
-    """Seconds between two questions to each member how far it is: often enough to learn of a hang within a minute or
-    two, and far too seldom to cost anything. With more than five hundred members up to twice as seldom, so that the
-    controller asks fifty a second."""
+    """Seconds between two heartbeats, which ask each member for its progress: often enough to notice a hang within a
+    minute or two, and seldom enough to cost nothing. With more than five hundred members the interval is up to twice as
+    long, so that the controller asks fifty a second."""
     heartbeat_timeout_s: float = 60.0
     """Seconds after which a member that answers no heartbeat counts as lost, and is killed. Raise it where one call of
     C code holds Python's lock for longer, or while you debug."""

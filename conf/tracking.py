@@ -68,9 +68,9 @@ class TrackingConfig:
     export_model: bool = True
     """Write the final weights as a HF model to `model/`."""
     upload_every_s: float = 5.0
-    """Seconds between two looks for what is new in the run's directory, with a URL as output_dir. A machine that is
-    lost takes so much of its records with it; two small files each time cost cents a day where requests are paid for. A
-    file of lines is uploaded the more rarely the more MiB it has."""
+    """Seconds between two looks for what is new in the run's directory, with a URL as output_dir. The records of so
+    many seconds are lost with a machine. Two small files are uploaded each time, which costs cents a day where requests
+    are paid for. The larger a file of lines is, the more rarely it is uploaded."""
     upload_timeout_s: float = 900.0
     """Deadline, in seconds, of uploading the rest at the end: 100 GB of a model over 1 Gbit/s take as long. What has
     not been uploaded by then stays in the working copy, and its place is told."""

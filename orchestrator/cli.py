@@ -19,7 +19,7 @@ INTERRUPTED = 130
 OVERRIDES_HELP = "recipe=NAME or recipe=DIRECTORY, algorithm=NAME, model=PRESET, and any key=value"
 RETRIES_HELP = "when the command itself is killed or loses its cluster, go on up to N times from the newest checkpoint"
 RUN_HELP = "the run's directory or URL"
-WISHES_HELP = "rollout=+2, rollout=3, reward=-1: so many more, so many in all (of each reward stage), so many less"
+REQUESTS_HELP = "rollout=+2, rollout=3, reward=-1: so many more, so many in all (of each reward stage), so many less"
 SWEEP = """Run every combination, as many at a time as the machine or the cluster has room for. The same command again
 goes on where it was."""
 SWEEP_HELP = "as for run; several values as in trainer.optimizer.lr=1e-4,3e-4 or seed=range(1,4)"
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(command=_status)
     scale = commands.add_parser("scale", help="more or fewer engines and rewards for a run that goes on")
     scale.add_argument("run", help=RUN_HELP)
-    scale.add_argument("wishes", nargs="+", metavar="role=N", help=WISHES_HELP)
+    scale.add_argument("requests", nargs="+", metavar="role=N", help=REQUESTS_HELP)
     scale.add_argument("--drain", type=float, default=None, metavar="S", help=DRAIN_HELP)
     scale.set_defaults(command=_scale)
     export = commands.add_parser("export", help="write a checkpoint's weights as a HF model")
@@ -214,7 +214,7 @@ def _status(arguments: argparse.Namespace) -> int:
 def _scale(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.membership.scaling_requests import ask
 
-    done, problems = ask(arguments.run, arguments.wishes, arguments.drain)
+    done, problems = ask(arguments.run, arguments.requests, arguments.drain)
     print(*done, sep="\n")
     for problem in problems:
         _stderr("[bold red]not all[/]", problem)

@@ -23,7 +23,7 @@ MOST = 1.2
 
 
 class Scaling(threading.Thread):
-    """A thread that makes wishes at two steps, and waits until they were granted."""
+    """A thread that makes requests at two steps, and waits until they were granted."""
 
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
         super().__init__(daemon=True)
@@ -31,11 +31,11 @@ class Scaling(threading.Thread):
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        for step, wish in ((GROWS_AT, "rollout=3"), (SHRINKS_AT, "rollout=1")):
+        for step, request in ((GROWS_AT, "rollout=3"), (SHRINKS_AT, "rollout=1")):
             while self._num_steps() < step:
                 if self._stopped.wait(0.05):
                     return
-            command = [sys.executable, "-m", "penstock.orchestrator.cli", "scale", str(self._directory), wish]
+            command = [sys.executable, "-m", "penstock.orchestrator.cli", "scale", str(self._directory), request]
             subprocess.run(command, cwd=ROOT, env=self._environment, check=True, timeout=120)
 
     def _num_steps(self) -> int:

@@ -101,7 +101,7 @@ class Members:
         leaving members to finish what they have; None: `rollout.drain_s`. Raises `CannotScale`."""
         async with self._changing:
             if len({request.role for request in requests}) < len(requests):
-                raise CannotScale(f"{' '.join(map(str, requests))}: one wish a role.")
+                raise CannotScale(f"{' '.join(map(str, requests))}: one request a role.")
             refusals = self._refusals()
             changes = [(one.role, change_of(one, self.num_present(one.role), refusals)) for one in requests]
             if not self._follows(requests):

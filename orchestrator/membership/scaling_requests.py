@@ -46,7 +46,7 @@ class ScalingRequest:
         """Parse a request as it is typed. Raises `CannotScale`."""
         found = PATTERN.fullmatch(text)
         if found is None:
-            raise CannotScale(f"{text}: no wish. Write rollout=+2 for two more, rollout=-1 for one less, rollout=3.")
+            raise CannotScale(f"{text}: no request. Write rollout=+2 for two more, rollout=-1 for one less, rollout=3.")
         role, sign, number = found["role"], found["sign"], int(found["number"])
         if role not in ROLES:
             raise CannotScale(f"{text}: no role that may change while a run goes on{suggest(role, ROLES)}")

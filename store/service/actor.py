@@ -23,8 +23,7 @@ STORE = "Store"
 GC_THRESHOLD = (10_000, 2, 10**9)
 """Thresholds of Python's collector. It looks for cycles, of which the store makes few, and stops all calls meanwhile:
 10,000 objects take some 5 ms, the state of 10^6 rows would take 300. So it looks at young objects, some at a time, and
-never at those that have been there for two of its looks: what they come to in cycles, such as a connection that has
-ended, is small.
+never at those that it has looked at twice: few of them are in cycles, such as a connection that has ended.
 """
 
 

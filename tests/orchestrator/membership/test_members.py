@@ -35,14 +35,14 @@ def config_of(tmp_path: Path, *words: str) -> Any:
     )
 
 
-async def wish(members: Any, random: Random, done: list[Any]) -> None:
+async def scale(members: Any, random: Random, done: list[Any]) -> None:
     """Now and then more or fewer of one role or both, with much time to finish, or with none."""
     while True:
         await asyncio.sleep(random.expovariate(1 / 3.0))
         roles = random.choice([["rollout"], ["reward"], ["rollout", "reward"]])
-        wishes = [ScalingRequest(role, random.randint(-2, 2), is_change=True) for role in roles]
+        requests = [ScalingRequest(role, random.randint(-2, 2), is_change=True) for role in roles]
         with contextlib.suppress(CannotScale):
-            done += await members.change(wishes, random.choice([0.0, 1.0, 60.0]))
+            done += await members.change(requests, random.choice([0.0, 1.0, 60.0]))
 
 
 async def kill(fleet: ScriptedFleet, random: Random) -> None:
@@ -75,7 +75,7 @@ def test_whoever_joins_and_leaves_each_row_is_trained_once_within_its_bound(
         fleet = ScriptedFleet(store, config, flow, random)
         directory = RunDirectory.create(config)
         controller = controller_over(fleet, config, directory)
-        others = [asyncio.ensure_future(wish(controller._members, random, done))]
+        others = [asyncio.ensure_future(scale(controller._members, random, done))]
         if seed % 2:
             others.append(asyncio.ensure_future(kill(fleet, random)))
         if seed % 4 >= 2:

@@ -33,7 +33,7 @@ def test_a_request_is_told_as_it_would_be_typed(wanted: ScalingRequest) -> None:
     ("text", "told"),
     [
         ("rollout", "Write rollout=.2"),
-        ("rollout=two", "no wish"),
+        ("rollout=two", "no request"),
         ("trainer=+1", "no role that may change"),
         ("rolout=+1", "did you mean .rollout."),
     ],
