@@ -301,47 +301,47 @@ class StoreClient:
             self._known = spec
         return self._known
 
-    async def _ask(self, ask: LeaseRequest) -> list[Lease] | None:
+    async def _ask(self, request: LeaseRequest) -> list[Lease] | None:
         """Ask for leases; None when the store has closed. Rows on a node that does not answer go back and are asked for
         again, for as long as a lease lasts: until the store learns that the node is gone they may be the next ones once
         more."""
         spec, unreadable_since = await self.spec(), 0.0
         while True:
             try:
-                return await self._ask_once(ask)
+                return await self._ask_once(request)
             except (RowsUnreachable, RowsLost):
                 unreadable_since = unreadable_since or time.monotonic()
                 if time.monotonic() - unreadable_since > spec.lease_timeout_s:
                     raise
             await asyncio.sleep(PAUSE_S)
 
-    async def _ask_once(self, ask: LeaseRequest) -> list[Lease] | None:
+    async def _ask_once(self, request: LeaseRequest) -> list[Lease] | None:
         """Ask once. Whatever goes wrong, no request is left waiting and nothing is left leased."""
         if self.has_retired:
             return None
-        ask = replace(ask, client=self._name, ticket=next(self._tickets))
-        self._heartbeat.asked(ask.ticket)
+        request = replace(request, client=self._name, ticket=next(self._tickets))
+        self._heartbeat.asked(request.ticket)
         try:
-            granted: list[Granted] | None = await self._link.call("lease", ask)
+            granted: list[Granted] | None = await self._link.call("lease", request)
             if granted is None:
                 return None
-            leases = [Lease(one.lease_id, ask.stage, rows) for one, rows in await self._read(granted)]
+            leases = [Lease(one.lease_id, request.stage, rows) for one, rows in await self._read(granted)]
             for lease in leases:
                 self._heartbeat.hold(lease.id, ids_of(lease.rows.row_ids))
             return leases
         except BaseException:
-            undoing = asyncio.ensure_future(self._withdraw(ask))
+            undoing = asyncio.ensure_future(self._withdraw(request))
             self._undoing.add(undoing)
             undoing.add_done_callback(self._undoing.discard)
             raise
         finally:
-            self._heartbeat.answered(ask.ticket)
+            self._heartbeat.answered(request.ticket)
 
-    async def _withdraw(self, ask: LeaseRequest) -> None:
+    async def _withdraw(self, request: LeaseRequest) -> None:
         """Withdraw a request whose answer has no reader any more: what it brings, or would bring, goes back. If the
         store is gone, or has refused the request, there is nothing to go back."""
         with suppress(StoreError, WorkerDied):
-            await self._calls.call("withdraw", ask.stage, ask.client, ask.ticket)
+            await self._calls.call("withdraw", request.stage, request.client, request.ticket)
 
     async def _read(self, granted: list[Granted]) -> list[tuple[Granted, Rows]]:
         """Read all payloads, or tell the store that none is read."""
