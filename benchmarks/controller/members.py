@@ -156,7 +156,7 @@ class PlayedEngine(Serves):
         )  # fmt: skip
         super().__init__(self._worker.run)
 
-    async def load(self, publication: Publication) -> None:
+    async def load(self, publication: Publication, epoch: int) -> None:
         with self._phases.within(LOADING):
             await self._engine.load(publication)
 
@@ -189,13 +189,13 @@ class PlayedRank(Member):
         self._rank, self._num_ranks = rank, num_ranks
         self._client: StoreClient | None = None
 
-    async def attach(self, store: Any) -> None:
+    async def attach(self, store: Any, epoch: int) -> None:
         self._client = StoreClient(store)
 
     async def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
         return ChunkPlan([], [], [], 1)
 
-    async def publish(self, root: str, version: int) -> Publication:
+    async def publish(self, root: str, version: int, epoch: int) -> Publication:
         with self._phases.within(PUBLISHING):
             await asyncio.sleep(PUBLISH_S)
         return Publication(f"{root}/{version}", version)
@@ -203,7 +203,7 @@ class PlayedRank(Member):
     async def token_values(self, step: int) -> None:
         return None
 
-    async def step(self, step: int, records_tokens: bool) -> StepReport | None:
+    async def step(self, step: int, records_tokens: bool, epoch: int) -> StepReport | None:
         assert self._client is not None
         loop = asyncio.get_running_loop()
         began = loop.time()

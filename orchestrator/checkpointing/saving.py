@@ -135,12 +135,12 @@ class CheckpointWriter:
     async def _trainers_begin(self, step: int, patience_s: float) -> bool:
         """Return whether the trainers begin: they do not while one of them still writes an earlier checkpoint."""
         trainers, deadline = self._fleet.role("trainer"), time.monotonic() + patience_s
-        directory = trainer_directory(self._checkpoints.directory(step))
+        directory, epoch = trainer_directory(self._checkpoints.directory(step)), self._fleet.owner.epoch
         self._places = dict.fromkeys([name for name, _ in trainers], directory)
         with contextlib.suppress(OSError):  # one that cannot be made is told by the ranks
             self._places = await self._fleet.places(directory)
         while True:
-            calls = [(name, handle.begin_saving.remote(self._places[name])) for name, handle in trainers]
+            calls = [(name, handle.begin_saving.remote(self._places[name], epoch)) for name, handle in trainers]
             if all(await answers(calls, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s)):
                 return True
             if time.monotonic() >= deadline:

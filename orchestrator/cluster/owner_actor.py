@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from penstock.conf.errors import TakenOver
+from penstock.store.epoch import taken_over
 
 LOOK_S = 0.5
 """Seconds between two looks whether the lease is over."""
@@ -53,10 +53,7 @@ class Tenure:
     def check(self, epoch: int) -> None:
         """Raise `TakenOver` unless the process of that epoch still drives the run."""
         if epoch != self.epoch:
-            raise TakenOver(
-                "Another process has taken this run over, and goes on with it. This one ends here, and leaves its "
-                "actors and its directory to the other."
-            )
+            raise taken_over()
 
     def renew(self, epoch: int, now: float) -> None:
         """Note that the process is alive. Raises `TakenOver`."""

@@ -54,6 +54,11 @@ class Owner(Protocol):
         `TakenOver`, `DeadlineExceeded`, `WorkerDied`."""
         ...
 
+    async def renew(self) -> None:
+        """Renew the lease at once, before what would harm another process that has taken the owner. Raises as `note`
+        does."""
+        ...
+
     def confirm(self) -> None:
         """Raise `TakenOver` if another process has taken the owner: asked before what would harm that process. An
         owner that is dead is nobody's."""
@@ -84,6 +89,9 @@ class ThisProcess:
             ray.kill(handle)
 
     async def note(self, steps: Any) -> None:
+        """Do nothing: no other process can take the actors."""
+
+    async def renew(self) -> None:
         """Do nothing: no other process can take the actors."""
 
     def confirm(self) -> None:
@@ -181,7 +189,6 @@ class RunOwner:
         await self._told(self._handle.note.remote(self.epoch, pickle.dumps(steps)))
 
     async def renew(self) -> None:
-        """Renew the lease at once. Raises as `keep` does."""
         await self._told(self._handle.renew.remote(self.epoch))
 
     async def leave(self) -> None:

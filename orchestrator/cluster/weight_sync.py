@@ -28,7 +28,7 @@ class WeightSync:
     """Lifecycle: `connect` once the fleet is started; then `publish` and `load` for each version."""
 
     def __init__(self, fleet: Fleet, config: RunConfig) -> None:
-        self._fleet, self._config = fleet, config
+        self._fleet, self._config, self._epoch = fleet, config, fleet.owner.epoch
         self._root = fleet.weights_root
         # Planned ones count: at a takeover all of them may be about to be replaced.
         self.has_engines = bool(fleet.role("rollout")) or any(actor.role == "rollout" for actor in fleet.plan)
@@ -72,7 +72,8 @@ class WeightSync:
         phase = f"publish version {version}"
         if not self._streams:
             await self._between_nodes.begin(version, self._trainers, self._engines)
-            publications = await self._all(self._trainers, "publish", (str(self._root), version), phase, SYNC_PHASES)
+            arguments = str(self._root), version, self._epoch
+            publications = await self._all(self._trainers, "publish", arguments, phase, SYNC_PHASES)
             return cast(Delivery, publications[0])
         delivery = cast(Delivery, (await self._all(self._trainers, "prepare", (version,), phase))[0])
         calls = [(name, handle.send.remote(version)) for name, handle in self._trainers]
@@ -90,7 +91,7 @@ class WeightSync:
             phase = f"load version {delivery.version}"
             self.loaded = {}
             calls = [
-                (name, self._timed(name, delivery.version, handle.load.remote(delivery)))
+                (name, self._timed(name, delivery.version, handle.load.remote(delivery, self._epoch)))
                 for name, handle in self._engines
             ]
             results = await outcomes(calls, phase=phase, timeout_s=SYNC_PHASES * self._timeout_s)
@@ -112,7 +113,8 @@ class WeightSync:
             await self._reached(members)
             loaded = self._newest
             try:
-                await self._all(members, "load", (loaded,), f"load version {loaded.version}", SYNC_PHASES)
+                phase = f"load version {loaded.version}"
+                await self._all(members, "load", (loaded, self._epoch), phase, SYNC_PHASES)
                 self.serving |= dict.fromkeys((name for name, _ in members), loaded.version)
             except WeightError:
                 if loaded is self._newest:

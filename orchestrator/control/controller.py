@@ -179,7 +179,7 @@ class Controller:
                 await finishing
             await self._observer.sample(step, reports)
             phases |= await self._save_if_due(step, reports)
-            await self._handover.confirm()  # ranks that another command drives may be at the next step
+            await self.fleet.owner.renew()  # ranks that another command drives may be at the next step
             delivery, phases["publish"] = await self._versions.publish(step)
             finishing = tasks.create_task(held_back(self._finish(step, reports, delivery, phases)))
             if self.config.max_staleness == 0 or self._may_stop(step):
@@ -245,8 +245,8 @@ class Controller:
 
     async def _update(self, step: int) -> list[StepReport]:
         self._restarts.step = step
-        due = self._observer.is_sampled(step)
-        calls = [(name, handle.step.remote(step, due)) for name, handle in self.fleet.role("trainer")]
+        due, epoch = self._observer.is_sampled(step), self.fleet.owner.epoch
+        calls = [(name, handle.step.remote(step, due, epoch)) for name, handle in self.fleet.role("trainer")]
         try:
             reports = await answers(calls, phase=f"step {step}", timeout_s=self.config.trainer.step_timeout_s)
         except DeadlineExceeded as error:

@@ -64,11 +64,6 @@ class Handover:
             await self.keep()
             await asyncio.sleep(min(LONGEST_S, max(KEEP_S, SHARE * self._took_s)))
 
-    async def confirm(self) -> None:
-        """Raise `TakenOver` if another command drives the run by now: what comes next would harm it."""
-        if self._owner is not None:
-            await self._owner.renew()
-
     async def leave(self) -> None:
         """Keep nothing from now on: the run is over, or its actors are."""
         owner, self._owner = self._owner, None

@@ -154,7 +154,7 @@ async def _restored(fleet: Fleet, trained: int) -> bool:
     try:
         calls = [(name, handle.after_step.remote()) for name, handle in ranks]
         if set(await answers(calls, phase="look at the ranks", timeout_s=ANSWER_S)) != {trained}:
-            calls = [(name, handle.restore.remote(trained)) for name, handle in ranks]
+            calls = [(name, handle.restore.remote(trained, fleet.owner.epoch)) for name, handle in ranks]
             await answers(calls, phase=f"restore step {trained}", timeout_s=timeout_s)
     except PenstockError:
         return False

@@ -114,6 +114,7 @@ class TrainerRecovery:
         if self._connect is None or (isinstance(failure, DeadlineExceeded) and await self._all_wait()):
             self._restarts.beyond_help(ROLE, title_of(team), failure)
             raise failure
+        await self._fleet.owner.renew()  # the batch may be another command's
         self._fleet.kill(team)
         trained = await self._stores.settled()
         if trained > self._base and not await self._states.are_there(trained):
@@ -125,7 +126,7 @@ class TrainerRecovery:
                 await self._fleet.resume(members)
                 return
             await self._states.bring(trained)
-            calls = [(name, handle.restore.remote(trained)) for name, handle in members]
+            calls = [(name, handle.restore.remote(trained, self._fleet.owner.epoch)) for name, handle in members]
             await answers(calls, phase=f"restore step {trained}", timeout_s=self._timeout_s)
 
         store = self._stores.incarnation

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.workers.protocols import Publication
 from tests.orchestrator.one_node import on_one_node
@@ -15,7 +16,7 @@ class NotingActors:
 
     def __init__(self, numbers: Mapping[str, int], weights_root: Path = Path()) -> None:
         self.said: list[str] = []
-        self.weights_root = weights_root
+        self.weights_root, self.owner = weights_root, ThisProcess()
         self.relay_nodes = on_one_node(self.handle("agent"))
         self._numbers = numbers
         self.plan: list[ActorPlan] = []

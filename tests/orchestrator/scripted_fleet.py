@@ -32,6 +32,7 @@ from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import SharedLease
+from penstock.store.epoch import Epoch
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
@@ -159,7 +160,7 @@ class Rollout(Member):
     async def drain(self, timeout_s: float) -> None:
         await self._serving.drain(timeout_s)
 
-    async def load(self, publication: Publication) -> None:
+    async def load(self, publication: Publication, epoch: int) -> None:
         await self._pause(2.0)
         await self.engine.load(publication)
 
@@ -192,6 +193,7 @@ class Trainer(Member):
         self._client, self._rank, self._num_ranks, self._pause = StoreClient(store), rank, num_ranks, pause
         self.restored: int | None = None
         self._after: int | None = 0
+        self._epoch = Epoch()
         self._phases = Phases()
         self._phases.enter(IDLE)
         self._leasing: asyncio.Task[SharedLease | None] | None = None
@@ -199,7 +201,8 @@ class Trainer(Member):
     async def progress(self) -> Said:
         return self._phases.progress()
 
-    async def step(self, step: int, records_tokens: bool = False) -> StepReport | None:
+    async def step(self, step: int, records_tokens: bool, epoch: int) -> StepReport | None:
+        self._epoch.check(epoch)
         with self._phases.within(WAITING):
             leasing = self._client.lease_shared("train", step - 1, self._rank, self._num_ranks, 0)
             self._leasing = asyncio.create_task(leasing)
@@ -221,23 +224,27 @@ class Trainer(Member):
     async def token_values(self, step: int) -> None:
         return None
 
-    async def attach(self, store: Any) -> None:
+    async def attach(self, store: Any, epoch: int) -> None:
+        self._epoch.check(epoch)
         self._client = StoreClient(store)
         if self._leasing is not None:
             self._leasing.cancel()
 
-    async def restore(self, step: int) -> None:
+    async def restore(self, step: int, epoch: int) -> None:
+        self._epoch.check(epoch)
         assert self._phases.progress().phase == IDLE
         self.restored = self._after = step
 
     async def after_step(self) -> int | None:
         return self._after
 
-    async def publish(self, root: str, version: int) -> Publication:
+    async def publish(self, root: str, version: int, epoch: int) -> Publication:
+        self._epoch.check(epoch)
         await self._pause(1.0)
         return Publication(root, version)
 
-    async def begin_saving(self, place: str) -> bool:
+    async def begin_saving(self, place: str, epoch: int) -> bool:
+        self._epoch.check(epoch)
         Path(place).mkdir(parents=True, exist_ok=True)
         return True
 
@@ -318,7 +325,7 @@ class ScriptedFleet(OneMachine):
         return [*alone, *([ranks] if "trainer" in roles else [])]
 
     async def attach_trainers(self) -> None:
-        attaching = [handle.attach.remote(self.store) for _, handle in self.role("trainer")]
+        attaching = [handle.attach.remote(self.store, self.owner.epoch) for _, handle in self.role("trainer")]
         await asyncio.gather(*attaching, return_exceptions=True)
 
     state_nodes = StateNodes({}, {}, {})

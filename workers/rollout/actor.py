@@ -15,6 +15,7 @@ from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
+from penstock.store.epoch import Epoch
 from penstock.workers.concurrent_tasks import run_all
 from penstock.workers.processes import ProcessId, register
 from penstock.workers.progress import ASLEEP, LOADING, SERVING, Phases, Progress
@@ -62,6 +63,7 @@ class Rollout:
 
     def __init__(self, spec: RolloutSpec) -> None:
         self._spec = spec
+        self._epoch = Epoch()
         self._phases = Phases()
         meters = exported(spec.origin) if spec.origin is not None else None
         self._receiver = make_engine(
@@ -128,8 +130,10 @@ class Rollout:
             )
         )
 
-    async def load(self, delivery: Delivery) -> None:
-        """Load a publication, or a version that is being streamed, which `deliver` brings meanwhile."""
+    async def load(self, delivery: Delivery, epoch: int = 0) -> None:
+        """Load a publication, or a version that is being streamed, which `deliver` brings meanwhile. Raises `TakenOver`
+        for an `epoch` that is older than another's."""
+        self._epoch.check(epoch)
         with self._phases.within(LOADING):
             await self._engine.load(cast(Publication, delivery))  # engines that are not vLLM's are sent nothing else
 

@@ -24,6 +24,7 @@ from penstock.metering.ray_export import exported
 from penstock.network.machine import free_address
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
+from penstock.store.epoch import Epoch
 from penstock.workers.cpu import prepare_for_torch
 from penstock.workers.files import SavedFile
 from penstock.workers.processes import ProcessId, register
@@ -86,7 +87,8 @@ class _Rank:
 
 class Trainer(_Rank):
     """Lifecycle: `address` on the first of several ranks, `start` on all with it, `attach` where there is a store, then
-    `step`, `publish` and the rest, then `close`."""
+    `step`, `publish` and the rest, then `close`. Calls that change a run carry the `epoch` of the command that makes
+    them (`store/epoch.py`), and raise `TakenOver` for an older one."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._prepare_process(spec)
@@ -95,6 +97,7 @@ class Trainer(_Rank):
         self._phases = Phases()
         self._assembly = assembly
         self._spec: TrainerSpec = spec
+        self._epoch = Epoch()
         self._num_threads = spec.num_threads
         self._meters = exported(spec.origin)
         self._started: TrainerParts | None = None
@@ -107,14 +110,16 @@ class Trainer(_Rank):
         self._started = self._assembly.assemble_trainer(self._spec, address, self._phases, self._meters)
         self._phases.enter(IDLE)
 
-    def attach(self, store: Any) -> None:
+    def attach(self, store: Any, epoch: int = 0) -> None:
         """Take the next steps from this store. A step that waits for a batch of the previous store raises
         `PartnerGone`."""
+        self._epoch.check(epoch)
         self._parts.worker.attach(SyncStoreClient(store))
 
-    def step(self, step: int, records_tokens: bool = False) -> StepReport | None:
+    def step(self, step: int, records_tokens: bool = False, epoch: int = 0) -> StepReport | None:
         """Run step number `step`, counted from 1, on the store's next batch. None: the store has closed.
         `records_tokens`: see `TrainerWorker.step`. Collective."""
+        self._epoch.check(epoch)
         worker = self._parts.worker
         self._needed(worker.store, "a store")
         with self._together(f"step {step}"):
@@ -143,9 +148,10 @@ class Trainer(_Rank):
         """Return `[T_i]` float32 for each row of this rank (the imperative API). Collective."""
         return self._parts.trainer.logprobs(rows)
 
-    def begin_saving(self, directory: str) -> bool:
+    def begin_saving(self, directory: str, epoch: int = 0) -> bool:
         """Take the present state; it is copied and written while training goes on. False: an earlier one is still being
         written. Collective. Raises `DataflowError` for a state that no checkpoint can keep."""
+        self._epoch.check(epoch)
         with self._phases.within(SAVING), self._together(f"save to {directory}"):
             return self._parts.state.begin(directory)
 
@@ -165,9 +171,10 @@ class Trainer(_Rank):
 
         return steps_there(self._spec.keeps_state, self._spec.rank) if self._spec.keeps_state is not None else []
 
-    def restore(self, step: int) -> None:
+    def restore(self, step: int, epoch: int = 0) -> None:
         """Go on from the kept copies of a step, after `start`, where each rank's node has its own. Copies of later
         steps become invalid. Collective. Raises `KeptStateError`, on all ranks alike, having changed nothing."""
+        self._epoch.check(epoch)
         kept = self._needed(self._parts.kept, "faults.keep_state=true")
         worker = self._parts.worker
         with self._phases.within(RESUMING):
@@ -185,8 +192,9 @@ class Trainer(_Rank):
         with self._together("plan publications"):
             return self._parts.trainer.plan_chunks(node, num_receivers)
 
-    def publish(self, directory: str, version: int) -> Publication:
+    def publish(self, directory: str, version: int, epoch: int = 0) -> Publication:
         """Write a version of the weights into shared memory, below `directory`. Collective. Raises `WeightError`."""
+        self._epoch.check(epoch)
         with self._phases.within(PUBLISHING), self._together(f"publish version {version}"):
             return self._parts.trainer.publish(directory, version)
 

@@ -334,7 +334,7 @@ class Fleet(Roster):
         return [(name, handle.start.remote(*told)) for name, handle in members]
 
     def _attaches(self, trainers: Members) -> Members:
-        return [(name, handle.attach.remote(self.store)) for name, handle in trainers]
+        return [(name, handle.attach.remote(self.store, self.owner.epoch)) for name, handle in trainers]
 
     def _resumes(self, trainers: Members) -> Members:
         assert self._maker is not None

@@ -39,7 +39,7 @@ class LateTrainer:
         self.calls, self.free, self.directory = calls, True, None
         self.begin_saving, self.finish_saving = Remote(self._begin), Remote(self._finish)
 
-    def _begin(self, directory):
+    def _begin(self, directory, epoch):
         self.calls.append("trainer")
         self.directory = Path(directory) if self.free else self.directory
         return self.free
@@ -79,7 +79,7 @@ def saving(tmp_path, resumed=None, **config):
     run = RunConfig(algorithm=GrpoConfig(), checkpoint=checkpoint, trainer=TrainerConfig(max_steps=4))
     files = OneMachine(roles.__getitem__)
     places = {"places": files.places, "collect": files.collect, "discard": files.discard, "present": files.present}
-    fleet = Some(role=roles.get, flow=flow, model_path="/", resumed=resumed, **places)
+    fleet = Some(role=roles.get, flow=flow, model_path="/", resumed=resumed, owner=Some(epoch=0), **places)
     writer = CheckpointWriter(RunContext(run, flow, fleet, EmptyStore(calls), directory, Mock()))
     return writer, trainer, directory, calls
 
@@ -157,7 +157,7 @@ def test_a_sealed_checkpoint_counts_no_longer_once_it_is_written_anew(tmp_path):
     directory = sealed(tmp_path, 2)
     writer, trainer, _, _ = saving(tmp_path)
 
-    def begun(place):
+    def begun(place, epoch):
         assert not directory.exists()
         return True
 
@@ -250,7 +250,7 @@ class Store:
 
 
 trainer = Some(
-    begin_saving=Remote(lambda directory: saver.begin([Piece("w", (ELEMENTS,), 0, torch.ones(ELEMENTS))], directory)),
+    begin_saving=Remote(lambda place, _: saver.begin([Piece("w", (ELEMENTS,), 0, torch.ones(ELEMENTS))], place)),
     finish_saving=Remote(saver.finish),
 )
 prompts = Some(start_after=Remote(lambda admitted: PromptStart()))
@@ -260,7 +260,7 @@ config = RunConfig(algorithm=GrpoConfig(), checkpoint=CheckpointConfig(directory
 directory, progress = Mock(), Mock()
 files = OneMachine(roles.__getitem__)
 places = {"places": files.places, "collect": files.collect, "discard": files.discard, "present": files.present}
-fleet = Some(role=roles.get, flow=flow, model_path="/", resumed=None, **places)
+fleet = Some(role=roles.get, flow=flow, model_path="/", resumed=None, owner=Some(epoch=0), **places)
 writer = CheckpointWriter(RunContext(config, flow, fleet, Store(), directory, progress))
 checkpoints = Checkpoints(str(place), config.checkpoint)
 

@@ -81,7 +81,7 @@ class Store:
         return empty_snapshot(root, step)
 
 
-def report(step: int, records_tokens: bool = False) -> StepReport:
+def report(step: int, *more: Any) -> StepReport:
     one = np.ones(1)
     rows = TrainedRows(
         one, one.astype(np.int64), one.astype(np.int64), one < 0, np.zeros(1, np.int64), np.zeros(1), one > 0
@@ -110,8 +110,8 @@ class Play:
         serve = {"run": lambda _: store.closed.wait(), "stats": lambda: {"busy_s": 0.0}}
         actors: dict[str, dict[str, Callable[..., Any]]] = {
             "trainer": {
-                "step": report, "begin_saving": lambda place: True, "finish_saving": list, "stats": dict,
-                "publish": lambda root, version: Publication(str(self.directory.path), version),
+                "step": report, "begin_saving": lambda place, epoch: True, "finish_saving": list, "stats": dict,
+                "publish": lambda root, version, epoch: Publication(str(self.directory.path), version),
                 "export": lambda place: {},
             },
             "rollout": serve,
@@ -304,7 +304,7 @@ def test_a_place_of_checkpoints_that_does_not_answer_costs_those(tmp_path: Path)
     play = Play(tmp_path, *words)
     place = play.directory.checkpoints
 
-    def step(number: int, records_tokens: bool) -> StepReport:
+    def step(number: int, *more: Any) -> StepReport:
         if number == 1:
             place.symlink_to(place)
         if number == 3:

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.conf.errors import WeightError, WorkerDied
 from penstock.conf.faults import FaultsConfig
+from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.control.versions import Versions
 from penstock.orchestrator.membership.recoveries import Recoveries
 from penstock.orchestrator.membership.restarts import Restarts
@@ -37,7 +38,9 @@ class Bed:
         self.loads: list[Callable[[Publication], Any]] = []
         """What loading comes to, call by call; afterwards it works."""
         config: Any = SimpleNamespace(faults=FaultsConfig(), trainer=SimpleNamespace(collective_timeout_s=60.0))
-        fleet = SimpleNamespace(role=lambda role: [("Trainer-0", None)], kill=lambda names: None, resumed=None)
+        fleet = SimpleNamespace(
+            role=lambda role: [("Trainer-0", None)], kill=lambda names: None, resumed=None, owner=ThisProcess()
+        )
         context: Any = SimpleNamespace(config=config, fleet=fleet, directory=None, progress=None)
         restarts = Restarts(context, Recoveries(config.faults))
         everyone: Any = self

@@ -13,7 +13,7 @@ from penstock.orchestrator.membership.takeover import APART_S, take_up
 from penstock.workers.progress import IDLE, PUBLISHING, UPDATING, Progress
 from tests.virtual_time import run_virtually
 
-TRAINED = 7
+TRAINED, EPOCH = 7, 2
 
 
 class Rank:
@@ -38,7 +38,8 @@ class Rank:
     def _after_step(self) -> int | None:
         return self.after
 
-    def _restore(self, step: int) -> None:
+    def _restore(self, step: int, epoch: int) -> None:
+        assert epoch == EPOCH
         if not self.has_copy:
             raise KeptStateError("no copy")
         self.restored.append(step)
@@ -47,6 +48,7 @@ class Rank:
 class Fleet:
     config = SimpleNamespace(trainer=SimpleNamespace(step_timeout_s=600.0, collective_timeout_s=60.0))
     store = None
+    owner = SimpleNamespace(epoch=EPOCH)
 
     def __init__(self, members: Sequence[Rank]) -> None:
         self.members = list(members)

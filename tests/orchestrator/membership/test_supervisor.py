@@ -146,10 +146,10 @@ def test_a_step_that_ends_while_the_store_comes_back_is_told_to_the_new_one(tmp_
         (_, rank), *_ = fleet.role("trainer")
         update = rank._member.step
 
-        async def step(number: int, records_tokens: bool = False) -> Any:
+        async def step(number: int, *more: Any) -> Any:
             if number != 3:
-                return await update(number, records_tokens)
-            report = await update(number, records_tokens)
+                return await update(number, *more)
+            report = await update(number, *more)
             fleet.store.die()
             await asyncio.sleep(30)  # the store is back, but for the ranks
             asyncio.get_running_loop().call_later(0.5, ended.set)
