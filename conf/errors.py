@@ -141,6 +141,34 @@ class PartnerGone(WorkerDied):
     """A partner of this process that is gone: another rank, the store. The cause is the other's own error."""
 
 
+class LimitReached(PenstockError):
+    """A limit of an attempt that was reached. The attempt is truncated, unless it goes on with a shorter conversation.
+    `limit`: turns, tokens, context or time."""
+
+    def __init__(self, limit: str, text: str = "") -> None:
+        super().__init__(text or limit)
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LimitReached, (self.limit, str(self))
+
+
+class Rejected(PenstockError):
+    """An attempt that its environment keeps from being trained, with a word for the reason: `raise
+    Rejected("refused")`."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rejected, (self.reason, str(self))
+
+
+class AttemptOver(PenstockError):
+    """An attempt that has ended: nothing more is sampled for it."""
+
+
 DEVICE_FAILED = (
     "cuda error", "cuda driver error", "nccl error", "nccl communicator", "ecc error", "cublas_status_", "cudnn_status_"
 )  # fmt: skip

@@ -20,7 +20,7 @@ from penstock.workers.gateway.formats.conversation import Format
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import RolloutEngine, Sampling
-from penstock.workers.reward.outcome import Result, RewardError, in_order
+from penstock.workers.reward.result import RewardError, RewardResult, in_order
 from penstock.workers.reward.rubric import Messages, Rubric, Verdicts
 from penstock.workers.rollout.factory import make_engine
 
@@ -81,11 +81,11 @@ class JudgePool:
     def busy_s(self) -> float:
         return self._clock.seconds()
 
-    async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[Result]:
+    async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[RewardResult]:
         """Score responses: a result for each, in order."""
         return await in_order(self.stream(responses, tasks), len(responses))
 
-    async def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, Result]]:
+    async def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, RewardResult]]:
         """Yield `(index, result)` for each response, as they come. Equal responses to the same task are judged once.
         Raises what the engine fails with for good."""
         alike: dict[tuple[str, str], list[int]] = {}
@@ -103,7 +103,7 @@ class JudgePool:
         finally:
             await cancel_all(list(left))
 
-    async def _in_time(self, response: str, task: str) -> Result:
+    async def _in_time(self, response: str, task: str) -> RewardResult:
         timeout_s = self._spec.timeout_s
         try:
             async with asyncio.timeout(timeout_s):

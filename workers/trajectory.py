@@ -80,7 +80,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """The way an attempt ended, and why."""
 
     kind: str = COMPLETED
@@ -101,7 +101,7 @@ class Trajectory:
 
     turns: Sequence[Turn]
     """Turns in the order of their ids."""
-    outcome: Outcome = Outcome()
+    outcome: AttemptOutcome = AttemptOutcome()
     reward: float = 0.0
     """Reward of the whole, those of its turns included."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Trajectory:
         """The same trajectory, with another reward for the whole."""
         return replace(self, reward=reward)
 
-    def ended(self, outcome: Outcome) -> "Trajectory":
+    def ended(self, outcome: AttemptOutcome) -> "Trajectory":
         """The same trajectory, with another outcome."""
         return replace(self, outcome=outcome)
 

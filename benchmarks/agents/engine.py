@@ -1,4 +1,4 @@
-"""A real vLLM engine in a Ray actor, as in a run, and sessions over it."""
+"""A real vLLM engine in a Ray actor, as in a run, and samplers over it."""
 
 import contextlib
 import tempfile
@@ -14,7 +14,7 @@ from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.ray_engines import ask
-from penstock.workers.gateway.session import Session, TurnLimits
+from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
@@ -36,8 +36,8 @@ class Engine:
         self.tokenizer = load_tokenizer(model_path)
         self._form = TemplateFormat(self.tokenizer, "none")
 
-    def session(self, sampling: Sampling) -> Session:
-        return Session(self.pool, self._form, sampling, TurnLimits(64, 100_000, MAX_LEN))
+    def sampler(self, sampling: Sampling) -> TurnSampler:
+        return TurnSampler(self.pool, self._form, sampling, TurnLimits(64, 100_000, MAX_LEN))
 
     def prompt_ids(self, text: str) -> list[int]:
         """Token ids of a user's message."""

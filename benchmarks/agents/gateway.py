@@ -8,7 +8,7 @@ from openai import AsyncOpenAI
 
 from benchmarks.agents.engine import Engine
 from benchmarks.harness import Target
-from penstock.workers.gateway.door import Door
+from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.protocols import Sampling
 
@@ -19,9 +19,9 @@ TARGET = 0.9
 
 async def rounds(engine: Engine, num_rounds: int, num_requests: int) -> list[dict[str, Any]]:
     """Measure both sides in turn, with the same prompts, seeds and lengths."""
-    door = Door()
-    server = HttpServer(door)
-    door.base_url = await server.start("127.0.0.1", 0)
+    keys = AttemptKeys()
+    server = HttpServer(keys)
+    keys.base_url = await server.start("127.0.0.1", 0)
     found: list[dict[str, Any]] = []
     try:
         for number in range(-1, num_rounds):  # the first is not counted
@@ -32,7 +32,7 @@ async def rounds(engine: Engine, num_rounds: int, num_requests: int) -> list[dic
                 if side == "direct":
                     tokens = await engine.direct(texts, samplings)
                 else:
-                    tokens = await through_gateway(engine, door, texts, samplings)
+                    tokens = await through_gateway(engine, keys, texts, samplings)
                 seconds = time.perf_counter() - began
                 if number >= 0:
                     found.append({"part": "gateway", "side": side, "tokens": tokens, "per_s": tokens / seconds})
@@ -41,10 +41,10 @@ async def rounds(engine: Engine, num_rounds: int, num_requests: int) -> list[dic
     return found
 
 
-async def through_gateway(engine: Engine, door: Door, texts: list[str], samplings: list[Sampling]) -> int:
+async def through_gateway(engine: Engine, keys: AttemptKeys, texts: list[str], samplings: list[Sampling]) -> int:
     """Make an attempt for each text, with its own key; connections are shared, as those of a process are."""
-    sessions = [engine.session(sampling) for sampling in samplings]
-    keys = [door.admit(session)[1] for session in sessions]
+    samplers = [engine.sampler(sampling) for sampling in samplings]
+    own_keys = [keys.admit(sampler)[1] for sampler in samplers]
 
     async def one(text: str, key: str) -> int:
         messages: Any = [{"role": "user", "content": text}]
@@ -53,11 +53,11 @@ async def through_gateway(engine: Engine, door: Door, texts: list[str], sampling
         return answer.usage.completion_tokens if answer.usage is not None else 0
 
     try:
-        async with AsyncOpenAI(base_url=door.base_url, api_key="none", timeout=600.0) as client:
-            return sum(await asyncio.gather(*(one(text, key) for text, key in zip(texts, keys, strict=True))))
+        async with AsyncOpenAI(base_url=keys.base_url, api_key="none", timeout=600.0) as client:
+            return sum(await asyncio.gather(*(one(text, key) for text, key in zip(texts, own_keys, strict=True))))
     finally:
-        for key in keys:
-            door.dismiss(key)
+        for key in own_keys:
+            keys.dismiss(key)
 
 
 def targets(rows: list[dict[str, Any]], median: Any) -> list[Target]:

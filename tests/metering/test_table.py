@@ -10,7 +10,7 @@ from penstock.metering.meters import COUNTER, GAUGE, HISTOGRAM, ORIGIN, Metric
 from penstock.metering.table import METRICS, all_metrics
 from penstock.orchestrator.observability.reporting.sinks.sink import STEP_PREFIX
 from penstock.workers import trajectory
-from penstock.workers.reward.outcome import KINDS
+from penstock.workers.reward.result import KINDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "monitoring.md"
 SUFFIXES = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "FLOP/s": "flops_per_second"}

@@ -212,7 +212,7 @@ def test_validate_tells_all_faults_at_once_and_ends_with_two(capsys: pytest.Capt
 
 
 def test_errors_survive_pickling() -> None:
-    for module in ("store.errors", "workers.gateway.errors", "workers.gateway.http.errors"):
+    for module in ("store.errors", "workers.gateway.http.errors"):
         importlib.import_module(f"penstock.{module}")
     for cls in PenstockError.__subclasses__():
         assert str(pickle.loads(pickle.dumps(cls("what was wrong")))) == "what was wrong"

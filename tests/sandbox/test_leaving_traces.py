@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from penstock.workers.sandbox.execution import Outcome, Value
+from penstock.workers.sandbox.execution import ProgramOutcome, Value
 
 TRACES = {
     "files": ("open('/tmp/x', 'w').write('x'); open('/dev/shm/y', 'w').write('y')", "os.listdir('/tmp')", []),
@@ -92,7 +92,7 @@ def test_random_numbers_differ_from_run_to_run(fence):
 
 def test_programs_run_as_programs_do(fence):
     ran = fence.run_python("import sys\nprint(__name__, sys.stdin.read(), input.__name__)", "typed\n")
-    assert isinstance(ran, Outcome)
+    assert isinstance(ran, ProgramOutcome)
     assert ran.stdout == "__main__ typed\n input\n"
     assert ran.is_success
     source = "import atexit, threading, time\natexit.register(print, 'last')\nthreading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\nprint('main')"

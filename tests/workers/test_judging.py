@@ -15,7 +15,7 @@ from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.judging import JudgePool, JudgeSpec
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Completion, Sampling
-from penstock.workers.reward.outcome import RewardError
+from penstock.workers.reward.result import RewardError
 
 TASK = json.dumps({"prompt": "2 + 2?", "answer": "4"})
 Says = Callable[[str], str]

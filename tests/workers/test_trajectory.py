@@ -13,7 +13,7 @@ from penstock.workers.trajectory import (
     FAILED,
     REJECTED,
     TRUNCATED,
-    Outcome,
+    AttemptOutcome,
     Trajectory,
     row_columns,
     segments_of,
@@ -51,7 +51,10 @@ def test_each_token_has_the_temperature_of_its_turn() -> None:
 
 
 def test_a_limit_is_the_finish_reason() -> None:
-    trajectories = [Trajectory([turn(0, [1], [2])]), Trajectory([turn(0, [1], [2])], Outcome(TRUNCATED, "turns"))]
+    trajectories = [
+        Trajectory([turn(0, [1], [2])]),
+        Trajectory([turn(0, [1], [2])], AttemptOutcome(TRUNCATED, "turns")),
+    ]
     assert row_columns(trajectories)["finish_reason"] == ["stop", "turns"]
 
 
@@ -66,7 +69,7 @@ def test_the_store_takes_any_history(seed: int) -> None:
 
 
 def test_what_failed_is_not_trained() -> None:
-    assert [Outcome(kind).is_trained for kind in (TRUNCATED, REJECTED, FAILED)] == [True, False, False]
+    assert [AttemptOutcome(kind).is_trained for kind in (TRUNCATED, REJECTED, FAILED)] == [True, False, False]
 
 
 def test_a_megabyte_of_a_tool_is_cut_for_people() -> None:

@@ -19,12 +19,12 @@ from penstock.workers.contained import containing
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
 from penstock.workers.error_share import ErrorShare
-from penstock.workers.gateway.door import Door
+from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.gateway.ray_engines import ask
-from penstock.workers.gateway.session import Session, TurnLimits
+from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.processes import ProcessId, children, end_children, register
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.prompts.tokenization import load_tokenizer
@@ -69,8 +69,8 @@ class Environments:
         self._phases = Phases()
         self._counts: Counter[str] = Counter()
         self._pool = EnginePool(ask, spec.rollout.generate_timeout_s)
-        self._door = Door()
-        self._server = HttpServer(self._door)
+        self._keys = AttemptKeys()
+        self._server = HttpServer(self._keys)
         self._runner: Runner | None = None
         self._worker: EnvironmentWorker | None = None
         self._serving = Serving(self._serve)
@@ -88,17 +88,17 @@ class Environments:
         form = make_format(tokenizer, config.gateway, spec.chat_template_kwargs)
         limits = TurnLimits(config.max_turns, config.max_tokens, spec.rollout.max_model_len)
 
-        def make_session(sampling: Sampling) -> Session:
-            return Session(
+        def make_sampler(sampling: Sampling) -> TurnSampler:
+            return TurnSampler(
                 self._pool, form, sampling, limits, counts=self._counts,
                 clients_sample=config.gateway.sampling == "client",
             )  # fmt: skip
 
         environment = make_environment(config, spec.imports)
         port = config.gateway.port + spec.index if config.gateway.port else 0
-        self._door.base_url = await self._server.start(config.gateway.host, port)
+        self._keys.base_url = await self._server.start(config.gateway.host, port)
         self._runner = Runner(
-            environment, config, make_session, self._door, counts=self._counts, meters=exported(spec.origin)
+            environment, config, make_sampler, self._keys, counts=self._counts, meters=exported(spec.origin)
         )  # fmt: skip
         sampling = spec.rollout.sampling
         self._worker = EnvironmentWorker(

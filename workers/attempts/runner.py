@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.environment import EnvironmentConfig
-from penstock.conf.errors import DataError, PenstockError
+from penstock.conf.errors import AttemptOver, DataError, LimitReached, PenstockError, Rejected
 from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.workers.contained import CodeEnded, OwnTime, called, contained, heard, result_of, started
@@ -26,24 +26,23 @@ from penstock.workers.environments.context import Context, finite
 from penstock.workers.environments.task import Task
 from penstock.workers.environments.tool_threads import ToolThreads
 from penstock.workers.environments.toolbox import Toolbox
-from penstock.workers.gateway.door import Door
-from penstock.workers.gateway.errors import AttemptOver, LimitReached, Rejected
-from penstock.workers.gateway.session import Session
+from penstock.workers.gateway.attempt_keys import AttemptKeys
+from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.protocols import Sampling
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.trajectory import FAILED, REJECTED, TRUNCATED, Outcome, Trajectory
+from penstock.workers.trajectory import FAILED, REJECTED, TRUNCATED, AttemptOutcome, Trajectory
 
 GRACE_S = 5.0
 """Seconds for an attempt that is cancelled to end; after that it is left running."""
-MakeSession = Callable[[Sampling], Session]
+MakeSampler = Callable[[Sampling], TurnSampler]
 
 
 @dataclass(frozen=True)
 class Played:
     """The result of an attempt for evaluation."""
 
-    outcome: Outcome
+    outcome: AttemptOutcome
     reward: float = 0.0
     """Reward by the environment."""
     text: str = ""
@@ -63,19 +62,19 @@ class Runner:
         self,
         environment: Any,
         config: EnvironmentConfig,
-        make_session: MakeSession,
-        door: Door,
+        make_sampler: MakeSampler,
+        keys: AttemptKeys,
         *,
         counts: Counter[str] | None = None,
         meters: Meters | None = None,
     ) -> None:
-        """`door`: admits agents over HTTP. `counts`, `meters`: for metrics."""
+        """`keys`: admit agents over HTTP. `counts`, `meters`: for metrics."""
         self._meters = meters or Meters()
         self._meters.add(table.ENVIRONMENT_TURNS, 0)
         for kind in table.OUTCOMES:
             self._meters.add(table.ENVIRONMENT_ATTEMPTS, 0, outcome=kind)
         self.environment = environment
-        self._config, self._make_session, self._door = config, make_session, door
+        self._config, self._make_sampler, self._keys = config, make_sampler, keys
         self._threads = ToolThreads(config.tool_threads)
         self._places = asyncio.Semaphore(config.max_attempts)
         self._counts = counts if counts is not None else Counter()
@@ -90,29 +89,29 @@ class Runner:
             return await self._attempt(task, sampling)
 
     async def _attempt(self, task: Task, sampling: Sampling) -> Trajectory:
-        session = self._make_session(sampling)
-        base_url, key = self._door.admit(session)
-        ctx = Context(session, base_url, key, self._toolbox, self._sandbox, self._counts)
+        sampler = self._make_sampler(sampling)
+        base_url, key = self._keys.admit(sampler)
+        ctx = Context(sampler, base_url, key, self._toolbox, self._sandbox, self._counts)
         self.num_in_flight += 1
         began = time.perf_counter()
         try:
-            outcome = await self._played(task, ctx, session)
+            outcome = await self._played(task, ctx, sampler)
         finally:
             self.num_in_flight -= 1
             self.num_done += 1
-            session.end(AttemptOver("the attempt has ended"))
-            self._door.dismiss(key)
-        if outcome.is_trained and not session.turns:
-            outcome = Outcome(FAILED, "no_turn", "the environment had the policy sample nothing")
-        self._counts["turns_cut"] += sum(turn.is_cut for turn in session.turns)
+            sampler.end(AttemptOver("the attempt has ended"))
+            self._keys.dismiss(key)
+        if outcome.is_trained and not sampler.turns:
+            outcome = AttemptOutcome(FAILED, "no_turn", "the environment had the policy sample nothing")
+        self._counts["turns_cut"] += sum(turn.is_cut for turn in sampler.turns)
         self._counts[f"attempts_{outcome.kind}"] += 1
         self._meters.add(table.ENVIRONMENT_ATTEMPTS, outcome=outcome.kind)
-        self._meters.add(table.ENVIRONMENT_TURNS, len(session.turns))
+        self._meters.add(table.ENVIRONMENT_TURNS, len(sampler.turns))
         self._meters.observe(table.ENVIRONMENT_ATTEMPT, time.perf_counter() - began)
         if outcome.kind == TRUNCATED:
             self._counts[f"truncated_by_{outcome.reason}"] += 1
         return Trajectory(
-            session.turns, outcome, ctx.total_reward, dict(ctx.turn_rewards), _said(session, outcome, ctx.total_reward)
+            sampler.turns, outcome, ctx.total_reward, dict(ctx.turn_rewards), _said(sampler, outcome, ctx.total_reward)
         )
 
     async def group(self, task: Task, samplings: Sequence[Sampling]) -> list[Trajectory]:
@@ -136,7 +135,7 @@ class Runner:
                 found[index] = found[index].ended(_failure(error))
         return found
 
-    async def _played(self, task: Task, ctx: Context, session: Session) -> Outcome:
+    async def _played(self, task: Task, ctx: Context, sampler: TurnSampler) -> AttemptOutcome:
         own_time = OwnTime(self._config.timeout_s)
         playing = started(called(self.environment.run, task, ctx), own_time)
         try:
@@ -147,33 +146,35 @@ class Runner:
         if not in_time:
             text = f"the attempt took longer than {self._config.timeout_s:g} s (environment.timeout_s)"
             is_scoring = ctx.is_scoring
-            session.end(LimitReached("time", text))
+            sampler.end(LimitReached("time", text))
             await self._ended(playing)
-            if is_scoring and session.turns:
-                return Outcome(FAILED, "timeout_in_reward", f"{text}, and its answer was not scored yet")
-            return Outcome(TRUNCATED, "time", text) if session.turns else Outcome(FAILED, "timeout", text)
+            if is_scoring and sampler.turns:
+                return AttemptOutcome(FAILED, "timeout_in_reward", f"{text}, and its answer was not scored yet")
+            return AttemptOutcome(TRUNCATED, "time", text) if sampler.turns else AttemptOutcome(FAILED, "timeout", text)
         error = _raised(playing)
-        if isinstance(error, LimitReached) or (error is None and session.limit):
-            return Outcome(TRUNCATED, error.limit if isinstance(error, LimitReached) else session.limit, str(error))
+        if isinstance(error, LimitReached) or (error is None and sampler.limit):
+            return AttemptOutcome(
+                TRUNCATED, error.limit if isinstance(error, LimitReached) else sampler.limit, str(error)
+            )
         if error is None:
-            return self._completed(session)
+            return self._completed(sampler)
         if isinstance(error, Rejected):
-            return Outcome(REJECTED, f"rejected_{_word(error.reason)}", str(error))
-        if session.limit:  # it did not let the end of its turns pass as it was
-            return Outcome(TRUNCATED, session.limit, str(error))
+            return AttemptOutcome(REJECTED, f"rejected_{_word(error.reason)}", str(error))
+        if sampler.limit:  # it did not let the end of its turns pass as it was
+            return AttemptOutcome(TRUNCATED, sampler.limit, str(error))
         if isinstance(error, PenstockError) and not isinstance(error, AttemptOver | DataError):
             raise error
         return _failure(error)
 
-    def _completed(self, session: Session) -> Outcome:
+    def _completed(self, sampler: TurnSampler) -> AttemptOutcome:
         """The outcome after `run` has returned. Where a limit cut the last turn, its answer is not complete."""
-        if not session.turns or not session.turns[-1].is_cut:
-            return Outcome()
-        if session.num_sampled >= self._config.max_tokens:
-            return Outcome(
+        if not sampler.turns or not sampler.turns[-1].is_cut:
+            return AttemptOutcome()
+        if sampler.num_sampled >= self._config.max_tokens:
+            return AttemptOutcome(
                 TRUNCATED, "tokens", f"its last turn was cut by environment.max_tokens={self._config.max_tokens}"
             )
-        return Outcome(
+        return AttemptOutcome(
             TRUNCATED, "length", "its last turn was cut by rollout.sampling.max_tokens or the model's context"
         )
 
@@ -216,10 +217,10 @@ def _raised(playing: "asyncio.Task[None]") -> Exception | None:
     return None
 
 
-def _failure(error: Exception) -> Outcome:
+def _failure(error: Exception) -> AttemptOutcome:
     if isinstance(error, CodeEnded):
-        return Outcome(FAILED, "environment_error", str(error))
-    return Outcome(FAILED, "environment_error", f"{type(error).__name__}: {error}")
+        return AttemptOutcome(FAILED, "environment_error", str(error))
+    return AttemptOutcome(FAILED, "environment_error", f"{type(error).__name__}: {error}")
 
 
 def _word(reason: str) -> str:
@@ -227,7 +228,7 @@ def _word(reason: str) -> str:
     return re.sub(r"\W+", "_", reason).strip("_")[:40] or "rejected"
 
 
-def _said(session: Session, outcome: Outcome, reward: float) -> list[dict[str, Any]]:
+def _said(sampler: TurnSampler, outcome: AttemptOutcome, reward: float) -> list[dict[str, Any]]:
     """Messages for people: the last conversation, and how it ended."""
     end = outcome.kind if not outcome.reason else f"{outcome.kind}: {outcome.reason}"
-    return [*map(dict, session.last_messages), {"role": "outcome", "content": end, "reward": reward}]
+    return [*map(dict, sampler.last_messages), {"role": "outcome", "content": end, "reward": reward}]

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from penstock.conf.errors import Rejected
 from penstock.workers.environments.toolbox import Toolbox
-from penstock.workers.gateway.errors import Rejected
 from penstock.workers.gateway.formats.conversation import Message
-from penstock.workers.gateway.session import Session
+from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.trajectory import Turn
@@ -33,7 +33,7 @@ class Context:
 
     def __init__(
         self,
-        session: Session,
+        sampler: TurnSampler,
         base_url: str,
         api_key: str,
         make_toolbox: Callable[[Any], Toolbox],
@@ -41,7 +41,7 @@ class Context:
         counts: Counter[str] | None = None,
     ) -> None:
         """`counts`: counters of the whole actor, for metrics."""
-        self._session = session
+        self._sampler = sampler
         self._make_toolbox, self._make_sandbox = make_toolbox, make_sandbox
         self._counts = counts if counts is not None else Counter()
         self._toolboxes: dict[tuple[int, ...], tuple[Any, Toolbox]] = {}
@@ -61,7 +61,7 @@ class Context:
         `Toolbox`. `sampling`: temperature, max_tokens, stop, structure, … other than the run's. `train=False`: the
         answer is not trained, of an opponent, say. Raises `LimitReached` when the attempt has reached a limit; do not
         catch it."""
-        return await self._session.sample(messages, self.toolbox(tools).descriptions, train=train, **sampling)
+        return await self._sampler.sample(messages, self.toolbox(tools).descriptions, train=train, **sampling)
 
     def toolbox(self, tools: Any) -> Toolbox:
         """Make tools of functions, which can be described and called."""
@@ -114,7 +114,7 @@ class Context:
     @property
     def turns(self) -> list[Turn]:
         """Turns so far, also those that came over HTTP."""
-        return self._session.turns
+        return self._sampler.turns
 
     def describe(self) -> Mapping[str, Any]:
         """Environment variables that the clients of an agent in another process read."""

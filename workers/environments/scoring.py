@@ -11,9 +11,9 @@ from typing import Any
 
 from penstock.conf.errors import DataError
 from penstock.workers.contained import waiting
-from penstock.workers.reward.outcome import RewardError
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.result import RewardError
 from penstock.workers.reward.signatures import name_of
 
 NUM_PROCESSES = 2

@@ -27,7 +27,7 @@ from penstock.conf.errors import ConfigError, ResourceError
 from penstock.workers.contained import CodeEnded, TookTooLong, contained
 from penstock.workers.environments.tool_threads import ToolThreads
 from penstock.workers.gateway.formats.conversation import Message, Tools
-from penstock.workers.sandbox.execution import Limits, Outcome
+from penstock.workers.sandbox.execution import Limits, ProgramOutcome
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.trajectory import ToolCall, Turn
 
@@ -232,7 +232,7 @@ def _close() -> None:
         sandbox.close()
 
 
-def said(outcome: Outcome) -> str:
+def said(outcome: ProgramOutcome) -> str:
     """The text of an outcome: standard output, then standard error, then how it ended if not well; at most
     `MAX_CHARACTERS`, cut in the middle."""
     parts = [outcome.stdout.rstrip("\n"), outcome.stderr.rstrip("\n")]

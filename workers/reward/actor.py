@@ -8,9 +8,9 @@ from penstock.conf.reward import RewardConfig
 from penstock.metering.ray_export import Origin, exported
 from penstock.workers.processes import ProcessId, register
 from penstock.workers.progress import SERVING, Phases, Progress
-from penstock.workers.reward.outcome import Result
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.result import RewardResult
 from penstock.workers.reward.worker import Pool, RewardWorker
 from penstock.workers.serving import Serving
 
@@ -67,7 +67,7 @@ class Reward:
         has returned."""
         await self._serving.drain(timeout_s)
 
-    async def score(self, tasks: Sequence[str], responses: Sequence[str]) -> list[Result]:
+    async def score(self, tasks: Sequence[str], responses: Sequence[str]) -> list[RewardResult]:
         """Score responses, a reward each; `tasks` are the rows' `task` column (JSON)."""
         return await self._worker.score(tasks, responses)
 

@@ -5,7 +5,7 @@ It talks over one socket, so that the reward's own output goes to the log and ne
     pool ─▶ ("load", RewardSpec, sys.path, timeout_s)      child ─▶ ready or refused
     pool ─▶ ("score", responses, task JSON strings)        child ─▶ score or error of each sample, done
 
-The pool's messages are pickles, which tell their own end, the child's are what `outcome.py` says.
+The pool's messages are pickles, which tell their own end, the child's are what `result.py` says.
 
 `order` tells the pool which sample to blame when the process ends or hangs. "sequential": results come in the order of
 the samples, so it is the first one without a result. "together": the samples share one call, so it may be any.
@@ -26,13 +26,13 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from penstock.conf.errors import PenstockError
-from penstock.workers.reward.outcome import Result, RewardError, as_score, packed, packed_refusal, packed_result
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.result import RewardError, RewardResult, as_score, packed, packed_refusal, packed_result
 from penstock.workers.reward.signatures import Scorer, Task
 
 PR_SET_PDEATHSIG = 1
 
-Report = Callable[[int, Result], None]
+Report = Callable[[int, RewardResult], None]
 Send = Callable[[bytes], None]
 
 
@@ -110,7 +110,7 @@ class Runner:
         await asyncio.gather(*(score(index) for index in range(len(responses))))
 
 
-def _at(report: Report, index: int, _: int, result: Result) -> None:
+def _at(report: Report, index: int, _: int, result: RewardResult) -> None:
     """Report the only sample of a batch as the one at `index` of another."""
     report(index, result)
 

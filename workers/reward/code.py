@@ -19,7 +19,7 @@ from typing import Any
 from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.workers.reward.registry import reward
-from penstock.workers.sandbox.execution import Failed, Limits, Result, Value, same
+from penstock.workers.sandbox.execution import CallResult, Failed, Limits, Value, same
 from penstock.workers.sandbox.sandbox import BlockingSandbox
 
 BUDGET_S = 8.0
@@ -206,7 +206,7 @@ def _gold(fence: BlockingSandbox, setup: str, query: str, wall_s: float) -> Rows
     return rows
 
 
-def _run(fence: BlockingSandbox, setup: str, query: str, wall_s: float) -> Result:
+def _run(fence: BlockingSandbox, setup: str, query: str, wall_s: float) -> CallResult:
     return fence.call(INSIDE, "rows", [[setup, query]], wall_s=wall_s)[0]
 
 

@@ -14,13 +14,13 @@ from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
 from penstock.conf.reward import RewardConfig
 from penstock.workers.concurrent_tasks import cancel_all
 from penstock.workers.contained import waiting
-from penstock.workers.reward.outcome import Result, RewardError, in_order
 from penstock.workers.reward.process import RewardProcess
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.result import RewardError, RewardResult, in_order
 
 Item = tuple[int, str, str]
 """Position in the call, response, task as JSON."""
-Outcomes = asyncio.Queue[tuple[int, Result] | BaseException]
+Results = asyncio.Queue[tuple[int, RewardResult] | BaseException]
 
 
 class RewardPool:
@@ -92,26 +92,26 @@ class RewardPool:
         """Seconds that processes spent scoring, added up."""
         return self._busy_of_dead_s + sum(process.busy_s for process in self._alive)
 
-    async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[Result]:
+    async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[RewardResult]:
         """Score responses: a result for each, in order."""
         return await in_order(self.stream(responses, tasks), len(responses))
 
-    async def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, Result]]:
+    async def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, RewardResult]]:
         """Yield `(index, result)` for each response, as they come. `tasks` are JSON strings, one a response.
 
         Raises `PenstockError` if a process cannot be replaced.
         """
-        ready: Outcomes = asyncio.Queue()
+        ready: Results = asyncio.Queue()
         items = list(zip(range(len(responses)), responses, tasks, strict=True))
         calls = [self._spawn(self._score_part(part, ready)) for part in self._parts(items)]
         for call in calls:
             call.add_done_callback(partial(_tell_failure, ready))
         try:
             for _ in items:
-                outcome = await ready.get()
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                yield outcome
+                result = await ready.get()
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
             # A process is idle a moment after its last result; cancelling its call before that would cost its life.
             await asyncio.gather(*calls)
         finally:
@@ -128,7 +128,7 @@ class RewardPool:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _score_part(self, items: list[Item], ready: Outcomes) -> None:
+    async def _score_part(self, items: list[Item], ready: Results) -> None:
         """Score one process's share, going on in another process with what a lost one left."""
         left = await self._score_batch(items, ready)
         timeouts = self.timeouts
@@ -139,13 +139,13 @@ class RewardPool:
             # Each sample was in time on its own, so the function needs longer for many: smaller batches suit it.
             self._largest_batch = max(1, len(items) // 2)
 
-    async def _score_batch(self, batch: list[Item], ready: Outcomes) -> list[list[Item]]:
+    async def _score_batch(self, batch: list[Item], ready: Results) -> list[list[Item]]:
         """Score in one process and return the batches that are still to do, none unless the process was lost."""
         process = await self._take()
         unscored = dict(enumerate(batch))
         whole = False
 
-        def report(position: int, result: Result) -> None:
+        def report(position: int, result: RewardResult) -> None:
             ready.put_nowait((unscored.pop(position)[0], result))
 
         try:
@@ -201,7 +201,7 @@ class RewardPool:
             self._idle.put_nowait(error)
 
 
-def _tell_failure(ready: Outcomes, call: "asyncio.Task[Any]") -> None:
+def _tell_failure(ready: Results, call: "asyncio.Task[Any]") -> None:
     """Pass on the failure of a call that ended without results to the caller that waits for them, whatever ended it."""
     failure = WorkerDied("the reward pool is closed") if call.cancelled() else call.exception()
     if failure is not None:

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded, WorkerDied
-from penstock.workers.reward.outcome import MAX_BYTES, BadMessageError, Result, answer_of, result_of
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.result import MAX_BYTES, BadMessageError, RewardResult, answer_of, result_of
 
 T = TypeVar("T")
 GRACE_S = 0.25
@@ -87,7 +87,7 @@ class RewardProcess:
         return self.child.poll() is None
 
     async def score(
-        self, responses: Sequence[str], tasks: Sequence[str], report: Callable[[int, Result], None]
+        self, responses: Sequence[str], tasks: Sequence[str], report: Callable[[int, RewardResult], None]
     ) -> None:
         """Score a batch; `tasks` are JSON strings. Results are reported as they come, in any order."""
         started = time.perf_counter()

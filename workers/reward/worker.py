@@ -20,7 +20,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.workers.concurrent_tasks import BusyClock, run_all
 from penstock.workers.error_share import ErrorShare
-from penstock.workers.reward.outcome import Result, RewardError
+from penstock.workers.reward.result import RewardError, RewardResult
 
 DROP_REASON = "reward_error"
 WRITE_AFTER_S = 0.25
@@ -35,10 +35,10 @@ class Pool(Protocol):
 
     async def close(self) -> None: ...
 
-    async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[Result]:
+    async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[RewardResult]:
         """Score responses: a result for each, in order. `tasks` are JSON strings."""
 
-    def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, Result]]:
+    def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, RewardResult]]:
         """Yield `(index, result)` for each response, as they come."""
 
     @property
@@ -100,7 +100,7 @@ class RewardWorker:
         """Lease, score and write, in the pool's lanes, until the store closes."""
         await run_all(self._lane(store) for _ in range(self.pool.num_lanes))
 
-    async def score(self, tasks: Sequence[str | Mapping[str, Any]], responses: Sequence[str]) -> list[Result]:
+    async def score(self, tasks: Sequence[str | Mapping[str, Any]], responses: Sequence[str]) -> list[RewardResult]:
         """Score responses: a reward, or the `RewardError` in its place, for each. For evaluation: not counted."""
         texts = [task if isinstance(task, str) else json.dumps(dict(task)) for task in tasks]
         with self._clock.interval():
@@ -136,7 +136,7 @@ class RewardWorker:
 
     async def _serve(self, store: StoreClient, lease: Lease) -> None:
         """Score the rows of a lease, writing results in as few calls as waiting `WRITE_AFTER_S` allows."""
-        known: list[tuple[int, Result]] = []
+        known: list[tuple[int, RewardResult]] = []
         leased = written = time.perf_counter()
         rows = lease.rows
         left = len(rows)
@@ -156,14 +156,14 @@ class RewardWorker:
             self.num_in_flight -= left
         await self._write(store, lease, known)
 
-    def _measure(self, result: Result, seconds: float) -> None:
+    def _measure(self, result: RewardResult, seconds: float) -> None:
         self._meters.observe(table.REWARD_LATENCY, seconds)
         if isinstance(result, RewardError):
             self._meters.add(table.REWARD_ERRORS, reason=result.kind)
         else:
             self._meters.add(table.REWARD_SAMPLES)
 
-    async def _write(self, store: StoreClient, lease: Lease, known: Sequence[tuple[int, Result]]) -> None:
+    async def _write(self, store: StoreClient, lease: Lease, known: Sequence[tuple[int, RewardResult]]) -> None:
         good = [(row, result) for row, result in known if not isinstance(result, RewardError)]
         if good:
             await store.write(lease, [row for row, _ in good], {self.column: [score for _, score in good]})

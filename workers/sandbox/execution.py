@@ -1,7 +1,7 @@
 """An execution as its caller sees it: its limits, its outcome, and the data that the code returned. Pure.
 
-    Limits ─▶ worker, keeper ─▶ Ending ─▶ outcome_of ─▶ Outcome         of a program
-                                       ─▶ results_of ─▶ Value, Failed   of each call
+    Limits ─▶ worker, keeper ─▶ Ending ─▶ outcome_of ─▶ ProgramOutcome   of a program
+                                       ─▶ results_of ─▶ Value, Failed    of each call
 
 The outcome is decided from what the fence's keeper measured. Nothing here judges the code: the caller does that, by
 comparing data with data (`same`), outside the fence. Data is JSON and nothing else: None, bool, int, finite float, str,
@@ -57,7 +57,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """The way a program ended."""
 
     stdout: str
@@ -90,12 +90,13 @@ class Failed:
     """The reason why a call returned nothing."""
 
     reason: str
-    """Reason: "raised", "not_data", "unready" (the code itself raised before any call), or a reason of `Outcome`;
-    "exited": the code ended its process."""
+    """Reason: "raised", "not_data", "unready" (the code itself raised before any call), or a reason of
+    `ProgramOutcome`; "exited": the code ended its process."""
     text: str = ""
 
 
-Result = Value | Failed
+CallResult = Value | Failed
+"""The result of one call of a function of the code."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,11 @@ def reason_of(ending: Ending, limits: Limits) -> str:
     return "exited"
 
 
-def outcome_of(ending: Ending, limits: Limits) -> Outcome:
+def outcome_of(ending: Ending, limits: Limits) -> ProgramOutcome:
     reason = reason_of(ending, limits)
     if reason == "exited" and ending.answer.startswith(b'["memory"'):
         reason = "memory"  # its own word, and to nobody's harm but its own
-    return Outcome(
+    return ProgramOutcome(
         stdout=_text(ending.stdout, limits),
         stderr=_text(ending.stderr, limits),
         exit_code=os.waitstatus_to_exitcode(ending.status),
@@ -148,12 +149,12 @@ def outcome_of(ending: Ending, limits: Limits) -> Outcome:
     )
 
 
-def results_of(ending: Ending, num_calls: int, limits: Limits) -> list[Result]:
+def results_of(ending: Ending, num_calls: int, limits: Limits) -> list[CallResult]:
     """Results of calls, one for each. Calls that were not reached fail for the reason that the process ended."""
     reason = reason_of(ending, limits)
     if reason == "output":
         return [Failed("output", f"more than {limits.output_bytes:,} bytes")] * num_calls
-    results: list[Result] = []
+    results: list[CallResult] = []
     for line in ending.answer.split(b"\n")[:-1][:num_calls]:
         results.append(_result(line))
         if isinstance(results[-1], Failed) and results[-1].reason == "unready":
@@ -162,7 +163,7 @@ def results_of(ending: Ending, num_calls: int, limits: Limits) -> list[Result]:
     return results + [Failed(reason, text)] * (num_calls - len(results))
 
 
-def _result(line: bytes) -> Result:
+def _result(line: bytes) -> CallResult:
     """The meaning of a line, which the code itself may have written."""
     try:
         said = parse(line)

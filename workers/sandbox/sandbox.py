@@ -17,7 +17,15 @@ from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import NotStarted
 from penstock.workers.contained import waiting
 from penstock.workers.sandbox.check import check
-from penstock.workers.sandbox.execution import Ending, Limits, Outcome, Result, outcome_of, reason_of, results_of
+from penstock.workers.sandbox.execution import (
+    CallResult,
+    Ending,
+    Limits,
+    ProgramOutcome,
+    outcome_of,
+    reason_of,
+    results_of,
+)
 from penstock.workers.sandbox.fence import Machine
 from penstock.workers.sandbox.worker import Worker
 
@@ -28,7 +36,7 @@ class Sandbox:
     """A pool of fences. Belongs to one event loop.
 
         async with Sandbox() as sandbox:
-            await sandbox.run_python("print(6 * 7)")                              # Outcome(stdout="42\\n", …)
+            await sandbox.run_python("print(6 * 7)")                                  # ProgramOutcome(stdout="42\\n", …)
             await sandbox.call("def f(a, b): return a + b", "f", [[1, 2], [1, ""]])   # [Value(3), Failed("raised", …)]
 
     Lifecycle: `start` is optional, and else done by the first use; `close` takes all fences down, and what runs then is
@@ -86,14 +94,14 @@ class Sandbox:
             worker.close()
         self._all.clear()
 
-    async def run_python(self, source: str, stdin: str | bytes = b"", wall_s: float | None = None) -> Outcome:
+    async def run_python(self, source: str, stdin: str | bytes = b"", wall_s: float | None = None) -> ProgramOutcome:
         """Run a program as `python FILE < STDIN`. `wall_s`: a deadline below that of the limits."""
         typed = stdin.encode(errors="surrogateescape") if isinstance(stdin, str) else stdin
         return outcome_of(await self._execute({"source": source}, typed, wall_s), self.limits)
 
     async def call(
         self, source: str, function: str, calls: Sequence[Sequence[Any]], wall_s: float | None = None
-    ) -> list[Result]:
+    ) -> list[CallResult]:
         """Run the code, then call its `function` (`solve`, or `Solution.solve`) with each list of arguments, in turn
         and in one process: the limits are for all of them. Arguments are plain data.
 
@@ -185,12 +193,12 @@ class BlockingSandbox:
         self._end()
         self._loop.close()
 
-    def run_python(self, source: str, stdin: str | bytes = b"", wall_s: float | None = None) -> Outcome:
+    def run_python(self, source: str, stdin: str | bytes = b"", wall_s: float | None = None) -> ProgramOutcome:
         return self._loop.run_until_complete(self._sandbox.run_python(source, stdin, wall_s))
 
     def call(
         self, source: str, function: str, calls: Sequence[Sequence[Any]], wall_s: float | None = None
-    ) -> list[Result]:
+    ) -> list[CallResult]:
         return self._loop.run_until_complete(self._sandbox.call(source, function, calls, wall_s))
 
 

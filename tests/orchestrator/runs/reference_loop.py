@@ -13,7 +13,7 @@ from penstock.algorithms.advantages import group_advantage
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.run import RunConfig
-from penstock.workers.gateway.session import turn_seed
+from penstock.workers.gateway.turn_sampler import turn_seed
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Sampling

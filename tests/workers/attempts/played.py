@@ -12,9 +12,9 @@ from penstock.metering.meters import Meters
 from penstock.workers.attempts.runner import Runner
 from penstock.workers.environments.task import Task
 from penstock.workers.fresh_model import EOS_ID, character_tokenizer
-from penstock.workers.gateway.door import Door
+from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.formats.template import TemplateFormat
-from penstock.workers.gateway.session import Session, TurnLimits
+from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.trajectory import Trajectory
 
@@ -59,10 +59,10 @@ def make_runner(
     limits = TurnLimits(config.max_turns, config.max_tokens, max_model_len)
     counts: Counter[str] = Counter()
 
-    def make_session(sampling: Sampling) -> Session:
-        return Session(engines, form, sampling, limits, counts=counts)
+    def make_sampler(sampling: Sampling) -> TurnSampler:
+        return TurnSampler(engines, form, sampling, limits, counts=counts)
 
-    return Runner(environment, config, make_session, Door(), counts=counts, meters=meters)
+    return Runner(environment, config, make_sampler, AttemptKeys(), counts=counts, meters=meters)
 
 
 def play(

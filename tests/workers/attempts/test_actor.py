@@ -40,9 +40,9 @@ def test_the_configuration_decides_whose_temperature_counts(
         await environments.start()
         try:
             assert environments._runner is not None
-            session = environments._runner._make_session(Sampling())
-            session._engines = engines = Saying(["x"])  # type: ignore[assignment]
-            await session.sample([{"role": "user", "content": "a"}], is_client=True, temperature=0.5)
+            sampler = environments._runner._make_sampler(Sampling())
+            sampler._engines = engines = Saying(["x"])  # type: ignore[assignment]
+            await sampler.sample([{"role": "user", "content": "a"}], is_client=True, temperature=0.5)
             assert engines.samplings[0].temperature == temperature
         finally:
             await environments.close()

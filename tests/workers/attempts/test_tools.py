@@ -12,7 +12,7 @@ from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import ResourceError
 from penstock.workers.environments.toolbox import python
 from penstock.workers.protocols import Sampling
-from penstock.workers.sandbox.execution import Limits, Outcome
+from penstock.workers.sandbox.execution import Limits, ProgramOutcome
 from penstock.workers.sandbox.sandbox import Sandbox
 from tests.workers.attempts.played import TASK, Played, ScriptedEngines, make_runner, play
 
@@ -117,11 +117,11 @@ class OneAtATime:
     def __init__(self) -> None:
         self._free = asyncio.Lock()
 
-    async def run_python(self, source: str, wall_s: float) -> Outcome:
+    async def run_python(self, source: str, wall_s: float) -> ProgramOutcome:
         async with self._free:
             takes_s = float(source)
             await asyncio.sleep(min(takes_s, wall_s))
-        return Outcome("done", "", 0, takes_s, 0.1, "exited" if takes_s < wall_s else "timeout_wall")
+        return ProgramOutcome("done", "", 0, takes_s, 0.1, "exited" if takes_s < wall_s else "timeout_wall")
 
 
 def test_the_time_of_a_program_begins_when_a_sandbox_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.gateway.formats.conversation import Format
 from penstock.workers.gateway.formats.rendered import RenderedFormat
 from penstock.workers.gateway.formats.template import TemplateFormat
-from penstock.workers.gateway.session import Session, TurnLimits
+from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.protocols import Completion, Sampling
 
 QWEN3 = "qwen3"
@@ -147,17 +147,17 @@ def completion_of(text: str, sampling: Sampling, number: int = 0, version: int =
     return Completion(ids, logprobs, [version] * len(ids), said if reason == "stop" else text_of(ids), reason)
 
 
-def make_session(
+def make_sampler(
     engines: Any,
     template: str = "hermes",
     sampling: Sampling | None = None,
     *,
     clients_sample: bool = False,
     **limits: int,
-) -> Session:
+) -> TurnSampler:
     bounds = TurnLimits(**({"max_model_len": 100_000, "max_tokens": 100_000} | limits))
     sampling = sampling or Sampling(max_tokens=10_000)
-    return Session(engines, chat_format(template), sampling, bounds, clients_sample=clients_sample)
+    return TurnSampler(engines, chat_format(template), sampling, bounds, clients_sample=clients_sample)
 
 
 class Dying:

@@ -9,7 +9,7 @@ import pytest
 from penstock.conf.errors import DataError, DeadlineExceeded
 from penstock.workers.gateway.engines import SLACK, EnginePool
 from penstock.workers.protocols import Sampling
-from tests.workers.gateway.chat_models import Dying, make_session
+from tests.workers.gateway.chat_models import Dying, make_sampler
 
 
 class Conversation:
@@ -25,7 +25,7 @@ def test_a_turn_whose_engine_dies_is_sampled_again_by_another() -> None:
         pool = EnginePool(call, 60.0)
         pool.update({"a": "a", "b": "b"})
         call.dead = {"a"}
-        turn = await make_session(pool).sample(USER)
+        turn = await make_sampler(pool).sample(USER)
         assert (turn.text, call.asked, pool.num_again) == ("b", ["a", "b"], 1)
 
     asyncio.run(scenario())
@@ -120,11 +120,11 @@ def test_a_conversation_that_is_gone_is_forgotten() -> None:
     async def scenario() -> None:
         pool = EnginePool(Dying(), 60.0)
         pool.update({"a": "a"})
-        session = make_session(pool)
-        await session.sample(USER)
-        gone = weakref.ref(session)
+        sampler = make_sampler(pool)
+        await sampler.sample(USER)
+        gone = weakref.ref(sampler)
         assert len(pool._of) == 1
-        del session
+        del sampler
         gc.collect()
         assert gone() is None
         assert len(pool._of) == 0

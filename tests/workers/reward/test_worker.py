@@ -16,9 +16,9 @@ from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from penstock.workers.error_share import ErrorShare
-from penstock.workers.reward.outcome import RewardError
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.result import RewardError
 from penstock.workers.reward.worker import RewardWorker
 from tests.metering.measured import measured
 

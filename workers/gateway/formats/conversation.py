@@ -23,7 +23,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 Key = bytes
-"""The digest of a conversation: a session keeps two for each of its turns, and conversations are long."""
+"""The digest of a conversation: a sampler keeps two for each of its turns, and conversations are long."""
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """Pattern of the ids of calls that Mistral's templates accept; others accept anything."""
 

@@ -1,1 +1,1 @@
-"""The gateway over HTTP: OpenAI's and Anthropic's protocols around the same sessions."""
+"""The gateway over HTTP: OpenAI's and Anthropic's protocols around the same sampler of turns."""

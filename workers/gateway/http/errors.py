@@ -15,8 +15,7 @@ Clients retry by themselves after 503 alone: every other error would be the same
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.conf.errors import DataError, PenstockError, SamplingError
-from penstock.workers.gateway.errors import AttemptOver, LimitReached
+from penstock.conf.errors import AttemptOver, DataError, LimitReached, PenstockError, SamplingError
 
 
 class BadRequest(PenstockError):
@@ -64,7 +63,7 @@ _ANTHROPIC = {
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The failure for an error that a session or a translation has raised."""
+    """The failure for an error that a sampler or a translation has raised."""
     text = str(error)
     if isinstance(error, BadRequest):
         return Failure(400, "invalid_value", text, error.field or None)

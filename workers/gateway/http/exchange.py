@@ -30,7 +30,7 @@ class Asked:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `Session.sample` that the request names."""
+    """Options of `TurnSampler.sample` that the request names."""
     model: str = "policy"
     """Name that the client gives the model."""
     is_streamed: bool = False

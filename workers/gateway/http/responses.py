@@ -1,7 +1,7 @@
 """OpenAI's responses: a request to messages, a turn to an answer or its stream. Pure.
 
 An answer has up to three kinds of items: thinking, text, and calls. They come back one by one, and make one message
-again. `previous_response_id` continues the conversation of the session's earlier response, without its instructions, as
+again. `previous_response_id` continues the conversation of the attempt's earlier response, without its instructions, as
 the protocol has it; nothing is kept of a request with `store: false`, or after the attempt.
 """
 
@@ -34,7 +34,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 
 def asked(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Asked:
-    """Read a request. `earlier`: the conversations of the session's responses, by their ids."""
+    """Read a request. `earlier`: the conversations of the attempt's responses, by their ids."""
     _refuse(body)
     options = sampling_options(body, length=("max_output_tokens",), stop="stop")
     text = body.object("text")

@@ -31,14 +31,14 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from penstock.workers.gateway.door import Door
-from penstock.workers.gateway.errors import AttemptOver
+from penstock.conf.errors import AttemptOver
+from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http.errors import NO_KEY, UNKNOWN_KEY, Failure, failure_of
 from penstock.workers.gateway.http.exchange import Asked, Event
 from penstock.workers.gateway.http.fields import parsed
 from penstock.workers.gateway.http.protocols import ANTHROPIC, PROTOCOLS, Protocol, error_shape, models
-from penstock.workers.gateway.session import Session
+from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.trajectory import Turn
 
 _LOG = logging.getLogger("penstock")
@@ -68,9 +68,11 @@ class _Visit:
 class HttpServer:
     """Lifecycle: `start`, `stop`."""
 
-    def __init__(self, door: Door, *, waiting_s: float = WAITING_S, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        self._door, self._waiting_s = door, waiting_s
-        self._visits: WeakKeyDictionary[Session, _Visit] = WeakKeyDictionary()
+    def __init__(
+        self, keys: AttemptKeys, *, waiting_s: float = WAITING_S, max_body_bytes: int = MAX_BODY_BYTES
+    ) -> None:
+        self._keys, self._waiting_s = keys, waiting_s
+        self._visits: WeakKeyDictionary[TurnSampler, _Visit] = WeakKeyDictionary()
         self._app = web.Application(client_max_size=max_body_bytes, middlewares=[_failures_told])
         for path in PROTOCOLS:
             self._app.router.add_post(path, self._answer)
@@ -92,32 +94,32 @@ class HttpServer:
             await self._runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._session(request)
+        self._sampler(request)
         return web.json_response(models(int(time.time())))
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+        sampler = self._sampler(request)
         asked = ANTHROPIC.asked(parsed(await request.read()), {})
-        return web.json_response({"input_tokens": session.count(asked.messages, asked.tools)})
+        return web.json_response({"input_tokens": sampler.count(asked.messages, asked.tools)})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         protocol = PROTOCOLS[request.path]
-        session = self._session(request)
-        visit = self._visits.setdefault(session, _Visit(_tag(request)))
+        sampler = self._sampler(request)
+        visit = self._visits.setdefault(sampler, _Visit(_tag(request)))
         asked = protocol.asked(parsed(await request.read()), visit.responses)
         is_retry = request.headers.get(RETRIES, "0") != "0"
         answering = _Answering(request, protocol, asked, visit, self._waiting_s)
-        async with _sampled(session, asked, is_retry, visit) as sampling:
+        async with _sampled(sampler, asked, is_retry, visit) as sampling:
             return await answering.written(sampling)
 
-    def _session(self, request: web.Request) -> Session:
+    def _sampler(self, request: web.Request) -> TurnSampler:
         key = _key(request)
         if not key:
             raise _Told(NO_KEY)
-        session = self._door.session_of(key)
-        if session is None:
+        sampler = self._keys.sampler_of(key)
+        if sampler is None:
             raise _Told(UNKNOWN_KEY)
-        return session
+        return sampler
 
 
 class _Told(Exception):
@@ -130,12 +132,12 @@ class _Told(Exception):
 
 @asynccontextmanager
 async def _sampled(
-    session: Session, asked: Asked, is_retry: bool, visit: _Visit
+    sampler: TurnSampler, asked: Asked, is_retry: bool, visit: _Visit
 ) -> AsyncIterator["asyncio.Future[Turn]"]:
     """Sample a turn. Unless it is among those delivered at the end, it is forgotten, as if it had never been
     sampled."""
     sampling = asyncio.ensure_future(
-        session.sample(asked.messages, asked.tools, is_client=True, is_retry=is_retry, **asked.options)
+        sampler.sample(asked.messages, asked.tools, is_client=True, is_retry=is_retry, **asked.options)
     )  # fmt: skip
     try:
         yield sampling
@@ -145,7 +147,7 @@ async def _sampled(
         elif not sampling.cancelled() and sampling.exception() is None:
             turn = sampling.result()
             if turn.id not in visit.delivered:
-                session.forget(turn)
+                sampler.forget(turn)
 
 
 class _Answering:

@@ -15,7 +15,7 @@ from mistral_common.tokens.tokenizers.base import TokenizerVersion
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.gateway.formats.template import TemplateFormat
-from penstock.workers.gateway.session import Session, TurnLimits
+from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.protocols import Completion, Sampling
 
 QWEN_MARKS = (
@@ -92,9 +92,9 @@ class Family:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def session(self, texts: Sequence[str]) -> Session:
+    def sampler(self, texts: Sequence[str]) -> TurnSampler:
         bounds = TurnLimits(max_model_len=100_000, max_tokens=100_000)
-        return Session(Said(self, texts), self.form, Sampling(max_tokens=10_000), bounds)
+        return TurnSampler(Said(self, texts), self.form, Sampling(max_tokens=10_000), bounds)
 
 
 class Said:

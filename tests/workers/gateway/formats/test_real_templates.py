@@ -8,7 +8,7 @@ import pytest
 
 from penstock.conf.errors import DataError
 from penstock.workers.gateway.formats.answers import EMPTY
-from penstock.workers.gateway.session import Session
+from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.trajectory import segments_of
 from tests.workers.gateway.chat_models import ADD
 from tests.workers.gateway.formats.real_templates import FAMILIES, Family
@@ -22,19 +22,19 @@ SYSTEM_MOVES = ("mistral v3", "mistral v3, sentencepiece")
 """The same of the system prompt."""
 
 
-def play(family: Family, texts: Sequence[str], tools: Sequence[Any] = (ADD,)) -> tuple[Session, list[Any]]:
+def play(family: Family, texts: Sequence[str], tools: Sequence[Any] = (ADD,)) -> tuple[TurnSampler, list[Any]]:
     """Each answer without calls is asked another question; the last conversation."""
 
-    async def scenario() -> tuple[Session, list[Any]]:
-        session, messages = family.session(texts), [SYSTEM, QUESTION]
+    async def scenario() -> tuple[TurnSampler, list[Any]]:
+        sampler, messages = family.sampler(texts), [SYSTEM, QUESTION]
         for _ in texts:
-            turn = await session.sample(messages, tools)
+            turn = await sampler.sample(messages, tools)
             results = [
                 {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": "4"} for call in turn.calls
             ]
             told = [{"role": "user", "content": turn.problem}] if turn.problem else [QUESTION]
             messages = [*messages, turn.message, *(results or told)]
-        return session, messages
+        return sampler, messages
 
     return asyncio.run(scenario())
 
@@ -47,8 +47,8 @@ def game(family: Family) -> list[str]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_several_questions_with_calls_of_tools_go_on_token_by_token(name: str) -> None:
     family = FAMILIES[name]
-    session, _ = play(family, game(family))
-    turns = session.turns
+    sampler, _ = play(family, game(family))
+    turns = sampler.turns
     for turn in turns:
         if turn.parent is not None:
             before = [*turns[turn.parent].prompt_ids, *turns[turn.parent].output_ids]
@@ -66,11 +66,11 @@ def test_several_questions_with_calls_of_tools_go_on_token_by_token(name: str) -
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_put_between_turns_is_what_the_template_writes_there(name: str) -> None:
     family = FAMILIES[name]
-    session, messages = play(family, game(family))
-    following = family.form.next_prompt_ids(session.turns[-1], messages[:-2], [QUESTION], [ADD])
+    sampler, messages = play(family, game(family))
+    following = family.form.next_prompt_ids(sampler.turns[-1], messages[:-2], [QUESTION], [ADD])
     if following is None:
         assert name == "qwen3" or name in TOOLS_MOVE
-        following = session.turns[-1].prompt_ids
+        following = sampler.turns[-1].prompt_ids
         messages = messages[:-2]
     whole = family.form.prompt_ids(messages, [ADD])
     assert EMPTY.sub("", family.text(following)) == EMPTY.sub("", family.text(whole))
@@ -79,9 +79,9 @@ def test_what_is_put_between_turns_is_what_the_template_writes_there(name: str) 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_without_tools_a_conversation_goes_on_unless_the_template_rewrites_it(name: str) -> None:
     family = FAMILIES[name]
-    session, _ = play(family, [family.said("It is 4.")] * 3, ())
+    sampler, _ = play(family, [family.said("It is 4.")] * 3, ())
     begins_anew = name == "qwen3" or name in SYSTEM_MOVES
-    assert [turn.parent for turn in session.turns] == ([None] * 3 if begins_anew else [None, 0, 1])
+    assert [turn.parent for turn in sampler.turns] == ([None] * 3 if begins_anew else [None, 0, 1])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -104,8 +104,8 @@ def test_prompts_are_the_same_when_an_attempt_is_played_again(name: str) -> None
 @pytest.mark.parametrize("name", FAMILIES)
 def test_several_calls_at_once_are_made_or_the_model_is_told_to_make_one(name: str) -> None:
     family = FAMILIES[name]
-    session, _ = play(family, [family.thought + two_calls(family), family.said("It is 4.")])
-    first, second = session.turns
+    sampler, _ = play(family, [family.thought + two_calls(family), family.said("It is 4.")])
+    first, second = sampler.turns
     assert second.parent == first.id
     if name.startswith("llama"):
         assert (list(first.calls), first.problem) == ([], "Make one call at a time.")
@@ -128,9 +128,9 @@ def two_calls(family: Family) -> str:
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("mistral")])
 def test_words_beside_a_call_and_ids_of_other_clients_end_no_attempt(name: str) -> None:
     family = FAMILIES[name]
-    session, _ = play(family, ["So." + family.call("add", ARGUMENTS), family.said("It is 4."), family.said("It is 4.")])
-    assert session.turns[0].answer == "So."
-    assert session.turns[1].parent == 0
+    sampler, _ = play(family, ["So." + family.call("add", ARGUMENTS), family.said("It is 4."), family.said("It is 4.")])
+    assert sampler.turns[0].answer == "So."
+    assert sampler.turns[1].parent == 0
     call = {"id": "call_abc", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "call_abc", "name": "add", "content": "4"}
@@ -141,8 +141,8 @@ def test_words_beside_a_call_and_ids_of_other_clients_end_no_attempt(name: str) 
 
 def test_llamas_other_ending_of_a_call_is_no_part_of_it() -> None:
     family = FAMILIES["llama3.1"]
-    session, _ = play(family, [family.call("add", ARGUMENTS) + "<|eom_id|>", "4"])
-    first, second = session.turns
+    sampler, _ = play(family, [family.call("add", ARGUMENTS) + "<|eom_id|>", "4"])
+    first, second = sampler.turns
     assert [call.arguments for call in first.calls] == [{"a": 2, "b": 2}]
     rest = family.text(second.prompt_ids[len(first.prompt_ids) + len(first.output_ids) :])
     assert rest.startswith("<|start_header_id|>ipython<|end_header_id|>")
@@ -165,12 +165,12 @@ def test_a_conversation_that_a_real_template_does_not_take_is_the_askers_error()
 @pytest.mark.parametrize("tools", [(), (ADD,)])
 def test_an_answer_of_nothing_ends_no_attempt(name: str, tools: Sequence[Any]) -> None:
     family = FAMILIES[name]
-    session, messages = play(family, ["", family.said("It is 4."), ""], tools)
-    assert [turn.answer for turn in session.turns] == ["", family.space + "It is 4.", ""]
+    sampler, messages = play(family, ["", family.said("It is 4."), ""], tools)
+    assert [turn.answer for turn in sampler.turns] == ["", family.space + "It is 4.", ""]
     put_between = []
-    for turn in session.turns:
+    for turn in sampler.turns:
         if turn.parent is not None:
-            before = session.turns[turn.parent]
+            before = sampler.turns[turn.parent]
             so_far = [*before.prompt_ids, *before.output_ids]
             assert turn.prompt_ids[: len(so_far)] == so_far
             put_between.append(family.text(turn.prompt_ids[len(so_far) :]))
@@ -178,5 +178,5 @@ def test_an_answer_of_nothing_ends_no_attempt(name: str, tools: Sequence[Any]) -
     assert all("2 + 2?" in text for text in put_between)
     if name.startswith("mistral"):
         begins_anew = name in (TOOLS_MOVE if tools else SYSTEM_MOVES)
-        assert [turn.parent for turn in session.turns] == ([None] * 3 if begins_anew else [None, 0, 1])
+        assert [turn.parent for turn in sampler.turns] == ([None] * 3 if begins_anew else [None, 0, 1])
     assert family.form.prompt_ids(messages, tools)

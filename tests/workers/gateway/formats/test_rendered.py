@@ -11,7 +11,7 @@ from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.gateway.formats.rendered import RenderedFormat, make_format
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.trajectory import segments_of
-from tests.workers.gateway.chat_models import ADD, QWEN3, Saying, call_text, ids_of, make_session, text_of, tokenizer
+from tests.workers.gateway.chat_models import ADD, QWEN3, Saying, call_text, ids_of, make_sampler, text_of, tokenizer
 
 USER = {"role": "user", "content": "2 + 2?"}
 CALL = "<think>\nadd\n</think>\n\n" + call_text("add", '{"a": 2, "b": 2}')
@@ -23,7 +23,7 @@ def qwen3() -> RenderedFormat:
 
 def test_a_tool_cycle_goes_on_and_a_question_begins_anew_as_the_family_has_it() -> None:
     async def scenario() -> None:
-        attempt = make_session(Saying([CALL, "<think>\nso\n</think>\n\n4", "5"]), QWEN3)
+        attempt = make_sampler(Saying([CALL, "<think>\nso\n</think>\n\n4", "5"]), QWEN3)
         first = await attempt.sample([USER], [ADD])
         assert (first.message["reasoning_content"], first.message["content"]) == ("add", "")
         assert [(call.name, call.arguments) for call in first.calls] == [("add", {"a": 2, "b": 2})]
@@ -48,7 +48,7 @@ def test_half_a_sign_that_a_harness_has_cut_is_no_error() -> None:
     tool = {"type": "function", "function": {**ADD["function"], "description": "Adds \ud83d"}}
 
     async def scenario() -> None:
-        attempt = make_session(Saying(["4", "5"]), QWEN3)
+        attempt = make_sampler(Saying(["4", "5"]), QWEN3)
         first = await attempt.sample([cut], [tool])
         second = await attempt.sample([cut, first.message, {"role": "tool", "tool_call_id": "1", "content": "\ud83d"}])
         assert "cut ?" in text_of(first.prompt_ids)
@@ -59,7 +59,7 @@ def test_half_a_sign_that_a_harness_has_cut_is_no_error() -> None:
 
 def test_an_answer_that_was_cut_short_is_closed_and_goes_on() -> None:
     async def scenario() -> None:
-        attempt = make_session(Saying(["<think>so</think>abcd", "c"]), QWEN3)
+        attempt = make_sampler(Saying(["<think>so</think>abcd", "c"]), QWEN3)
         first = await attempt.sample([USER], max_tokens=6)
         assert (first.finish, first.message["content"]) == ("length", "ab")
         result = {"role": "tool", "tool_call_id": "1", "content": "4"}

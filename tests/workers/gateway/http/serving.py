@@ -10,11 +10,11 @@ from typing import Any
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from penstock.workers.gateway.door import Door
+from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.http.server import HttpServer
-from penstock.workers.gateway.session import Session
+from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.protocols import Sampling
-from tests.workers.gateway.chat_models import Saying, make_session
+from tests.workers.gateway.chat_models import Saying, make_sampler
 
 DEADLINE_S = 600
 USER = {"role": "user", "content": "2 + 2?"}
@@ -22,8 +22,8 @@ USER = {"role": "user", "content": "2 + 2?"}
 
 @dataclass
 class Gateway:
-    door: Door
-    session: Session
+    keys: AttemptKeys
+    sampler: TurnSampler
     engines: Saying
     url: str
     """Ends in /v1."""
@@ -67,12 +67,12 @@ async def gateway(
     clients_sample: bool = False,
     **limits: int,
 ) -> AsyncIterator[Gateway]:
-    engines, door = Saying(texts), Door()
-    session = make_session(engines, template, sampling, clients_sample=clients_sample, **limits)
-    server = HttpServer(door, waiting_s=waiting_s, max_body_bytes=max_body_bytes)
-    door.base_url = await server.start("127.0.0.1", 0)
-    url, key = door.admit(session)
-    made = Gateway(door, session, engines, url, key, max_retries)
+    engines, keys = Saying(texts), AttemptKeys()
+    sampler = make_sampler(engines, template, sampling, clients_sample=clients_sample, **limits)
+    server = HttpServer(keys, waiting_s=waiting_s, max_body_bytes=max_body_bytes)
+    keys.base_url = await server.start("127.0.0.1", 0)
+    url, key = keys.admit(sampler)
+    made = Gateway(keys, sampler, engines, url, key, max_retries)
     try:
         yield made
     finally:

@@ -11,12 +11,12 @@ from openai import AsyncOpenAI
 from penstock.conf.environment import EnvironmentConfig
 from penstock.workers.attempts.runner import Runner
 from penstock.workers.environments.task import Task
-from penstock.workers.gateway.door import Door
+from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.http.server import HttpServer
-from penstock.workers.gateway.session import Session
+from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import Trajectory
-from tests.workers.gateway.chat_models import Saying, make_session
+from tests.workers.gateway.chat_models import Saying, make_sampler
 from tests.workers.gateway.http.serving import USER, play
 
 
@@ -34,14 +34,14 @@ async def attempts(
             async with AsyncOpenAI(base_url=ctx.base_url, api_key=ctx.api_key, max_retries=0) as client:
                 await run(client, ctx)
 
-    def session(sampling: Sampling) -> Session:
-        return make_session(engines, sampling=sampling, **limits)
+    def sampler(sampling: Sampling) -> TurnSampler:
+        return make_sampler(engines, sampling=sampling, **limits)
 
-    door, engines = Door(), Saying(texts)
-    server = HttpServer(door)
-    door.base_url = await server.start("127.0.0.1", 0)
+    keys, engines = AttemptKeys(), Saying(texts)
+    server = HttpServer(keys)
+    keys.base_url = await server.start("127.0.0.1", 0)
     try:
-        runner = Runner(Agent(), EnvironmentConfig(timeout_s=600.0), session, door)
+        runner = Runner(Agent(), EnvironmentConfig(timeout_s=600.0), sampler, keys)
         found = await runner.group(Task("1", 1), [Sampling(max_tokens=100)] * count)
         await after()
         return found

@@ -14,7 +14,7 @@ def test_a_message_is_answered_with_its_usage_and_a_reason_to_stop() -> None:
     async def scenario() -> None:
         async with gateway(["4"]) as open_gateway:
             answer = await open_gateway.chat({"role": "developer", "content": "Be brief."}, USER)
-            (turn,) = open_gateway.session.turns
+            (turn,) = open_gateway.sampler.turns
             assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("4", "stop")
             assert answer.choices[0].message.tool_calls is None
             assert answer.usage.prompt_tokens == len(turn.prompt_ids)
@@ -40,7 +40,7 @@ def test_a_tool_call_goes_out_and_its_result_comes_in_without_a_token_made_anew(
             result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
             second = await open_gateway.chat(USER, said, result, tools=[ADD])
             assert second.choices[0].message.content == "It is 4."
-            one, two = open_gateway.session.turns
+            one, two = open_gateway.sampler.turns
             assert two.parent == one.id
             assert two.prompt_ids[: len(one.prompt_ids) + len(one.output_ids)] == [*one.prompt_ids, *one.output_ids]
             rest = text_of(two.prompt_ids[len(one.prompt_ids) + len(one.output_ids) :])
@@ -60,7 +60,7 @@ def test_a_stream_says_what_an_answer_says() -> None:
                     if event.type == "chunk" and event.chunk.choices:
                         thought += getattr(event.chunk.choices[0].delta, "reasoning_content", None) or ""
                 whole = await stream.get_final_completion()
-            (turn,) = open_gateway.session.turns
+            (turn,) = open_gateway.sampler.turns
             message = whole.choices[0].message
             assert (thought, message.content, whole.choices[0].finish_reason) == ("add them up", "So:", "tool_calls")
             assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"a": 1, "b": 2}, {}]
@@ -92,11 +92,11 @@ def test_what_a_client_sends_does_not_replace_the_runs_sampling_and_is_counted()
             answer = await open_gateway.respond(temperature=0)
             found = [(one.temperature, one.top_p, one.top_k) for one in open_gateway.engines.samplings]
             assert (found, open_gateway.engines.samplings[0].max_tokens) == ([(0.8, 0.9, 0)] * 3, 7)
-            counts = open_gateway.session._counts
+            counts = open_gateway.sampler._counts
             ignored = {name: count for name, count in counts.items() if name.startswith("ignored_") and count}
             assert ignored == {"ignored_temperature": 3, "ignored_top_k": 1}
             assert (counts["turns_greedy"], answer.temperature) == (0, None)
-            assert [turn.temperature for turn in open_gateway.session.turns] == [0.8] * 3
+            assert [turn.temperature for turn in open_gateway.sampler.turns] == [0.8] * 3
 
     play(scenario())
 
@@ -111,7 +111,7 @@ def test_a_greedy_attempt_is_greedy_whatever_a_client_may_choose() -> None:
             await open_gateway.chat(temperature=0)
             found = [(one.temperature, one.top_p, one.max_tokens) for one in open_gateway.engines.samplings]
             assert found == [(0.0, 1.0, 7), (0.0, 1.0, 100)]
-            ignored = {name: n for name, n in open_gateway.session._counts.items() if name.startswith("ignored_") and n}
+            ignored = {name: n for name, n in open_gateway.sampler._counts.items() if name.startswith("ignored_") and n}
             assert ignored == {"ignored_temperature": 1, "ignored_top_p": 1}
 
     play(scenario())
@@ -134,7 +134,7 @@ def test_sampling_is_what_was_asked_for_within_what_the_run_allows() -> None:
             assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("one", "stop")
             await open_gateway.chat(max_tokens=10**9)
             assert open_gateway.engines.samplings[2].max_tokens == 10_000
-            assert [turn.temperature for turn in open_gateway.session.turns] == [0.5, 1.0, 1.0]
+            assert [turn.temperature for turn in open_gateway.sampler.turns] == [0.5, 1.0, 1.0]
 
     play(scenario())
 
@@ -144,7 +144,7 @@ def test_an_answer_that_a_stop_string_ended_goes_on_with_its_tokens() -> None:
         async with gateway(["one. two", "three"]) as open_gateway:
             first = (await open_gateway.chat(stop=["."])).choices[0].message
             await open_gateway.chat(USER, {"role": "assistant", "content": first.content}, USER)
-            one, two = open_gateway.session.turns
+            one, two = open_gateway.sampler.turns
             assert (one.stopped_by, two.parent) == (".", one.id)
             assert text_of(one.output_ids) == "one."
 
@@ -156,12 +156,12 @@ def test_logprobs_are_those_of_the_sampled_tokens() -> None:
         async with gateway(["ab", "cd"]) as open_gateway:
             whole = (await open_gateway.chat(logprobs=True)).choices[0].logprobs.content
             assert [entry.token for entry in whole] == [f"token_id:{token}" for token in ids_of("ab<|im_end|>")]
-            assert [entry.logprob for entry in whole] == open_gateway.session.turns[0].logprobs
+            assert [entry.logprob for entry in whole] == open_gateway.sampler.turns[0].logprobs
             chunks = [chunk async for chunk in await open_gateway.chat(stream=True, logprobs=True)]
             streamed = [
                 entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
             ]
-            assert [entry.logprob for entry in streamed] == open_gateway.session.turns[1].logprobs
+            assert [entry.logprob for entry in streamed] == open_gateway.sampler.turns[1].logprobs
 
     play(scenario())
 
@@ -173,7 +173,7 @@ def test_a_call_that_cannot_be_read_is_text_for_the_agent_to_see() -> None:
             first = (await open_gateway.chat(USER, tools=[ADD])).choices[0]
             assert (first.message.content, first.message.tool_calls, first.finish_reason) == (broken, None, "stop")
             await open_gateway.chat(USER, {"role": "assistant", "content": broken}, USER, tools=[ADD])
-            one, two = open_gateway.session.turns
+            one, two = open_gateway.sampler.turns
             assert "no JSON" in one.problem
             assert two.parent == one.id
 

@@ -17,7 +17,7 @@ def test_an_answer_has_what_was_thought_said_and_called_as_blocks() -> None:
         async with gateway([THOUGHT + "So: " + call_text("add", '{"a": 1}')]) as open_gateway:
             system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
             answer = await open_gateway.message(system=system, tools=[TOOL], **THINKING)
-            (turn,) = open_gateway.session.turns
+            (turn,) = open_gateway.sampler.turns
             assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
             assert (answer.content[0].thinking, answer.content[1].text) == ("add", "So:")
             assert (answer.content[2].name, answer.content[2].input) == ("add", {"a": 1})
@@ -34,7 +34,7 @@ def test_who_does_not_ask_for_thinking_gets_the_answer_alone() -> None:
             answer = await open_gateway.message()
             assert [block.type for block in answer.content] == ["text"]
             await open_gateway.message(USER, {"role": "assistant", "content": answer.content[0].text}, USER)
-            assert [turn.parent for turn in open_gateway.session.turns] == [None, 0]
+            assert [turn.parent for turn in open_gateway.sampler.turns] == [None, 0]
 
     play(scenario())
 
@@ -57,7 +57,7 @@ def test_blocks_that_come_back_are_the_turn_that_they_were(thinks: bool) -> None
             second = await open_gateway.message(*said, **more)
             said.append({"role": "assistant", "content": second.content[0].text})
             await open_gateway.message(*said, {"role": "user", "content": "sure?"}, **more)
-            turns = open_gateway.session.turns
+            turns = open_gateway.sampler.turns
             assert [turn.parent for turn in turns] == [None, 0, 1]
             assert text_of(turns[1].prompt_ids).count("<tool_response>4</tool_response>") == 2
             assert "<|im_start|>user\nGo on.<|im_end|>" in text_of(turns[1].prompt_ids)
@@ -73,7 +73,7 @@ def test_a_stream_says_what_an_answer_says(text: str) -> None:
             async with open_gateway.anthropic.messages.stream(**asked) as stream:
                 said = "".join([piece async for piece in stream.text_stream])
                 whole = await stream.get_final_message()
-            (turn,) = open_gateway.session.turns
+            (turn,) = open_gateway.sampler.turns
             assert said == turn.message["content"]
             assert [block.input for block in whole.content if block.type == "tool_use"] == [
                 call.arguments for call in turn.calls
@@ -117,7 +117,7 @@ def test_tokens_are_counted_without_a_turn() -> None:
             counted = await open_gateway.anthropic.messages.count_tokens(model="policy", messages=[USER], tools=[TOOL])
             answer = await open_gateway.message(tools=[TOOL])
             assert counted.input_tokens == answer.usage.input_tokens
-            assert len(open_gateway.session.turns) == 1
+            assert len(open_gateway.sampler.turns) == 1
 
     play(scenario())
 
@@ -133,7 +133,7 @@ def test_a_harnesss_accounts_do_not_break_a_history() -> None:
             first = await open_gateway.message(system=system(1))
             said = {"role": "assistant", "content": first.content}
             await open_gateway.message(USER, said, USER, system=system(2))
-            one, two = open_gateway.session.turns
+            one, two = open_gateway.sampler.turns
             assert two.parent == one.id
             assert "billing" not in text_of(two.prompt_ids)
 

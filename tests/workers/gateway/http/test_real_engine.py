@@ -19,10 +19,10 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.gateway.door import Door
+from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.http.server import HttpServer
-from penstock.workers.gateway.session import Session, TurnLimits
+from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
@@ -73,13 +73,15 @@ def versions_of(model_path: Path, root: Path) -> list[Publication]:
     return publications
 
 
-async def talk(session: Session, engine: VllmEngine, publications: Sequence[Publication], rng: random.Random) -> None:
+async def talk(
+    sampler: TurnSampler, engine: VllmEngine, publications: Sequence[Publication], rng: random.Random
+) -> None:
     """Conversations side by side, with rewrites, and new weights in the middle of turns."""
-    door = Door()
-    server = HttpServer(door)
-    door.base_url = await server.start("127.0.0.1", 0)
-    url, key = door.admit(session)
-    open_gateway: Any = Gateway(door, session, None, url, key)  # type: ignore[arg-type]
+    keys = AttemptKeys()
+    server = HttpServer(keys)
+    keys.base_url = await server.start("127.0.0.1", 0)
+    url, key = keys.admit(sampler)
+    open_gateway: Any = Gateway(keys, sampler, None, url, key)  # type: ignore[arg-type]
 
     async def converse(number: int) -> None:
         agent: Any = rng.choice(KINDS)(open_gateway, rng, f"You are number {number}.")
@@ -112,20 +114,20 @@ def test_the_trainer_agrees_on_every_token_of_every_version(tmp_path: Path) -> N
     tokenizer.chat_template = TEMPLATES["hermes"]
     publications = versions_of(tmp_path / "v0", tmp_path)
 
-    async def scenario() -> tuple[Session, Engines]:
+    async def scenario() -> tuple[TurnSampler, Engines]:
         config = RolloutConfig(max_model_len=2048, kv_cache_gib=0.25)
         engine = VllmEngine(config, str(tmp_path / "v0"), num_threads=1)
         await engine.start()
         engines = Engines(engine)
-        session = Session(engines, TemplateFormat(tokenizer), ATTEMPT, TurnLimits(100, 100_000, 2048))
+        sampler = TurnSampler(engines, TemplateFormat(tokenizer), ATTEMPT, TurnLimits(100, 100_000, 2048))
         try:
-            await talk(session, engine, publications, random.Random(3))
+            await talk(sampler, engine, publications, random.Random(3))
         finally:
             await engine.close()
-        return session, engines
+        return sampler, engines
 
-    session, engines = asyncio.run(scenario())
-    turns = session.turns
+    sampler, engines = asyncio.run(scenario())
+    turns = sampler.turns
     assert len(turns) == len(engines.sampled) == NUM_AGENTS * NUM_STEPS
     assert len(segments_of(turns)) < len(turns), "no conversation went on"
     columns = row_columns([Trajectory(turns)])

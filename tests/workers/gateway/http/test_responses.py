@@ -16,7 +16,7 @@ def test_an_answer_has_what_was_thought_said_and_called_as_items() -> None:
     async def scenario() -> None:
         async with gateway([THOUGHT + "So: " + call_text("add", '{"a": 1}')]) as open_gateway:
             answer = await open_gateway.respond(instructions="Be brief.", tools=[TOOL])
-            (turn,) = open_gateway.session.turns
+            (turn,) = open_gateway.sampler.turns
             assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
             assert answer.output[0].content[0].text == "add"
             assert (answer.output_text, answer.status) == ("So:", "completed")
@@ -41,7 +41,7 @@ def test_items_that_come_back_are_the_turn_that_they_were(drops_thinking: bool) 
             second = await open_gateway.respond(items, tools=[TOOL])
             items += [item.model_dump(exclude_none=True) for item in second.output]
             await open_gateway.respond([*items, {"role": "user", "content": "sure?"}], tools=[TOOL])
-            turns = open_gateway.session.turns
+            turns = open_gateway.sampler.turns
             assert [turn.parent for turn in turns] == [None, 0, 1]
             assert [turn.message["content"] for turn in turns] == ["So:", "4", "5"]
 
@@ -60,7 +60,7 @@ def test_a_stream_says_what_an_answer_says(text: str) -> None:
                     said += event.delta if event.type == "response.output_text.delta" else ""
                     thought += event.delta if event.type == "response.reasoning_text.delta" else ""
                 whole = await stream.get_final_response()
-            (turn,) = open_gateway.session.turns
+            (turn,) = open_gateway.sampler.turns
             assert (said, whole.output_text) == (turn.message["content"], turn.message["content"])
             assert thought == turn.message.get("reasoning_content", "")
             calls = [item for item in whole.output if item.type == "function_call"]
@@ -90,9 +90,9 @@ def test_a_response_goes_on_with_an_earlier_one_without_its_instructions() -> No
             first = await open_gateway.respond("a", instructions="Count.")
             second = await open_gateway.respond("b", instructions="Count.", previous_response_id=first.id)
             await open_gateway.respond("c", previous_response_id=second.id)
-            turns = open_gateway.session.turns
+            turns = open_gateway.sampler.turns
             assert [turn.parent for turn in turns] == [None, 0, None]
-            assert [message["content"] for message in open_gateway.session.last_messages] == [
+            assert [message["content"] for message in open_gateway.sampler.last_messages] == [
                 "a", "one", "b", "two", "c", "three",
             ]  # fmt: skip
 
@@ -105,7 +105,7 @@ def test_calls_of_an_earlier_response_are_answered_by_their_results_alone() -> N
             first = await open_gateway.respond("a", tools=[TOOL])
             result = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "4"}
             await open_gateway.respond([result], tools=[TOOL], previous_response_id=first.id)
-            assert [turn.parent for turn in open_gateway.session.turns] == [None, 0]
+            assert [turn.parent for turn in open_gateway.sampler.turns] == [None, 0]
 
     play(scenario())
 

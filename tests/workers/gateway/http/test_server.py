@@ -9,8 +9,7 @@ import anthropic
 import openai
 import pytest
 
-from penstock.conf.errors import DataError, DeadlineExceeded
-from penstock.workers.gateway.errors import AttemptOver
+from penstock.conf.errors import AttemptOver, DataError, DeadlineExceeded
 from penstock.workers.trajectory import Trajectory, row_columns, segments_of
 from tests.workers.gateway.chat_models import text_of
 from tests.workers.gateway.http.serving import USER, Gateway, gateway, play, until
@@ -54,8 +53,8 @@ def test_a_key_is_an_attempt_and_no_longer_good_when_that_has_ended() -> None:
     async def scenario() -> None:
         async with gateway(["one"]) as open_gateway:
             await open_gateway.chat()
-            open_gateway.session.end(AttemptOver("the attempt has ended"))
-            open_gateway.door.dismiss(open_gateway.key)
+            open_gateway.sampler.end(AttemptOver("the attempt has ended"))
+            open_gateway.keys.dismiss(open_gateway.key)
             await refused(open_gateway.chat(), openai.AuthenticationError)
             await refused(open_gateway.message(), anthropic.AuthenticationError)
 
@@ -99,7 +98,7 @@ def test_a_turn_that_takes_long_is_waited_for_with_signs_of_life() -> None:
                     engines.open.set()
                     async for _ in events:
                         pass
-            assert len(open_gateway.session.turns) == 3
+            assert len(open_gateway.sampler.turns) == 3
 
     play(scenario())
 
@@ -121,7 +120,7 @@ def test_a_retry_of_what_was_answered_gets_the_same_turn(path: str, streamed: bo
             else:
                 _, second = await post(open_gateway, path, body, **retry)
                 assert second["id"] == first["id"]
-            assert len(open_gateway.engines.sampled) == len(open_gateway.session.turns) == 1
+            assert len(open_gateway.engines.sampled) == len(open_gateway.sampler.turns) == 1
             _, third = await post(open_gateway, path, body)  # the same words again, and no retry
             assert third["id"] != first["id"]
 
@@ -181,10 +180,10 @@ def test_half_a_sign_that_a_harness_has_cut_is_sampled_on(path: str, is_escaped:
                 ):
                     assert (got.status, bool(await got.text())) == (200, True)
                 messages = [*messages, {"role": "assistant", "content": said}, words]
-            session = open_gateway.session
-            assert [turn.parent for turn in session.turns] == [None, 0]
+            sampler = open_gateway.sampler
+            assert [turn.parent for turn in sampler.turns] == [None, 0]
             assert "cut ?" in text_of(open_gateway.engines.prompts[0])
-            columns = row_columns([Trajectory(session.turns, said=session.last_messages)])
+            columns = row_columns([Trajectory(sampler.turns, said=sampler.last_messages)])
             assert columns["response_text"] == ["two"]
             assert json.loads(columns["transcript"][0])[0]["content"] == "cut ?"
 
@@ -201,8 +200,8 @@ def test_a_client_that_times_out_and_asks_again_has_one_turn(ask: Any) -> None:
             await until(lambda: open_gateway.engines.num_cancelled == 1)
             open_gateway.engines.open.set()
             assert "two" in (await asking).model_dump_json()
-            assert [turn.text for turn in open_gateway.session.turns] == ["two"]
-            assert open_gateway.session._counts["turns_abandoned"] == 1
+            assert [turn.text for turn in open_gateway.sampler.turns] == ["two"]
+            assert open_gateway.sampler._counts["turns_abandoned"] == 1
 
     play(scenario())
 
@@ -224,7 +223,7 @@ def test_who_hangs_up_while_the_turn_is_sampled_has_no_turn(stream: bool) -> Non
                 await until(lambda before=before: len(open_gateway.engines.prompts) == before + 1)  # type: ignore[misc]
                 asking.cancel()
                 await until(lambda before=before: open_gateway.engines.num_cancelled == before + 1)  # type: ignore[misc]
-            assert open_gateway.session.turns == []
+            assert open_gateway.sampler.turns == []
             open_gateway.engines.open.set()
 
     play(scenario())
@@ -245,10 +244,10 @@ def test_an_answer_that_cannot_be_written_any_more_is_forgotten(monkeypatch: pyt
                     with pytest.raises((openai.APIConnectionError, aiohttp.ClientError)):
                         await post(open_gateway, "/chat/completions", ASKED | {"stream": stream})
                 assert aiohttp.web.StreamResponse.write_eof is write_eof
-                assert open_gateway.session.turns == []
+                assert open_gateway.sampler.turns == []
             status, said = await post(open_gateway, "/chat/completions", **{"x-stainless-retry-count": "1"})
             assert (status, said["choices"][0]["message"]["content"]) == (200, "three")
-            assert [turn.text for turn in open_gateway.session.turns] == ["three"]
+            assert [turn.text for turn in open_gateway.sampler.turns] == ["three"]
 
     play(scenario())
 
@@ -262,7 +261,7 @@ def test_requests_side_by_side_are_turns_and_two_histories_are_two_segments() ->
             await asyncio.gather(
                 *(open_gateway.chat(USER, {"role": "assistant", "content": text}, USER) for text in texts)
             )
-            segments = segments_of(open_gateway.session.turns)
+            segments = segments_of(open_gateway.sampler.turns)
             assert [len(segment.runs) for segment in segments] == [2, 2, 2]
 
     play(scenario())
@@ -302,7 +301,7 @@ def test_an_attempt_that_ends_meanwhile_ends_its_requests() -> None:
             open_gateway.engines.open.clear()
             asking = [asyncio.ensure_future(ask()) for ask in (open_gateway.chat, open_gateway.message)]
             await until(lambda: len(open_gateway.engines.prompts) == 2)
-            open_gateway.session.end(AttemptOver("the attempt has ended"))
+            open_gateway.sampler.end(AttemptOver("the attempt has ended"))
             assert (await refused(asking[0], openai.APIStatusError)).status_code == 410
             assert (await refused(asking[1], anthropic.APIStatusError)).status_code == 410
             assert len(open_gateway.engines.prompts) == 2
@@ -323,7 +322,7 @@ def test_engines_that_are_gone_are_asked_again_and_what_they_refuse_is_not() -> 
             error = await refused(open_gateway.message(), anthropic.InternalServerError)
             assert (error.status_code, error.body["error"]["type"]) == (500, "api_error")
             assert len(engines.prompts) == 4
-            assert open_gateway.session.turns == []
+            assert open_gateway.sampler.turns == []
 
     play(scenario())
 

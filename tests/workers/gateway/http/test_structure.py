@@ -1,4 +1,4 @@
-"""Guided decoding, as each protocol asks for it, is one option of the session."""
+"""Guided decoding, as each protocol asks for it, is one option of the sampler."""
 
 from typing import Any
 

@@ -52,7 +52,7 @@ async def converse(open_gateway: Gateway, rng: random.Random, num_steps: int) ->
 
 
 def check(open_gateway: Gateway) -> None:
-    turns, engines = open_gateway.session.turns, open_gateway.engines
+    turns, engines = open_gateway.sampler.turns, open_gateway.engines
     segments = segments_of(turns)
     trained = [
         pair
@@ -88,7 +88,7 @@ def test_each_sampled_token_is_trained_once_whatever_agents_do(template: str, se
         answers = random.Random(seed + 1)
         async with gateway(lambda prompt: random_answer(answers), template, max_turns=100) as open_gateway:
             goes_on = await converse(open_gateway, rng, num_steps=8)
-            turns = open_gateway.session.turns
+            turns = open_gateway.sampler.turns
             assert len(turns) == len(goes_on)
             if template not in ("strips", "qwen3"):
                 assert [turn.parent is not None for turn in turns] == goes_on
@@ -123,11 +123,11 @@ def test_retries_and_hang_ups_leave_no_token_behind(seed: int) -> None:
                     asking.cancel()
                     await asyncio.wait([asking])
                     cancelled = engines.num_cancelled
-                    while engines.num_cancelled == cancelled and open_gateway.session._num_under_way:
+                    while engines.num_cancelled == cancelled and open_gateway.sampler._num_under_way:
                         await asyncio.sleep(0.002)
                     engines.open.set()
                 await agent.go_on(**(RETRY if rng.random() < 0.5 else {}))
-            assert len(open_gateway.session.turns) == len(engines.sampled) == 5
+            assert len(open_gateway.sampler.turns) == len(engines.sampled) == 5
             check(open_gateway)
 
     play(scenario())

@@ -1,4 +1,4 @@
-"""The outcome of scoring one sample: a finite float, or a `RewardError` that says why there is none.
+"""The result of scoring one sample: a finite float, or a `RewardError` that says why there is none.
 
 It is made in the pool's child processes (`child.py`), carried by `pool.py`, counted and reported by `worker.py`. A
 process reports it to its pool by messages: short lines of JSON, checked before they are used.
@@ -56,12 +56,12 @@ class RewardError:
         return cls("raised", f"{type(error).__name__}: {bounded(message, MAX_TEXT * 3 // 4)}{where}")
 
 
-Result = float | RewardError
+RewardResult = float | RewardError
 
 
-async def in_order(stream: AsyncIterator[tuple[int, Result]], count: int) -> list[Result]:
+async def in_order(stream: AsyncIterator[tuple[int, RewardResult]], count: int) -> list[RewardResult]:
     """Put results in order that come as they are known, each with its place."""
-    results: list[Result] = [RewardError("crash", "not scored")] * count
+    results: list[RewardResult] = [RewardError("crash", "not scored")] * count
     async for place, result in stream:
         results[place] = result
     return results
@@ -74,7 +74,7 @@ def bounded(text: str, max_characters: int = MAX_TEXT) -> str:
     return cut.encode(errors="replace").decode()
 
 
-def as_score(value: Any) -> Result:
+def as_score(value: Any) -> RewardResult:
     """Convert a function's value for one sample to a float, or to the error that says why it cannot be one.
 
     Takes int, float, bool, 0-dimensional arrays and tensors, and mappings with a "score" (verl).
@@ -109,7 +109,7 @@ def packed(*message: Any) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def packed_result(index: int, result: Result) -> bytes:
+def packed_result(index: int, result: RewardResult) -> bytes:
     if isinstance(result, RewardError):
         return packed("error", index, result.kind, result.text)
     return packed("score", index, result)
@@ -129,7 +129,7 @@ def answer_of(line: bytes) -> tuple[str, str]:
     raise _no_message(line)
 
 
-def result_of(line: bytes, due: Container[int]) -> tuple[int, Result] | None:
+def result_of(line: bytes, due: Container[int]) -> tuple[int, RewardResult] | None:
     """The position and result of a sample that is still due; None: the batch has ended. Raises `BadMessageError`."""
     match _parsed(line):
         case ["score", int(index), float(score)] if index in due and math.isfinite(score):

@@ -4,7 +4,7 @@
              ─▶ limits ─▶ engine ─▶ Turn, kept for the row
 
 An update of the weights in the middle of a turn changes the versions of its tokens from there on, and nothing else.
-Environments call a session through their context, agents over HTTP.
+Environments call the sampler through their context, agents over HTTP.
 """
 
 import asyncio
@@ -15,9 +15,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.conf.errors import SamplingError, suggest
+from penstock.conf.errors import AttemptOver, LimitReached, SamplingError, suggest
 from penstock.workers.gateway.engines import Engines
-from penstock.workers.gateway.errors import AttemptOver, LimitReached
 from penstock.workers.gateway.formats.conversation import Format, Key, Message, Tools, history_key
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import Turn
@@ -56,7 +55,7 @@ def turn_seed(seed: int | None, number: int) -> int | None:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest(), "little")
 
 
-class Session:
+class TurnSampler:
     """Lifecycle: `sample` any number of times, also concurrently; then `end`, after which nothing is sampled."""
 
     def __init__(
@@ -158,7 +157,7 @@ class Session:
             self._by_request = {key: value for key, value in self._by_request.items() if value is not turn}
 
     def end(self, why: Exception) -> None:
-        """End the session: nothing more is sampled; turns under way are given up."""
+        """End the attempt: nothing more is sampled; turns under way are given up."""
         self._over = self._over or why
         for task in self._in_flight:
             task.cancel()
@@ -216,7 +215,7 @@ class Session:
         return await self._until_over(self._turn(-self._num_aside, None, prompt_ids, sampling, tools, options))
 
     def _prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Message], list[int]]:
-        """The turn that a conversation goes on with, the conversation as the session has it, and its tokens."""
+        """The turn that a conversation goes on with, the conversation as it is kept here, and its tokens."""
         for end in range(len(messages), 0, -1):
             if messages[end - 1].get("role") != "assistant":
                 continue
