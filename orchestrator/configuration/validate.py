@@ -36,8 +36,8 @@ from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.files import is_url, list_names
 from penstock.workers.gateway.formats.rendered import make_format
-from penstock.workers.prompts.opening import check_prompts, open_apart, open_rows, rows_to_read
-from penstock.workers.prompts.task import is_cut
+from penstock.workers.prompts.dataset_row import is_cut
+from penstock.workers.prompts.opening import check_prompts, open_held_out, open_rows, rows_to_read
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
@@ -198,7 +198,7 @@ def _left_out(config: RunConfig) -> str:
     """Describe what a source has beyond what is trained on; empty for nothing. Raises `DataError` where most is held
     out."""
     try:
-        dataset, apart = open_rows(config), open_apart(config)
+        dataset, problems = open_rows(config), open_held_out(config)
     except PenstockError:  # told by the look at the data, or at what is held out
         return ""
     if dataset is None:
@@ -207,7 +207,7 @@ def _left_out(config: RunConfig) -> str:
     if is_cut(dataset):
         told.append(f"what the source makes beyond {len(dataset):,} rows (data.size says how many)")
     num_read = rows_to_read(dataset, config)
-    if held_out := apart.check(dataset, num_read):
+    if held_out := problems.check(dataset, num_read):
         told.append(f"{held_out:,} of {num_read:,} rows, which are problems of evaluation")
     return "; ".join(told)
 

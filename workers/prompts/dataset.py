@@ -10,11 +10,10 @@ from typing import Any
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError, suggest
 from penstock.workers.problems import Problems
-from penstock.workers.prompts.rows import JsonLines, PythonRows, RawRows, open_huggingface
-from penstock.workers.prompts.task import (
+from penstock.workers.prompts.dataset_row import (
+    DatasetRow,
     Message,
     PromptDataset,
-    Task,
     is_conversation,
     is_cut,
     last_text,
@@ -23,6 +22,7 @@ from penstock.workers.prompts.task import (
     split_response,
     with_template,
 )
+from penstock.workers.prompts.rows import JsonLines, PythonRows, RawRows, open_huggingface
 from penstock.workers.user_code import find_function
 
 DEFAULT_PROBLEMS = 100_000
@@ -51,7 +51,7 @@ class TableDataset:
     def __len__(self) -> int:
         return self.size
 
-    def row(self, index: int) -> Task:
+    def row(self, index: int) -> DatasetRow:
         row, columns = self.rows.row(index), self.config.columns
         where = self.rows.where(index)
         messages, demonstration = self._conversation(row, where)
@@ -64,7 +64,7 @@ class TableDataset:
         extra = {key: value for key, value in row.items() if key not in (columns.response, columns.rejected)}
         text = prompt if messages else self.config.prompt_template.replace("{prompt}", prompt)
         response = None if response is None else str(response)
-        return Task(text, answer, index, where, response, rejected, messages, extra)
+        return DatasetRow(text, answer, index, where, response, rejected, messages, extra)
 
     def _conversation(self, row: dict[str, Any], where: str) -> tuple[list[Message], str | None]:
         """The conversation of a prompt column with messages, and their demonstration if they end with one; empty for a
@@ -113,12 +113,12 @@ class ProblemDataset:
     def __len__(self) -> int:
         return len(self.problems)
 
-    def row(self, index: int) -> Task:
+    def row(self, index: int) -> DatasetRow:
         entry = self.problems.entry(index)
         prompt = self.config.prompt_template.replace("{prompt}", str(entry["question"]))
         answer = str(entry["answer"])
         where = f"{self.problems.task} problem {index}"
-        return Task(prompt, answer, index, where, answer, extra=self.problems.extra(entry))
+        return DatasetRow(prompt, answer, index, where, answer, extra=self.problems.extra(entry))
 
 
 class TaughtDataset:
@@ -126,22 +126,22 @@ class TaughtDataset:
     instead of a column."""
 
     def __init__(self, dataset: PromptDataset, teacher: Teacher, writes: str = "response") -> None:
-        """`writes`: the task's field, "response" or "rejected"."""
+        """`writes`: the row's field, "response" or "rejected"."""
         self._dataset, self._teacher, self._writes = dataset, teacher, writes
         self.is_cut = is_cut(dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def row(self, index: int) -> Task:
-        task = self._dataset.row(index)
-        response = self._teacher({**task.extra, "prompt": task.prompt, "answer": task.answer, "index": task.index})
+    def row(self, index: int) -> DatasetRow:
+        row = self._dataset.row(index)
+        response = self._teacher({**row.extra, "prompt": row.prompt, "answer": row.answer, "index": row.index})
         if not isinstance(response, str):
             raise DataError(
-                f"{task.where}: the teacher (data.teacher) returned {type(response).__name__}, where text is due."
+                f"{row.where}: the teacher (data.teacher) returned {type(response).__name__}, where text is due."
             )
         changed: dict[str, Any] = {self._writes: response}
-        return replace(task, **changed)
+        return replace(row, **changed)
 
 
 class Mixture:
@@ -167,11 +167,11 @@ class Mixture:
     def __len__(self) -> int:
         return len(self._places)
 
-    def row(self, index: int) -> Task:
+    def row(self, index: int) -> DatasetRow:
         number, turn = self._places[index]
         part = self._parts[number]
-        task = part.row(turn % len(part))
-        return replace(task, index=index, extra={"data_source": self._names[number], **task.extra})
+        row = part.row(turn % len(part))
+        return replace(row, index=index, extra={"data_source": self._names[number], **row.extra})
 
 
 def dealt(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
@@ -241,10 +241,10 @@ def _problems(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) ->
     """Make problems. Held-out ones are made from their own seed, and left out of those to train on, even in a run that
     does not evaluate: the next run, which starts from its model, may."""
     assert data.path is not None
-    apart = Problems(data.path, data.options, seed=evaluation.seed, size=evaluation.num_problems)
+    measured = Problems(data.path, data.options, seed=evaluation.seed, size=evaluation.num_problems)
     if held_out:
-        return apart
-    size, exclude = data.size or DEFAULT_PROBLEMS, apart.questions()
+        return measured
+    size, exclude = data.size or DEFAULT_PROBLEMS, measured.questions()
     for name in evaluation.sets:
         exclude |= _problems(*evaluation.of_set(name, data), held_out=True).questions()
     return Problems(data.path, data.options, seed=data.seed, size=size, exclude=exclude)

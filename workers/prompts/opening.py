@@ -14,11 +14,11 @@ from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.run import RunConfig
 from penstock.workers.environments import task as environments
 from penstock.workers.environments.environment import make_environment
-from penstock.workers.prompts.apart import Apart
 from penstock.workers.prompts.dataset import open_dataset
+from penstock.workers.prompts.dataset_row import DatasetRow, PromptDataset
+from penstock.workers.prompts.held_out import HeldOutProblems
 from penstock.workers.prompts.rows import first_of
 from penstock.workers.prompts.source import PromptSource, PromptStart
-from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits, load_tokenizer
 
 MAX_READ_ROWS = 50_000
@@ -44,28 +44,21 @@ def open_source(
         raise DataError("evaluation.path=null: there are no held-out problems to evaluate on.")
     limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
     encoder = PromptEncoder(load_tokenizer(model_path), config.data, limits, config.model.chat_template_kwargs)
-    start = start or PromptStart()
     return PromptSource(
-        dataset,
-        encoder,
-        config.data,
-        cursor=start.cursor,
-        first_group=start.first_group,
-        rows_are=rows_are,
-        once=held_out,
-        apart=None if held_out else open_apart(config),
-    )
+        dataset, encoder, config.data, start,
+        rows_are=rows_are, once=held_out, held_out=None if held_out else open_held_out(config),
+    )  # fmt: skip
 
 
-def open_apart(config: RunConfig) -> Apart:
+def open_held_out(config: RunConfig) -> HeldOutProblems:
     """Problems that evaluation measures, and no step may train on. None where it measures nothing, or with
     `evaluation.overlap=allow`. Raises `DataError`, `ConfigError`."""
     evaluation = config.evaluation
     if not evaluation.every_steps or evaluation.overlap == "allow":
-        return Apart()
+        return HeldOutProblems()
     configs = [config, *map(config.with_set, evaluation.sets)]
     held_out = [open_rows(one, held_out=True) for one in configs]
-    return Apart.of(dataset for dataset in held_out if dataset is not None)
+    return HeldOutProblems.of(dataset for dataset in held_out if dataset is not None)
 
 
 def open_rows(config: RunConfig, *, held_out: bool = False) -> PromptDataset | None:
@@ -101,10 +94,10 @@ class EnvironmentTasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def row(self, index: int) -> Task:
+    def row(self, index: int) -> DatasetRow:
         task = self._tasks[index]
         where = f"{self._name} task {task.id}"
-        return Task("", None, index, where, extra=task.as_columns(), problem=[task.identity])
+        return DatasetRow("", None, index, where, extra=task.as_columns(), problem=[task.identity])
 
 
 @dataclass(frozen=True)
@@ -141,14 +134,14 @@ def check_prompts(
     encoder = PromptEncoder(tokenizer, config.data, limits, config.model.chat_template_kwargs)
     num_read = rows_to_read(dataset, config, sample)
 
-    def num_characters(row: tuple[int, Task]) -> int:
-        return len(row[1].prompt) + (len(row[1].response or "") if rows_are != "prompts" else 0)
+    def num_characters(row: DatasetRow) -> int:
+        return len(row.prompt) + (len(row.response or "") if rows_are != "prompts" else 0)
 
-    longest = heapq.nlargest(sample, ((index, dataset.row(index)) for index in range(num_read)), key=num_characters)
+    longest = heapq.nlargest(sample, map(dataset.row, range(num_read)), key=num_characters)
     prompts, responses, skipped = [], [], 0
-    for _, task in sorted(longest, key=lambda row: row[0]):
+    for row in sorted(longest, key=lambda row: row.index):
         try:
-            prompt, response = _encoded(encoder, task, rows_are)
+            prompt, response = _encoded(encoder, row, rows_are)
         except PromptTooLong:
             if config.data.too_long != "skip":
                 raise
@@ -171,9 +164,9 @@ def rows_to_read(dataset: PromptDataset, config: RunConfig, sample: int = 1000) 
     return min(len(dataset), sample if config.data.source == "reasoning_gym" else MAX_READ_ROWS)
 
 
-def _encoded(encoder: PromptEncoder, task: Task, rows_are: str) -> tuple[list[int], list[int]]:
+def _encoded(encoder: PromptEncoder, row: DatasetRow, rows_are: str) -> tuple[list[int], list[int]]:
     """Prompt and longest response."""
     if rows_are == "preferences":
-        prompt, *pair = encoder.preference_ids(task)
+        prompt, *pair = encoder.preference_ids(row)
         return prompt, max(pair, key=len)
-    return encoder.demonstration_ids(task) if rows_are == "demonstrations" else (encoder.prompt_ids(task), [])
+    return encoder.demonstration_ids(row) if rows_are == "demonstrations" else (encoder.prompt_ids(row), [])

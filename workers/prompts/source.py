@@ -16,9 +16,9 @@ from penstock.conf.errors import DataError
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.workers.environments.task import KEY, MESSAGES
-from penstock.workers.prompts.apart import Apart
+from penstock.workers.prompts.dataset_row import DatasetRow, PromptDataset
+from penstock.workers.prompts.held_out import HeldOutProblems
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
-from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
 
 REMEMBERED_CURSORS = 65_536
@@ -44,45 +44,42 @@ class Drawn:
     num_groups: int
     """Number of groups of the run."""
     cursor: PromptCursor
-    skipped: int = 0
+    num_too_long: int = 0
     """Number of rows that were too long."""
-    held_out: int = 0
+    num_held_out: int = 0
     """Number of rows that evaluation measures."""
 
 
 class PromptSource:
-    """Groups in a fixed order, from a cursor on, epoch after epoch.
-
-    `first_group`: groups that the run had drawn before (0 for a new one); `cursor_after(n)` counts from the run's
-    start. The store admits groups in the order drawn, so after n admissions a resumed run goes on at `cursor_after(n)`.
-    """
+    """Groups in a fixed order, from a start on, epoch after epoch. The store admits groups in the order drawn, so after
+    n admissions since the run's start a resumed run goes on at `start_after(n)`."""
 
     def __init__(
         self,
         dataset: PromptDataset,
         encoder: PromptEncoder,
         data: DataConfig,
+        start: PromptStart | None = None,
         *,
-        cursor: PromptCursor | None = None,
-        first_group: int = 0,
         rows_are: str = "prompts",
         once: bool = False,
-        apart: Apart | None = None,
+        held_out: HeldOutProblems | None = None,
     ) -> None:
         """`rows_are`: "prompts", "tasks", or rows with responses: "demonstrations", "preferences". `once`: one epoch,
-        in the dataset's own order (held-out problems). `apart`: problems that are skipped."""
+        in the dataset's own order. `held_out`: problems that are left out."""
         self.dataset = dataset
         self.encoder = encoder
         self.skips = data.too_long == "skip"
         self.rows_are = rows_are
-        self.skipped = 0
+        self.num_too_long = 0
         """Number of rows left out by data.too_long=skip so far, for `dropped/prompt_too_long`."""
-        self.held_out = 0
-        """Number of rows skipped so far because evaluation measures them, for `dropped/held_out`."""
-        self._apart = apart or Apart()
-        self._order = PromptOrder(len(dataset), data.seed, cursor, shuffle=data.shuffle and not once)
+        self.num_held_out = 0
+        """Number of rows left out so far because evaluation measures them, for `dropped/held_out`."""
+        self._held_out = held_out or HeldOutProblems()
+        start = start or PromptStart()
+        self._order = PromptOrder(len(dataset), data.seed, start.cursor, shuffle=data.shuffle and not once)
         self._once = once
-        self._start = Drawn(first_group, self._order.cursor)
+        self._start = Drawn(start.first_group, start.cursor)
         self._drawn: deque[Drawn] = deque([self._start], maxlen=REMEMBERED_CURSORS)
 
     @property
@@ -153,42 +150,42 @@ class PromptSource:
         return len(self.dataset)
 
     def stats(self) -> dict[str, float]:
-        dropped = {"dropped/prompt_too_long": self.skipped, "dropped/held_out": self.held_out}
+        dropped = {"dropped/prompt_too_long": self.num_too_long, "dropped/held_out": self.num_held_out}
         return {"groups": self.num_drawn, "epoch": self.cursor.epoch, **dropped}
 
     def _next_group(self) -> dict[str, Any] | None:
         for _ in range(2 * len(self.dataset)):
             if self._once and self.cursor.position >= len(self.dataset):
                 return None
-            task = self._next_row()
-            if task is None:
+            row = self._next_row()
+            if row is None:
                 continue
             try:
-                group = self._group(task)
+                group = self._group(row)
             except PromptTooLong:
                 if not self.skips:
                     raise
-                self.skipped += 1
+                self.num_too_long += 1
                 continue
             drawn = self._drawn[-1].num_groups + 1
-            self._drawn.append(Drawn(drawn, self._order.cursor, self.skipped, self.held_out))
+            self._drawn.append(Drawn(drawn, self._order.cursor, self.num_too_long, self.num_held_out))
             return group
         raise self._nothing_left()
 
-    def _next_row(self) -> Task | None:
+    def _next_row(self) -> DatasetRow | None:
         """The next row; None: it is one that evaluation measures."""
-        task = self.dataset.row(self._order.next())
-        if not self._apart.holds(task):
-            return task
-        self.held_out += 1
+        row = self.dataset.row(self._order.next())
+        if row not in self._held_out:
+            return row
+        self.num_held_out += 1
         return None
 
     def _nothing_left(self) -> DataError:
         limits = self.encoder.limits
-        if self._apart:
+        if self._held_out:
             return DataError(
-                f"none of the {len(self.dataset)} rows is left to train on: {len(self._apart)} problems are held out "
-                "(evaluation.overlap=drop), and data.too_long=skip leaves out rows that are longer than "
+                f"none of the {len(self.dataset)} rows is left to train on: {len(self._held_out)} problems are held "
+                "out (evaluation.overlap=drop), and data.too_long=skip leaves out rows that are longer than "
                 f"data.max_prompt_tokens={limits.max_prompt_tokens} or than the room of {limits.room}."
             )
         return DataError(
@@ -196,9 +193,9 @@ class PromptSource:
             f"data.max_prompt_tokens={limits.max_prompt_tokens} or than the room of {limits.room}."
         )
 
-    def _go_back(self, drawn: "Drawn") -> None:
+    def _go_back(self, drawn: Drawn) -> None:
         self._order.go_to(drawn.cursor)
-        self.skipped, self.held_out = drawn.skipped, drawn.held_out
+        self.num_too_long, self.num_held_out = drawn.num_too_long, drawn.num_held_out
         if drawn is not self._drawn[-1]:
             self._drawn.clear()
             self._drawn.append(drawn)
@@ -210,28 +207,28 @@ class PromptSource:
         elif count:
             self._pass_rows(count)
             drawn = self._drawn[-1].num_groups + count
-            passed = Drawn(drawn, self._order.cursor, self.skipped, self.held_out)
+            passed = Drawn(drawn, self._order.cursor, self.num_too_long, self.num_held_out)
             self._drawn.clear()
             self._drawn.append(passed)
 
     def _pass_rows(self, count: int) -> None:
-        if not self._apart:
+        if not self._held_out:
             self._order.skip(count)
             return
         for _ in range(count):
             if all(self._next_row() is None for _ in range(2 * len(self.dataset))):
                 raise self._nothing_left()
 
-    def _group(self, task: Task) -> dict[str, Any]:
+    def _group(self, row: DatasetRow) -> dict[str, Any]:
         if self.rows_are == "preferences":
-            prompt_ids, chosen_ids, rejected_ids = self.encoder.preference_ids(task)
+            prompt_ids, chosen_ids, rejected_ids = self.encoder.preference_ids(row)
             pair = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
-            return {"prompt_ids": prompt_ids, "task": task.to_json(), **pair}
+            return {"prompt_ids": prompt_ids, "task": row.to_json(), **pair}
         if self.rows_are == "demonstrations":
-            prompt_ids, response_ids = self.encoder.demonstration_ids(task)
-            response = {"response_ids": response_ids, "response_text": task.response}
-            return {"prompt_ids": prompt_ids, "task": task.to_json(), **response}
+            prompt_ids, response_ids = self.encoder.demonstration_ids(row)
+            response = {"response_ids": response_ids, "response_text": row.response}
+            return {"prompt_ids": prompt_ids, "task": row.to_json(), **response}
         if self.rows_are == "tasks":
-            is_row = KEY not in task.extra
-            return {"task": task.to_json(**{MESSAGES: self.encoder.messages(task)} if is_row else {})}
-        return {"prompt_ids": self.encoder.prompt_ids(task), "task": task.to_json()}
+            has_conversation = KEY not in row.extra
+            return {"task": row.to_json(**{MESSAGES: self.encoder.messages(row)} if has_conversation else {})}
+        return {"prompt_ids": self.encoder.prompt_ids(row), "task": row.to_json()}

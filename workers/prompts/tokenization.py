@@ -1,4 +1,4 @@
-"""Tokenization of tasks: by the chat template or as bare text, with every length checked.
+"""Tokenization of dataset rows: by the chat template or as bare text, with every length checked.
 
 It is the same for training, for held-out prompts, and for the check before a run starts.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError, ModelError
 from penstock.conf.run import RunConfig
-from penstock.workers.prompts.task import Task
+from penstock.workers.prompts.dataset_row import DatasetRow
 
 
 class PromptTooLong(DataError):
@@ -70,61 +70,61 @@ class PromptEncoder:
         self.limits = limits
         self.uses_chat_template = bool(data.chat_template and getattr(tokenizer, "chat_template", None))
 
-    def text(self, task: Task) -> str:
+    def text(self, row: DatasetRow) -> str:
         """The prompt as the model sees it, before tokenisation. Raises `DataError` for a conversation without a chat
         template."""
-        if not self.uses_chat_template and task.messages:
+        if not self.uses_chat_template and row.messages:
             raise DataError(
-                f"{task.where}: the prompt is a conversation, and there is no chat template to write it with: set "
+                f"{row.where}: the prompt is a conversation, and there is no chat template to write it with: set "
                 "data.chat_template=true, and take a model whose tokenizer has one."
             )
         if not self.uses_chat_template:
-            return f"{self.data.system_prompt}\n{task.prompt}" if self.data.system_prompt else task.prompt
+            return f"{self.data.system_prompt}\n{row.prompt}" if self.data.system_prompt else row.prompt
         return str(
             self.tokenizer.apply_chat_template(
-                self.messages(task), tokenize=False, add_generation_prompt=True, **self.template_kwargs
+                self.messages(row), tokenize=False, add_generation_prompt=True, **self.template_kwargs
             )
         )
 
-    def messages(self, task: Task) -> list[dict[str, str]]:
+    def messages(self, row: DatasetRow) -> list[dict[str, str]]:
         """The prompt as a conversation, with `data.system_prompt` before one that has no system message."""
-        messages = [dict(message) for message in task.messages] or [{"role": "user", "content": task.prompt}]
+        messages = [dict(message) for message in row.messages] or [{"role": "user", "content": row.prompt}]
         if self.data.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
         return messages
 
-    def prompt_ids(self, task: Task) -> list[int]:
+    def prompt_ids(self, row: DatasetRow) -> list[int]:
         """Encode a prompt. Raises `PromptTooLong`, or `DataError` for a prompt without tokens."""
-        ids = self._prompt_ids(task)
-        self.limits.check(task.where, len(ids))
+        ids = self._prompt_ids(row)
+        self.limits.check(row.where, len(ids))
         return ids
 
-    def demonstration_ids(self, task: Task) -> tuple[list[int], list[int]]:
+    def demonstration_ids(self, row: DatasetRow) -> tuple[list[int], list[int]]:
         """Encode prompt and response, the response ended by the end-of-sequence token.
 
         Raises `PromptTooLong`; `DataError` for a row without a demonstration; `ModelError` for a tokenizer without
         that token.
         """
-        if not task.response:
+        if not row.response:
             raise DataError(
-                f"{task.where}: no demonstration to train on. Name its column with data.columns.response (or "
+                f"{row.where}: no demonstration to train on. Name its column with data.columns.response (or "
                 "data.columns.answer)."
             )
-        ids, response = self._prompt_ids(task), self._response_ids(task.response)
-        self.limits.check(task.where, len(ids), len(response))
+        ids, response = self._prompt_ids(row), self._response_ids(row.response)
+        self.limits.check(row.where, len(ids), len(response))
         return ids, response
 
-    def preference_ids(self, task: Task) -> tuple[list[int], list[int], list[int]]:
+    def preference_ids(self, row: DatasetRow) -> tuple[list[int], list[int], list[int]]:
         """Encode prompt, chosen and rejected response; errors as for `demonstration_ids`."""
-        if not task.response or not task.rejected:
-            lacks = "rejected" if task.response else "chosen"
+        if not row.response or not row.rejected:
+            lacks = "rejected" if row.response else "chosen"
             raise DataError(
-                f"{task.where}: no {lacks} response to compare. Name the columns with data.columns.response (the "
+                f"{row.where}: no {lacks} response to compare. Name the columns with data.columns.response (the "
                 "chosen one) and data.columns.rejected, or functions with data.teacher and data.rejected_teacher."
             )
-        ids = self._prompt_ids(task)
-        chosen, rejected = self._response_ids(task.response), self._response_ids(task.rejected)
-        self.limits.check(task.where, len(ids), max(len(chosen), len(rejected)))
+        ids = self._prompt_ids(row)
+        chosen, rejected = self._response_ids(row.response), self._response_ids(row.rejected)
+        self.limits.check(row.where, len(ids), max(len(chosen), len(rejected)))
         return ids, chosen, rejected
 
     def _response_ids(self, text: str) -> list[int]:
@@ -134,11 +134,11 @@ class PromptEncoder:
             )
         return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
 
-    def _prompt_ids(self, task: Task) -> list[int]:
+    def _prompt_ids(self, row: DatasetRow) -> list[int]:
         # A chat template writes its special tokens itself.
-        ids = self.tokenizer(self.text(task), add_special_tokens=not self.uses_chat_template)["input_ids"]
+        ids = self.tokenizer(self.text(row), add_special_tokens=not self.uses_chat_template)["input_ids"]
         if not ids:
-            raise DataError(f"{task.where}: the prompt {task.prompt!r:.40} has no tokens; a model needs at least one.")
+            raise DataError(f"{row.where}: the prompt {row.prompt!r:.40} has no tokens; a model needs at least one.")
         return list(ids)
 
 

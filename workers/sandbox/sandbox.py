@@ -36,8 +36,8 @@ class Sandbox:
     """A pool of fences. Belongs to one event loop.
 
         async with Sandbox() as sandbox:
-            await sandbox.run_python("print(6 * 7)")                                  # ProgramOutcome(stdout="42\\n", …)
-            await sandbox.call("def f(a, b): return a + b", "f", [[1, 2], [1, ""]])   # [Value(3), Failed("raised", …)]
+            await sandbox.run_python("print(6 * 7)")                                # ProgramOutcome(stdout="42\\n", …)
+            await sandbox.call("def f(a, b): return a + b", "f", [[1, 2], [1, ""]]) # [Value(3), Failed("raised", …)]
 
     Lifecycle: `start` is optional, and else done by the first use; `close` takes all fences down, and what runs then is
     lost. Before anything runs, a program tries the fence from inside; if it has a hole, or cannot be built, every use

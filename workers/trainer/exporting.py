@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from penstock.conf.errors import WeightError
-from penstock.workers.room import Room
+from penstock.workers.free_space import FreeSpace
 from penstock.workers.trainer.engines.engine import TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
 from penstock.workers.trainer.exported_files import INDEX, SINGLE, remove_weights, shard_name
@@ -122,8 +122,8 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
 def _named(target: Path, rank: int, plan: FilePlan, what: str | None = None) -> Iterator[None]:
     """Raise `WeightError` for what cannot be written in the block, by default the rank's weights. Nothing of it stays,
     since it may be what has filled the disk."""
-    room = Room(plan.layout(rank).num_bytes)
-    room.look(target)
+    free = FreeSpace(plan.layout(rank).num_bytes)
+    free.measure(target)
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -132,7 +132,7 @@ def _named(target: Path, rank: int, plan: FilePlan, what: str | None = None) -> 
             with contextlib.suppress(OSError):
                 part_of(target / name).unlink()
         told = f"export to {target}: rank {rank} could not write {what or name or 'its part'}: {error}"
-        raise WeightError(told + room.too_little(ADVICE)) from None
+        raise WeightError(told + free.too_little(ADVICE)) from None
 
 
 def _write_own(engine: TrainEngine, plan: FilePlan, spans: Sequence[Sequence[Span]], target: Path) -> dict[str, int]:

@@ -12,15 +12,15 @@ from penstock.conf.model import ModelConfig
 from penstock.workers.environments import task as environments
 from penstock.workers.environments.adapters.agent import row_of
 from penstock.workers.prompts.dataset import open_dataset
+from penstock.workers.prompts.dataset_row import DatasetRow, is_conversation, messages_of, with_template
 from penstock.workers.prompts.source import PromptSource
-from penstock.workers.prompts.task import Task, is_conversation, messages_of, with_template
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
 
 ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 2?"}]
 ANSWERED = {"role": "assistant", "content": "4"}
 
 
-def opened(tmp_path: Path, row: dict[str, Any], **settings: Any) -> Task:
+def opened(tmp_path: Path, row: dict[str, Any], **settings: Any) -> DatasetRow:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     columns = ColumnsConfig(
         **{key: settings.pop(key) for key in list(settings) if key in ColumnsConfig.__annotations__}
@@ -43,7 +43,7 @@ class Tokenizer:
         return "|".join(f"{message['role']}: {message['content']}" for message in messages) + "|assistant:"
 
 
-def text_of(task: Task, tokenizer: Tokenizer | None = None, **settings: Any) -> str:
+def text_of(task: DatasetRow, tokenizer: Tokenizer | None = None, **settings: Any) -> str:
     return PromptEncoder(tokenizer or Tokenizer(), DataConfig(**settings), TokenLimits(10, 10, "room")).text(task)
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.workers.files import SavedFile, fault_of, is_url, remove, upload
-from penstock.workers.room import Room
+from penstock.workers.free_space import FreeSpace
 from penstock.workers.trainer.checkpointing.flat_shards import FlatSavePlanner, values_of
 from penstock.workers.trainer.checkpointing.shard_files import CARRIED, INDEX, ShardWriter, file_of
 from penstock.workers.trainer.ranks import Ranks
@@ -162,7 +162,7 @@ class Saver:
         """Copy and write; the save's thread runs this."""
         failure: CheckpointError | None = None
         written: list[SavedFile] = []
-        room = Room(sum(piece.values.nbytes for piece in pieces))
+        free = FreeSpace(sum(piece.values.nbytes for piece in pieces))
         try:
             started = time.perf_counter()
             shards = self._copy(pieces)
@@ -170,12 +170,12 @@ class Saver:
             save.copied.set()
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)  # of this thread: training comes first
             with local_place(save.directory) as local:
-                room.look(local)
+                free.measure(local)
                 written = self._write(save, shards, carried, local)
         except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001 - it is for `finish` to tell
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             failure = CheckpointError(
-                f"{save.directory}: rank {self._ranks.rank} could not write: {reason[0]}{room.too_little(ADVICE)}"
+                f"{save.directory}: rank {self._ranks.rank} could not write: {reason[0]}{free.too_little(ADVICE)}"
             )
         finally:
             self._end(save, written, failure)

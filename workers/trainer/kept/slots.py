@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from penstock.workers.room import Shortage, reserve
+from penstock.workers.free_space import Shortage, reserve
 from penstock.workers.whole_files import write_whole
 
 BLOCK_BYTES = 16 * 2**20

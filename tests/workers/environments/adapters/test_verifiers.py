@@ -16,7 +16,7 @@ from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.http.server import HttpServer
-from penstock.workers.prompts.opening import EnvironmentTasks, open_apart, open_rows
+from penstock.workers.prompts.opening import EnvironmentTasks, open_held_out, open_rows
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import COMPLETED, FAILED, Trajectory
 from tests.warm_workers import EXECUTABLE, warm_python
@@ -109,7 +109,7 @@ def test_no_held_out_task_is_trained_on() -> None:
     held_out, train = open_rows(config, held_out=True), open_rows(config)
     assert held_out is not None
     assert train is not None
-    apart = open_apart(config)
+    apart = open_held_out(config)
     assert apart.check(train, len(train)) == len(apart) == len(held_out) == 300
 
 

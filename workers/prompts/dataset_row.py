@@ -1,4 +1,4 @@
-"""A row of a dataset as a task, as source, rewards and teachers see it; and the reading of its columns that hold chat
+"""A row of a dataset, as the source of prompts, rewards and teachers see it; and the reading of columns that hold chat
 messages instead of text, as TRL's and verl's datasets have them. Pure.
 
 prompt   [{"role": "system", …}, {"role": "user", …}]          the conversation that is to be continued
@@ -20,8 +20,8 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Task:
-    """A row: the question to the model, and the reward's data."""
+class DatasetRow:
+    """The question to the model, and the data for its reward."""
 
     prompt: str
     """Text of the user, after `data.prompt_template`."""
@@ -54,7 +54,7 @@ class PromptDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def row(self, index: int) -> Task:
+    def row(self, index: int) -> DatasetRow:
         """The row of a number. Raises `DataError` naming the row if it cannot be used."""
 
 

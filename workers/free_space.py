@@ -1,5 +1,5 @@
-"""Room for files: noted before a write, for the error message if the write fails; and taken in shared memory before
-anything is written, as a write through a mapping that finds the file system full kills its process.
+"""Free space for files: measured before a write, for the error message if the write fails; and reserved in shared
+memory before anything is written, as a write through a mapping that finds the file system full kills its process.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ Spans = Sequence[tuple[int, int]]
 """Ranges of bytes, first and last-plus-one, in order, that do not overlap."""
 
 
-class Room:
-    """The free space before a write. Lifecycle: `look` before writing, `too_little` if that has failed."""
+class FreeSpace:
+    """The free space before a write. Lifecycle: `measure` before writing, `too_little` if that has failed."""
 
     def __init__(self, needed_bytes: int) -> None:
         self._needed_bytes = needed_bytes
         self._free_bytes: int | None = None
 
-    def look(self, directory: str | Path) -> None:
+    def measure(self, directory: str | Path) -> None:
         """Note the free space where a directory is or is to be made."""
         path = Path(directory)
         with contextlib.suppress(OSError):

@@ -3,27 +3,27 @@
 import shutil
 from pathlib import Path
 
-from penstock.workers.room import Room
+from penstock.workers.free_space import FreeSpace
 
 
 def test_room_is_told_where_it_may_be_too_little(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    room = Room(2 * free)
-    room.look(tmp_path / "not" / "made" / "yet")
-    told = room.too_little("Make room.")
+    space = FreeSpace(2 * free)
+    space.measure(tmp_path / "not" / "made" / "yet")
+    told = space.too_little("Make room.")
     assert told.startswith(f". Its part alone needs {2 * free:,} bytes, and ")
     assert told.endswith(" were free. Make room.")
 
 
 def test_it_is_not_told_where_there_was_plenty_or_nobody_has_looked(tmp_path: Path) -> None:
-    room = Room(1)
-    room.look(tmp_path)
-    assert room.too_little("Make room.") == ""
-    assert Room(2**60).too_little("Make room.") == ""
+    space = FreeSpace(1)
+    space.measure(tmp_path)
+    assert space.too_little("Make room.") == ""
+    assert FreeSpace(2**60).too_little("Make room.") == ""
 
 
 def test_a_place_that_cannot_be_seen_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    room = Room(2**60)
-    room.look(tmp_path / "loop" / "below")
-    assert "1,152,921,504,606,846,976 bytes" in room.too_little("")
+    space = FreeSpace(2**60)
+    space.measure(tmp_path / "loop" / "below")
+    assert "1,152,921,504,606,846,976 bytes" in space.too_little("")

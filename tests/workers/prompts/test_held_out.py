@@ -20,10 +20,10 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
 from penstock.workers.prompts import opening
-from penstock.workers.prompts.apart import Apart, problem_of
-from penstock.workers.prompts.opening import EnvironmentTasks, open_apart, open_rows, open_source, rows_to_read
+from penstock.workers.prompts.dataset_row import DatasetRow
+from penstock.workers.prompts.held_out import HeldOutProblems, problem_of
+from penstock.workers.prompts.opening import EnvironmentTasks, open_held_out, open_rows, open_source, rows_to_read
 from penstock.workers.prompts.source import PromptSource, PromptStart
-from penstock.workers.prompts.task import Task as Row
 from tests.workers.prompts.test_source import Characters
 
 EVALUATED = ["evaluation.every_steps=5", "evaluation.num_problems=20"]
@@ -136,7 +136,7 @@ def test_no_held_out_problem_is_drawn_in_two_epochs(kind: str, tmp_path: Path) -
     assert (source.stats()["dropped/held_out"] > 0) is in_common
     rows = open_rows(config)
     assert rows is not None
-    assert (open_apart(config).check(rows, rows_to_read(rows, config)) > 0) is in_common
+    assert (open_held_out(config).check(rows, rows_to_read(rows, config)) > 0) is in_common
     allowed = opened(load_config([*EVALUATED, *words, "evaluation.overlap=allow"]))
     assert bool(measured & set(problems(allowed, 2 * len(allowed)))) is in_common
 
@@ -148,7 +148,7 @@ def test_every_other_row_is_drawn_once_an_epoch(tmp_path: Path) -> None:
 
 def test_nothing_is_left_out_where_nothing_is_measured(tmp_path: Path) -> None:
     config = load_config(sources(tmp_path)["jsonl"])
-    assert len(open_apart(config)) == 0
+    assert len(open_held_out(config)) == 0
     assert len(problems(opened(config), 100)) == 100
 
 
@@ -156,15 +156,11 @@ def test_nothing_is_left_out_where_nothing_is_measured(tmp_path: Path) -> None:
 def test_a_source_that_goes_on_draws_what_it_would_have_drawn(passed: int, more: int) -> None:
     """Wherever it goes on, whether the groups before were drawn or passed."""
     tasks = EnvironmentTasks([Task(str(number), number) for number in range(40)], None, "game")
-    held_out = Apart([problem_of(tasks.row(number)) for number in range(0, 40, 3)])
+    held_out = HeldOutProblems([problem_of(tasks.row(number)) for number in range(0, 40, 3)])
     data = DataConfig()
 
     def made(start: PromptStart | None = None) -> PromptSource:
-        begin = start or PromptStart()
-        return PromptSource(
-            tasks, None, data, cursor=begin.cursor, first_group=begin.first_group,  # type: ignore[arg-type]
-            rows_are="tasks", apart=held_out,
-        )  # fmt: skip
+        return PromptSource(tasks, None, data, start, rows_are="tasks", held_out=held_out)  # type: ignore[arg-type]
 
     straight, other = made(), made()
     straight.next_groups(passed)
@@ -181,7 +177,7 @@ def test_training_on_what_is_measured_is_an_error_that_says_what_to_do(tmp_path:
     rows = open_rows(config)
     assert rows is not None
     with pytest.raises(DataError, match=r"30 of 30 rows .* evaluation\.num_problems.* evaluation\.overlap=allow"):
-        open_apart(config).check(rows, len(rows))
+        open_held_out(config).check(rows, len(rows))
     with pytest.raises(DataError, match="none of the 30 rows is left"):
         opened(config).next_groups(1)
     with pytest.raises(ConfigError, match=r"evaluation\.overlap"):
@@ -189,8 +185,8 @@ def test_training_on_what_is_measured_is_an_error_that_says_what_to_do(tmp_path:
 
 
 def test_rows_of_one_prompt_are_one_problem_and_conversations_count_in_full() -> None:
-    def row(prompt: str, *said: str, **more: Any) -> Row:
-        return Row(prompt, None, 0, "", messages=[{"role": "user", "content": text} for text in said], **more)
+    def row(prompt: str, *said: str, **more: Any) -> DatasetRow:
+        return DatasetRow(prompt, None, 0, "", messages=[{"role": "user", "content": text} for text in said], **more)
 
     assert problem_of(row("a", extra={"id": 1})) == problem_of(row("a", extra={"id": 2}, response="b"))
     told = [row("a"), row("b"), row("a", "a", "a"), row("a", "b", "a"), row("", problem=[1]), row("", problem=["1"])]
@@ -200,8 +196,8 @@ def test_rows_of_one_prompt_are_one_problem_and_conversations_count_in_full() ->
 def test_a_question_is_the_same_problem_as_text_and_as_messages() -> None:
     """With or without a system message."""
 
-    def row(*said: tuple[str, str]) -> Row:
-        return Row("3?", None, 0, "", messages=[{"role": role, "content": text} for role, text in said])
+    def row(*said: tuple[str, str]) -> DatasetRow:
+        return DatasetRow("3?", None, 0, "", messages=[{"role": role, "content": text} for role, text in said])
 
     asked, system, other = ("user", "3?"), ("system", "Be brief."), ("system", "Be kind.")
     same = [row(), row(asked), row(system, asked), row(other, asked), row(system, other, asked)]
