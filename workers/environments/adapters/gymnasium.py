@@ -38,6 +38,7 @@ KNOWN = {
     ),
     "Blackjack": Known(("stick", "hit"), "Your sum, the dealer's card, and whether you have a usable ace:"),
 }
+OPTIONS = "environment.options"
 PROMPT = "{legend}\n{observation}\nActions: {actions}. Answer with one of them."
 COLOURS = ("grey", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 """Colours of terminals, from code 30; as backgrounds from 40."""
@@ -47,6 +48,30 @@ OBJECTS = {2: "wall", 4: "door", 5: "key", 6: "ball", 7: "box", 8: "goal", 9: "l
 """Names of MiniGrid's object codes; empty floor and cells out of sight are left out."""
 OBJECT_COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 DOOR_STATES = ("open", "closed", "locked")
+
+
+@dataclass(frozen=True)
+class GymnasiumOptions:
+    """The options of a step environment."""
+
+    id: str
+    """Id for `gymnasium.make`; `module:id` for a package that registers its own."""
+    kwargs: Mapping[str, Any] | None = None
+    """Further arguments of `gymnasium.make`."""
+    actions: Sequence[str] | None = None
+    """Names of the actions from the first, where others are better."""
+    prompt: str = PROMPT
+    """First message; {observation}, {actions} and {legend} are replaced."""
+    render: bool | None = None
+    """True to show what the terminal would; null: only where the observation is a number."""
+    describe: str | None = None
+    """`file.py:function` from an observation to a text."""
+    act: str | None = None
+    """`file.py:function` from an answer to an action, None for none."""
+    penalty: float = 0.0
+    """Cost of an answer that is no action, for which nothing else happens."""
+    threads: bool = False
+    """True where steps are slow."""
 
 
 @environment("gymnasium")
@@ -59,55 +84,37 @@ class Gymnasium:
     data: {source: environment}
     """
 
-    def __init__(
-        self,
-        id: str,
-        kwargs: Mapping[str, Any] | None = None,
-        actions: Sequence[str] | None = None,
-        prompt: str = PROMPT,
-        render: bool | None = None,
-        describe: str | None = None,
-        act: str | None = None,
-        penalty: float = 0.0,
-        threads: bool = False,
-    ) -> None:
-        """`id`: for `gymnasium.make`; `module:id` for a package that registers its own; `kwargs`: for it. `actions`:
-        names of the actions from the first, where others are better. `prompt`: of the first message; {observation},
-        {actions} and {legend} are replaced. `render`: show what the terminal would; null: only where the observation is
-        a number. `describe`: `file.py:function` from an observation to a text. `act`: `file.py:function` from an answer
-        to an action, None for none. `penalty`: for an answer that is no action, for which nothing else happens.
-        `threads`: steps are slow. Raises `ConfigError`."""
+    def __init__(self, **options: Any) -> None:
+        """Make the environment once, to know its actions. `options`: of `GymnasiumOptions`. Raises `ConfigError`."""
+        self._options = given = GymnasiumOptions(**options)
         self._gymnasium = importlib.import_module("gymnasium")
-        if id.startswith(("MiniGrid-", "BabyAI-")):
+        if given.id.startswith(("MiniGrid-", "BabyAI-")):
             importlib.import_module("minigrid")
-        self._id, self._kwargs, self._prompt, self._penalty = id, dict(kwargs or {}), prompt, penalty
-        self._threads = threads
-        self._game = [id, dict(self._kwargs)]
+        self._kwargs = dict(given.kwargs or {})
+        self._game = [given.id, dict(self._kwargs)]
         made = self._made()
-        space, known = made.action_space, KNOWN.get(id.rpartition(":")[2].partition("-")[0], Known(()))
+        space, known = made.action_space, KNOWN.get(given.id.rpartition(":")[2].partition("-")[0], Known(()))
         is_number = isinstance(made.observation_space, self._gymnasium.spaces.Discrete)
-        if render is None:
-            render = is_number and "ansi" in made.metadata.get("render_modes", ()) and describe is None
-        if render:
+        self._renders, self._legend = given.render, known.legend
+        if self._renders is None:
+            self._renders = is_number and "ansi" in made.metadata.get("render_modes", ()) and given.describe is None
+        if self._renders:
             self._kwargs["render_mode"] = "ansi"
-        self._renders, self._legend = render, known.legend
-        self._describe = find_function(describe, "environment.options.describe") if describe else as_text
+        self._describe = find_function(given.describe, f"{OPTIONS}.describe") if given.describe else as_text
         own = [action.name for action in getattr(made.unwrapped, "actions", ())]
-        self._names = [str(name) for name in actions or known.actions or own]
+        self._names = [str(name) for name in given.actions or known.actions or own]
         made.close()
-        if act is not None:
-            self._act: Callable[[str], Any] = find_function(act, "environment.options.act")
+        if given.act is not None:
+            self._act: Callable[[str], Any] = find_function(given.act, f"{OPTIONS}.act")
         elif isinstance(space, self._gymnasium.spaces.Discrete):
             self._names = self._names or [str(space.start + index) for index in range(int(space.n))]
             if len(self._names) != space.n:
-                raise ConfigError(
-                    f"environment.options.actions: {len(self._names)} names, and {id} has {space.n} actions."
-                )
+                raise ConfigError(f"{OPTIONS}.actions: {len(self._names)} names, and {given.id} has {space.n} actions.")
             self._act = NamedActions(self._names, int(space.start))
         else:
             raise ConfigError(
-                f"environment.options.id={id}: its actions are {space}, of which none can be named. Say by "
-                "environment.options.act=file.py:function which one an answer is."
+                f"{OPTIONS}.id={given.id}: its actions are {space}, of which none can be named. Say by "
+                f"{OPTIONS}.act=file.py:function which one an answer is."
             )
 
     def tasks(self, seed: int) -> Iterator[Task]:
@@ -124,7 +131,7 @@ class Gymnasium:
                 action = self._act(turn.answer)
                 if action is None or not made.action_space.contains(action):
                     ctx.count("no_action")
-                    ctx.reward(-self._penalty, turn=turn)
+                    ctx.reward(-self._options.penalty, turn=turn)
                     told = f"That is no action. Actions: {', '.join(self._names)}."
                 else:
                     observation, reward, terminated, truncated, _ = await self._call(made.step, action)
@@ -136,20 +143,22 @@ class Gymnasium:
 
     def _opening(self, observation: str) -> str:
         said = {"legend": self._legend, "actions": ", ".join(self._names), "observation": observation}
-        return re.sub(r"\{(legend|actions|observation)\}", lambda name: said[name[1]], self._prompt).strip()
+        return re.sub(r"\{(legend|actions|observation)\}", lambda name: said[name[1]], self._options.prompt).strip()
 
     def _text(self, made: Any, observation: Any) -> str:
         return painted(made.render()) if self._renders else str(self._describe(observation))
 
     def _made(self) -> Any:
         try:
-            return self._gymnasium.make(self._id, **self._kwargs)
+            return self._gymnasium.make(self._options.id, **self._kwargs)
         except (self._gymnasium.error.Error, ImportError) as error:
-            near = suggest(self._id, self._gymnasium.registry)
-            raise ConfigError(f"environment.options.id={self._id}: {error}{near}") from error
+            near = suggest(self._options.id, self._gymnasium.registry)
+            raise ConfigError(f"{OPTIONS}.id={self._options.id}: {error}{near}") from error
 
     async def _call(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        return await asyncio.to_thread(function, *args, **keywords) if self._threads else function(*args, **keywords)
+        if self._options.threads:
+            return await asyncio.to_thread(function, *args, **keywords)
+        return function(*args, **keywords)
 
 
 class NamedActions:
