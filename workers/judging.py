@@ -19,7 +19,7 @@ from penstock.workers.concurrent_tasks import BusyClock, cancel_all
 from penstock.workers.gateway.formats.conversation import Format
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.prompts.tokenization import load_tokenizer
-from penstock.workers.protocols import RolloutEngine, Sampling
+from penstock.workers.protocols import EngineSpec, RolloutEngine, Sampling
 from penstock.workers.reward.result import RewardError, RewardResult, in_order
 from penstock.workers.reward.rubric import Messages, Rubric, Verdicts
 from penstock.workers.rollout.factory import make_engine
@@ -70,7 +70,7 @@ class JudgePool:
         """Start the engine. Raises `ModelError` for a model that cannot chat, and what its engine raises."""
         spec = self._spec
         self._form = make_format(await asyncio.to_thread(load_tokenizer, spec.model_path), GatewayConfig())
-        self._engine = make_engine(spec.config.rollout, spec.model_path, num_threads=spec.num_threads)
+        self._engine = make_engine(EngineSpec(spec.config.rollout, spec.model_path, spec.num_threads))
         await self._engine.start()
 
     async def close(self) -> None:

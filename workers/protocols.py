@@ -13,7 +13,16 @@ import numpy as np
 
 from penstock.conf.checks import is_utf8
 from penstock.conf.errors import SamplingError
-from penstock.conf.rollout import HIGHEST_TEMPERATURE, LARGEST_TOP_K, LOWEST_TEMPERATURE, SamplingConfig, wrong_stops
+from penstock.conf.rollout import (
+    HIGHEST_TEMPERATURE,
+    LARGEST_TOP_K,
+    LOWEST_TEMPERATURE,
+    RolloutConfig,
+    SamplingConfig,
+    wrong_stops,
+)
+from penstock.conf.trainer import LoraConfig
+from penstock.conf.weights import WeightsConfig
 from penstock.store.data.rows import Rows
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
@@ -129,6 +138,27 @@ class Sampled:
     """Tokens that the samples in flight have so far."""
     num_waiting: int = 0
     """Samples among those in flight that wait for room in the engine's own queue."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """The specification that an engine is made from. Plain data, so that it can be sent through Ray."""
+
+    config: RolloutConfig
+    model_path: str = ""
+    num_threads: int = 1
+    """Number of CPU threads of the forward pass."""
+    version: int = 0
+    """Version of the weights in `model_path`."""
+    transport: str = "shm"
+    """Transport of newer weights (`conf/weights.py`). Those that stream are vLLM's alone."""
+    adapter: LoraConfig | None = None
+    """Kind of the adapters that are published, to be served on top of the weights in `model_path`; None: whole models
+    are."""
+    phase_timeout_s: float = WeightsConfig.phase_timeout_s
+    """Seconds that each phase of a weight sync may take."""
+    by_priority: bool = False
+    """True if waiting requests of the lowest `Sampling.priority` are served first (vLLM)."""
 
 
 class RolloutEngine(Protocol):

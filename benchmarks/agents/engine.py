@@ -16,7 +16,7 @@ from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.ray_engines import ask
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.prompts.tokenization import load_tokenizer
-from penstock.workers.protocols import Sampling
+from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
 
 MODEL = FreshModelConfig(
@@ -59,7 +59,7 @@ def engine() -> Iterator[Engine]:
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         try:
             config = RolloutConfig(max_model_len=MAX_LEN, max_concurrent_samples=CONCURRENT, kv_cache_gib=1.0)
-            spec = RolloutSpec("Rollout-0", config, path, 1, 0, 1, pulls=False)
+            spec = RolloutSpec("Rollout-0", EngineSpec(config, path), 0, 1, pulls=False)
             handle = ray.remote(Rollout).options(max_concurrency=10_000).remote(spec)
             ray.get(handle.start.remote(), timeout=600)
             yield Engine(handle, path)

@@ -26,7 +26,7 @@ from benchmarks.harness import new_table, parse_arguments, show, write_json
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
-from penstock.workers.protocols import Sampling
+from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.publication.publication import reclaim, write_publication
 from penstock.workers.weights.streaming.engine_calls import LoopEngines
@@ -122,7 +122,7 @@ async def measure(
     """Measure all rounds of one transport. The first is left out: it allocates."""
     on_gpu = trainer.device.type == "cuda"
     config = RolloutConfig(dtype="bfloat16", num_gpus_per_worker=1 if on_gpu else 0, **ENGINE)
-    engine = VllmEngine(config, str(model_path), num_threads=1, transport=name)
+    engine = VllmEngine(EngineSpec(config, str(model_path), transport=name))
     rounds = []
     async with connected(name, trainer, engine, root, gpu) as transport:
         for version in range(1, num_rounds + 2):

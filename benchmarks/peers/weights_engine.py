@@ -25,7 +25,7 @@ os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the naive side sends th
 
 from benchmarks.peers.channel import Channel
 from penstock.conf.rollout import RolloutConfig
-from penstock.workers.protocols import Publication, Sampling
+from penstock.workers.protocols import EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 
 BEFORE_PAUSE = ("open", "prepare", "verify")
@@ -65,7 +65,7 @@ class Engine:
             kv_cache_gib=0.25,
             start_timeout_s=900,
         )
-        self.engine = VllmEngine(config, arguments.model, num_threads=2, phase_timeout_s=600)
+        self.engine = VllmEngine(EngineSpec(config, arguments.model, num_threads=2, phase_timeout_s=600))
         self._ray = arguments.ray
 
     async def load(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from penstock.conf.errors import PartnerGone
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
-from penstock.workers.protocols import Completion, Sampling
+from penstock.workers.protocols import Completion, EngineSpec, Sampling
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.worker import RolloutWorker
@@ -190,7 +190,7 @@ def test_who_drains_finishes_what_it_can_in_time_and_gives_back_the_rest(drain_s
 
 def test_an_actor_whose_store_was_killed_serves_the_next(tmp_path: Path) -> None:
     config = RolloutConfig(engine="scripted", sampling=SamplingConfig(max_tokens=3))
-    spec = RolloutSpec("Rollout-1", config, "", 1, 0, group_size=2)
+    spec = RolloutSpec("Rollout-1", EngineSpec(config), 0, group_size=2)
 
     async def body() -> dict[str, Any]:
         rollout = Rollout(spec)

@@ -7,19 +7,16 @@ call after each training step; `generate` serves evaluation and the imperative A
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from penstock.conf.rollout import RolloutConfig
-from penstock.conf.trainer import LoraConfig
-from penstock.conf.weights import WeightsConfig
 from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
 from penstock.store.epoch import Epoch
 from penstock.workers.concurrent_tasks import run_all
 from penstock.workers.processes import ProcessId, register
 from penstock.workers.progress import ASLEEP, LOADING, SERVING, Phases, Progress
-from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.metered import MeteredEngine, ThreadedEngine, seconds_per_token
 from penstock.workers.rollout.worker import RolloutWorker
@@ -36,19 +33,11 @@ class RolloutSpec:
     """The specification that a rollout actor is made from. Plain data, so that it can be sent through Ray."""
 
     name: str
-    config: RolloutConfig
-    model_path: str
-    num_threads: int
+    engine: EngineSpec
     seed: int
     group_size: int
     greedy: bool = False
     """True if the greedy stage is served as well."""
-    transport: str = "shm"
-    """Transport of new weights: `conf/weights.py`."""
-    adapter: LoraConfig | None = None
-    """Kind of the adapters that are published; None: whole models are."""
-    phase_timeout_s: float = WeightsConfig.phase_timeout_s
-    """Seconds that each phase of a weight sync may take."""
     num_peers: int = 1
     """Engines that start with this one, itself included: they share the groups from the start."""
     pulls: bool = True
@@ -66,16 +55,7 @@ class Rollout:
         self._epoch = Epoch()
         self._phases = Phases()
         meters = exported(spec.origin) if spec.origin is not None else None
-        self._receiver = make_engine(
-            spec.config,
-            spec.model_path,
-            num_threads=spec.num_threads,
-            transport=spec.transport,
-            adapter=spec.adapter,
-            phase_timeout_s=spec.phase_timeout_s,
-            by_priority=not spec.pulls,
-            meters=meters,
-        )
+        self._receiver = make_engine(replace(spec.engine, by_priority=not spec.pulls), meters)
         self._engine = MeteredEngine(self._receiver, meters) if meters is not None else self._receiver
         self._workers = [self._worker(greedy) for greedy in ((False, True) if spec.greedy else (False,))]
         self._serving = Serving(self._serve)
@@ -162,7 +142,7 @@ class Rollout:
 
     async def try_threads(self, counts: Sequence[int], num_groups: int) -> dict[int, float]:
         """Measure how many seconds a token takes, by threads, where so many groups are decoded together."""
-        seed = 0 if self._spec.config.sampling.seeded else None
+        seed = 0 if self._spec.engine.config.sampling.seeded else None
         return await seconds_per_token(self._threaded, counts, num_groups, self._spec.group_size, seed)
 
     async def use_threads(self, num_threads: int) -> None:

@@ -20,10 +20,7 @@ from typing import Any
 import torch
 
 from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, PromptRefused, WeightError, WorkerDied
-from penstock.conf.rollout import RolloutConfig
-from penstock.conf.trainer import LoraConfig
-from penstock.conf.weights import WeightsConfig
-from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
+from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
@@ -43,26 +40,11 @@ class _Response:
 class HfEngine:
     """Lifecycle: `start`, then `generate` and `load` in any order and concurrency, then `close`."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_path: str,
-        *,
-        num_threads: int = 1,
-        version: int = 0,
-        adapter: LoraConfig | None = None,
-        phase_timeout_s: float = WeightsConfig.phase_timeout_s,
-    ) -> None:
-        """`version`: of the weights in `model_path`. `adapter`: publications are adapters of this kind.
-        `phase_timeout_s`: limit of each phase of a weight sync."""
-        self._adapter = adapter
-        self._phase_timeout_s = phase_timeout_s
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec, self._config, self._adapter = spec, spec.config, spec.adapter
+        self._version = spec.version
         self._base: dict[str, torch.Tensor] = {}
         """Starting weights that adapters change."""
-        self._config = config
-        self._model_path = model_path
-        self._num_threads = num_threads
-        self._version = version
         self._model: Any = None
         self._tokenizer: Any = None
         self._eos_ids: frozenset[int] = frozenset()
@@ -103,11 +85,11 @@ class HfEngine:
         self._interrupts.append((lambda: self._exchange(mapped, publication.version), done))
         executor.submit(self._run_interrupts)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(done), self._phase_timeout_s)
+            await asyncio.wait_for(asyncio.wrap_future(done), self._spec.phase_timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"weight sync to version {publication.version}, phase load: the hf engine did not reach "
-                f"the end of a decode step within {self._phase_timeout_s:g} s. Raise weights.phase_timeout_s."
+                f"the end of a decode step within {self._spec.phase_timeout_s:g} s. Raise weights.phase_timeout_s."
             ) from None
 
     async def sleep(self) -> None:
@@ -140,13 +122,15 @@ class HfEngine:
         """Load model and tokenizer into this process; `start` does it in the engine's own thread."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        torch.set_num_threads(self._num_threads)  # holds for the calling thread, so it is set in the one that computes
+        torch.set_num_threads(
+            self._spec.num_threads
+        )  # holds for the calling thread, so it is set in the one that computes
         dtype = getattr(torch, self._config.dtype)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._model_path)
-            self._model = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=dtype).eval()
+            self._tokenizer = AutoTokenizer.from_pretrained(self._spec.model_path)
+            self._model = AutoModelForCausalLM.from_pretrained(self._spec.model_path, dtype=dtype).eval()
         except (OSError, ValueError) as error:
-            raise ModelError(f"model.path={self._model_path}: the hf engine cannot load it: {error}") from None
+            raise ModelError(f"model.path={self._spec.model_path}: the hf engine cannot load it: {error}") from None
         if self._config.num_gpus_per_worker:
             self._model.to("cuda")
         generation = self._model.generation_config.eos_token_id
@@ -258,7 +242,7 @@ class HfEngine:
         strange = sorted(name for name, shape in shapes.items() if name not in state or state[name].shape != shape)
         if missing or strange:
             raise WeightError(
-                f"{mapped.manifest.file}: not the model that the engine serves ({self._model_path}): "
+                f"{mapped.manifest.file}: not the model that the engine serves ({self._spec.model_path}): "
                 f"lacks {missing[:5] or 'nothing'}, has unknown or misshapen {strange[:5] or 'nothing'}."
             )
         return mapped

@@ -25,11 +25,9 @@ from penstock.conf.errors import (
     PromptRefused,
     WeightError,
 )
-from penstock.conf.rollout import RolloutConfig
-from penstock.conf.weights import WeightsConfig
 from penstock.metering.meters import Meters
 from penstock.metering.table import ROLLOUT_LOAD_PHASES
-from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
+from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
 from penstock.workers.rollout.vllm_conversion import (
     Opened,
     completion_of,
@@ -59,28 +57,10 @@ class VllmEngine(VllmProcesses):
     serves weights that it does not know.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_path: str,
-        *,
-        num_threads: int,
-        version: int = 0,
-        transport: str = "shm",
-        phase_timeout_s: float = WeightsConfig.phase_timeout_s,
-        by_priority: bool = False,
-        meters: Meters | None = None,
-    ) -> None:
-        """`version`: of the weights in `model_path`. `num_threads`: CPU threads of the forward pass (CPU build).
-        `transport`: of weights (`conf/weights.py`). `phase_timeout_s`: limit of a phase of a weight sync.
-        `by_priority`: waiting requests of the lowest `Sampling.priority` are served first. `meters`: for vLLM's
-        statistics after each step; None: it gathers none."""
-        super().__init__(
-            config, model_path, num_threads=num_threads, transport=transport, by_priority=by_priority, meters=meters
-        )
-        self._version = version
-        self._phase_timeout_s = phase_timeout_s
-        self._inbox = Inbox(phase_timeout_s)
+    def __init__(self, spec: EngineSpec, meters: Meters | None = None) -> None:
+        super().__init__(spec, meters)
+        self._version = spec.version
+        self._inbox = Inbox(spec.phase_timeout_s)
         self._tokenizer: Any = None
         self._request_ids = itertools.count()
         self._in_flight = 0
@@ -150,7 +130,7 @@ class VllmEngine(VllmProcesses):
         does."""
         self._check_alive()
         call = self._llm.init_weight_transfer_engine(init_request(init_info))
-        await self._in_time("connecting to the trainer", call, self._phase_timeout_s, PHASE_KEY)
+        await self._in_time("connecting to the trainer", call, self._spec.phase_timeout_s, PHASE_KEY)
 
     async def deliver(self, part: Part) -> None:
         """Take a part of a streamed version; returns when it is loaded, or raises why not."""
@@ -164,13 +144,13 @@ class VllmEngine(VllmProcesses):
         self._awake.clear()
         if shares_gpu(self._config):
             self._has_weights = False
-            await self._in_time("sleep", self._llm.sleep(level=1), self._phase_timeout_s, PHASE_KEY)
+            await self._in_time("sleep", self._llm.sleep(level=1), self._spec.phase_timeout_s, PHASE_KEY)
 
     async def wake(self) -> None:
         self._check_alive()
         if shares_gpu(self._config):
             tags = ["kv_cache"] if self._has_weights else None
-            await self._in_time("wake", self._llm.wake_up(tags), self._phase_timeout_s, PHASE_KEY)
+            await self._in_time("wake", self._llm.wake_up(tags), self._spec.phase_timeout_s, PHASE_KEY)
         self._has_weights = True
         self._awake.set()
 
@@ -184,7 +164,7 @@ class VllmEngine(VllmProcesses):
         """Compute with this number of threads from the next decode step on. For the CPU build."""
         self._check_alive()
         call = self._llm.collective_rpc("use_threads", args=(num_threads,))
-        await self._in_time(f"use of {num_threads} threads", call, self._phase_timeout_s, PHASE_KEY)
+        await self._in_time(f"use of {num_threads} threads", call, self._spec.phase_timeout_s, PHASE_KEY)
 
     async def version(self) -> int:
         """The version that the engine process reports."""
@@ -323,7 +303,7 @@ class VllmEngine(VllmProcesses):
     async def _phase(self, delivery: Delivery, name: str, call: Awaitable[T]) -> T:
         phase = f"weight sync to version {delivery.version}, phase {name}"
         start = time.perf_counter()
-        result = await self._in_time(phase, call, self._phase_timeout_s, PHASE_KEY)
+        result = await self._in_time(phase, call, self._spec.phase_timeout_s, PHASE_KEY)
         seconds = time.perf_counter() - start
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
         if self._meters is not None:

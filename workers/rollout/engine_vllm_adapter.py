@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import ConfigError, WeightError
-from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
-from penstock.conf.weights import WeightsConfig
 from penstock.metering.meters import Meters
-from penstock.workers.protocols import Publication
+from penstock.workers.protocols import EngineSpec, Publication
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.rollout.vllm_conversion import Opened, adapter_arguments
+from penstock.workers.rollout.vllm_conversion import Opened
 from penstock.workers.weights.publication.adapter import CONFIG_NAME, FILE_NAME, layer_shapes, layout_of, peft_config
 from penstock.workers.weights.publication.layout import Layout
 from penstock.workers.weights.publication.reading import MappedWeights, mapped_publication
@@ -36,23 +34,12 @@ NAME, NUMBER = "policy", 1
 class VllmAdapterEngine(VllmEngine):
     """Lifecycle and failures are those of `VllmEngine`; publications are of adapters of one kind."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_path: str,
-        adapter: LoraConfig,
-        *,
-        num_threads: int,
-        version: int = 0,
-        phase_timeout_s: float = WeightsConfig.phase_timeout_s,
-        by_priority: bool = False,
-        meters: Meters | None = None,
-    ) -> None:
-        """`adapter`: the trainer's. The other arguments are `VllmEngine`'s."""
-        options: dict[str, Any] = {"version": version, "phase_timeout_s": phase_timeout_s, "by_priority": by_priority}
-        super().__init__(config, model_path, num_threads=num_threads, meters=meters, **options)
-        self._adapter = adapter
-        self._folder = AdapterFolder(adapter)
+    def __init__(self, spec: EngineSpec, meters: Meters | None = None) -> None:
+        """`spec`: with an adapter, the trainer's."""
+        super().__init__(spec, meters)
+        assert spec.adapter is not None
+        self._adapter = spec.adapter
+        self._folder = AdapterFolder(spec.adapter)
         self._layers: dict[str, tuple[int, int]] = {}
         """Shapes `(out, in)` of the layers that the adapter changes."""
 
@@ -60,13 +47,10 @@ class VllmAdapterEngine(VllmEngine):
         await super().close()
         self._folder.remove()
 
-    def _arguments(self) -> dict[str, Any]:
-        return super()._arguments() | adapter_arguments(self._adapter)
-
     async def _create(self) -> None:
         from penstock.workers.adapted_layers import adapted_layers
 
-        self._layers = await asyncio.to_thread(adapted_layers, self._model_path, self._adapter)
+        self._layers = await asyncio.to_thread(adapted_layers, self._spec.model_path, self._adapter)
         self._folder.stage_zeros(self._version, layout_of(self._layers, self._adapter, self._config.dtype))
         await super()._create()
         call = self._llm.add_lora(self._lora_request())
@@ -75,7 +59,7 @@ class VllmAdapterEngine(VllmEngine):
         except WeightError as error:
             raise ConfigError(
                 f"trainer.lora.publish=adapter: vLLM cannot serve one of trainer.lora.target_modules="
-                f"{self._adapter.target_modules} with {self._model_path}: {error} Name other layers, or set "
+                f"{self._adapter.target_modules} with {self._spec.model_path}: {error} Name other layers, or set "
                 "trainer.lora.publish=merged."
             ) from None
 
@@ -96,7 +80,7 @@ class VllmAdapterEngine(VllmEngine):
         if layer_shapes(mapped.manifest, self._adapter) != self._layers:
             raise WeightError(
                 f"{mapped.manifest.file}: not an adapter of the layers {self._adapter.target_modules} of "
-                f"{self._model_path}, which the engine serves. Trainer and engines must have the same model.path and "
+                f"{self._spec.model_path}, which the engine serves. Trainer and engines must have the same model.path and "
                 "trainer.lora.target_modules."
             )
         await self._phase(publication, "stage", asyncio.to_thread(self._folder.stage, mapped))

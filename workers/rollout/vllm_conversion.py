@@ -17,7 +17,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import VLLM_LORA_RANKS
 from penstock.workers.cpu import SETTINGS
-from penstock.workers.protocols import Completion, Sampled, Sampling
+from penstock.workers.protocols import Completion, EngineSpec, Sampled, Sampling
 from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.transport import Info, vllm_backend
 
@@ -29,26 +29,27 @@ CPU_BLOCK_TOKENS = 32
 WORKER_THREADS = "penstock.workers.rollout.vllm_threads.WorkerThreads"
 
 
-def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "shm") -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`. `transport`: of weights. Imports vLLM. Raises `ConfigError` for an option
-    that vLLM does not know."""
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`. Imports vLLM. Raises `ConfigError` for an option that vLLM does not
+    know."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
 
+    config = spec.config
     known = {field.name for field in fields(AsyncEngineArgs)}
     for name in config.engine_options.keys() - known:
         near = ", ".join(get_close_matches(name, known, n=3))
         hint = f" Near it: {near}." if near else ""
         raise ConfigError(f"rollout.engine_options.{name}: this vLLM has no such argument of AsyncEngineArgs.{hint}")
     arguments: dict[str, Any] = {
-        "model": model_path,
+        "model": spec.model_path,
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_concurrent_samples,
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": WeightTransferConfig(backend=vllm_backend(transport)),
+        "weight_transfer_config": WeightTransferConfig(backend=vllm_backend(spec.transport)),
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -66,7 +67,10 @@ def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "s
         arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, config.max_model_len)
     # By itself it would have Ray start its processes, as it finds its actor in a placement group.
     arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
-    return arguments | config.engine_options
+    if spec.by_priority:
+        arguments["scheduling_policy"] = "priority"
+    arguments |= config.engine_options
+    return arguments | adapter_arguments(spec.adapter) if spec.adapter is not None else arguments
 
 
 def adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
@@ -81,17 +85,17 @@ def shares_gpu(config: RolloutConfig) -> bool:
 
 
 @contextmanager
-def vllm_environment(config: RolloutConfig, model_path: str, num_threads: int) -> Iterator[None]:
+def vllm_environment(spec: EngineSpec) -> Iterator[None]:
     """Set environment variables for the import of vLLM and for the processes that it starts; put them back afterwards.
 
     What the user has set stays as it is, but for the number of threads.
     """
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    if Path(model_path).is_dir():
+    if Path(spec.model_path).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
     values = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    if not config.num_gpus_per_worker:
-        values |= _cpu_environment(config, num_threads)
+    if not spec.config.num_gpus_per_worker:
+        values |= _cpu_environment(spec)
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -104,7 +108,7 @@ def vllm_environment(config: RolloutConfig, model_path: str, num_threads: int) -
                 os.environ[name] = value
 
 
-def _cpu_environment(config: RolloutConfig, num_threads: int) -> dict[str, str]:
+def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
     """The environment of the CPU build: threads as asked for and bound nowhere, since trainer and engine share the
     cores; waiting threads sleep at once: ones that spin make two processes on the same cores several times slower.
 
@@ -113,11 +117,11 @@ def _cpu_environment(config: RolloutConfig, num_threads: int) -> dict[str, str]:
     satisfies vLLM's check; `AsyncLLM` starts its engine process all the same.
     """
     values = {
-        "OMP_NUM_THREADS": str(max(1, num_threads)),
+        "OMP_NUM_THREADS": str(max(1, spec.num_threads)),
         "OMP_WAIT_POLICY": SETTINGS["OMP_WAIT_POLICY"],
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    if config.tensor_parallel_size == 1:
+    if spec.config.tensor_parallel_size == 1:
         values["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return values
 

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
-from penstock.conf.rollout import RolloutConfig
 from penstock.metering.meters import Meters
+from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.vllm_conversion import engine_arguments, vllm_environment
 
 T = TypeVar("T")
@@ -40,23 +40,9 @@ class VllmProcesses:
     """Base of the engines. Lifecycle: `_build` once, `_in_time` for each call, `close`. Once they are broken, they are
     of no use any more."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_path: str,
-        *,
-        num_threads: int,
-        transport: str,
-        by_priority: bool,
-        meters: Meters | None,
-    ) -> None:
-        """Arguments as those of `VllmEngine`."""
-        self._config = config
-        self._model_path = model_path
-        self._num_threads = num_threads
-        self._transport = transport
-        self._by_priority = by_priority
-        self._meters = meters
+    def __init__(self, spec: EngineSpec, meters: Meters | None = None) -> None:
+        """`meters`: for vLLM's statistics after each step; None: it gathers none."""
+        self._spec, self._config, self._meters = spec, spec.config, meters
         self._llm: Any = None
         self._stats: Any = None
         """The `VllmStats`, once the engine is started with meters."""
@@ -66,23 +52,19 @@ class VllmProcesses:
 
     def _build(self) -> None:
         """Start them. Raises `ResourceError`."""
-        with self._output.captured(), vllm_environment(self._config, self._model_path, self._num_threads):
+        with self._output.captured(), vllm_environment(self._spec):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             try:
-                arguments = AsyncEngineArgs(**self._arguments())
+                arguments = AsyncEngineArgs(**engine_arguments(self._spec))
                 self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=self._stat_loggers())
             except (RuntimeError, ValueError, OSError) as error:
                 told = explained(str(error), self._output.tail())
                 raise ResourceError(
-                    f"the vLLM engine for {self._model_path} did not start: {told}\nIts memory is set by "
+                    f"the vLLM engine for {self._spec.model_path} did not start: {told}\nIts memory is set by "
                     "rollout.kv_cache_gib and rollout.max_model_len, on a GPU by rollout.gpu_memory_utilization."
                 ) from None
-
-    def _arguments(self) -> dict[str, Any]:
-        arguments = engine_arguments(self._config, self._model_path, self._transport)
-        return {"scheduling_policy": "priority"} | arguments if self._by_priority else arguments
 
     def _stat_loggers(self) -> list[Any]:
         """The factories of stat loggers; vLLM gathers its statistics only where there is one."""
@@ -112,7 +94,7 @@ class VllmProcesses:
             return await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{what}: the vLLM engine for {self._model_path} did not answer within {timeout_s:g} s. Raise {key}, "
+                f"{what}: the vLLM engine for {self._spec.model_path} did not answer within {timeout_s:g} s. Raise {key}, "
                 "or see its log."
             ) from None
         except PenstockError:
@@ -125,12 +107,12 @@ class VllmProcesses:
     def _died(self, reason: object) -> WorkerDied:
         self._broken = self._broken or str(reason)
         told = explained(str(reason), self._output.tail())
-        return WorkerDied(f"the vLLM engine for {self._model_path} is gone: {told}")
+        return WorkerDied(f"the vLLM engine for {self._spec.model_path} is gone: {told}")
 
     def _check_alive(self) -> None:
         if self._broken is not None or self._llm is None:
             reason = self._broken or "it was never started"
-            raise WorkerDied(f"the vLLM engine for {self._model_path} is not serving: {reason}.")
+            raise WorkerDied(f"the vLLM engine for {self._spec.model_path} is not serving: {reason}.")
 
 
 class EngineOutput:

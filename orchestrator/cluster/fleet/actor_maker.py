@@ -22,6 +22,7 @@ from penstock.workers.attempts.actor import Environments, EnvironmentSpec
 from penstock.workers.compute.actor import Compute
 from penstock.workers.judging import JudgeSpec
 from penstock.workers.prompts.actor import Prompts
+from penstock.workers.protocols import EngineSpec
 from penstock.workers.reward.actor import Reward, RewardPlan
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.trainer.actor import Scorer, Trainer
@@ -126,10 +127,13 @@ class ActorMaker:
 
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self._config
+        engine = EngineSpec(
+            config.rollout, self.local(actor.name, self._model_path), self.threads_of(actor),
+            transport=choose_transport(config), phase_timeout_s=config.weights.phase_timeout_s,
+            adapter=config.trainer.lora if config.trainer.lora.publishes_adapter else None,
+        )  # fmt: skip
         return RolloutSpec(
-            actor.name, config.rollout, self.local(actor.name, self._model_path), self.threads_of(actor), config.seed,
-            self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")), choose_transport(config),
-            config.trainer.lora if config.trainer.lora.publishes_adapter else None, config.weights.phase_timeout_s,
+            actor.name, engine, config.seed, self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")),
             1 if actor.joins else sum(other.role == "rollout" and not other.joins for other in self._plan),
             pulls=not self._flow.has_environment,
             origin=self._origin_of(actor),

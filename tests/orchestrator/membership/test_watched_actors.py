@@ -57,9 +57,10 @@ def agent(make: Make, tmp_path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def rollout(make: Make) -> Any:
+    from penstock.workers.protocols import EngineSpec
     from penstock.workers.rollout.actor import Rollout, RolloutSpec
 
-    return make(Rollout, RolloutSpec("Rollout-1", RolloutConfig(engine="scripted"), "", 1, 0, 2))
+    return make(Rollout, RolloutSpec("Rollout-1", EngineSpec(RolloutConfig(engine="scripted")), 0, 2))
 
 
 def watched(liveness: Liveness, handle: Any, until: State) -> str:

@@ -16,7 +16,7 @@ from penstock.conf.run import RunConfig
 from penstock.workers.gateway.turn_sampler import turn_seed
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.tokenization import load_tokenizer
-from penstock.workers.protocols import Sampling
+from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.reward.functions import digits
 from penstock.workers.rollout.engine_hf import HfEngine
 from penstock.workers.rollout.worker import sample_seed
@@ -71,7 +71,7 @@ def train_in_two_turns(config: RunConfig, model_path: str) -> dict[str, torch.Te
 
 def _train(config: RunConfig, model_path: str, source: Any, sample: Sample, backward: Any) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
-    engine = HfEngine(config.rollout, model_path, num_threads=1)
+    engine = HfEngine(EngineSpec(config.rollout, model_path))
     engine.open_model()
     policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     use_fast_linears(policy.base_model)  # products by the same library: others are rounded in another way

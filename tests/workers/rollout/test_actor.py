@@ -4,14 +4,14 @@ import asyncio
 
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.progress import ASLEEP, LOADING, SERVING, STARTING, Progress
-from penstock.workers.protocols import Publication, Sampling
+from penstock.workers.protocols import EngineSpec, Publication, Sampling
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from tests.virtual_time import run_virtually
 
 
 def rollout(engine: ScriptedEngine) -> Rollout:
-    actor = Rollout(RolloutSpec("Rollout-0", RolloutConfig(engine="scripted"), "", 1, 0, 2))
+    actor = Rollout(RolloutSpec("Rollout-0", EngineSpec(RolloutConfig(engine="scripted")), 0, 2))
     actor._engine = engine
     return actor
 

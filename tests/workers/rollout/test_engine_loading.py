@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.protocols import Completion, Sampling
+from penstock.workers.protocols import Completion, EngineSpec, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.weights.publication.publication import write_publication
 
@@ -47,7 +47,7 @@ def served_after_load(model: Any, model_path: Path, root: Path, **settings: Any)
     publication = write_publication(root, 1, weights.items(), config.dtype)
 
     async def scenario() -> Completion:
-        engine = make_engine(config, str(model_path), num_threads=1)
+        engine = make_engine(EngineSpec(config, str(model_path)))
         await engine.start()
         try:
             await engine.load(publication)

@@ -26,7 +26,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.meters import Meters
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.protocols import Publication, Sampling
+from penstock.workers.protocols import EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.vllm_conversion import engine_arguments
 from penstock.workers.weights.publication.publication import write_publication
@@ -45,7 +45,7 @@ def publication(tmp_path: Path) -> Publication:
 def load(llm: FakeLLM, publication: Publication, *, in_flight: int = 0) -> tuple[VllmEngine, PenstockError | None]:
     """The engine after a load through `llm`, and what the load raised."""
     timeout_s = 0.2 if hang in llm.troubles.values() else 30.0
-    engine = VllmEngine(RolloutConfig(), "a-model", num_threads=1, phase_timeout_s=timeout_s)
+    engine = VllmEngine(EngineSpec(RolloutConfig(), "a-model", phase_timeout_s=timeout_s))
     engine._llm = llm
     engine._in_flight = in_flight
     try:
@@ -125,7 +125,7 @@ def test_prompts_wait_while_weights_are_exchanged(publication: Publication) -> N
         order.append("loaded")
 
     async def scenario() -> None:
-        engine = VllmEngine(RolloutConfig(), "a-model", num_threads=1)
+        engine = VllmEngine(EngineSpec(RolloutConfig(), "a-model"))
         engine._llm = FakeLLM(load=slow)
 
         async def request(*_: Any) -> Any:
@@ -145,14 +145,14 @@ def test_prompts_wait_while_weights_are_exchanged(publication: Publication) -> N
 
 
 def test_an_engine_that_was_never_started_says_so() -> None:
-    engine = VllmEngine(RolloutConfig(), "a-model", num_threads=1)
+    engine = VllmEngine(EngineSpec(RolloutConfig(), "a-model"))
     with pytest.raises(WorkerDied, match="never started"):
         asyncio.run(engine.generate([1], 1, Sampling()))
 
 
 def generating(llm: FakeLLM) -> tuple[VllmEngine, PenstockError]:
     """The engine after a request that fails, and how it did."""
-    engine = VllmEngine(RolloutConfig(), "a-model", num_threads=1)
+    engine = VllmEngine(EngineSpec(RolloutConfig(), "a-model"))
     engine._llm = llm
     with pytest.raises(PenstockError) as error:
         asyncio.run(engine.generate([1], 1, Sampling()))
@@ -192,7 +192,7 @@ def test_requests_that_fail_as_the_engine_is_gone_say_so() -> None:
 
 
 def test_a_model_that_is_not_there_is_a_resource_error(tmp_path: Path) -> None:
-    engine = VllmEngine(RolloutConfig(), str(tmp_path / "nothing"), num_threads=1)
+    engine = VllmEngine(EngineSpec(RolloutConfig(), str(tmp_path / "nothing")))
     with pytest.raises(ResourceError, match="did not start"):
         asyncio.run(engine.start())
 
@@ -200,7 +200,7 @@ def test_a_model_that_is_not_there_is_a_resource_error(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("warm_spawn")
 def test_an_engine_whose_process_fails_at_the_start_says_why_in_its_own_words(tiny_model: Path) -> None:
     """There is room for fewer tokens than one request may have."""
-    engine = VllmEngine(RolloutConfig(max_model_len=512, kv_cache_gib=1e-5), str(tiny_model), num_threads=1)
+    engine = VllmEngine(EngineSpec(RolloutConfig(max_model_len=512, kv_cache_gib=1e-5), str(tiny_model)))
     with pytest.raises(ResourceError) as raised:
         asyncio.run(engine.start())
     message = str(raised.value)
@@ -212,7 +212,7 @@ def test_an_engine_whose_process_fails_at_the_start_says_why_in_its_own_words(ti
 @pytest.mark.usefixtures("cold_spawn")
 def test_a_killed_engine_process_ends_requests_with_worker_died(tiny_model: Path) -> None:
     async def scenario() -> None:
-        engine = VllmEngine(RolloutConfig(max_model_len=512, kv_cache_gib=0.25), str(tiny_model), num_threads=1)
+        engine = VllmEngine(EngineSpec(RolloutConfig(max_model_len=512, kv_cache_gib=0.25), str(tiny_model)))
         before = {process.pid for process in psutil.Process().children()}
         await engine.start()
         started = {process.pid for process in psutil.Process().children()} - before
@@ -231,11 +231,11 @@ def test_a_killed_engine_process_ends_requests_with_worker_died(tiny_model: Path
 
 def test_ones_own_options_reach_vllm_and_unknown_ones_are_told_with_near_ones() -> None:
     options = {"enable_prefix_caching": False, "max_num_batched_tokens": 2048}
-    arguments = engine_arguments(RolloutConfig(engine_options=options), "a-model")
+    arguments = engine_arguments(EngineSpec(RolloutConfig(engine_options=options), "a-model"))
     assert {name: arguments[name] for name in options} == options
     assert arguments["dtype"] == "float32"
     with pytest.raises(ConfigError, match=r"engine_options.enable_prefix_cache: .* Near it: .*enable_prefix_caching"):
-        engine_arguments(RolloutConfig(engine_options={"enable_prefix_cache": False}), "a-model")
+        engine_arguments(EngineSpec(RolloutConfig(engine_options={"enable_prefix_cache": False}), "a-model"))
 
 
 def test_a_response_has_the_structure_that_was_asked_for(tmp_path: Path) -> None:
@@ -245,9 +245,8 @@ def test_a_response_has_the_structure_that_was_asked_for(tmp_path: Path) -> None
     asked: list[dict[str, Any]] = [{"regex": "[a-c]{3}"}, {"choice": ["yes", "no"]}, {"json": schema}]
 
     async def scenario() -> tuple[list[Any], list[str]]:
-        engine = VllmEngine(
-            RolloutConfig(kv_cache_gib=0.1, max_model_len=128), str(tmp_path), num_threads=1, by_priority=True
-        )
+        config = RolloutConfig(kv_cache_gib=0.1, max_model_len=128)
+        engine = VllmEngine(EngineSpec(config, str(tmp_path), by_priority=True))
         await engine.start()
         try:
             sampling = Sampling(max_tokens=100, seed=1, priority=3)

@@ -17,7 +17,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.adapted_layers import adapted_layers
-from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
 from penstock.workers.rollout.vllm_conversion import adapter_arguments
 from penstock.workers.trainer.trainer import PolicyTrainer
@@ -68,7 +68,7 @@ def adapter_of(model: Path, root: Path, config: LoraConfig, version: int = 1) ->
 
 def made(llm: FakeAdapterLLM, model: Path, *, in_flight: int = 0) -> VllmAdapterEngine:
     """An engine as `start` leaves it, around `llm`."""
-    engine = VllmAdapterEngine(RolloutConfig(), str(model), LORA, num_threads=1)
+    engine = VllmAdapterEngine(EngineSpec(RolloutConfig(), str(model), adapter=LORA))
     engine._build = lambda: setattr(engine, "_llm", llm)  # type: ignore[method-assign]
     asyncio.run(engine._create())
     llm.calls.clear()
@@ -230,9 +230,8 @@ def test_versions_in_turn_say_what_the_trainer_says_and_what_merged_weights_say(
     sampling = Sampling(max_tokens=24, seed=5, ignore_eos=True)
 
     async def scenario() -> None:
-        engine = VllmAdapterEngine(
-            RolloutConfig(max_model_len=128, kv_cache_gib=0.25), str(tiny_model), LORA, num_threads=1
-        )
+        config = RolloutConfig(max_model_len=128, kv_cache_gib=0.25)
+        engine = VllmAdapterEngine(EngineSpec(config, str(tiny_model), adapter=LORA))
         await engine.start()
         try:
             before = await engine.generate(PROMPT, 4, sampling)
@@ -261,9 +260,8 @@ def test_a_sequence_in_flight_since_before_the_first_adapter_goes_on_under_it(ti
     trainer = PolicyTrainer(TrainerConfig(lora=LORA, optimizer=OptimizerConfig(lr=3e-2)), str(tiny_model))
 
     async def scenario() -> Completion:
-        engine = VllmAdapterEngine(
-            RolloutConfig(max_model_len=512, kv_cache_gib=0.25), str(tiny_model), LORA, num_threads=1
-        )
+        config = RolloutConfig(max_model_len=512, kv_cache_gib=0.25)
+        engine = VllmAdapterEngine(EngineSpec(config, str(tiny_model), adapter=LORA))
         await engine.start()
         try:
             sampling = Sampling(max_tokens=480, seed=5, ignore_eos=True)

@@ -24,7 +24,7 @@ from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.prompts.tokenization import load_tokenizer
-from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trajectory import Trajectory, row_columns, segments_of
@@ -116,7 +116,7 @@ def test_the_trainer_agrees_on_every_token_of_every_version(tmp_path: Path) -> N
 
     async def scenario() -> tuple[TurnSampler, Engines]:
         config = RolloutConfig(max_model_len=2048, kv_cache_gib=0.25)
-        engine = VllmEngine(config, str(tmp_path / "v0"), num_threads=1)
+        engine = VllmEngine(EngineSpec(config, str(tmp_path / "v0")))
         await engine.start()
         engines = Engines(engine)
         sampler = TurnSampler(engines, TemplateFormat(tokenizer), ATTEMPT, TurnLimits(100, 100_000, 2048))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.conf.rollout import RolloutConfig
+from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.publication.publication import write_publication
 from penstock.workers.weights.trainer_side import make_transport
@@ -69,7 +70,7 @@ def make_side(host_memory: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         made = []
         for model in models:
             config = RolloutConfig(num_gpus_per_worker=num_gpus_per_worker)
-            engine = VllmEngine(config, "a-model", num_threads=1, transport=name, phase_timeout_s=timeout_s)
+            engine = VllmEngine(EngineSpec(config, "a-model", transport=name, phase_timeout_s=timeout_s))
             engine._llm, engine._in_flight = LoadingLLM(worker(name, model), troubles), in_flight
             monkeypatch.setattr(engine, "deliver", noting(part_bytes, engine.deliver))
             made.append(engine)

@@ -11,6 +11,7 @@ from penstock.conf.errors import WeightError
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.fresh_model import build_fresh_model
+from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.streaming.senders import _portable
 from penstock.workers.weights.transport import Part, StreamedVersion
@@ -29,7 +30,7 @@ def test_handles_reach_the_process_of_a_real_engine(tmp_path: Path) -> None:
     }  # fmt: skip
 
     async def run() -> list[Any]:
-        engine = VllmEngine(config, str(tmp_path), num_threads=1, transport="ipc")
+        engine = VllmEngine(EngineSpec(config, str(tmp_path), transport="ipc"))
         await engine.start()
         try:
             await engine.connect({"packed": True})
