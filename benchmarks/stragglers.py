@@ -24,7 +24,7 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import RolloutWorker
+from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
 
 NUM_ENGINES, GROUPS, SAMPLES, MEDIAN_TOKENS, SPREAD = 4, 16, 4, 100, 0.4
 TOKENS_PER_S = 500.0
@@ -67,15 +67,7 @@ def make_engine(number: int, slower: float) -> ScriptedEngine:
 
 def make_worker(number: int, engine: ScriptedEngine, room: int) -> RolloutWorker:
     sampling = Sampling(max_tokens=10 * MEDIAN_TOKENS)
-    return RolloutWorker(
-        engine,
-        sampling,
-        f"Rollout-{number}",
-        seed=1,
-        num_samples=SAMPLES,
-        max_concurrent_samples=room * SAMPLES,
-        num_workers=NUM_ENGINES,
-    )
+    return RolloutWorker(engine, GroupIntake(f"Rollout-{number}", sampling, 1, SAMPLES, room * SAMPLES, NUM_ENGINES))
 
 
 async def run(factor: float, case: str, num_steps: int, first_prompt: int) -> dict[str, Any]:

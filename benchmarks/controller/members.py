@@ -22,7 +22,7 @@ from penstock.workers.processes import ProcessId
 from penstock.workers.progress import IDLE, LOADING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import RolloutWorker
+from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
 from penstock.workers.serving import Serving
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
@@ -149,11 +149,11 @@ class PlayedEngine(Serves):
         random = Random(seed)
         time_model = TimeModel(tokens_per_s=TOKENS_PER_S, load_s=LOAD_S)
         self._engine = ScriptedEngine(time_model, length=lambda *_: random.randint(*TOKENS))
-        self._worker = RolloutWorker(
-            self._engine, Sampling.of(config.rollout.sampling), name, config.seed,
-            num_samples=config.algorithm.group_size, max_concurrent_samples=config.rollout.max_concurrent_samples,
-            num_workers=config.rollout.least_workers,
+        intake = GroupIntake(
+            name, Sampling.of(config.rollout.sampling), config.seed, config.algorithm.group_size,
+            config.rollout.max_concurrent_samples, config.rollout.least_workers,
         )  # fmt: skip
+        self._worker = RolloutWorker(self._engine, intake)
         super().__init__(self._worker.run)
 
     async def load(self, publication: Publication, epoch: int) -> None:

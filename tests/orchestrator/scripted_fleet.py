@@ -42,7 +42,7 @@ from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import RolloutWorker
+from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
 from penstock.workers.serving import Serving
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from tests.orchestrator.one_machine import OneMachine
@@ -148,10 +148,8 @@ class Rollout(Member):
     ) -> None:
         self._pause = pause
         self.engine = ScriptedEngine(TimeModel(tokens_per_s=10.0), length=lambda *_: int(random.paretovariate(1.2) * 3))
-        self.worker = RolloutWorker(
-            self.engine, Sampling.of(config.rollout.sampling), name, 0, num_samples=group_size,
-            max_concurrent_samples=config.rollout.max_concurrent_samples, num_workers=num_peers,
-        )  # fmt: skip
+        sampling, most = Sampling.of(config.rollout.sampling), config.rollout.max_concurrent_samples
+        self.worker = RolloutWorker(self.engine, GroupIntake(name, sampling, 0, group_size, most, num_peers))
         self._serving = Serving(self.worker.run)
 
     async def run(self, store: Any) -> None:

@@ -14,7 +14,7 @@ from penstock.store.service.store import Store
 from penstock.workers.protocols import Completion, EngineSpec, Sampling
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import RolloutWorker
+from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
 from penstock.workers.serving import Serving
 from tests.store.driver import make_spec
 from tests.store.own_process import store_process
@@ -140,7 +140,7 @@ class Watched(ScriptedEngine):
 def test_an_engine_goes_on_with_another_store_and_gives_up_what_was_in_flight() -> None:
     async def body(first: Store, client: StoreClient) -> None:
         engine = Watched(TimeModel(latency_s=0.2))
-        worker = RolloutWorker(engine, Sampling(max_tokens=3), "Rollout-1", 0, num_samples=2, max_concurrent_samples=4)
+        worker = RolloutWorker(engine, GroupIntake("Rollout-1", Sampling(max_tokens=3), 0, 2, 4))
         serving = Serving(worker.run)
         before = asyncio.create_task(serving.run(first))
         await client.put_groups([group(), group()])
@@ -167,7 +167,7 @@ def test_who_drains_finishes_what_it_can_in_time_and_gives_back_the_rest(drain_s
 
     async def body(store: Store, client: StoreClient) -> None:
         engine = Watched(TimeModel(latency_s=0.2))
-        worker = RolloutWorker(engine, Sampling(max_tokens=3), "Rollout-1", 0, num_samples=2, max_concurrent_samples=8)
+        worker = RolloutWorker(engine, GroupIntake("Rollout-1", Sampling(max_tokens=3), 0, 2, 8))
         serving = Serving(worker.run)
         running = asyncio.create_task(serving.run(store))
         await client.put_groups([group(), group()])

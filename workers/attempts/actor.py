@@ -14,7 +14,7 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.ray_export import Origin, exported
 from penstock.workers.attempts.runner import Played, Runner
-from penstock.workers.attempts.worker import EnvironmentWorker
+from penstock.workers.attempts.worker import AttemptColumns, EnvironmentWorker
 from penstock.workers.contained import containing
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
@@ -29,6 +29,7 @@ from penstock.workers.processes import ProcessId, children, end_children, regist
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Sampling
+from penstock.workers.rollout.worker import GroupIntake
 from penstock.workers.serving import Serving
 
 ERROR_WINDOW = 100
@@ -48,10 +49,7 @@ class EnvironmentSpec:
     """Directory of the tokenizer."""
     seed: int
     group_size: int
-    writes: tuple[str, ...]
-    """Columns that the stage writes."""
-    reward_column: str = "reward"
-    """Column of the environment's reward."""
+    columns: AttemptColumns
     imports: tuple[str, ...] = ()
     num_peers: int = 1
     """Number of environment actors, itself included."""
@@ -101,12 +99,12 @@ class Environments:
             environment, config, make_sampler, self._keys, counts=self._counts, meters=exported(spec.origin)
         )  # fmt: skip
         sampling = spec.rollout.sampling
-        self._worker = EnvironmentWorker(
-            self._runner, Sampling.of(sampling), spec.name, spec.seed if sampling.seeded else None,
-            num_attempts=spec.group_size, max_attempts=config.max_attempts, num_workers=spec.num_peers,
-            writes=spec.writes, reward_column=spec.reward_column,
-            errors=ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment"),
+        intake = GroupIntake(
+            spec.name, Sampling.of(sampling), spec.seed if sampling.seeded else None,
+            spec.group_size, config.max_attempts, spec.num_peers,
         )  # fmt: skip
+        errors = ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment")
+        self._worker = EnvironmentWorker(self._runner, intake, errors, spec.columns)
         self._phases.enter(SERVING)
 
     async def engines(self, members: Sequence[tuple[str, Any]]) -> None:

@@ -5,50 +5,44 @@
 The loop is `rollout/worker.py`'s.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.conf.errors import LeaseExpired
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
-from penstock.store.errors import LeaseSuperseded
 from penstock.workers.attempts.runner import Runner
 from penstock.workers.environments.task import Task
 from penstock.workers.error_share import ErrorShare
 from penstock.workers.protocols import Sampling
-from penstock.workers.rollout.worker import STAGE, GroupLoop, sample_seed
+from penstock.workers.rollout.worker import STAGE, GroupIntake, GroupLoop, Written
 from penstock.workers.trajectory import FAILED, Trajectory, row_columns
+
+
+@dataclass(frozen=True)
+class AttemptColumns:
+    """The columns that attempts are written to."""
+
+    names: Sequence[str] | None = None
+    """Columns of the stage; None: all that a trajectory has."""
+    reward: str = "reward"
+    """Column of the environment's reward."""
+
+    def of(self, attempts: Sequence[Trajectory]) -> dict[str, list[Any]]:
+        """The values of the columns, an entry for each attempt; each has at least one turn."""
+        columns = row_columns(attempts, self.reward)
+        return {name: values for name, values in columns.items() if self.names is None or name in self.names}
 
 
 class EnvironmentWorker:
     """Lifecycle: `run` returns when the store is closed; then it may be called with another. `stats` at any time."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        sampling: Sampling,
-        name: str,
-        seed: int | None,
-        *,
-        num_attempts: int,
-        max_attempts: int,
-        errors: ErrorShare,
-        num_workers: int = 1,
-        writes: Sequence[str] | None = None,
-        reward_column: str = "reward",
-    ) -> None:
-        """`seed`: of the run, None for unseeded sampling. `num_attempts`: in a group. `max_attempts`: run concurrently.
-        `writes`: columns of the stage; None: all that a trajectory has."""
-        self._runner, self._sampling, self._seed = runner, sampling, seed
-        self._errors, self._writes, self._reward_column = errors, writes, reward_column
-        self._loop = GroupLoop(
-            STAGE, name, self._roll,
-            max_groups=max(1, max_attempts // num_attempts), num_workers=num_workers, hears_answers=True,
-        )  # fmt: skip
-        self._counts: Counter[str] = Counter(samples=0, tokens=0, groups=0, late_groups=0, twice_groups=0)
+    def __init__(self, runner: Runner, intake: GroupIntake, errors: ErrorShare, columns: AttemptColumns) -> None:
+        self._runner, self._intake, self._errors, self._columns = runner, intake, errors, columns
+        self._loop = GroupLoop(STAGE, intake, self._roll, hears_answers=True)
 
     async def run(self, store: StoreClient) -> None:
         """Serve the store until it closes. Raises `RewardFailure` when too many attempts fail, and what the engines
@@ -57,31 +51,19 @@ class EnvironmentWorker:
 
     def stats(self) -> dict[str, float]:
         """Cumulative counters, like those of `RolloutWorker`."""
-        twice = self._counts["twice_groups"] + self._loop.num_aborted
-        return {"busy_s": self._loop.busy_s, **self._counts, "twice_groups": twice}
+        return self._loop.stats()
 
-    async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> None:
+    async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> Written:
         """Play all attempts of a group, then write."""
         task = Task.from_json(rows.strings("task")[0])
         attempts = await self._runner.group(task, self._samplings(group_id, len(rows)))
         kept = [position for position, attempt in enumerate(attempts) if attempt.outcome.is_trained]
-        try:
-            await self._drop(store, lease, rows, attempts)
-            if kept:
-                columns = row_columns([attempts[position] for position in kept], self._reward_column)
-                if self._writes is not None:
-                    columns = {name: values for name, values in columns.items() if name in self._writes}
-                await store.write(lease, rows.row_ids[kept], columns)
-        except LeaseSuperseded:
-            self._counts["twice_groups"] += 1
-            return
-        except LeaseExpired:
-            self._counts["late_groups"] += 1
-            return
-        self._counts["groups"] += 1
-        self._counts["samples"] += len(kept)
-        self._counts["tokens"] += sum(attempts[position].num_sampled for position in kept)
+        await self._drop(store, lease, rows, attempts)
+        if kept:
+            columns = self._columns.of([attempts[position] for position in kept])
+            await store.write(lease, rows.row_ids[kept], columns)
         self._errors.check()
+        return len(kept), sum(attempts[position].num_sampled for position in kept)
 
     async def _drop(self, store: StoreClient, lease: Lease, rows: Rows, attempts: Sequence[Trajectory]) -> None:
         lost: dict[tuple[str, str], list[int]] = {}
@@ -97,8 +79,5 @@ class EnvironmentWorker:
     def _samplings(self, group_id: int, count: int) -> list[Sampling]:
         """Samplings of the attempts: the seeds that the group's responses would have without an environment. Groups
         that were admitted earlier, whose tokens would be too old first, are served first."""
-        sampling = replace(self._sampling, priority=group_id)
-        if self._seed is None:
-            return [sampling] * count
-        first = sample_seed(self._seed, group_id)
-        return [sampling.seeded(first + index) for index in range(count)]
+        sampling, first = replace(self._intake.sampling, priority=group_id), self._intake.seed_of(group_id)
+        return [sampling if first is None else sampling.seeded(first + index) for index in range(count)]

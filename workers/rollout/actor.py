@@ -19,7 +19,7 @@ from penstock.workers.progress import ASLEEP, LOADING, SERVING, Phases, Progress
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.metered import MeteredEngine, ThreadedEngine, seconds_per_token
-from penstock.workers.rollout.worker import RolloutWorker
+from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
 from penstock.workers.serving import Serving
 from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
 from penstock.workers.weights.transport import Delivery, Info, Part
@@ -64,18 +64,12 @@ class Rollout:
         return self._spec.name
 
     def _worker(self, greedy: bool) -> RolloutWorker:
-        spec = self._spec
-        return RolloutWorker(
-            self._engine,
-            Sampling.of(spec.config.sampling),
-            spec.name,
-            spec.seed if spec.config.sampling.seeded else None,
-            num_samples=1 if greedy else spec.group_size,
-            max_concurrent_samples=spec.config.max_concurrent_samples,
-            generate_timeout_s=spec.config.generate_timeout_s,
-            greedy=greedy,
-            num_workers=spec.num_peers,
-        )
+        spec, config = self._spec, self._spec.engine.config
+        intake = GroupIntake(
+            spec.name, Sampling.of(config.sampling), spec.seed if config.sampling.seeded else None,
+            1 if greedy else spec.group_size, config.max_concurrent_samples, spec.num_peers,
+        )  # fmt: skip
+        return RolloutWorker(self._engine, intake, timeout_s=config.generate_timeout_s, greedy=greedy)
 
     async def start(self) -> None:
         await self._engine.start()

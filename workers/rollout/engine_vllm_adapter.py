@@ -80,8 +80,8 @@ class VllmAdapterEngine(VllmEngine):
         if layer_shapes(mapped.manifest, self._adapter) != self._layers:
             raise WeightError(
                 f"{mapped.manifest.file}: not an adapter of the layers {self._adapter.target_modules} of "
-                f"{self._spec.model_path}, which the engine serves. Trainer and engines must have the same model.path and "
-                "trainer.lora.target_modules."
+                f"{self._spec.model_path}, which the engine serves. Trainer and engines must have the same model.path "
+                "and trainer.lora.target_modules."
             )
         await self._phase(publication, "stage", asyncio.to_thread(self._folder.stage, mapped))
         return Opened(mapped, {})

@@ -94,8 +94,8 @@ class VllmProcesses:
             return await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{what}: the vLLM engine for {self._spec.model_path} did not answer within {timeout_s:g} s. Raise {key}, "
-                "or see its log."
+                f"{what}: the vLLM engine for {self._spec.model_path} did not answer within {timeout_s:g} s. Raise "
+                f"{key}, or see its log."
             ) from None
         except PenstockError:
             raise

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,8 +28,11 @@ from penstock.workers.protocols import Completion, RolloutEngine, Sampling
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
 Place = tuple[int, int]
 """A lease and a group of it."""
-Roll = Callable[[StoreClient, Lease, int, Rows], Awaitable[None]]
-"""Function that answers one group, by its id, and writes."""
+Written = tuple[int, int]
+"""Numbers of samples and of their tokens."""
+Roll = Callable[[StoreClient, Lease, int, Rows], Awaitable[Written | None]]
+"""Function that answers one group, by its id, and writes; it returns what is to be counted, None for nothing. Raises
+`LeaseSuperseded` and `LeaseExpired`, which are counted, too."""
 
 
 def sample_seed(run_seed: int, group_id: int) -> int:
@@ -38,48 +42,50 @@ def sample_seed(run_seed: int, group_id: int) -> int:
     return int.from_bytes(digest, "little")
 
 
+@dataclass(frozen=True)
+class GroupIntake:
+    """The groups that one worker takes out of the store, and how they are sampled."""
+
+    name: str
+    """Name of the worker."""
+    sampling: Sampling
+    seed: int | None
+    """Seed of the run; None for unseeded sampling."""
+    group_size: int
+    """Number of samples of a group that the worker makes."""
+    max_samples: int
+    """Largest number of samples under way."""
+    num_workers: int = 1
+    """Number of workers of this kind, which share the groups."""
+
+    @property
+    def max_groups(self) -> int:
+        return max(1, self.max_samples // self.group_size)
+
+    def seed_of(self, group_id: int) -> int | None:
+        """Seed of a group's first sample."""
+        return None if self.seed is None else sample_seed(self.seed, group_id)
+
+
 class RolloutWorker:
     """Lifecycle: `run` returns when the store is closed; then it may be called with another. `stats` at any time."""
 
     def __init__(
-        self,
-        engine: RolloutEngine,
-        sampling: Sampling,
-        name: str,
-        seed: int | None,
-        *,
-        num_samples: int,
-        max_concurrent_samples: int,
-        generate_timeout_s: float = 1800.0,
-        greedy: bool = False,
-        num_workers: int = 1,
+        self, engine: RolloutEngine, intake: GroupIntake, *, timeout_s: float = 1800.0, greedy: bool = False
     ) -> None:
-        """`seed`: of the run, None for unseeded sampling. `num_samples`: samples in a group. `greedy`: serve the
-        greedy stage instead, one response for all samples of a group. `num_workers`: of this kind, which share the
-        groups."""
-        self._greedy = greedy
-        self._engine = engine
-        self._sampling = sampling
-        self._name = name
-        self._seed = seed
-        self._timeout_s = generate_timeout_s
-        self._loop = GroupLoop(
-            GREEDY_STAGE if greedy else STAGE, name, self._roll,
-            max_groups=max(1, max_concurrent_samples // num_samples), num_workers=num_workers, hears_answers=not greedy,
-        )  # fmt: skip
-        self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0, "twice_groups": 0}
+        """`timeout_s`: limit of a group, in seconds. `greedy`: serve the greedy stage instead, one response for all
+        samples of a group."""
+        self._engine, self._intake, self._timeout_s, self._greedy = engine, intake, timeout_s, greedy
+        self._loop = GroupLoop(GREEDY_STAGE if greedy else STAGE, intake, self._roll, hears_answers=not greedy)
 
     async def run(self, store: StoreClient) -> None:
         """Serve the store until it closes. Raises `WorkerDied` and `DeadlineExceeded` of the engine."""
         await self._loop.run(store)
 
     def stats(self) -> dict[str, float]:
-        """Cumulative counters. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their
-        lease was over. `twice_groups`: another engine had them as well, and was first."""
-        twice = self._counts["twice_groups"] + self._loop.num_aborted
-        return {"busy_s": self._loop.busy_s, **self._counts, "twice_groups": twice}
+        return self._loop.stats()
 
-    async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> None:
+    async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> Written | None:
         """Generate the responses to one group, then write them."""
         num_samples = 1 if self._greedy else len(rows)
         try:
@@ -87,40 +93,29 @@ class RolloutWorker:
         except DataError as error:
             reason = "invalid_prompt" if isinstance(error, PromptRefused) else "refused_request"
             await store.drop(lease, rows.row_ids, reason, str(error))
-            return
+            return None
         if self._greedy:
             with suppress(LeaseExpired):
                 await store.write(lease, rows.row_ids, {"greedy_text": [completions[0].text] * len(rows)})
-            return
+            return None
         kept = [position for position, completion in enumerate(completions) if completion.token_ids]
         empty = [position for position, completion in enumerate(completions) if not completion.token_ids]
-        try:
-            if empty:
-                await store.drop(
-                    lease, rows.row_ids[empty], "empty_response", f"group {group_id}: no token was sampled"
-                )
-            if kept:
-                await store.write(lease, rows.row_ids[kept], response_columns([completions[i] for i in kept]))
-        except LeaseSuperseded:
-            self._counts["twice_groups"] += 1
-            return
-        except LeaseExpired:
-            self._counts["late_groups"] += 1
-            return
-        self._counts["groups"] += 1
-        self._counts["samples"] += len(kept)
-        self._counts["tokens"] += sum(len(completion.token_ids) for completion in completions)
+        if empty:
+            await store.drop(lease, rows.row_ids[empty], "empty_response", f"group {group_id}: no token was sampled")
+        if kept:
+            await store.write(lease, rows.row_ids[kept], response_columns([completions[i] for i in kept]))
+        return len(kept), sum(len(completion.token_ids) for completion in completions)
 
     async def _generate(self, group_id: int, prompt_ids: list[int], num_samples: int) -> list[Completion]:
-        seed = None if self._seed is None else sample_seed(self._seed, group_id)
-        sampling = self._sampling.greedy() if self._greedy else self._sampling.seeded(seed)
+        sampling = self._intake.sampling
+        sampling = sampling.greedy() if self._greedy else sampling.seeded(self._intake.seed_of(group_id))
         generation = self._engine.generate(prompt_ids, num_samples, sampling)
         try:
             return await asyncio.wait_for(generation, self._timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{self._name}: group {group_id} ({num_samples} samples, prompt of {len(prompt_ids)} tokens) was not "
-                f"done after {self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower "
+                f"{self._intake.name}: group {group_id} ({num_samples} samples, prompt of {len(prompt_ids)} tokens) "
+                f"was not done after {self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower "
                 "rollout.sampling.max_tokens."
             ) from None
 
@@ -140,21 +135,17 @@ class GroupLoop:
     """The loop of workers that answer prompts: a task for each group. Lifecycle: `run` returns when the store is
     closed; then it may be called with another."""
 
-    def __init__(
-        self, stage: str, name: str, roll: Roll, *, max_groups: int, num_workers: int, hears_answers: bool
-    ) -> None:
-        """`num_workers`: of this kind, which share the groups. `hears_answers`: groups may be answered twice."""
-        self._stage, self._name, self._roll = stage, name, roll
-        self._max_groups, self._num_workers, self._hears = max_groups, num_workers, hears_answers
+    def __init__(self, stage: str, intake: GroupIntake, roll: Roll, *, hears_answers: bool) -> None:
+        """`hears_answers`: groups may be answered twice."""
+        self._stage, self._intake, self._roll, self._hears = stage, intake, roll, hears_answers
         self._clock = BusyClock()
         self._aborted: set[asyncio.Task[None]] = set()
-        self.num_aborted = 0
-        """Number of groups that another worker had as well and answered first."""
+        self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0, "twice_groups": 0}
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds with at least one group in flight."""
-        return self._clock.seconds()
+    def stats(self) -> dict[str, float]:
+        """Cumulative counters. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their
+        lease was over. `twice_groups`: another worker had them as well, and was first."""
+        return {"busy_s": self._clock.seconds(), **self._counts}
 
     async def run(self, store: StoreClient) -> None:
         """Answer groups until the store is closed. Raises what a group fails with. However it ends, groups in flight
@@ -165,7 +156,7 @@ class GroupLoop:
         try:
             takes_more = True
             while takes_more or groups:
-                if takes_more and asking is None and len(groups) < self._max_groups:
+                if takes_more and asking is None and len(groups) < self._intake.max_groups:
                     asking = asyncio.create_task(self._ask(store))
                 waits = {*groups, *(task for task in (asking, hearing) if task is not None)}
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -187,8 +178,8 @@ class GroupLoop:
 
     async def _ask(self, store: StoreClient) -> Lease | None:
         """Lease as many groups as there is room for when they come, and no more than the share of one worker."""
-        most = self._max_groups
-        return await store.lease(self._stage, most, self._name, max_held=most, num_peers=self._num_workers)
+        name, most = self._intake.name, self._intake.max_groups
+        return await store.lease(self._stage, most, name, max_held=most, num_peers=self._intake.num_workers)
 
     async def _hearing(self, store: StoreClient) -> "asyncio.Task[list[Place] | None] | None":
         """A task that waits for the answers of other workers; None where groups are never answered twice."""
@@ -203,13 +194,13 @@ class GroupLoop:
         if not task.cancelled():
             task.result()
         elif not is_ours:
-            raise WorkerFailed(f"{self._name}: the task of group {place[1]} was cancelled by what it called.")
+            raise WorkerFailed(f"{self._intake.name}: the task of group {place[1]} was cancelled by what it called.")
 
     def _abort(self, groups: "dict[asyncio.Task[None], Place]", answered: Sequence[Place]) -> None:
         """Cancel groups that another worker has answered first."""
         for task, place in groups.items():
             if place in answered and task.cancel():
-                self.num_aborted += 1
+                self._counts["twice_groups"] += 1
                 self._aborted.add(task)
 
     def _started(self, store: StoreClient, lease: Lease) -> "dict[asyncio.Task[None], Place]":
@@ -217,7 +208,20 @@ class GroupLoop:
         tasks = {}
         for group_id, positions in lease.rows.groups():
             self._clock.enter()
-            task = asyncio.ensure_future(self._roll(store, lease, group_id, lease.rows.select(positions)))
+            task = asyncio.create_task(self._answer(store, lease, group_id, lease.rows.select(positions)))
             task.add_done_callback(lambda _: self._clock.leave())
             tasks[task] = lease.id, group_id
         return tasks
+
+    async def _answer(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> None:
+        try:
+            written = await self._roll(store, lease, group_id, rows)
+        except LeaseSuperseded:
+            self._counts["twice_groups"] += 1
+        except LeaseExpired:
+            self._counts["late_groups"] += 1
+        else:
+            if written is not None:
+                self._counts["groups"] += 1
+                self._counts["samples"] += written[0]
+                self._counts["tokens"] += written[1]

@@ -19,6 +19,7 @@ from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial, t
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.spec import given
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec
+from penstock.workers.attempts.worker import AttemptColumns
 from penstock.workers.compute.actor import Compute
 from penstock.workers.judging import JudgeSpec
 from penstock.workers.prompts.actor import Prompts
@@ -151,10 +152,10 @@ class ActorMaker:
         named = {key: self._code_of(actor, value) for key, value in environment.options.items() if _is_code(value)}
         options = environment.options | named
         environment = replace(environment, name=self._code_of(actor, str(environment.name)), options=options)
-        writes = tuple(column.name for column in self._flow.stage(str(actor.stage)).writes)
+        names = tuple(column.name for column in self._flow.stage(str(actor.stage)).writes)
         return EnvironmentSpec(
             actor.name, actor.rank, environment, config.rollout, self.local(actor.name, self._model_path), config.seed,
-            self._flow.samples_per_prompt, writes, given(self._flow)[0], imports,
+            self._flow.samples_per_prompt, AttemptColumns(names, given(self._flow)[0]), imports,
             sum(other.role == "environment" for other in self._plan),
             self._config.model.chat_template_kwargs, self._origin_of(actor),
         )  # fmt: skip

@@ -12,6 +12,7 @@ from penstock.conf.environment import EnvironmentConfig, GatewayConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.attempts import actor
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec
+from penstock.workers.attempts.worker import AttemptColumns
 from penstock.workers.processes import children
 from penstock.workers.protocols import Sampling
 from tests.workers.gateway.chat_models import Saying, tokenizer
@@ -36,7 +37,9 @@ def test_the_configuration_decides_whose_temperature_counts(
     config = EnvironmentConfig(name=f"{tmp_path}/idle.py:Idle", gateway=GatewayConfig(sampling=sampling))
 
     async def scenario() -> None:
-        environments = Environments(EnvironmentSpec("Environment-0", 0, config, RolloutConfig(), "", 0, 1, ()))
+        environments = Environments(
+            EnvironmentSpec("Environment-0", 0, config, RolloutConfig(), "", 0, 1, AttemptColumns())
+        )
         await environments.start()
         try:
             assert environments._runner is not None

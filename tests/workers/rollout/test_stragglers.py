@@ -10,7 +10,7 @@ from penstock.store.ledger.stragglers import ENOUGH
 from penstock.store.service.store import Store
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import RolloutWorker
+from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
 from tests.store.invariants import check_invariants
 from tests.store.visitors import serve
 from tests.workers.rollout.test_worker import GROUP_SIZE, make_store, prompts
@@ -20,10 +20,8 @@ FAST, SLOW = TimeModel(latency_s=0.02), TimeModel(latency_s=60.0)
 
 
 def make_worker(name: str, engine: ScriptedEngine) -> RolloutWorker:
-    return RolloutWorker(
-        engine, Sampling(max_tokens=5), name, 17,
-        num_samples=GROUP_SIZE, max_concurrent_samples=2 * GROUP_SIZE, num_workers=2,
-    )  # fmt: skip
+    intake = GroupIntake(name, Sampling(max_tokens=5), 17, GROUP_SIZE, 2 * GROUP_SIZE, num_workers=2)
+    return RolloutWorker(engine, intake)
 
 
 def prepare(store: Store) -> None:

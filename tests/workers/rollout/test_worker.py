@@ -13,7 +13,7 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import RolloutWorker, sample_seed
+from penstock.workers.rollout.worker import GroupIntake, RolloutWorker, sample_seed
 
 GROUP_SIZE = 3
 
@@ -36,9 +36,9 @@ def make_store(**changes: Any) -> Store:
     return Store(StoreSpec(**options))
 
 
-def make_worker(engine: Any, **changes: Any) -> RolloutWorker:
-    options = {"num_samples": GROUP_SIZE, "max_concurrent_samples": 12, **changes}
-    return RolloutWorker(engine, Sampling(max_tokens=5), "Rollout-0", 17, **options)
+def make_worker(engine: Any, *, max_samples: int = 12, **options: Any) -> RolloutWorker:
+    intake = GroupIntake("Rollout-0", Sampling(max_tokens=5), 17, GROUP_SIZE, max_samples)
+    return RolloutWorker(engine, intake, **options)
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
@@ -121,12 +121,12 @@ def test_a_group_whose_task_is_cancelled_by_what_it_calls_is_not_lost_silently()
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("max_concurrent_samples", "most"), [(12, 4), (6, 2), (8, 2), (1, 1)])
-def test_as_many_groups_run_at_a_time_as_fit(max_concurrent_samples: int, most: int) -> None:
+@pytest.mark.parametrize(("max_samples", "most"), [(12, 4), (6, 2), (8, 2), (1, 1)])
+def test_as_many_groups_run_at_a_time_as_fit(max_samples: int, most: int) -> None:
     async def scenario() -> None:
         client = StoreClient(make_store())
         engine = CountingEngine(TimeModel(tokens_per_s=200))
-        await run_until_written(make_worker(engine, max_concurrent_samples=max_concurrent_samples), client)
+        await run_until_written(make_worker(engine, max_samples=max_samples), client)
         assert engine.most == most
 
     asyncio.run(scenario())
@@ -196,7 +196,7 @@ def test_a_dead_engine_ends_the_loop_with_its_error() -> None:
 def test_a_group_that_takes_too_long_names_the_key() -> None:
     async def scenario() -> None:
         client = StoreClient(make_store())
-        worker = make_worker(ScriptedEngine(TimeModel(latency_s=60)), generate_timeout_s=0.05)
+        worker = make_worker(ScriptedEngine(TimeModel(latency_s=60)), timeout_s=0.05)
         await client.put_groups(prompts(4))
         with pytest.raises(DeadlineExceeded, match=r"Rollout-0: group \d .* rollout\.generate_timeout_s"):
             await asyncio.wait_for(worker.run(client), 10)
