@@ -17,12 +17,29 @@ from typing import Any
 from penstock.conf.errors import ConfigError, suggest
 
 
+def file_of(spec: str) -> str:
+    """The file of `file.py:function`, as it is written; empty for another name."""
+    place = spec.rpartition(":")[0]
+    return place if place.endswith(".py") else ""
+
+
+def with_file(spec: str, change: Callable[[str], str | None]) -> str:
+    """Change the file of `file.py:function`; another name stays as it is."""
+    file = file_of(spec)
+    return f"{change(file)}:{spec.rpartition(':')[2]}" if file else spec
+
+
+def absolute(path: str | Path) -> str:
+    """The path from the root, by which other processes find a file, whatever directory they work in."""
+    return str(Path(path).expanduser().resolve())
+
+
 def find_function(spec: str, key: str) -> Callable[..., Any]:
     """Find what `file.py:name` or `package.module:name` stands for. Raises `ConfigError`, which names `key`."""
     place, colon, attribute = spec.rpartition(":")
     if not colon:
         raise ConfigError(f"{key}={spec}: write it as `file.py:function` or `package.module:function`.")
-    module = import_file(place, key) if place.endswith(".py") else _import_module(spec, place, key)
+    module = import_file(place, key) if file_of(spec) else _import_module(spec, place, key)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -34,7 +51,7 @@ def find_function(spec: str, key: str) -> Callable[..., Any]:
 
 def import_file(path: str, key: str) -> ModuleType:
     """Run a Python file as a module, once a process; it may import its neighbours. `ConfigError` names `key`."""
-    file = Path(path).expanduser().resolve()
+    file = Path(absolute(path))
     if not file.is_file():
         near = sorted(other.name for other in file.parent.glob("*.py")) if file.parent.is_dir() else []
         hint = suggest(file.name, near) if near else "."

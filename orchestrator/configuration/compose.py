@@ -27,6 +27,7 @@ from penstock.conf.model import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.configuration.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
 from penstock.orchestrator.configuration.recipes import Recipe, find_recipe, load_file
+from penstock.workers.user_code import with_file
 
 DEFAULT_ALGORITHM = "grpo"
 _LOG = logging.getLogger("penstock")
@@ -247,5 +248,4 @@ def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
 
 def _of_code(name: str | None, absolute: Callable[[str], str | None]) -> str | None:
     """The name of a function: `file.py:function` with the file's absolute path; anything else as it is."""
-    file, colon, function = (name or "").rpartition(":")
-    return f"{absolute(file)}:{function}" if colon and file.endswith(".py") else name
+    return with_file(name, absolute) if name else name

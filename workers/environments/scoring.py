@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import DataError
@@ -15,6 +14,7 @@ from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.result import RewardError
 from penstock.workers.reward.signatures import name_of
+from penstock.workers.user_code import absolute
 
 NUM_PROCESSES = 2
 """Number of processes. An answer takes milliseconds; a second process serves while the first hangs."""
@@ -38,7 +38,7 @@ class Scoring:
         """`files`: Python files that answers' classes are from. Raises `ConfigError` for a function that is not found
         or has a parameter that nothing provides."""
         spec = RewardSpec.of(function, dict(options or {}))
-        spec = replace(spec, imports=tuple(str(Path(file).expanduser().resolve()) for file in files))
+        spec = replace(spec, imports=tuple(absolute(file) for file in files))
         spec.check()
         self._function = function if isinstance(function, str) else name_of(function)
         self._pool = RewardPool(spec, num_processes=NUM_PROCESSES, timeout_s=timeout_s)

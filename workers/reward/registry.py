@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from penstock.conf.errors import ConfigError, suggest
 from penstock.workers.reward.signatures import HELP, Scorer, adapt, name_of
-from penstock.workers.user_code import find_function, import_file
+from penstock.workers.user_code import absolute, find_function, import_file, with_file
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -88,15 +88,12 @@ class RewardSpec:
         function that a user's file has registered is sent as code.
         """
         bound = dict(options or {})
-        files = tuple(str(Path(path).expanduser().resolve()) for path in imports)
+        files = tuple(absolute(path) for path in imports)
         if not isinstance(function, str):
             return cls(pickled=_pickled(function), options=bound)
         if function in REWARDS and not REWARDS[function].function.__module__.startswith("penstock."):
             return cls(function, _pickled(REWARDS[function].function), bound)
-        place, colon, attribute = function.rpartition(":")
-        if colon and place.endswith(".py"):
-            function = f"{Path(place).expanduser().resolve()}:{attribute}"
-        return cls(function, options=bound, imports=files)
+        return cls(with_file(function, absolute), options=bound, imports=files)
 
     def resolve(self) -> Scorer:
         """Import what is named and adapt it. Raises `ConfigError`."""

@@ -28,6 +28,7 @@ from penstock.workers.reward.actor import Reward, RewardPlan
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+from penstock.workers.user_code import file_of, with_file
 
 READERS = ("rollout", "trainer", "scorer", "reward", "environment")
 """Roles that read files of the driver."""
@@ -91,7 +92,7 @@ class ActorMaker:
         named = [self._config.reward.function, self._config.environment.name or ""]
         named += [reward.function for reward in self._config.rewards]
         named += [value for value in self._config.environment.options.values() if _is_code(value)]
-        for file in filter(None, [*self._config.imports, *map(_file_of, named)]):
+        for file in filter(None, [*self._config.imports, *map(file_of, named)]):
             self._files.provide(file, nodes, is_code=True)
 
     def local(self, name: str, path: str) -> str:
@@ -143,8 +144,7 @@ class ActorMaker:
     def _code_of(self, actor: ActorPlan, function: str) -> str:
         """The name of a function, where the actor finds it: `file.py:function` with a local path; another name as it
         is."""
-        file = _file_of(function)
-        return function.replace(file, self.local(actor.name, file)) if file else function
+        return with_file(function, lambda file: self.local(actor.name, file))
 
     def _environment_spec(self, actor: ActorPlan) -> EnvironmentSpec:
         config, environment = self._config, self._config.environment
@@ -261,10 +261,4 @@ def cores_here() -> int:
 
 
 def _is_code(value: Any) -> bool:
-    return isinstance(value, str) and bool(_file_of(value))
-
-
-def _file_of(function: str) -> str:
-    """The file of `file.py:function`; empty for another name."""
-    file = function.rpartition(":")[0]
-    return file if file.endswith(".py") else ""
+    return isinstance(value, str) and bool(file_of(value))

@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import ConfigError
@@ -23,7 +22,7 @@ from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
 from penstock.workers.environments.scoring import Scoring
 from penstock.workers.environments.task import Task
-from penstock.workers.user_code import find_function
+from penstock.workers.user_code import absolute, file_of, find_function, with_file
 
 MAX_OUTPUT = 2**20
 """Largest output of a command that is kept, in bytes."""
@@ -55,7 +54,8 @@ class Agent:
         self._function = find_function(function, "environment.options.function") if function else None
         self._command = list(command or ())
         self._env = {str(name): value for name, value in (env or {}).items()}
-        self._scoring = Scoring(as_reward(reward), files=_files(function)) if reward else None
+        answers_from = [file] if (file := file_of(function or "")) else []
+        self._scoring = Scoring(as_reward(reward), files=answers_from) if reward else None
         if self._function is not None and not inspect.iscoroutinefunction(self._function):
             raise ConfigError(f"environment.options.function={function}: an async function is due.")
 
@@ -92,12 +92,6 @@ class Agent:
         return inherited | {name: str(value) for name, value in self._env.items() if value is not None}
 
 
-def _files(function: str | None) -> list[str]:
-    """Python files whose classes the answers of the function may be of."""
-    place = (function or "").rpartition(":")[0]
-    return [place] if place.endswith(".py") else []
-
-
 def row_of(task: Task) -> dict[str, Any]:
     """The columns of a task, with its conversation as `messages`."""
     return {**task.data, **({"messages": list(task.messages)} if task.messages else {})}
@@ -127,5 +121,4 @@ def as_reward(name: str) -> str | Callable[..., Any]:
         return name
     if len(parameters) < 2:
         raise ConfigError(f"{KEY}={name}: a function of (answer, task) is due, not of ({', '.join(parameters)}).")
-    place, _, function = name.rpartition(":")
-    return OfAnswer(f"{Path(place).expanduser().resolve()}:{function}" if place.endswith(".py") else name)
+    return OfAnswer(with_file(name, absolute))
