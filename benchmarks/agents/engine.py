@@ -10,10 +10,10 @@ import ray
 
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
+from penstock.workers.attempts.actor import ask
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.gateway.formats.template import TemplateFormat
-from penstock.workers.gateway.ray_engines import ask
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import EngineSpec, Sampling

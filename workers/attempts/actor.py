@@ -10,7 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
 from penstock.conf.environment import EnvironmentConfig
+from penstock.conf.errors import DataError, PenstockError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.ray_export import Origin, exported
 from penstock.workers.attempts.runner import Played, Runner
@@ -23,12 +27,11 @@ from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.gateway.http.server import HttpServer
-from penstock.workers.gateway.ray_engines import ask
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.processes import ProcessId, children, end_children, register
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.prompts.tokenization import load_tokenizer
-from penstock.workers.protocols import Sampling
+from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.worker import GroupIntake
 from penstock.workers.serving import Serving
 
@@ -155,3 +158,24 @@ class Environments:
     async def _serve(self, store: Any) -> None:
         assert self._worker is not None
         await self._worker.run(store)
+
+
+async def ask(handle: Any, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    """Sample a response of the engine behind a handle. A call that is cancelled ends there, too. Raises `WorkerDied`
+    for an engine that is gone, `DataError` for a request that makes it fail, and what it raises of Penstock's
+    errors."""
+    asked = handle.generate.remote([list(prompt_ids)], 1, [sampling])
+    try:
+        ((completion,),) = await asked
+    except asyncio.CancelledError:
+        ray.cancel(asked, recursive=False)  # else it is decoded to its end for nobody
+        raise
+    except PenstockError:  # Ray raises an error of the actor's as one of its class, too
+        raise
+    except RayActorError as error:
+        raise WorkerDied(f"an engine died in a turn: {error}") from None
+    except RayTaskError as error:  # it lives, and would fail at the same request again
+        raise DataError(f"an engine failed at a turn: {error.cause!r:.300}") from None
+    except RayError as error:
+        raise WorkerDied(f"an engine could not be asked for a turn: {error}") from None
+    return completion

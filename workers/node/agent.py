@@ -22,9 +22,10 @@ from pathlib import Path
 from penstock.conf.errors import ResourceError, SandboxUnavailable
 from penstock.network.connection import Address
 from penstock.network.listener import Handler, Listener
+from penstock.store.data.remote import nodes
 from penstock.store.data.remote.server import RowsServer
 from penstock.store.data.roots import OWNER_NAME, boot_id, claim_root, guard_root, remove_root, sweep_stale
-from penstock.workers.node import services
+from penstock.workers.node import file_service, states
 from penstock.workers.node.file_service import FileService
 from penstock.workers.node.states import StateService
 from penstock.workers.processes import ProcessId, kill
@@ -34,6 +35,8 @@ from penstock.workers.weights.chain.relay import Relay
 
 WEIGHTS, ROWS, STATES, STACKS = "weights", "rows", "states", "stacks"
 """Folders of the root. That of states has a folder for each trainer."""
+CHUNKS = 1
+"""Service of the port for chunks of publications: `workers/weights/chain/`."""
 NODE = "node"
 """File of the root with the run's name for the node whose agent has made it."""
 
@@ -97,7 +100,7 @@ class NodeAgent:
         self._row_places = str(self.root / ROWS), f"{spill_dir or tempfile.gettempdir()}/{self.root.name}-rows"
         self.rows = RowsServer(self._row_places, takes_orders=True)
         self.states = StateService(self.root / STATES, token)
-        self.relay = Relay(self.root / WEIGHTS, node, token, services.CHUNKS) if self._owns_root else None
+        self.relay = Relay(self.root / WEIGHTS, node, token, CHUNKS) if self._owns_root else None
         try:
             self.listener = Listener(host, token, self._services(), ports)
         except OSError as error:
@@ -171,7 +174,7 @@ class NodeAgent:
             remove_root(self.root)
 
     def _services(self) -> Mapping[int, Handler]:
-        handlers = {services.FILES: self.files.serve, services.STATES: self.states.serve}
+        handlers = {file_service.FILES: self.files.serve, states.STATES: self.states.serve}
         if self.relay is None:
             return handlers
-        return handlers | {services.CHUNKS: self.relay.serve, services.ROWS: self.rows.serve}
+        return handlers | {CHUNKS: self.relay.serve, nodes.ROWS: self.rows.serve}

@@ -22,7 +22,6 @@ import xxhash
 from penstock.conf.errors import KeptStateError
 from penstock.network.connection import Address, Connection, connect
 from penstock.network.names import OutsideName, checked
-from penstock.workers.node.services import STATES
 from penstock.workers.trainer.kept.slots import (
     Header,
     Slots,
@@ -35,6 +34,8 @@ from penstock.workers.trainer.kept.slots import (
 )
 from penstock.workers.weights.publication.reused_files import POPULATE_WRITE, KeptMappings, populate
 
+STATES = 4
+"""Service of an agent's port. `agent.py` has all of them."""
 FOUND, MISSING = 1, 2
 """Kinds of answers."""
 CONNECT_S = 30.0

@@ -22,7 +22,14 @@ from penstock.metering.meters import Meters
 from penstock.workers.protocols import EngineSpec, Publication
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.vllm_conversion import Opened
-from penstock.workers.weights.publication.adapter import CONFIG_NAME, FILE_NAME, layer_shapes, layout_of, peft_config
+from penstock.workers.weights.publication.adapter import (
+    CONFIG_NAME,
+    FILE_NAME,
+    adapted_layers,
+    layer_shapes,
+    layout_of,
+    peft_config,
+)
 from penstock.workers.weights.publication.layout import Layout
 from penstock.workers.weights.publication.reading import MappedWeights, mapped_publication
 from penstock.workers.weights.transport import Delivery, Info
@@ -48,8 +55,6 @@ class VllmAdapterEngine(VllmEngine):
         self._folder.remove()
 
     async def _create(self) -> None:
-        from penstock.workers.adapted_layers import adapted_layers
-
         self._layers = await asyncio.to_thread(adapted_layers, self._spec.model_path, self._adapter)
         self._folder.stage_zeros(self._version, layout_of(self._layers, self._adapter, self._config.dtype))
         await super()._create()

@@ -21,7 +21,7 @@ from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.worker import sample_seed
 from penstock.workers.trajectory import Trajectory
 from tests.workers.attempts.played import ScriptedEngines, make_runner
-from tests.workers.gateway.test_ray_engines import HANGS, Engine, until_idle
+from tests.workers.attempts.test_engine_calls import HANGS, Engine, until_idle
 
 NUM_PROBLEMS = 5
 

@@ -16,12 +16,11 @@ from penstock.conf.errors import ConfigError, PenstockError, WeightError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.adapted_layers import adapted_layers
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
 from penstock.workers.rollout.vllm_conversion import adapter_arguments
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.publication.adapter import layout_of, tensor_name
+from penstock.workers.weights.publication.adapter import adapted_layers, layout_of, tensor_name
 from penstock.workers.weights.publication.publication import write_publication
 from tests.workers.rollout.fake_llm import FakeLLM, fail, is_serving
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.conf.trainer import LoraConfig
-from penstock.workers.adapted_layers import target_layers
 from penstock.workers.trainer.engines.mesh import gathered, local
 from penstock.workers.trainer.models.starting_weights import take_weights
-from penstock.workers.weights.publication.adapter import FILE_NAME, tensor_name
+from penstock.workers.weights.publication.adapter import FILE_NAME, target_layers, tensor_name
 
 ADAPTER = "default"
 """PEFT's name of the one adapter."""

@@ -3,15 +3,16 @@
     base_model.model.<layer>.lora_A.weight  [rank, in]      W of the layer stands for W + alpha / rank * B @ A
     base_model.model.<layer>.lora_B.weight  [out, rank]
 
-File, manifest, checksums and slots are those of any publication (`publication.py`). Rank and alpha are not in it: they
-are the run's configuration, which engines are started with, and the shapes are held against it here, before an engine
-changes.
+The trainer makes adapters (`trainer/engines/lora.py`) of the layers that `target_layers` names, and engines expect them
+(`rollout/engine_vllm_adapter.py`). File, manifest, checksums and slots are those of any publication
+(`publication.py`). Rank and alpha are not in it: they are the run's configuration, which engines are started with, and
+the shapes are held against it here, before an engine changes.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.conf.errors import WeightError
+from penstock.conf.errors import ConfigError, WeightError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
 from penstock.workers.weights.publication.layout import Layout, compute_layout
 from penstock.workers.weights.publication.reading import Manifest, MappedWeights
@@ -23,6 +24,41 @@ PREFIX, SUFFIX = "base_model.model.", ".weight"
 LETTERS = ("A", "B")
 FILE_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 """Names of the files that PEFT and vLLM look for in an adapter's directory."""
+
+
+def target_layers(lm: Any, targets: list[str]) -> list[str]:
+    """Full names of the linear layers below the head that `targets` name, by the ends of their names. Raises
+    `ConfigError`."""
+    from torch import nn
+
+    body = set(lm.base_model.modules())
+    linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module in body]
+    if targets == [ALL_LINEAR] and linear:
+        return linear
+    for target in targets:
+        if not any(_names(target, name) for name in linear):
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            raise ConfigError(
+                f"trainer.lora.target_modules={targets}: no linear layer of {type(lm).__name__} is called {target!r}. "
+                f"There are {', '.join(known) or 'none'}; [{ALL_LINEAR}] takes them all."
+            )
+    return [name for name in linear if any(_names(target, name) for target in targets)]
+
+
+def adapted_layers(model_path: str, config: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Shapes `(out, in)` of each layer of a model on disk that gets an adapter, in the model's order. Loads no weights.
+    Raises as `target_layers` does."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    layers = {name: lm.get_submodule(name) for name in target_layers(lm, config.target_modules)}
+    return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+
+
+def _names(target: str, layer: str) -> bool:
+    return layer == target or layer.endswith(f".{target}")
 
 
 def tensor_name(layer: str, letter: str) -> str:

@@ -21,14 +21,13 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.adapted_layers import adapted_layers, target_layers
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.engines.lora import hf_name, is_adapter
 from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.publication.adapter import deltas, layer_shapes, layout_of
+from penstock.workers.weights.publication.adapter import adapted_layers, deltas, layer_shapes, layout_of, target_layers
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 from penstock.workers.weights.publication.reused_files import WEIGHTS_NAME
 from tests.workers.weights.chain.relays import Cluster

@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from penstock.conf.errors import DataError, DeadlineExceeded, WorkerDied
+from penstock.workers.attempts.actor import ask
 from penstock.workers.gateway.engines import EnginePool
-from penstock.workers.gateway.ray_engines import ask
 from penstock.workers.protocols import Completion, Sampling
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
