@@ -1,5 +1,6 @@
-"""The service of an actor for a store, until it closes. A `run` with another store replaces the previous one; with the
-same store, it is a second call for the same work, by another process that drives the run.
+"""The service of an actor for a store, until it closes, and the base of the actors that serve one. A `run` with another
+store replaces the previous one; with the same store, it is a second call for the same work, by another process that
+drives the run.
 """
 
 import asyncio
@@ -7,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from penstock.store.client.client import StoreClient
+from penstock.workers.processes import ProcessId, register
+from penstock.workers.progress import SERVING, Phases
 
 
 class Serving:
@@ -61,3 +64,41 @@ class Serving:
             finally:
                 self._client = None
                 await client.leave()
+
+
+class ServingActor:
+    """Base of the Ray shells that serve a store: the calls that the controller makes to each of them.
+
+    Lifecycle: `start`, then `run` until the store closes; `run` with another store ends the previous one; `close`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._phases = name, Phases()
+        self._serving = Serving(self._serve)
+
+    def __repr__(self) -> str:
+        return self._name
+
+    async def start(self) -> None:
+        """Load what it works with; from then on it serves."""
+        self._phases.enter(SERVING)
+
+    async def run(self, store: Any) -> None:
+        """Serve the store until it closes."""
+        await self._serving.run(store)
+
+    async def _serve(self, store: StoreClient) -> None:
+        """Serve the store with this client until it closes."""
+        raise NotImplementedError
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more work and finish what is here; what is not done after `timeout_s` goes back. Then `run` has
+        returned."""
+        await self._serving.drain(timeout_s)
+
+    async def process(self, stacks: str) -> ProcessId:
+        """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
+        return register(stacks)
+
+    async def close(self) -> None:
+        """End nothing, unless the actor has something to end: there is the same call for every actor."""

@@ -17,6 +17,7 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import DataError, PenstockError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.ray_export import Origin, exported
+from penstock.store.client.client import StoreClient
 from penstock.workers.attempts.runner import Played, Runner
 from penstock.workers.attempts.worker import AttemptColumns, EnvironmentWorker
 from penstock.workers.contained import containing
@@ -28,12 +29,12 @@ from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
-from penstock.workers.processes import ProcessId, children, end_children, register
-from penstock.workers.progress import SERVING, Phases, Progress
+from penstock.workers.processes import children, end_children
+from penstock.workers.progress import Progress
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.worker import GroupIntake
-from penstock.workers.serving import Serving
+from penstock.workers.serving import ServingActor
 
 ERROR_WINDOW = 100
 """Number of attempts over which the share of failures is taken."""
@@ -62,23 +63,19 @@ class EnvironmentSpec:
     """Origin of its measurements; None: they are not exported."""
 
 
-class Environments:
-    """Lifecycle: `start` once, `engines` whenever they change, `run` and `play` concurrently, `close`."""
+class Environments(ServingActor):
+    """Lifecycle: that of every `ServingActor`; `engines` whenever they change, `play` concurrently with `run`."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
+        super().__init__(spec.name)
         self._spec = spec
-        self._phases = Phases()
         self._counts: Counter[str] = Counter()
         self._pool = EnginePool(ask, spec.rollout.generate_timeout_s)
         self._keys = AttemptKeys()
         self._server = HttpServer(self._keys)
         self._runner: Runner | None = None
         self._worker: EnvironmentWorker | None = None
-        self._serving = Serving(self._serve)
         self._others = children()  # of this process, which the environment did not start
-
-    def __repr__(self) -> str:
-        return self._spec.name
 
     async def start(self) -> None:
         """Make the environment and start the gateway. Raises `ConfigError` for an environment that cannot be made,
@@ -108,20 +105,11 @@ class Environments:
         )  # fmt: skip
         errors = ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment")
         self._worker = EnvironmentWorker(self._runner, intake, errors, spec.columns)
-        self._phases.enter(SERVING)
+        await super().start()
 
     async def engines(self, members: Sequence[tuple[str, Any]]) -> None:
         """Set the rollout actors that serve now, by names and handles."""
         self._pool.update(dict(members))
-
-    async def run(self, store: Any) -> None:
-        """Serve the store's rollout stage until it closes."""
-        await self._serving.run(store)
-
-    async def drain(self, timeout_s: float) -> None:
-        """Take no more tasks and finish those that are here; what is not done after `timeout_s` goes back. Then `run`
-        has returned."""
-        await self._serving.drain(timeout_s)
 
     async def play(
         self, engines: Sequence[tuple[str, Any]], tasks: Sequence[str], samplings: Sequence[Sequence[Sampling]]
@@ -132,10 +120,6 @@ class Environments:
         await self.engines(engines)
         groups = (runner.group(Task.from_json(task), own) for task, own in zip(tasks, samplings, strict=True))
         return [[Played.of(attempt) for attempt in group] for group in await asyncio.gather(*groups)]
-
-    async def process(self, stacks: str) -> ProcessId:
-        """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
-        return register(stacks)
 
     async def progress(self) -> Progress:
         """Attempts played, and those under way. May be called at any time."""
@@ -155,7 +139,7 @@ class Environments:
             await self._runner.close()
         end_children(but=self._others)
 
-    async def _serve(self, store: Any) -> None:
+    async def _serve(self, store: StoreClient) -> None:
         assert self._worker is not None
         await self._worker.run(store)
 

@@ -1,38 +1,29 @@
 """`Prompts`: the Ray shell around the dataset; it admits groups to the store as the store has credits for them."""
 
-from typing import Any
-
 from penstock.conf.run import RunConfig
 from penstock.store.client.client import StoreClient
-from penstock.workers.processes import ProcessId, register
-from penstock.workers.progress import SERVING, Phases, Progress
+from penstock.workers.progress import Progress
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource, PromptStart
-from penstock.workers.serving import Serving
+from penstock.workers.serving import ServingActor
 
 
-class Prompts:
-    """Lifecycle: `start`, then `run` until the store closes; with another store it ends the previous one.
-
-    `rows_are`: "prompts", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where the tokenizer
-    is. `start`: the place where a resumed run goes on.
-    """
+class Prompts(ServingActor):
+    """Lifecycle: that of every `ServingActor`."""
 
     def __init__(self, config: RunConfig, model_path: str, rows_are: str, start: PromptStart | None = None) -> None:
+        """`rows_are`: "prompts", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where the
+        tokenizer is. `start`: the place where a resumed run goes on."""
+        super().__init__("Prompts")
         self._start = start
         self._config, self._model_path, self._rows_are = config, model_path, rows_are
-        self._serving = Serving(self._put)
         self._source: PromptSource | None = None
-        self._phases = Phases()
 
     async def start(self) -> None:
         self._source = open_source(self._config, self._model_path, rows_are=self._rows_are, start=self._start)
-        self._phases.enter(SERVING)
+        await super().start()
 
-    async def run(self, store: Any) -> None:
-        await self._serving.run(store)
-
-    async def _put(self, store: StoreClient) -> None:
+    async def _serve(self, store: StoreClient) -> None:
         assert self._source is not None
         await self._source.run(store, self._config.trainer.groups_per_step)
 
@@ -41,10 +32,6 @@ class Prompts:
         assert self._source is not None
         return self._source.start_after(num_groups)
 
-    async def process(self, stacks: str) -> ProcessId:
-        """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
-        return register(stacks)
-
     async def progress(self) -> Progress:
         """Number of groups drawn. May be called at any time."""
         return self._phases.progress(self._source.num_drawn if self._source is not None else 0)
@@ -52,6 +39,3 @@ class Prompts:
     async def stats(self) -> dict[str, float]:
         """Groups drawn and rows left out (`dropped/prompt_too_long`), since the start."""
         return self._source.stats() if self._source is not None else {}
-
-    async def close(self) -> None:
-        """End nothing: there is the same call for every actor."""

@@ -8,19 +8,18 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
 from penstock.store.epoch import Epoch
 from penstock.workers.concurrent_tasks import run_all
-from penstock.workers.processes import ProcessId, register
-from penstock.workers.progress import ASLEEP, LOADING, SERVING, Phases, Progress
+from penstock.workers.progress import ASLEEP, LOADING, SERVING, Progress
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.metered import MeteredEngine, ThreadedEngine, seconds_per_token
 from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
-from penstock.workers.serving import Serving
+from penstock.workers.serving import ServingActor
 from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
 from penstock.workers.weights.transport import Delivery, Info, Part
 
@@ -46,22 +45,18 @@ class RolloutSpec:
     """Origin of its measurements; None: they are not exported."""
 
 
-class Rollout:
-    """Lifecycle: `start` once, then `run` and `load` concurrently, then `close`. `run` with another store ends the
-    previous one; the engine stays as it is."""
+class Rollout(ServingActor):
+    """Lifecycle: that of every `ServingActor`; `load` concurrently with `run`. With another store the engine stays as
+    it is."""
 
     def __init__(self, spec: RolloutSpec) -> None:
+        super().__init__(spec.name)
         self._spec = spec
         self._epoch = Epoch()
-        self._phases = Phases()
         meters = exported(spec.origin) if spec.origin is not None else None
         self._receiver = make_engine(replace(spec.engine, by_priority=not spec.pulls), meters)
         self._engine = MeteredEngine(self._receiver, meters) if meters is not None else self._receiver
         self._workers = [self._worker(greedy) for greedy in ((False, True) if spec.greedy else (False,))]
-        self._serving = Serving(self._serve)
-
-    def __repr__(self) -> str:
-        return self._spec.name
 
     def _worker(self, greedy: bool) -> RolloutWorker:
         spec, config = self._spec, self._spec.engine.config
@@ -73,11 +68,7 @@ class Rollout:
 
     async def start(self) -> None:
         await self._engine.start()
-        self._phases.enter(SERVING)
-
-    async def run(self, store: Any) -> None:
-        """Serve the store's rollout stages until it closes."""
-        await self._serving.run(store)
+        await super().start()
 
     async def _serve(self, store: StoreClient) -> None:
         if self._spec.pulls:
@@ -89,7 +80,7 @@ class Rollout:
         """Take no more groups, and finish those that are here and the calls of `generate`; what is not done after
         `timeout_s` goes back. Then `run` has returned."""
         give_up = time.monotonic() + timeout_s
-        await self._serving.drain(timeout_s)
+        await super().drain(timeout_s)
         while self._engine.sampled().num_in_flight and time.monotonic() < give_up:
             await asyncio.sleep(LOOK_S)
 
@@ -150,10 +141,6 @@ class Rollout:
 
     async def version(self) -> int:
         return await self._engine.version()
-
-    async def process(self, stacks: str) -> ProcessId:
-        """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
-        return register(stacks)
 
     async def progress(self) -> Progress:
         """Tokens sampled, and samples in flight. May be called at any time."""
