@@ -73,11 +73,11 @@ class ProcessId:
 def kill(process: ProcessId, timeout_s: float = END_S) -> bool:
     """End a process and all that it has started, at once. False if any of them is still there afterwards: the kernel
     does not end one that waits for a device."""
-    doomed = _with_children(process.pid)
+    members = _with_children(process.pid)
     if not process.is_alive:  # asked last: the children are its own
         return True
-    ids = [ProcessId.of(member.pid) for member in doomed]
-    for member in doomed:
+    ids = [ProcessId.of(member.pid) for member in members]
+    for member in members:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()  # which asks again whether it is the same process
     deadline = time.monotonic() + timeout_s

@@ -42,7 +42,7 @@ class EnvironmentWorker:
 
     def __init__(self, runner: Runner, intake: GroupIntake, errors: ErrorShare, columns: AttemptColumns) -> None:
         self._runner, self._intake, self._errors, self._columns = runner, intake, errors, columns
-        self._loop = GroupLoop(STAGE, intake, self._roll, hears_answers=True)
+        self._loop = GroupLoop(STAGE, intake, self._roll, may_be_answered_twice=True)
 
     async def run(self, store: StoreClient) -> None:
         """Serve the store until it closes. Raises `RewardFailure` when too many attempts fail, and what the engines

@@ -128,7 +128,7 @@ class Child:
         if not self.has_ended:
             self._kill()
 
-    async def epitaph(self, timeout_s: float = SOON_S) -> str:
+    async def ending(self, timeout_s: float = SOON_S) -> str:
         """A text on how the process has ended, and its last output. `timeout_s`: its streams end before itself."""
         await self.ended(timeout_s)
         said = self._stderr.decode(errors="replace").strip()

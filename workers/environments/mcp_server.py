@@ -122,7 +122,7 @@ class McpServer:
         if self._serving.done():
             why = str(self._serving.exception())
         if self._process is not None:
-            why += f"; {await self._process.epitaph()}"
+            why += f"; {await self._process.ending()}"
         await self.stop()
         raise McpFailed(f"the MCP server {self.name} could not be started: {why}")
 
@@ -134,7 +134,7 @@ class McpServer:
         """Call a tool; return its result as text. Raises `McpFailed`. A cancelled call does not wait for the server."""
         assert self._process is not None
         if self.has_ended:
-            raise McpFailed(f"the MCP server {self.name}: {await self._process.epitaph()}")
+            raise McpFailed(f"the MCP server {self.name}: {await self._process.ending()}")
         calling = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
         calling.add_done_callback(_seen)
         dying = asyncio.ensure_future(self._process.ended())
@@ -143,14 +143,14 @@ class McpServer:
             if calling.done() and calling.exception() is None:
                 return _told(calling.result())
             is_cut_off = calling.done() and "closed" in str(calling.exception()).lower()
-            epitaph = await self._process.epitaph(LEAVE_S if is_cut_off else SOON_S)
+            ending = await self._process.ending(LEAVE_S if is_cut_off else SOON_S)
         finally:
             dying.cancel()
             calling.cancel()
         if not self.has_ended:
             raise McpFailed(str(calling.exception()))
         self._count("mcp_died")
-        raise McpFailed(f"the MCP server {self.name}: {epitaph}")
+        raise McpFailed(f"the MCP server {self.name}: {ending}")
 
     async def stop(self) -> None:
         """Stop the server. The process and its descendants are gone then, however it behaves."""

@@ -1,6 +1,6 @@
 """Tools of a model: Python functions, described by their types and docstrings, and called as the model asks for it.
 
-    function ─▶ Described: name, JSON schema ─▶ the model ─▶ calls ─▶ Toolbox ─▶ an answer to each
+    function ─▶ DescribedFunction: name, JSON schema ─▶ the model ─▶ calls ─▶ Toolbox ─▶ an answer to each
 
 Calls are made in time, and in threads where functions block. A tool that raises, hangs, returns a megabyte or bytes
 that are no text ends nothing: the model is told, and it is counted. Penstock brings the tool `python`, which runs
@@ -36,7 +36,7 @@ MAX_CHARACTERS = 8_000
 _sandboxes: dict[tuple[asyncio.AbstractEventLoop, Limits], Sandbox] = {}
 
 
-class Described:
+class DescribedFunction:
     """A typed function with its description: its name, its docstring and a JSON schema of its parameters. `arguments`
     checks the arguments that a model gave."""
 
@@ -115,7 +115,7 @@ class Toolbox:
                 found.append(tool.schema)
                 self._calls[str(tool.schema["function"]["name"])] = self._in_time(tool.call)
             else:
-                described = Described(tool)
+                described = DescribedFunction(tool)
                 found.append(described.schema)
                 self._calls[described.name] = self._caller(described)
         self.descriptions: Tools = tuple(found)
@@ -148,13 +148,13 @@ class Toolbox:
             return f"Error: {call.name} did not return within {self._limits.tool_timeout_s:g} s."
         except Exception as error:  # noqa: BLE001 - whatever a tool raises is told to the model
             self._counts["tools_raised"] += 1
-            said = str(error) if isinstance(error, CodeEnded) else f"{type(error).__name__}: {error}"
-            return self._cut(f"Error: {said}")
+            what = str(error) if isinstance(error, CodeEnded) else f"{type(error).__name__}: {error}"
+            return self._cut(f"Error: {what}")
         return self._cut(as_text(value))
 
-    def _caller(self, described: Described) -> Call:
+    def _caller(self, described: DescribedFunction) -> Call:
         function = described.function
-        if inspect.iscoroutinefunction(function) and (timed := TIMED.get(function)):
+        if inspect.iscoroutinefunction(function) and (timed := LIMITED.get(function)):
             within = self._limits.tool_timeout_s, Limits.of(self._limits.sandbox)
             return lambda arguments: contained(timed(*within, **described.arguments(arguments)))
         if inspect.iscoroutinefunction(function):
@@ -208,10 +208,10 @@ async def _python_within(timeout_s: float, limits: Limits, code: str) -> str:
     outcome = await sandbox.run_python(code, wall_s=timeout_s)
     if outcome.reason == "timeout_wall" and timeout_s < sandbox.limits.wall_s:
         raise TookTooLong(f"it took longer than {timeout_s:g} s")
-    return said(outcome)
+    return program_text(outcome)
 
 
-TIMED: Mapping[Any, Callable[..., Awaitable[Any]]] = {python: _python_within}
+LIMITED: Mapping[Any, Callable[..., Awaitable[Any]]] = {python: _python_within}
 """Variants of tools that wait for their turn. Before a tool's own arguments, they take the seconds that it may run from
 then on and the limits of code. They raise `TookTooLong`."""
 
@@ -232,7 +232,7 @@ def _close() -> None:
         sandbox.close()
 
 
-def said(outcome: ProgramOutcome) -> str:
+def program_text(outcome: ProgramOutcome) -> str:
     """The text of an outcome: standard output, then standard error, then how it ended if not well; at most
     `MAX_CHARACTERS`, cut in the middle."""
     parts = [outcome.stdout.rstrip("\n"), outcome.stderr.rstrip("\n")]

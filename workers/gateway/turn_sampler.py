@@ -77,7 +77,7 @@ class TurnSampler:
         self._answered: dict[Key, _Answered] = {}
         self._by_request: dict[Key, Turn] = {}
         self._turns: dict[int, Turn] = {}
-        self._num_asked = self._num_aside = self._num_under_way = 0
+        self._num_asked = self._num_untrained = self._num_under_way = 0
         self._over: Exception | None = None
         self._too_long: LimitReached | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
@@ -120,16 +120,18 @@ class TurnSampler:
             return self._by_request[request]
         self._check_open()
         self.active_since = time.monotonic()
-        options = self._taken(options) if is_client else options
+        options = self._accepted(options) if is_client else options
         if not train:
-            return await self._aside(messages, tools, options)
+            return await self._untrained(messages, tools, options)
         if len(self._turns) + self._num_under_way >= self._limits.max_turns:
             raise self._truncated(
                 "turns", f"the attempt has had {self._limits.max_turns} turns (environment.max_turns)"
             )
         number = self._num_asked
         parent, before, prompt_ids = self._prompt(messages, tools)
-        sampling = self._within_limits(self._asked(options, turn_seed(self._sampling.seed, number)), len(prompt_ids))
+        sampling = self._within_limits(
+            self._sampling_of(options, turn_seed(self._sampling.seed, number)), len(prompt_ids)
+        )
         self._num_asked += 1
         self._num_under_way += 1
         try:
@@ -204,15 +206,15 @@ class TurnSampler:
             read.problem, dict(options), sampling.temperature or 1.0, stopped_by,
         )  # fmt: skip
 
-    async def _aside(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Turn:
-        self._num_aside += 1
+    async def _untrained(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Turn:
+        self._num_untrained += 1
         prompt_ids = self._form.prompt_ids(messages, tools)
-        sampling = self._asked(options, turn_seed(self._sampling.seed, -self._num_aside))
+        sampling = self._sampling_of(options, turn_seed(self._sampling.seed, -self._num_untrained))
         room = self._limits.max_model_len - len(prompt_ids)
         if room < 1:
-            raise self._full(len(prompt_ids))
+            raise self._no_room(len(prompt_ids))
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        return await self._until_over(self._turn(-self._num_aside, None, prompt_ids, sampling, tools, options))
+        return await self._until_over(self._turn(-self._num_untrained, None, prompt_ids, sampling, tools, options))
 
     def _prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Message], list[int]]:
         """The turn that a conversation goes on with, the conversation as it is kept here, and its tokens."""
@@ -233,7 +235,7 @@ class TurnSampler:
             self._counts["rewritten_by_client"] += 1
         return None, list(messages), self._form.prompt_ids(messages, tools)
 
-    def _asked(self, options: Mapping[str, Any], seed: int | None) -> Sampling:
+    def _sampling_of(self, options: Mapping[str, Any], seed: int | None) -> Sampling:
         """The run's sampling, with the changes that a request asks for."""
         for name in options:
             if name not in OPTIONS:
@@ -245,9 +247,9 @@ class TurnSampler:
         sampling = replace(self._sampling, seed=seed, **changes)
         return replace(sampling, max_tokens=min(sampling.max_tokens, self._sampling.max_tokens))
 
-    def _taken(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _accepted(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The client's options that take effect; the rest is counted as ignored. Raises `SamplingError` for either."""
-        self._asked(options, None)
+        self._sampling_of(options, None)
         if self._clients_sample and self._sampling.temperature > 0:
             return dict(options)
         for name in DISTRIBUTION:
@@ -265,7 +267,7 @@ class TurnSampler:
     def _within_limits(self, sampling: Sampling, num_prompt: int) -> Sampling:
         room = self._limits.max_model_len - num_prompt
         if room < 1:
-            raise self._full(num_prompt)
+            raise self._no_room(num_prompt)
         left = self._limits.max_tokens - self.num_sampled
         if left < 1:
             raise self._truncated(
@@ -273,7 +275,7 @@ class TurnSampler:
             )
         return replace(sampling, max_tokens=min(sampling.max_tokens, room, left))
 
-    def _full(self, num_prompt: int) -> LimitReached:
+    def _no_room(self, num_prompt: int) -> LimitReached:
         """The error for a full context. The attempt need not end: its client may shorten the history."""
         self._too_long = LimitReached(
             "context",

@@ -18,7 +18,7 @@ from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
 from penstock.workers.node.file_service import FileSet
 from penstock.workers.node.output import Lines, Output
-from penstock.workers.node.questions import Mailbox, Neighbours
+from penstock.workers.node.questions import Mailbox, NodeActors
 from penstock.workers.processes import ProcessId, register
 from penstock.workers.protocols import Publication
 from penstock.workers.sandbox.execution import Limits
@@ -40,7 +40,7 @@ class NodeAgent:
         self._closed = asyncio.Event()
         self._mailbox = Mailbox()
         self._output = Output()
-        self._neighbours = Neighbours()
+        self._node_actors = NodeActors()
         self._reading = threading.Lock()
 
     async def facts(self) -> NodeFacts:
@@ -136,8 +136,8 @@ class NodeAgent:
         """Call actors of this node without arguments; return the answers by name: those that come in time and without
         an error. `members`: handles of all that are here, where that has changed."""
         if members is not None:
-            self._neighbours.meet(members)
-        return await self._neighbours.ask(method, names, timeout_s)
+            self._node_actors.set(members)
+        return await self._node_actors.ask(method, names, timeout_s)
 
     async def try_fences(self, all_limits: Sequence[Limits]) -> str:
         """A text that says what holds on this node for code of models. Raises `SandboxUnavailable`."""

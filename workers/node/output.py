@@ -57,7 +57,7 @@ class _File:
 
 
 @dataclass
-class _Printing:
+class _ProcessOutput:
     process: ProcessId
     files: dict[str, _File] = field(default_factory=dict)
     """Files by stream."""
@@ -69,28 +69,28 @@ class Output:
     """Lifecycle: `take` now and then, from one thread at a time."""
 
     def __init__(self) -> None:
-        self._printing: dict[str, list[_Printing]] = {}
+        self._outputs: dict[str, list[_ProcessOutput]] = {}
         """Processes by name: several have had a name, one after the other."""
 
     def take(self, processes: Mapping[str, ProcessId]) -> dict[str, Lines]:
         """Take the output of this node's members since the last call. `processes`: those that the caller knows of, by
         name. A process's last output is taken after its death, and then the process is forgotten."""
         for name, process in processes.items():
-            known = self._printing.setdefault(name, [])
+            known = self._outputs.setdefault(name, [])
             if all(one.process != process for one in known):
-                known.append(_Printing(process, _files_of(process)))
+                known.append(_ProcessOutput(process, _files_of(process)))
         found = {}
-        for name in list(self._printing):
+        for name in list(self._outputs):
             lines: Lines = []
-            for one in self._printing[name]:
+            for one in self._outputs[name]:
                 one.is_alive = one.process.is_alive  # before its last words are read
                 for stream, file in one.files.items():
                     lines += [(stream, text) for text in (file.take() if one.is_alive else file.end())]
-            self._printing[name] = [
-                one for one in self._printing[name] if one.is_alive or processes.get(name) == one.process
+            self._outputs[name] = [
+                one for one in self._outputs[name] if one.is_alive or processes.get(name) == one.process
             ]
-            if not self._printing[name]:
-                del self._printing[name]
+            if not self._outputs[name]:
+                del self._outputs[name]
             if kept := [(stream, text) for stream, text in lines if text and not MARKERS.match(text)]:
                 found[name] = kept
         return found

@@ -1,6 +1,6 @@
 """Questions that pass through a node's agent, to the controller of a run and from it.
 
-    caller ─ ask ─▶ Mailbox ◀─ take, answer ─ controller         controller ─▶ Neighbours.ask ─▶ actors of the node
+    caller ─ ask ─▶ Mailbox ◀─ take, answer ─ controller         controller ─▶ NodeActors.ask ─▶ actors of the node
 
 The controller is no actor and cannot be called: questions to it wait in the agent of the driver's node until it takes
 them, and the caller waits for its answer; `orchestrator/membership/` has both ends. It asks the actors of a node
@@ -52,13 +52,13 @@ class Mailbox:
                 asking.set_result(None)
 
 
-class Neighbours:
-    """The actors of a node. Lifecycle: `meet` them, again whenever they change; `ask` any of them."""
+class NodeActors:
+    """The actors of a node. Lifecycle: `set` them, again whenever they change; `ask` any of them."""
 
     def __init__(self) -> None:
         self._handles: dict[str, Any] = {}
 
-    def meet(self, handles: Mapping[str, Any]) -> None:
+    def set(self, handles: Mapping[str, Any]) -> None:
         """Set all actors that are there now, by name."""
         self._handles = dict(handles)
 

@@ -121,7 +121,7 @@ class ProblemDataset:
         return DatasetRow(prompt, answer, index, where, answer, extra=self.problems.extra(entry))
 
 
-class TaughtDataset:
+class TeacherDataset:
     """Rows of a dataset with other demonstrations, or other rejected responses, from a function (`data.teacher`)
     instead of a column."""
 
@@ -162,7 +162,7 @@ class Mixture:
                 f"data.mixture: until each part was gone through, {longest:,.0f} rows would be drawn. Bring the "
                 "weights closer together, or limit the largest part: size."
             )
-        self._places = dealt(shares, round(longest))
+        self._places = interleaved(shares, round(longest))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -174,11 +174,11 @@ class Mixture:
         return replace(row, index=index, extra={"data_source": self._names[number], **row.extra})
 
 
-def dealt(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
+def interleaved(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
     """Choose a part for each of so many rows, and which of its turns it is: always the part that lags most behind its
     share.
 
-    >>> dealt([0.75, 0.25], 4)
+    >>> interleaved([0.75, 0.25], 4)
     [(0, 0), (0, 1), (1, 0), (0, 2)]
     """
     given = [0] * len(shares)
@@ -200,7 +200,7 @@ def open_dataset(data: DataConfig, evaluation: EvaluationConfig, *, held_out: bo
         return dataset
     for field_name, key in (("response", "teacher"), ("rejected", "rejected_teacher")):
         if teacher := getattr(data, key):
-            dataset = TaughtDataset(dataset, find_function(teacher, f"data.{key}"), field_name)
+            dataset = TeacherDataset(dataset, find_function(teacher, f"data.{key}"), field_name)
     return dataset
 
 

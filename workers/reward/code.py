@@ -34,7 +34,7 @@ MAX_ROWS = 10_000
 """Largest number of rows of a result. More are cut, and so equal to no other result of another length."""
 DIGITS = 9
 """Number of digits of floats that are compared."""
-INSIDE = f"""
+QUERY_PROGRAM = f"""
 import sqlite3
 
 def plain(cell):
@@ -207,7 +207,7 @@ def _gold(fence: BlockingSandbox, setup: str, query: str, wall_s: float) -> Rows
 
 
 def _run(fence: BlockingSandbox, setup: str, query: str, wall_s: float) -> CallResult:
-    return fence.call(INSIDE, "rows", [[setup, query]], wall_s=wall_s)[0]
+    return fence.call(QUERY_PROGRAM, "rows", [[setup, query]], wall_s=wall_s)[0]
 
 
 def _are_rows(data: Any) -> bool:

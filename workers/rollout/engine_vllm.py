@@ -32,9 +32,9 @@ from penstock.workers.rollout.vllm_conversion import (
     Opened,
     completion_of,
     init_request,
+    sampled_so_far,
     sampling_params,
     shares_gpu,
-    under_way,
     update_request,
 )
 from penstock.workers.rollout.vllm_processes import VllmProcesses
@@ -172,7 +172,7 @@ class VllmEngine(VllmProcesses):
         return int(await self._llm.get_weight_version())
 
     def sampled(self) -> Sampled:
-        now = under_way(self._llm.output_processor) if self._llm is not None else Sampled(0, 0)
+        now = sampled_so_far(self._llm.output_processor) if self._llm is not None else Sampled(0, 0)
         waiting = min(self._stats.num_waiting, now.num_in_flight) if self._stats is not None else 0
         return Sampled(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens, waiting)
 

@@ -165,7 +165,7 @@ def completion_of(sample: Any, tokenizer: Any, *, detokenized: bool) -> Completi
     return Completion(token_ids, logprobs, versions, text, sample.finish_reason)
 
 
-def under_way(processor: Any) -> Sampled:
+def sampled_so_far(processor: Any) -> Sampled:
     """Counts of the requests that vLLM's `OutputProcessor` has, without asking for their outputs before the end.
     Samples of a group that are done wait for the others with the group."""
     samples = processor.request_states.values()

@@ -76,7 +76,7 @@ class RolloutWorker:
         """`timeout_s`: limit of a group, in seconds. `greedy`: serve the greedy stage instead, one response for all
         samples of a group."""
         self._engine, self._intake, self._timeout_s, self._greedy = engine, intake, timeout_s, greedy
-        self._loop = GroupLoop(GREEDY_STAGE if greedy else STAGE, intake, self._roll, hears_answers=not greedy)
+        self._loop = GroupLoop(GREEDY_STAGE if greedy else STAGE, intake, self._roll, may_be_answered_twice=not greedy)
 
     async def run(self, store: StoreClient) -> None:
         """Serve the store until it closes. Raises `WorkerDied` and `DeadlineExceeded` of the engine."""
@@ -135,9 +135,9 @@ class GroupLoop:
     """The loop of workers that answer prompts: a task for each group. Lifecycle: `run` returns when the store is
     closed; then it may be called with another."""
 
-    def __init__(self, stage: str, intake: GroupIntake, roll: Roll, *, hears_answers: bool) -> None:
-        """`hears_answers`: groups may be answered twice."""
-        self._stage, self._intake, self._roll, self._hears = stage, intake, roll, hears_answers
+    def __init__(self, stage: str, intake: GroupIntake, roll: Roll, *, may_be_answered_twice: bool) -> None:
+        """`may_be_answered_twice`: another worker may be given a group as well."""
+        self._stage, self._intake, self._roll, self._is_answered_twice = stage, intake, roll, may_be_answered_twice
         self._clock = BusyClock()
         self._aborted: set[asyncio.Task[None]] = set()
         self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0, "twice_groups": 0}
@@ -152,19 +152,19 @@ class GroupLoop:
         are cancelled; a client that has retired finishes them first."""
         groups: dict[asyncio.Task[None], Place] = {}
         asking: asyncio.Task[Lease | None] | None = None
-        hearing = await self._hearing(store)
+        others = await self._other_answers(store)
         try:
             takes_more = True
             while takes_more or groups:
                 if takes_more and asking is None and len(groups) < self._intake.max_groups:
                     asking = asyncio.create_task(self._ask(store))
-                waits = {*groups, *(task for task in (asking, hearing) if task is not None)}
+                waits = {*groups, *(task for task in (asking, others) if task is not None)}
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in groups if task in done]:
                     self._settle(task, groups.pop(task))
-                if hearing is not None and hearing in done:
-                    self._abort(groups, hearing.result() or ())
-                    hearing = await self._hearing(store) if hearing.result() is not None else None
+                if others is not None and others in done:
+                    self._abort(groups, others.result() or ())
+                    others = await self._other_answers(store) if others.result() is not None else None
                 if asking is not None and asking in done:
                     lease, asking = asking.result(), None
                     if lease is not None:
@@ -174,16 +174,16 @@ class GroupLoop:
                     else:
                         return
         finally:
-            await cancel_all({*groups, *(task for task in (asking, hearing) if task is not None)})
+            await cancel_all({*groups, *(task for task in (asking, others) if task is not None)})
 
     async def _ask(self, store: StoreClient) -> Lease | None:
         """Lease as many groups as there is room for when they come, and no more than the share of one worker."""
         name, most = self._intake.name, self._intake.max_groups
         return await store.lease(self._stage, most, name, max_held=most, num_peers=self._intake.num_workers)
 
-    async def _hearing(self, store: StoreClient) -> "asyncio.Task[list[Place] | None] | None":
+    async def _other_answers(self, store: StoreClient) -> "asyncio.Task[list[Place] | None] | None":
         """A task that waits for the answers of other workers; None where groups are never answered twice."""
-        if not self._hears or not (await store.spec()).straggler_factor:
+        if not self._is_answered_twice or not (await store.spec()).straggler_factor:
             return None
         return asyncio.create_task(store.superseded())
 

@@ -79,22 +79,22 @@ class Worker:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         with ExitStack() as files:
             files.enter_context(theirs)
-            complaints = _file(files)
+            stderr = _file(files)
             filter_file = _file(files, seccomp.program(platform.machine(), keeper=True), sealed=True)
             words = command(machine, _inner(theirs.fileno(), limits, rehearse), filter_file)
             inherited = [theirs.fileno(), filter_file]
             try:
-                process = _spawned(words, inherited, complaints)
+                process = _spawned(words, inherited, stderr)
             except OSError as error:
                 ours.close()
                 raise SandboxUnavailable(_help(f"{words[0]}: {error.strerror}")) from None
             theirs.close()
             worker = cls(process, ours, limits)
             try:
-                await worker._meet()
+                await worker._handshake()
             except (OSError, TimeoutError) as error:
                 worker.close()
-                said = os.pread(complaints, 1000, 0).decode(errors="replace").strip()
+                said = os.pread(stderr, 1000, 0).decode(errors="replace").strip()
                 raise SandboxUnavailable(_help(said or f"{type(error).__name__} {error}")) from None
             except BaseException:
                 worker.close()
@@ -160,7 +160,7 @@ class Worker:
         if self.cgroup is not None:
             self.cgroup.remove()
 
-    async def _meet(self) -> None:
+    async def _handshake(self) -> None:
         """Wait until the keeper is ready, learn its process id, and put it in a cgroup before it runs anything."""
         async with asyncio.timeout(START_S):
             await self._readable()
@@ -170,7 +170,7 @@ class Worker:
         self.keeper, self.keeper_uid, _ = CREDENTIALS.unpack(ancillary[0][2])
         self._handle = os.pidfd_open(self.keeper)
         try:
-            self.cgroup = await _away(Cgroup.around, self.keeper, self.limits)
+            self.cgroup = await _in_thread(Cgroup.around, self.keeper, self.limits)
         except OSError as error:
             self.without_cgroup = str(error)
         if self.limits.require_cgroup and (lack := self._lack()):
@@ -202,7 +202,7 @@ class Worker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S):
                     await self._readable()
-                return self._heard(), False
+                return self._report(), False
             if (
                 meter.was_killed() or meter.memory_bytes() > self.limits.memory_bytes
             ):  # those left need not be waited for
@@ -210,7 +210,7 @@ class Worker:
             if meter.cpu_s() > most_s:  # of several processes; one alone is ended by the kernel, and its fence stays
                 return LOST | {"in_time": True}, False
         with suppress(BlockingIOError):  # said in time, while this loop was busy
-            return self._heard(), False
+            return self._report(), False
         raise TimeoutError
 
     async def _readable(self) -> None:
@@ -223,7 +223,7 @@ class Worker:
             if self.is_open:
                 loop.remove_reader(self.control)
 
-    def _heard(self) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         message = self.control.recv(4096)
         if not message:
             raise ConnectionError("the program inside ended")
@@ -257,30 +257,30 @@ class Meter:
         return self._cgroup is not None and self._cgroup.num_killed() > self._killed
 
 
-async def _away(call: Callable[..., Cgroup], *arguments: Any) -> Cgroup:
+async def _in_thread(call: Callable[..., Cgroup], *arguments: Any) -> Cgroup:
     """Make a control group in a thread, as systemd may take its time. A group that is made after this is cancelled is
     removed."""
     making = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:
-        making.add_done_callback(_unwanted)
+        making.add_done_callback(_remove_unwanted)
         raise
 
 
-def _unwanted(making: "asyncio.Future[Cgroup]") -> None:
+def _remove_unwanted(making: "asyncio.Future[Cgroup]") -> None:
     if not making.cancelled() and making.exception() is None:
         making.result().remove()
 
 
-def _spawned(words: list[str], inherited: list[int], complaints: int) -> "subprocess.Popen[bytes]":
+def _spawned(words: list[str], inherited: list[int], stderr: int) -> "subprocess.Popen[bytes]":
     """Start the process in this process's own group: a signal that kills the group ends the fence."""
     return subprocess.Popen(
         words,
         pass_fds=inherited,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=complaints,
+        stderr=stderr,
         env={},
         cwd="/",
     )

@@ -48,7 +48,7 @@ def test_its_exit_code_is_told_before_and_after_its_end(ending: str, code: int) 
         assert (child.has_ended, child.exit_code) == (True, code)
         await child.end()
         assert child.exit_code == code
-        assert f"it has ended with {code}" in await child.epitaph()
+        assert f"it has ended with {code}" in await child.ending()
 
     asyncio.run(asyncio.wait_for(main(), 2 * GONE_S))
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from penstock.workers.environments import toolbox
-from penstock.workers.environments.toolbox import MAX_CHARACTERS, python, said
+from penstock.workers.environments.toolbox import MAX_CHARACTERS, program_text, python
 from penstock.workers.sandbox.execution import ProgramOutcome
 
 WELL = ProgramOutcome("", "", 0, 0.1, 0.1, "exited")
@@ -32,8 +32,8 @@ def test_the_fences_of_a_loop_that_is_closed_are_taken_down_by_the_next():
 
 
 def test_what_is_said_is_bounded_and_tells_how_it_ended():
-    long = said(ProgramOutcome("x" * 100_000 + "end", "", 0, 1.0, 1.0, "output"))
+    long = program_text(ProgramOutcome("x" * 100_000 + "end", "", 0, 1.0, 1.0, "output"))
     assert len(long) <= MAX_CHARACTERS
     assert long.startswith("xxx")
     assert long.endswith("end\n[ended: output]")
-    assert said(WELL) == ""
+    assert program_text(WELL) == ""

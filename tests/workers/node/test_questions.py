@@ -1,9 +1,9 @@
-"""Questions wait for who can answer them; an agent tells what its neighbours say, and of nobody else anything."""
+"""Questions wait for who can answer them; an agent tells what actors of its node say, and of nobody else anything."""
 
 import asyncio
 from typing import Any
 
-from penstock.workers.node.questions import Mailbox, Neighbours
+from penstock.workers.node.questions import Mailbox, NodeActors
 
 
 def test_who_asks_hears_its_own_answer_in_whatever_order_they_come() -> None:
@@ -69,15 +69,15 @@ class Handle:
 
 
 def test_who_is_silent_fails_or_is_not_known_is_left_out() -> None:
-    neighbours = Neighbours()
-    neighbours.meet({"A": Handle("a"), "B": Handle(ValueError("b")), "C": Handle(None), "D": Handle("d")})
-    found = asyncio.run(neighbours.ask("progress", ["A", "B", "C", "E"], 0.1))
+    node_actors = NodeActors()
+    node_actors.set({"A": Handle("a"), "B": Handle(ValueError("b")), "C": Handle(None), "D": Handle("d")})
+    found = asyncio.run(node_actors.ask("progress", ["A", "B", "C", "E"], 0.1))
     assert found == {"A": "a"}
-    assert asyncio.run(neighbours.ask("progress", [], 0.1)) == {}
+    assert asyncio.run(node_actors.ask("progress", [], 0.1)) == {}
 
 
 def test_those_that_were_met_last_are_asked() -> None:
-    neighbours = Neighbours()
-    neighbours.meet({"A": Handle("before"), "B": Handle("b")})
-    neighbours.meet({"A": Handle("now")})
-    assert asyncio.run(neighbours.ask("progress", ["A", "B"], 5.0)) == {"A": "now"}
+    node_actors = NodeActors()
+    node_actors.set({"A": Handle("before"), "B": Handle("b")})
+    node_actors.set({"A": Handle("now")})
+    assert asyncio.run(node_actors.ask("progress", ["A", "B"], 5.0)) == {"A": "now"}

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig, PartConfig
 from penstock.conf.errors import ConfigError, DataError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.workers.prompts.dataset import MOST_ROWS, Mixture, dealt, open_dataset
+from penstock.workers.prompts.dataset import MOST_ROWS, Mixture, interleaved, open_dataset
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 200))
 def test_no_stretch_is_far_from_its_shares(weights: list[int], count: int) -> None:
     shares = [weight / sum(weights) for weight in weights]
     given_so_far: Counter[int] = Counter()
-    for row, (part, turn) in enumerate(dealt(shares, count), start=1):
+    for row, (part, turn) in enumerate(interleaved(shares, count), start=1):
         assert turn == given_so_far[part]
         given_so_far[part] += 1
         assert all(abs(given_so_far[part] - share * row) < len(shares) for part, share in enumerate(shares))

@@ -80,7 +80,7 @@ class Agent:
         try:
             output = await child.answer(json.dumps(row_of(task), default=str).encode(), MAX_OUTPUT)
             if child.exit_code:
-                raise RuntimeError(f"{self._command[0]}: {await child.epitaph()}")
+                raise RuntimeError(f"{self._command[0]}: {await child.ending()}")
         finally:
             child.kill()
             await child.end()
@@ -103,7 +103,7 @@ def is_right(answer: Any, task: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True)
-class OfAnswer:
+class AnswerReward:
     """A reward function of (answer, task), with any parameter names, in the form that reward processes take."""
 
     name: str
@@ -121,4 +121,4 @@ def as_reward(name: str) -> str | Callable[..., Any]:
         return name
     if len(parameters) < 2:
         raise ConfigError(f"{KEY}={name}: a function of (answer, task) is due, not of ({', '.join(parameters)}).")
-    return OfAnswer(with_file(name, absolute))
+    return AnswerReward(with_file(name, absolute))

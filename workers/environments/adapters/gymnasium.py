@@ -42,7 +42,7 @@ OPTIONS = "environment.options"
 PROMPT = "{legend}\n{observation}\nActions: {actions}. Answer with one of them."
 COLOURS = ("grey", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 """Colours of terminals, from code 30; as backgrounds from 40."""
-_PAINTED = re.compile(r"((?:\x1b\[[\d;]*m)+)([^\x1b]*)((?:\x1b\[0m)+)")
+_COLOURED = re.compile(r"((?:\x1b\[[\d;]*m)+)([^\x1b]*)((?:\x1b\[0m)+)")
 DIRECTIONS = ("right", "down", "left", "up")
 OBJECTS = {2: "wall", 4: "door", 5: "key", 6: "ball", 7: "box", 8: "goal", 9: "lava"}
 """Names of MiniGrid's object codes; empty floor and cells out of sight are left out."""
@@ -146,7 +146,7 @@ class Gymnasium:
         return re.sub(r"\{(legend|actions|observation)\}", lambda name: said[name[1]], self._options.prompt).strip()
 
     def _text(self, made: Any, observation: Any) -> str:
-        return painted(made.render()) if self._renders else str(self._describe(observation))
+        return without_colours(made.render()) if self._renders else str(self._describe(observation))
 
     def _made(self) -> Any:
         try:
@@ -183,7 +183,7 @@ def as_text(observation: Any) -> str:
     """The text of an observation of any space: MiniGrid's in words, numbers one after the other, the parts of a
     dictionary by name."""
     if isinstance(observation, Mapping) and {"image", "direction", "mission"} <= observation.keys():
-        return seen(observation)
+        return view_text(observation)
     if isinstance(observation, Mapping):
         return "\n".join(f"{name}: {as_text(value)}" for name, value in observation.items())
     if isinstance(observation, str):
@@ -195,10 +195,10 @@ def as_text(observation: Any) -> str:
     return f"{observation:.4g}" if isinstance(observation, float) else str(observation)
 
 
-def painted(text: str) -> str:
+def without_colours(text: str) -> str:
     """A terminal's text without colours: a background becomes brackets, another colour its name.
 
-    >>> painted("\\x1b[41mS\\x1b[0mF\\x1b[35mY\\x1b[0m")
+    >>> without_colours("\\x1b[41mS\\x1b[0mF\\x1b[35mY\\x1b[0m")
     '[S]FY(magenta)'
     """
 
@@ -209,10 +209,10 @@ def painted(text: str) -> str:
                 shown = f"{shown}({COLOURS[code - 30]})"
         return f"[{shown}]" if re.search(r"4[0-7]", codes) else shown
 
-    return _PAINTED.sub(plain, text).strip("\n")
+    return _COLOURED.sub(plain, text).strip("\n")
 
 
-def seen(observation: Mapping[str, Any]) -> str:
+def view_text(observation: Mapping[str, Any]) -> str:
     """The view of the agent: the mission, where it looks, what it carries and what it sees, nearest first.
 
     mission: go to the green goal

@@ -14,7 +14,7 @@ from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
 from penstock.workers.environments.mcp_server import McpCommand, McpServer, McpTool
 from penstock.workers.environments.task import Task
-from penstock.workers.environments.toolbox import Described
+from penstock.workers.environments.toolbox import DescribedFunction
 
 
 @environment("mcp")
@@ -50,9 +50,8 @@ class Mcp(Tools):
     async def run(self, task: Task, ctx: Context) -> None:
         async with self._served(ctx) as servers:
             found = [tool for server in servers for tool in server.tools]
-            await self.solve(
-                task, ctx, [*self._tools, *told_apart(found, [Described(tool).name for tool in self._tools])]
-            )
+            own = [DescribedFunction(tool).name for tool in self._tools]
+            await self.solve(task, ctx, [*self._tools, *with_unique_names(found, own)])
 
     async def aclose(self) -> None:
         await _stop(self._shared)
@@ -82,7 +81,7 @@ class Mcp(Tools):
         return [McpServer(name, given, self._start_timeout_s, ctx.count) for name, given in self._commands.items()]
 
 
-def told_apart(tools: Sequence[McpTool], taken: Sequence[str] = ()) -> list[McpTool]:
+def with_unique_names(tools: Sequence[McpTool], taken: Sequence[str] = ()) -> list[McpTool]:
     """Rename tools of the same name to server_name."""
     times = Counter([*taken, *(tool.name for tool in tools)])
     return [tool if times[tool.name] == 1 else tool.renamed(f"{tool.server.name}_{tool.name}") for tool in tools]

@@ -55,7 +55,7 @@ class TextArena:
                     f"environment.options.opponents: there is no {name!r}{suggest(name, ('self', 'random'))}"
                 )
             self._moves[name] = find_function(name, "environment.options.opponents")
-        if "random" in self._opponents and not game.legal_moves("\n".join(game.news()[1])):
+        if "random" in self._opponents and not game.legal_moves("\n".join(game.unread()[1])):
             raise ConfigError(
                 f"environment.options.opponents: {id} does not say which moves there are, so that nobody can play at "
                 "random. Take self, or file.py:function."
@@ -71,15 +71,15 @@ class TextArena:
     async def run(self, task: Task, ctx: Context) -> None:
         game, draws = Game(self._id, self._kwargs, task.seed), random.Random(f"{task.seed}/opponent")
         seat, opponent = task.data["seat"], task.data["opponent"]
-        talks: list[list[Message]] = [[] for _ in range(SEATS)]
+        conversations: list[list[Message]] = [[] for _ in range(SEATS)]
         is_over = False
         while not is_over:
-            player, news = game.news()
-            read = "\n".join(news)
+            player, messages = game.unread()
+            read = "\n".join(messages)
             if player == seat or opponent == "self":
-                talks[player].append({"role": "user", "content": read})
-                turn = await ctx.sample(talks[player], train=player == seat)
-                talks[player].append(turn.message)
+                conversations[player].append({"role": "user", "content": read})
+                turn = await ctx.sample(conversations[player], train=player == seat)
+                conversations[player].append(turn.message)
                 move = turn.answer
             elif opponent == "random":
                 move = draws.choice(game.legal_moves(read) or [""])
@@ -116,7 +116,7 @@ class Game:
         self._game = made
         self._own = textarena.ObservationType.PLAYER_ACTION
 
-    def news(self) -> tuple[int, list[str]]:
+    def unread(self) -> tuple[int, list[str]]:
         """The player to move, and the messages that this player has not read yet, without its own moves."""
         player, told = self._game.get_observation()
         return player, [text for sender, text, kind in told if not (kind == self._own and sender == player)]

@@ -137,7 +137,7 @@ class _Episodes(Child):
         except TimeoutError:
             is_ready = False
         if not is_ready:
-            raise EpisodeFailed(f"verifiers could not be started: {await self.epitaph(LEAVE_S)}")
+            raise EpisodeFailed(f"verifiers could not be started: {await self.ending(LEAVE_S)}")
         self._hearing = asyncio.create_task(self._hear())
 
     async def play(self, order: Mapping[str, Any]) -> float:
@@ -173,7 +173,7 @@ class _Episodes(Child):
                 future.set_exception(EpisodeFailed(said["error"]))
             else:
                 future.set_result(float(said["reward"]))
-        why = f"verifiers: {await self.epitaph(LEAVE_S)}"
+        why = f"verifiers: {await self.ending(LEAVE_S)}"
         self.kill()
         for future in self._playing.values():
             if not future.done():

@@ -75,14 +75,14 @@ class Unreadable(Exception):
 
 
 def hermes(text: str, tools: Tools) -> Found:
-    return found(_HERMES.sub("", text).strip(), [_loaded(body) for body in _HERMES.findall(text)], tools, text)
+    return checked_calls(_HERMES.sub("", text).strip(), [_loaded(body) for body in _HERMES.findall(text)], tools, text)
 
 
 def llama3_json(text: str, tools: Tools) -> Found:
     bare = text.removeprefix("<|python_tag|>").strip()
     if not bare.startswith("{"):
         return text, [], ""
-    return found("", [_loaded(part) for part in bare.split(";\n")], tools, text)
+    return checked_calls("", [_loaded(part) for part in bare.split(";\n")], tools, text)
 
 
 def mistral(text: str, tools: Tools) -> Found:
@@ -91,7 +91,7 @@ def mistral(text: str, tools: Tools) -> Found:
         return text, [], ""
     is_list = body.lstrip().startswith(("[", "{")) or "[ARGS]" not in body
     values = _list(body) if is_list else [_named(one) for one in body.split(MISTRAL)]
-    return found(said.strip(), values, tools, text)
+    return checked_calls(said.strip(), values, tools, text)
 
 
 def _named(body: str) -> Any:
@@ -114,7 +114,7 @@ def pythonic(text: str, tools: Tools) -> Found:
     try:
         tree = ast.parse(bare, mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else []
-        return found("", [_of_python(node, tools) for node in nodes], tools, text)
+        return checked_calls("", [_of_python(node, tools) for node in nodes], tools, text)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, Unreadable) as error:
         return text, [], f"The call is no Python: {error}."
 
@@ -128,7 +128,7 @@ READERS: dict[str, Reader] = {
 }  # fmt: skip
 
 
-def found(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> Found:
+def checked_calls(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> Found:
     """Make calls of values. An invalid one makes all invalid: the model has to say which calls to make."""
     try:
         return said, [_call(value, tools) for value in values], ""
@@ -136,7 +136,7 @@ def found(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> Fou
         return text or said, [], str(problem)
 
 
-def made(calls: Calls, turn: int) -> list[ToolCall]:
+def with_ids(calls: Calls, turn: int) -> list[ToolCall]:
     """Give an id to each call: the model's own, since results refer to it, or one of the turn's."""
     ids = [call.id for call in calls]
     return [

@@ -84,11 +84,11 @@ def text_of(content: Any) -> str:
 
 
 def _canonical(message: Message) -> list[Any]:
-    calls = [_called(call) for call in message.get("tool_calls") or ()]
+    calls = [_canonical_call(call) for call in message.get("tool_calls") or ()]
     return [message.get("role"), text_of(message.get("content")).strip(), calls]
 
 
-def _called(call: Mapping[str, Any]) -> list[Any]:
+def _canonical_call(call: Mapping[str, Any]) -> list[Any]:
     function = call.get("function", call)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):

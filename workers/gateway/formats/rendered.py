@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, DataError, suggest
-from penstock.workers.gateway.formats.answers import Unreadable, found, made, split_thinking, strict_json
+from penstock.workers.gateway.formats.answers import Unreadable, checked_calls, split_thinking, strict_json, with_ids
 from penstock.workers.gateway.formats.conversation import Format, Message, Read, Tools
 from penstock.workers.gateway.formats.template import TemplateFormat, as_message
 from penstock.workers.trajectory import Turn, encodable
@@ -65,8 +65,10 @@ class RenderedFormat:
         said = split_thinking(self._text(token_ids))[1] if parsed.tool_calls else parsed.content
         if not (tools and parsed.tool_calls):
             return Read(message | {"content": said})
-        content, values, problem = found(parsed.content, [_call(call) for call in parsed.tool_calls], tools, said)
-        calls = made(values, turn)
+        content, values, problem = checked_calls(
+            parsed.content, [_call(call) for call in parsed.tool_calls], tools, said
+        )
+        calls = with_ids(values, turn)
         message["content"] = content
         if calls:
             message["tool_calls"] = [as_message(call) for call in calls]

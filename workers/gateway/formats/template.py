@@ -21,7 +21,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from penstock.conf.errors import DataError, ModelError
-from penstock.workers.gateway.formats.answers import EMPTY, READERS, Call, begins_thinking, made, split_thinking
+from penstock.workers.gateway.formats.answers import EMPTY, READERS, Call, begins_thinking, split_thinking, with_ids
 from penstock.workers.gateway.formats.conversation import SHORT_ID, Message, Read, Tools
 from penstock.workers.trajectory import ToolCall, Turn, encodable
 
@@ -82,7 +82,7 @@ class TemplateFormat:
         content, found, problem = self._read_calls(said, tools)
         if len(found) > 1 and not self._takes_several:
             return Read(message | {"content": said}, (), "Make one call at a time.")
-        calls = made(found, turn)
+        calls = with_ids(found, turn)
         message["content"] = content
         if calls:
             message["tool_calls"] = [as_message(call) for call in calls]
@@ -110,7 +110,7 @@ class TemplateFormat:
     @cached_property
     def _takes_several(self) -> bool:
         """True if the template allows several calls in one answer: some templates raise for more than one."""
-        calls = made([Call("f", {}), Call("f", {})], 0)
+        calls = with_ids([Call("f", {}), Call("f", {})], 0)
         said = {"role": "assistant", "content": "", "tool_calls": [as_message(call) for call in calls]}
         results = [{"role": "tool", "content": "1", "tool_call_id": call.id, "name": "f"} for call in calls]
         try:

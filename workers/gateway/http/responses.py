@@ -129,52 +129,52 @@ def _input(body: Fields) -> list[dict[str, Any]]:
     if isinstance(body.raw("input"), str):
         return [{"role": "user", "content": body.text("input")}]
     messages: list[dict[str, Any]] = []
-    spoken = _Spoken()
+    assistant_message = _AssistantMessage()
     for item in body.need_objects("input"):
         kind = item.text("type") or "message"
         if (kind == "message" and item.need_text("role") == "assistant") or kind in ("reasoning", "function_call"):
-            messages += spoken.take(kind, item)
+            messages += assistant_message.take(kind, item)
         else:
-            messages += [*spoken.end(), _heard(kind, item)]
-    return [*messages, *spoken.end()]
+            messages += [*assistant_message.end(), _other_message(kind, item)]
+    return [*messages, *assistant_message.end()]
 
 
-class _Spoken:
+class _AssistantMessage:
     """The assistant's items since the last message of another role."""
 
     def __init__(self) -> None:
-        self._thought: str | None = None
-        self._said: str | None = None
+        self._thinking: str | None = None
+        self._text: str | None = None
         self._calls: list[dict[str, Any]] = []
 
     def take(self, kind: str, item: Fields) -> list[dict[str, Any]]:
         """Take an item; return the message that is complete before it, if this item begins another."""
-        begins = (kind == "message" and (self._said is not None or self._calls)) or (
-            kind == "reasoning" and (self._thought is not None or self._said is not None or self._calls)
+        begins = (kind == "message" and (self._text is not None or self._calls)) or (
+            kind == "reasoning" and (self._thinking is not None or self._text is not None or self._calls)
         )
         before = self.end() if begins else []
         if kind == "message":
-            self._said = content_text(item, "content", (*TEXTS, "refusal"), between="")
+            self._text = content_text(item, "content", (*TEXTS, "refusal"), between="")
         elif kind == "reasoning":
-            self._thought = _thought(item)
+            self._thinking = _reasoning_text(item)
         else:
             arguments = arguments_of(item, "arguments")
             self._calls.append(tool_call(item.need_text("call_id"), item.need_text("name"), arguments))
         return before
 
     def end(self) -> list[dict[str, Any]]:
-        if self._thought is None and self._said is None and not self._calls:
+        if self._thinking is None and self._text is None and not self._calls:
             return []
-        message = assistant(self._said or "", self._thought, self._calls)
-        self._thought, self._said, self._calls = None, None, []
+        message = assistant(self._text or "", self._thinking, self._calls)
+        self._thinking, self._text, self._calls = None, None, []
         return [message]
 
 
-def _thought(item: Fields) -> str:
+def _reasoning_text(item: Fields) -> str:
     return content_text(item, "content", ("reasoning_text", "text"), between="")
 
 
-def _heard(kind: str, item: Fields) -> dict[str, Any]:
+def _other_message(kind: str, item: Fields) -> dict[str, Any]:
     if kind == "message":
         role = item.need_text("role")
         if role not in ROLES:

@@ -54,7 +54,7 @@ RETRIES = "x-stainless-retry-count"
 
 
 @dataclass
-class _Visit:
+class _AttemptAnswers:
     """The requests of one attempt."""
 
     tag: str
@@ -72,8 +72,8 @@ class HttpServer:
         self, keys: AttemptKeys, *, waiting_s: float = WAITING_S, max_body_bytes: int = MAX_BODY_BYTES
     ) -> None:
         self._keys, self._waiting_s = keys, waiting_s
-        self._visits: WeakKeyDictionary[TurnSampler, _Visit] = WeakKeyDictionary()
-        self._app = web.Application(client_max_size=max_body_bytes, middlewares=[_failures_told])
+        self._answers: WeakKeyDictionary[TurnSampler, _AttemptAnswers] = WeakKeyDictionary()
+        self._app = web.Application(client_max_size=max_body_bytes, middlewares=[_answer_failures])
         for path in PROTOCOLS:
             self._app.router.add_post(path, self._answer)
         self._app.router.add_post(COUNT, self._count)
@@ -105,24 +105,24 @@ class HttpServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         protocol = PROTOCOLS[request.path]
         sampler = self._sampler(request)
-        visit = self._visits.setdefault(sampler, _Visit(_tag(request)))
-        asked = protocol.asked(parsed(await request.read()), visit.responses)
+        answers = self._answers.setdefault(sampler, _AttemptAnswers(_tag(request)))
+        asked = protocol.asked(parsed(await request.read()), answers.responses)
         is_retry = request.headers.get(RETRIES, "0") != "0"
-        answering = _Answering(request, protocol, asked, visit, self._waiting_s)
-        async with _sampled(sampler, asked, is_retry, visit) as sampling:
+        answering = _Answering(request, protocol, asked, answers, self._waiting_s)
+        async with _sampled(sampler, asked, is_retry, answers) as sampling:
             return await answering.written(sampling)
 
     def _sampler(self, request: web.Request) -> TurnSampler:
         key = _key(request)
         if not key:
-            raise _Told(NO_KEY)
+            raise _Refused(NO_KEY)
         sampler = self._keys.sampler_of(key)
         if sampler is None:
-            raise _Told(UNKNOWN_KEY)
+            raise _Refused(UNKNOWN_KEY)
         return sampler
 
 
-class _Told(Exception):
+class _Refused(Exception):
     """The error that ends a request with a failure for the client."""
 
     def __init__(self, failure: Failure) -> None:
@@ -132,7 +132,7 @@ class _Told(Exception):
 
 @asynccontextmanager
 async def _sampled(
-    sampler: TurnSampler, asked: Asked, is_retry: bool, visit: _Visit
+    sampler: TurnSampler, asked: Asked, is_retry: bool, answers: _AttemptAnswers
 ) -> AsyncIterator["asyncio.Future[Turn]"]:
     """Sample a turn. Unless it is among those delivered at the end, it is forgotten, as if it had never been
     sampled."""
@@ -146,15 +146,17 @@ async def _sampled(
             sampling.cancel()
         elif not sampling.cancelled() and sampling.exception() is None:
             turn = sampling.result()
-            if turn.id not in visit.delivered:
+            if turn.id not in answers.delivered:
                 sampler.forget(turn)
 
 
 class _Answering:
     """Writer of the answer to one request."""
 
-    def __init__(self, request: web.Request, protocol: Protocol, asked: Asked, visit: _Visit, waiting_s: float) -> None:
-        self._request, self._protocol, self._asked, self._visit = request, protocol, asked, visit
+    def __init__(
+        self, request: web.Request, protocol: Protocol, asked: Asked, answers: _AttemptAnswers, waiting_s: float
+    ) -> None:
+        self._request, self._protocol, self._asked, self._answers = request, protocol, asked, answers
         self._waiting_s = waiting_s
 
     async def written(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
@@ -164,7 +166,7 @@ class _Answering:
     async def _whole(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
         await asyncio.wait([sampling])
         turn = _result(sampling)
-        response = web.json_response(self._protocol.answer(self._asked, turn, self._visit.tag))
+        response = web.json_response(self._protocol.answer(self._asked, turn, self._answers.tag))
         await response.prepare(self._request)
         await response.write_eof()
         self._delivered(turn)
@@ -179,7 +181,7 @@ class _Answering:
         if response.prepared and not sampling.cancelled() and (error := sampling.exception()) is not None:
             return await self._ended_with(response, error)
         turn = _result(sampling)
-        events = [event.encode() for event in self._protocol.events(self._asked, turn, self._visit.tag)]
+        events = [event.encode() for event in self._protocol.events(self._asked, turn, self._answers.tag)]
         if not response.prepared:
             await response.prepare(self._request)
         for event in events:
@@ -195,10 +197,10 @@ class _Answering:
         return response
 
     def _delivered(self, turn: Turn) -> None:
-        self._visit.delivered.add(turn.id)
+        self._answers.delivered.add(turn.id)
         if self._asked.kept is not None and self._protocol.answer_id is not None:
-            name = self._protocol.answer_id(turn, self._visit.tag)
-            self._visit.responses[name] = [*self._asked.kept, turn.message]
+            name = self._protocol.answer_id(turn, self._answers.tag)
+            self._answers.responses[name] = [*self._asked.kept, turn.message]
 
 
 def _result(sampling: "asyncio.Future[Turn]") -> Turn:
@@ -208,26 +210,26 @@ def _result(sampling: "asyncio.Future[Turn]") -> Turn:
 
 
 @web.middleware
-async def _failures_told(
+async def _answer_failures(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Answer every failure in the form of the protocol. A failure that no client can receive is not raised again."""
     try:
         return await handler(request)
-    except _Told as told:
-        return _told(request, told.failure)
+    except _Refused as refused:
+        return _failure_response(request, refused.failure)
     except web.HTTPException as error:
-        return _told(request, _of_http(request, error))
+        return _failure_response(request, _http_failure(request, error))
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, the client is told, and asks no more
         failure = failure_of(error)
         if failure.status == 500:
             _LOG.exception("the gateway could not answer %s", request.path)
-        return _told(request, failure)
+        return _failure_response(request, failure)
 
 
-def _of_http(request: web.Request, error: web.HTTPException) -> Failure:
+def _http_failure(request: web.Request, error: web.HTTPException) -> Failure:
     if error.status == 404:
         paths = ", ".join((*PROTOCOLS, COUNT, "/v1/models"))
         return Failure(404, "not_found", f"There is nothing at {request.path}. There is: {paths}.")
@@ -238,7 +240,7 @@ def _of_http(request: web.Request, error: web.HTTPException) -> Failure:
     return Failure(error.status, "invalid_request", f"{request.method} {request.path}: {error.reason}.")
 
 
-def _told(request: web.Request, failure: Failure) -> web.Response:
+def _failure_response(request: web.Request, failure: Failure) -> web.Response:
     body = json.dumps(error_shape(request.path, request.headers)(failure))
     return web.Response(text=body, status=failure.status, content_type="application/json", headers=failure.headers)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.environments.adapters.gymnasium import NamedActions, as_text, painted
+from penstock.workers.environments.adapters.gymnasium import NamedActions, as_text, without_colours
 from penstock.workers.environments.task import Task
 from penstock.workers.trajectory import COMPLETED, TRUNCATED
 from tests.workers.environments.adapters.adapted import adapter, heard, played
@@ -101,7 +101,7 @@ def test_what_is_carried_and_doors_are_told() -> None:
 def test_other_observations_are_their_numbers() -> None:
     assert as_text((14, np.int64(10), 0)) == "14 10 0"
     assert as_text({"speed": np.array([0.5, 1 / 3]), "name": "a"}) == "speed: 0.5 0.3333\nname: a"
-    assert painted("\n\x1b[35m\x1b[43mY\x1b[0m\x1b[0m|\x1b[34;1mB\x1b[0m\n") == "[Y(magenta)]|B(blue)"
+    assert without_colours("\n\x1b[35m\x1b[43mY\x1b[0m\x1b[0m|\x1b[34;1mB\x1b[0m\n") == "[Y(magenta)]|B(blue)"
 
 
 @given(st.integers(-3, 9), st.sampled_from(["", " ", "no: 0 ", "down, "]))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.environments.adapters.mcp import told_apart
+from penstock.workers.environments.adapters.mcp import with_unique_names
 from penstock.workers.environments.mcp_server import McpCommand, McpServer, McpTool
 from penstock.workers.environments.task import Task
 from penstock.workers.protocols import Sampling
@@ -140,7 +140,7 @@ def test_tools_of_the_same_name_have_their_servers() -> None:
     def tool(server: str, name: str) -> McpTool:
         return McpTool(McpServer(server, McpCommand("x"), 1), name, {"type": "function", "function": {"name": name}})
 
-    found = told_apart([tool("a", "read"), tool("b", "read"), tool("b", "write"), tool("b", "add")], ["add"])
+    found = with_unique_names([tool("a", "read"), tool("b", "read"), tool("b", "write"), tool("b", "add")], ["add"])
     assert [one.schema["function"]["name"] for one in found] == ["a_read", "b_read", "write", "b_add"]
     assert [one.name for one in found] == ["read", "read", "write", "add"]
 

@@ -112,7 +112,7 @@ def test_legal_moves_are_never_refused(id: str) -> None:
     for seed in range(10):
         game, is_over, read = Game(id, {}, seed), False, ["", ""]
         while not is_over:
-            player, news = game.news()
+            player, news = game.unread()
             read[player] = "\n".join(news)
             is_over = game.play(draws.choice(game.legal_moves(read[player])))
         assert not any(game.made_invalid_move(player) for player in range(2))

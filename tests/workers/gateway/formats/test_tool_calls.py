@@ -13,9 +13,9 @@ from penstock.workers.gateway.formats.answers import (
     Call,
     hermes,
     llama3_json,
-    made,
     mistral,
     pythonic,
+    with_ids,
 )
 from tests.workers.gateway.chat_models import ADD
 
@@ -44,9 +44,9 @@ def test_a_call_keeps_the_id_that_the_model_gave_it() -> None:
     for text in (old, new):
         calls = mistral(text, TOOLS)[1]
         assert [call.id for call in calls] == ["sV1hLtRz8", ""]
-        assert [call.id for call in made(calls, 3)] == ["sV1hLtRz8", "c00003001"]
+        assert [call.id for call in with_ids(calls, 3)] == ["sV1hLtRz8", "c00003001"]
     twice = [Call("add", {}, "sV1hLtRz8")] * 2
-    assert [call.id for call in made(twice, 0)] == ["c00000000", "c00000001"]
+    assert [call.id for call in with_ids(twice, 0)] == ["c00000000", "c00000001"]
 
 
 def test_arguments_may_be_json_text() -> None:
