@@ -97,11 +97,7 @@ class Toolbox:
     """Tools that are described to a model. Descriptions alone are for tools that other code calls."""
 
     def __init__(
-        self,
-        tools: Sequence[Any],
-        limits: ToolLimits,
-        threads: ToolThreads,
-        counts: Counter[str] | None = None,
+        self, tools: Sequence[Any], limits: ToolLimits, threads: ToolThreads, counts: Counter[str] | None = None
     ) -> None:
         """`tools`: functions (async or not), objects with `schema` and an async `call(arguments)`, or descriptions."""
         self._limits, self._threads = limits, threads

@@ -119,12 +119,7 @@ class PromptReport:
 
 
 def check_prompts(
-    dataset: PromptDataset,
-    tokenizer: Any,
-    config: RunConfig,
-    *,
-    rows_are: str = "prompts",
-    sample: int = 1000,
+    dataset: PromptDataset, tokenizer: Any, config: RunConfig, *, rows_are: str = "prompts", sample: int = 1000
 ) -> PromptReport:
     """Check a dataset before anything starts: the first rows as they are, and the `sample` longest of them tokenised.
 

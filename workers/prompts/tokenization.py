@@ -57,11 +57,7 @@ class PromptEncoder:
     """Encoder of prompts and demonstrations for one tokenizer of transformers, or an object with the same methods."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        data: DataConfig,
-        limits: TokenLimits,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, tokenizer: Any, data: DataConfig, limits: TokenLimits, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """`template_kwargs`: `model.chat_template_kwargs`."""
         self.tokenizer = tokenizer

@@ -145,9 +145,7 @@ def serve(pool: BinaryIO, send: Send) -> None:
     while runner is not None:
         _, responses, tasks = pickle.load(pool)
         runner.score(
-            responses,
-            [json.loads(task) for task in tasks],
-            lambda index, result: send(packed_result(index, result)),
+            responses, [json.loads(task) for task in tasks], lambda index, result: send(packed_result(index, result))
         )
         send(packed("done"))
 

@@ -19,11 +19,7 @@ from penstock.workers.user_code import absolute, find_function, import_file, wit
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-BUILTIN_MODULES = (
-    "penstock.workers.reward.functions",
-    "penstock.workers.reward.code",
-    "penstock.workers.reward.judge",
-)
+BUILTIN_MODULES = ("penstock.workers.reward.functions", "penstock.workers.reward.code", "penstock.workers.reward.judge")
 
 
 @dataclass(frozen=True)
@@ -77,10 +73,7 @@ class RewardSpec:
 
     @classmethod
     def of(
-        cls,
-        function: str | Callable[..., Any],
-        options: dict[str, Any] | None = None,
-        imports: tuple[str, ...] = (),
+        cls, function: str | Callable[..., Any], options: dict[str, Any] | None = None, imports: tuple[str, ...] = ()
     ) -> "RewardSpec":
         """Make a specification of what `reward.function` names, or of a callable.
 

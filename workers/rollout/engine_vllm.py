@@ -19,12 +19,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.conf.errors import (
-    DataError,
-    PenstockError,
-    PromptRefused,
-    WeightError,
-)
+from penstock.conf.errors import DataError, PenstockError, PromptRefused, WeightError
 from penstock.metering.meters import Meters
 from penstock.metering.table import ROLLOUT_LOAD_PHASES
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling

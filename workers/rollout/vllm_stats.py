@@ -40,11 +40,7 @@ class _Logger(StatLoggerBase):
         self._stats = stats
 
     def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         if scheduler_stats is not None:
             self._stats.note(scheduler_stats)

@@ -102,13 +102,7 @@ def holes(facts: Mapping[str, Any], limits: Limits) -> list[str]:
     ]
     found += [
         f"{key} is {facts[key]}, not {value}"
-        for key, value in {
-            "pid": 1,
-            "environment": 0,
-            "capabilities": 0,
-            "no_new_privileges": 1,
-            "seccomp": 2,
-        }.items()
+        for key, value in {"pid": 1, "environment": 0, "capabilities": 0, "no_new_privileges": 1, "seccomp": 2}.items()
         if facts[key] != value
     ]
     return found + (["the user inside is root"] if facts["uid"] == 0 else [])

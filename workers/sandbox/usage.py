@@ -102,10 +102,7 @@ def memory_of(pid: int) -> int:
     space: it may have caused that itself, and a container without `CAP_SYS_PTRACE` refuses it for all."""
     process = Path(f"/proc/{pid}")
     with suppress(FileNotFoundError, ProcessLookupError):
-        for place in (
-            process,
-            *process.glob("task/*"),
-        ):  # where the first thread has ended, another tells
+        for place in (process, *process.glob("task/*")):  # where the first thread has ended, another tells
             with suppress(ProcessLookupError):
                 return _memory_in(place)
     return 0

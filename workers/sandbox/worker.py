@@ -276,13 +276,7 @@ def _remove_unwanted(making: "asyncio.Future[Cgroup]") -> None:
 def _spawned(words: list[str], inherited: list[int], stderr: int) -> "subprocess.Popen[bytes]":
     """Start the process in this process's own group: a signal that kills the group ends the fence."""
     return subprocess.Popen(
-        words,
-        pass_fds=inherited,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-        env={},
-        cwd="/",
+        words, pass_fds=inherited, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env={}, cwd="/"
     )
 
 
@@ -293,13 +287,7 @@ def _inner(control: int, limits: Limits, rehearse: bool) -> list[str]:
         for kind in ("counted", "uncounted")
     }
     told = json.dumps(
-        {
-            "control": control,
-            "limits": asdict(limits),
-            "programs": programs,
-            "devices": DEVICES,
-            "rehearse": rehearse,
-        }
+        {"control": control, "limits": asdict(limits), "programs": programs, "devices": DEVICES, "rehearse": rehearse}
     )
     return ["-I", "-S", "-B", "-X", "utf8", "-c", KEEPER.read_text(), told]
 
