@@ -48,6 +48,11 @@ def call_id(turn: int, index: int) -> str:
     return f"{'c' if turn >= 0 else 'a'}{abs(turn):05d}{index:03d}"
 
 
+def tool_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call in the form that templates take: arguments are an object, where OpenAI's protocol has text."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
 class Format(Protocol):
     """A format, by which the gateway writes conversations."""
 

@@ -13,8 +13,8 @@ from typing import Any
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, DataError, suggest
 from penstock.workers.gateway.formats.answers import Unreadable, checked_calls, split_thinking, strict_json, with_ids
-from penstock.workers.gateway.formats.conversation import Format, Message, Read, Tools
-from penstock.workers.gateway.formats.template import TemplateFormat, as_message
+from penstock.workers.gateway.formats.conversation import Format, Message, Read, Tools, tool_call
+from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.trajectory import Turn, encodable
 
 TEMPLATE = "template"
@@ -71,7 +71,7 @@ class RenderedFormat:
         calls = with_ids(values, turn)
         message["content"] = content
         if calls:
-            message["tool_calls"] = [as_message(call) for call in calls]
+            message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
         return Read(message, calls, problem)
 
     def _written(self, write: Callable[..., Any], first: Any, tools: Tools, *more: Any, **named: Any) -> Any:

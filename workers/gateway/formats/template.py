@@ -22,8 +22,8 @@ from jinja2 import TemplateError
 
 from penstock.conf.errors import DataError, ModelError
 from penstock.workers.gateway.formats.answers import EMPTY, READERS, Call, begins_thinking, split_thinking, with_ids
-from penstock.workers.gateway.formats.conversation import SHORT_ID, Message, Read, Tools
-from penstock.workers.trajectory import ToolCall, Turn, encodable
+from penstock.workers.gateway.formats.conversation import SHORT_ID, Message, Read, Tools, tool_call
+from penstock.workers.trajectory import Turn, encodable
 
 NUM_BEFORE = 16
 """Number of tokens at a prompt's end that show whether it has begun the thinking, however the text is cut into
@@ -85,7 +85,7 @@ class TemplateFormat:
         calls = with_ids(found, turn)
         message["content"] = content
         if calls:
-            message["tool_calls"] = [as_message(call) for call in calls]
+            message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
         return Read(message, calls, problem)
 
     @cached_property
@@ -111,7 +111,11 @@ class TemplateFormat:
     def _takes_several(self) -> bool:
         """True if the template allows several calls in one answer: some templates raise for more than one."""
         calls = with_ids([Call("f", {}), Call("f", {})], 0)
-        said = {"role": "assistant", "content": "", "tool_calls": [as_message(call) for call in calls]}
+        said = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [tool_call(call.id, call.name, call.arguments) for call in calls],
+        }
         results = [{"role": "tool", "content": "1", "tool_call_id": call.id, "name": "f"} for call in calls]
         try:
             self._text([{"role": "user", "content": "."}, said, *results], ())
@@ -149,11 +153,6 @@ class TemplateFormat:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(encodable(text), add_special_tokens=False)["input_ids"])
-
-
-def as_message(call: ToolCall) -> Mapping[str, Any]:
-    """The call in the form that templates take: arguments are an object, where OpenAI's protocol has text."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
 
 
 def _without_last(pattern: re.Pattern[str], text: str) -> str:

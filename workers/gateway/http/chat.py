@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.workers.gateway.formats.conversation import Message
+from penstock.workers.gateway.formats.conversation import Message, tool_call
 from penstock.workers.gateway.http.exchange import (
     Asked,
     Event,
+    Protocol,
     arguments_of,
     assistant,
     chosen,
@@ -21,7 +22,6 @@ from penstock.workers.gateway.http.exchange import (
     json_format,
     pieces,
     sampling_options,
-    tool_call,
     tool_results_named,
 )
 from penstock.workers.gateway.http.fields import Fields
@@ -165,3 +165,6 @@ def _logprobs(turn: Turn) -> dict[str, Any]:
         ],
         "refusal": None,
     }  # fmt: skip
+
+
+CHAT = Protocol(asked, answer, events)

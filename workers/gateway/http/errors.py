@@ -12,6 +12,7 @@
 Clients retry by themselves after 503 alone: every other error would be the same the next time.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,3 +92,9 @@ def as_openai(failure: Failure) -> dict[str, Any]:
 def as_anthropic(failure: Failure) -> dict[str, Any]:
     kind = _ANTHROPIC.get(failure.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": failure.message, "code": failure.code}}
+
+
+def error_shape(path: str, headers: Mapping[str, str]) -> Callable[[Failure], Mapping[str, Any]]:
+    """The form of errors in answers to any path."""
+    is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
+    return as_anthropic if is_anthropic else as_openai

@@ -1,5 +1,5 @@
 """An exchange with a client in the gateway's own terms, whatever its protocol: a request, parsed by what the protocols
-share, and the server-sent events by which an answer is streamed. Pure.
+share, and the server-sent events by which an answer is streamed; and the interface of a protocol. Pure.
 
 A request may contain some fields that have no effect: seed (the attempt has its own), user, metadata, store,
 service_tier, effort and cache settings, parallel_tool_calls. Fields that would change the answer and are not supported
@@ -8,12 +8,14 @@ are forced.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.workers.gateway.formats.conversation import Message
+from penstock.workers.gateway.http.errors import Failure, as_openai
 from penstock.workers.gateway.http.fields import Fields
+from penstock.workers.trajectory import Turn
 
 PENALTIES = ("frequency_penalty", "presence_penalty")
 GUIDED = ("json", "regex", "choice", "grammar")
@@ -124,11 +126,6 @@ def arguments_of(call: Fields, name: str) -> Mapping[str, Any]:
     return value
 
 
-def tool_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A call in the form that templates take."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-
-
 def assistant(content: str, thinking: str | None = None, calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if thinking:
@@ -184,3 +181,22 @@ def pieces(text: str) -> Iterator[str]:
     size = -(-len(text) // NUM_PIECES)
     for start in range(0, len(text), max(1, size)):
         yield text[start : start + size]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A protocol that the endpoint speaks."""
+
+    asked: Callable[[Fields, Mapping[str, Sequence[Message]]], Asked]
+    """Function that reads a request. Raises `BadRequest`."""
+    answer: Callable[[Asked, Turn, str], Mapping[str, Any]]
+    """Function that writes a turn as a whole. The last argument: part of ids, the attempt's own."""
+    events: Callable[[Asked, Turn, str], Iterator[Event]]
+    """Function that writes a turn as a stream."""
+    error: Callable[[Failure], Mapping[str, Any]] = as_openai
+    error_event: str = ""
+    """Name of an error in a stream that has begun."""
+    waiting: bytes = COMMENT
+    """Bytes that a stream sends while its turn is being sampled."""
+    answer_id: Callable[[Turn, str], str] | None = None
+    """Function for the id by which later requests may refer to an answer."""

@@ -9,10 +9,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.workers.gateway.formats.conversation import Message
+from penstock.workers.gateway.formats.conversation import Message, tool_call
+from penstock.workers.gateway.http.errors import as_anthropic
 from penstock.workers.gateway.http.exchange import (
     Asked,
     Event,
+    Protocol,
     arguments_of,
     assistant,
     chosen,
@@ -21,7 +23,6 @@ from penstock.workers.gateway.http.exchange import (
     json_format,
     pieces,
     sampling_options,
-    tool_call,
     tool_results_named,
 )
 from penstock.workers.gateway.http.fields import Fields
@@ -183,3 +184,6 @@ def _usage(turn: Turn) -> dict[str, Any]:
         "input_tokens": len(turn.prompt_ids), "output_tokens": len(turn.output_ids),
         "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
     }  # fmt: skip
+
+
+MESSAGES = Protocol(asked, answer, events, as_anthropic, "error", PING)

@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.workers.gateway.formats.conversation import Message
+from penstock.workers.gateway.formats.conversation import Message, tool_call
 from penstock.workers.gateway.http.exchange import (
     Asked,
     Event,
+    Protocol,
     arguments_of,
     assistant,
     chosen,
@@ -23,7 +24,6 @@ from penstock.workers.gateway.http.exchange import (
     json_format,
     pieces,
     sampling_options,
-    tool_call,
     tool_results_named,
 )
 from penstock.workers.gateway.http.fields import Fields
@@ -230,3 +230,6 @@ def _usage(turn: Turn) -> dict[str, Any]:
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
+
+
+RESPONSES = Protocol(asked, answer, events, error_event="error", answer_id=answer_id)

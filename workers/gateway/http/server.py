@@ -27,6 +27,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
@@ -34,10 +35,12 @@ from aiohttp import web
 from penstock.conf.errors import AttemptOver
 from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.formats.conversation import Message
-from penstock.workers.gateway.http.errors import NO_KEY, UNKNOWN_KEY, Failure, failure_of
-from penstock.workers.gateway.http.exchange import Asked, Event
+from penstock.workers.gateway.http.chat import CHAT
+from penstock.workers.gateway.http.errors import NO_KEY, UNKNOWN_KEY, Failure, error_shape, failure_of
+from penstock.workers.gateway.http.exchange import Asked, Event, Protocol
 from penstock.workers.gateway.http.fields import parsed
-from penstock.workers.gateway.http.protocols import ANTHROPIC, PROTOCOLS, Protocol, error_shape, models
+from penstock.workers.gateway.http.messages import MESSAGES
+from penstock.workers.gateway.http.responses import RESPONSES
 from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.trajectory import Turn
 
@@ -49,6 +52,8 @@ SHUTDOWN_S = 1.0
 """Seconds for answers that are being written when the server stops."""
 BACKLOG = 1024
 """Connections that may wait to be accepted: attempts may all begin at once."""
+PROTOCOLS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
+"""Protocols by their paths."""
 COUNT = "/v1/messages/count_tokens"
 RETRIES = "x-stainless-retry-count"
 
@@ -95,11 +100,11 @@ class HttpServer:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._sampler(request)
-        return web.json_response(models(int(time.time())))
+        return web.json_response(_model_list(int(time.time())))
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         sampler = self._sampler(request)
-        asked = ANTHROPIC.asked(parsed(await request.read()), {})
+        asked = MESSAGES.asked(parsed(await request.read()), {})
         return web.json_response({"input_tokens": sampler.count(asked.messages, asked.tools)})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -252,3 +257,12 @@ def _key(request: web.Request) -> str:
 
 def _tag(request: web.Request) -> str:
     return hashlib.blake2b(_key(request).encode(), digest_size=6).hexdigest()
+
+
+def _model_list(created: int) -> dict[str, Any]:
+    """The list of models in the form of both protocols. There is one model, and any name in a request means it."""
+    model = {
+        "id": "policy", "object": "model", "created": created, "owned_by": "penstock",
+        "type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
+    }  # fmt: skip
+    return {"object": "list", "data": [model], "has_more": False, "first_id": "policy", "last_id": "policy"}
