@@ -18,12 +18,9 @@ class ErrorShare:
     def __init__(self, max_share: float, window: int, what: str = "rewards", key: str = "reward") -> None:
         """`what`: name of what is counted, for messages. `key`: the section of the configuration that has
         max_error_share."""
-        self.max_share = max_share
-        self.window = window
-        self._what, self._key = what, key
+        self.max_share, self.window, self._what, self._key = max_share, window, what, key
         self.recent: deque[bool] = deque(maxlen=window)
-        self.succeeded = 0
-        self.failed = 0
+        self.succeeded = self.failed = 0
         self.last_error = ""
 
     def add(self, error: str | None) -> None:

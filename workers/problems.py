@@ -33,10 +33,7 @@ class Problems:
     def __init__(
         self, task: str, options: dict[str, Any] | None = None, *, seed: int, size: int, exclude: Collection[str] = ()
     ) -> None:
-        self.task = task
-        self.options = dict(options or {})
-        self.seed = seed
-        self.size = size
+        self.task, self.options, self.seed, self.size = task, dict(options or {}), seed, size
         self.exclude = frozenset(exclude)
         self._spares: dict[int, Any] = {}
         self._dataset = self._spare(0)
@@ -80,14 +77,10 @@ def verify(response: str, task: dict[str, Any]) -> float:
     if "environment" not in task or "entry" not in task:
         raise DataError(
             "reward.function=reasoning_gym scores problems of data.source=reasoning_gym only; this row has no "
-            "verifier. "
-            "Use reward.function=math_verify, or one of your own."
+            "verifier. Use reward.function=math_verify, or one of your own."
         )
-    return float(
-        _verifier(task["environment"], json.dumps(task.get("options", {}))).score_answer(
-            response, from_json(task["entry"])
-        )
-    )
+    verifier = _verifier(task["environment"], json.dumps(task.get("options", {})))
+    return float(verifier.score_answer(response, from_json(task["entry"])))
 
 
 @functools.lru_cache(maxsize=64)

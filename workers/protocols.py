@@ -83,14 +83,9 @@ class Sampling:
     @classmethod
     def of(cls, config: SamplingConfig) -> "Sampling":
         return cls(
-            config.temperature,
-            config.top_p,
-            config.top_k,
-            config.min_p,
-            config.max_tokens,
-            tuple(config.stop),
+            config.temperature, config.top_p, config.top_k, config.min_p, config.max_tokens, tuple(config.stop),
             config.ignore_eos,
-        )
+        )  # fmt: skip
 
     def seeded(self, seed: int | None) -> "Sampling":
         return replace(self, seed=seed)

@@ -171,12 +171,10 @@ class Runner:
         if not sampler.turns or not sampler.turns[-1].is_cut:
             return AttemptOutcome()
         if sampler.num_sampled >= self._config.max_tokens:
-            return AttemptOutcome(
-                TRUNCATED, "tokens", f"its last turn was cut by environment.max_tokens={self._config.max_tokens}"
-            )
-        return AttemptOutcome(
-            TRUNCATED, "length", "its last turn was cut by rollout.sampling.max_tokens or the model's context"
-        )
+            text = f"its last turn was cut by environment.max_tokens={self._config.max_tokens}"
+            return AttemptOutcome(TRUNCATED, "tokens", text)
+        text = "its last turn was cut by rollout.sampling.max_tokens or the model's context"
+        return AttemptOutcome(TRUNCATED, "length", text)
 
     async def _ended(self, playing: "asyncio.Task[None]") -> None:
         """Ask an attempt to end. One that ignores this is left running, and gets nothing sampled any more."""

@@ -42,11 +42,8 @@ class ComputeWorker:
         phases: Phases | None = None,
     ) -> None:
         """`columns`: those of the dataflow, by name. `phases`: where it notes its phase."""
+        self.stage, self.columns, self.name, self.max_units = stage, columns, name, max_units
         self._phases = phases or Phases()
-        self.stage = stage
-        self.columns = columns
-        self.name = name
-        self.max_units = max_units
         self.state = stage.state
         """The state of a function that carries one from batch to batch."""
         self.num_units = 0
@@ -154,14 +151,10 @@ class ComputeWorker:
         if column.shape != "sample":
             return self._checked_tokens(column, value, num_rows, keywords)
         if column.dtype == "string":
-            if (
-                not isinstance(value, list)
-                or len(value) != num_rows
-                or not all(isinstance(item, str) for item in value)
-            ):
-                raise self._error(
-                    f"returned {_described(value)} for {column.name!r}; a list of {num_rows} strings is due."
-                )
+            are_strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            if not are_strings or len(value) != num_rows:
+                due = f"a list of {num_rows} strings is due."
+                raise self._error(f"returned {_described(value)} for {column.name!r}; {due}")
             return value
         array = self._array(column, value, f"a tensor of shape [{num_rows}]", num_rows)
         return list(array.tolist())
@@ -176,11 +169,8 @@ class ComputeWorker:
         arrays = []
         for index, item in enumerate(value):
             length = len(known[index]) if known is not None else None
-            arrays.append(
-                self._array(
-                    column, item, f"for row {index} a tensor of shape [{'T_i' if length is None else length}]", length
-                )
-            )
+            due = f"for row {index} a tensor of shape [{'T_i' if length is None else length}]"
+            arrays.append(self._array(column, item, due, length))
         return arrays
 
     def _array(self, column: Column, value: Any, due: str, length: int | None) -> np.ndarray:

@@ -56,14 +56,8 @@ class DescribedFunction:
             schema = TypeAdapter(self._model).json_schema()
         except PydanticUserError as error:
             raise ConfigError(f"tool {self.name}: its parameters cannot be described: {error}") from error
-        self.schema: Mapping[str, Any] = {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": inspect.getdoc(function) or "",
-                "parameters": _plain(schema),
-            },
-        }
+        described = {"name": self.name, "description": inspect.getdoc(function) or "", "parameters": _plain(schema)}
+        self.schema: Mapping[str, Any] = {"type": "function", "function": described}
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Convert the arguments to what the function takes. Raises `ValueError` with what is wrong with each."""

@@ -124,14 +124,12 @@ class TurnSampler:
         if not train:
             return await self._untrained(messages, tools, options)
         if len(self._turns) + self._num_under_way >= self._limits.max_turns:
-            raise self._truncated(
-                "turns", f"the attempt has had {self._limits.max_turns} turns (environment.max_turns)"
-            )
+            text = f"the attempt has had {self._limits.max_turns} turns (environment.max_turns)"
+            raise self._truncated("turns", text)
         number = self._num_asked
         parent, before, prompt_ids = self._prompt(messages, tools)
-        sampling = self._within_limits(
-            self._sampling_of(options, turn_seed(self._sampling.seed, number)), len(prompt_ids)
-        )
+        sampling = self._sampling_of(options, turn_seed(self._sampling.seed, number))
+        sampling = self._within_limits(sampling, len(prompt_ids))
         self._num_asked += 1
         self._num_under_way += 1
         try:
@@ -270,9 +268,8 @@ class TurnSampler:
             raise self._no_room(num_prompt)
         left = self._limits.max_tokens - self.num_sampled
         if left < 1:
-            raise self._truncated(
-                "tokens", f"the attempt has sampled {self._limits.max_tokens} tokens (environment.max_tokens)"
-            )
+            text = f"the attempt has sampled {self._limits.max_tokens} tokens (environment.max_tokens)"
+            raise self._truncated("tokens", text)
         return replace(sampling, max_tokens=min(sampling.max_tokens, room, left))
 
     def _no_room(self, num_prompt: int) -> LimitReached:

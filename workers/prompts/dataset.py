@@ -43,8 +43,7 @@ class TableDataset:
     """Rows with named columns, from a file or the hub."""
 
     def __init__(self, rows: RawRows, config: DataConfig, size: int | None) -> None:
-        self.rows = rows
-        self.config = config
+        self.rows, self.config = rows, config
         self.size = min(len(rows), size or len(rows))
         self.is_cut = isinstance(rows, PythonRows) and rows.is_cut
 
@@ -107,8 +106,7 @@ class ProblemDataset:
     """Problems of a procedural environment."""
 
     def __init__(self, problems: Problems, config: DataConfig) -> None:
-        self.problems = problems
-        self.config = config
+        self.problems, self.config = problems, config
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -223,15 +221,13 @@ def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Pro
         if evaluation.every_steps == 0:
             return None
         raise DataError(
-            f"evaluation.every_steps={evaluation.every_steps}, but there are no held-out problems: set "
-            "evaluation.path to "
-            f"{_HELD_OUT_MEANS[data.source]}, or evaluation.every_steps=0."
+            f"evaluation.every_steps={evaluation.every_steps}, but there are no held-out problems: set evaluation.path "
+            f"to {_HELD_OUT_MEANS[data.source]}, or evaluation.every_steps=0."
         )
     size = evaluation.num_problems if held_out else data.size
     if data.source == "jsonl":
-        rows: RawRows = (
-            JsonLines(evaluation.path, "evaluation.path") if held_out and evaluation.path else JsonLines(data.path)
-        )
+        path, key = (evaluation.path, "evaluation.path") if held_out and evaluation.path else (data.path, "data.path")
+        rows: RawRows = JsonLines(path, key)
     else:
         rows = open_huggingface(data.path, data.subset, evaluation.path if held_out and evaluation.path else data.split)
     return TableDataset(rows, data, size)

@@ -55,9 +55,7 @@ class PromptOrder:
     def __init__(self, num_rows: int, seed: int, cursor: PromptCursor | None = None, *, shuffle: bool = True) -> None:
         if num_rows < 1:
             raise DataError("the dataset has no rows (data.path): nothing to draw prompts from.")
-        self.num_rows = num_rows
-        self.seed = seed
-        self.shuffle = shuffle
+        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
         self.cursor = cursor or PromptCursor()
         self._rows = epoch_order(num_rows, seed, self.cursor.epoch, shuffle)
 

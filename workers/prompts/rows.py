@@ -175,19 +175,13 @@ def _hub_files(path: str) -> tuple[list[str], Any]:
     try:
         listed = hub.HfApi().list_repo_files(path, repo_type="dataset", revision=PARQUET_REVISION)
     except (
-        errors.HfHubHTTPError,
-        errors.HFValidationError,
-        errors.OfflineModeIsEnabled,
-        OSError,
-        RuntimeError,
-    ) as error:
+        errors.HfHubHTTPError, errors.HFValidationError, errors.OfflineModeIsEnabled, OSError, RuntimeError
+    ) as error:  # fmt: skip
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             f"data.path={path}: neither a local folder nor a dataset that the Hugging Face hub hands out here "
-            f"({first_line}). "
-            "Check the id and the connection; a private dataset needs `hf auth login`. Or download its parquet files "
-            "and set "
-            "data.path to their folder, or export them as JSON lines (data.source=jsonl)."
+            f"({first_line}). Check the id and the connection; a private dataset needs `hf auth login`. Or download "
+            "its parquet files and set data.path to their folder, or export them as JSON lines (data.source=jsonl)."
         ) from error
 
     def fetch(name: str) -> Path:

@@ -67,10 +67,8 @@ class PromptSource:
     ) -> None:
         """`rows_are`: "prompts", "tasks", or rows with responses: "demonstrations", "preferences". `once`: one epoch,
         in the dataset's own order. `held_out`: problems that are left out."""
-        self.dataset = dataset
-        self.encoder = encoder
+        self.dataset, self.encoder, self.rows_are = dataset, encoder, rows_are
         self.skips = data.too_long == "skip"
-        self.rows_are = rows_are
         self.num_too_long = 0
         """Number of rows left out by data.too_long=skip so far, for `dropped/prompt_too_long`."""
         self.num_held_out = 0

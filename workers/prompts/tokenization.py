@@ -39,10 +39,9 @@ class TokenLimits:
         """Raise `PromptTooLong` unless a row with so many tokens fits."""
         if num_prompt > self.max_prompt_tokens:
             raise PromptTooLong(
-                f"{where}: the prompt has {num_prompt} tokens, more than "
-                f"data.max_prompt_tokens={self.max_prompt_tokens} "
-                f"(the model has room for {self.room}: {self.room_means}). "
-                "Raise data.max_prompt_tokens, or set data.too_long=skip to leave such rows out."
+                f"{where}: the prompt has {num_prompt} tokens, more than data.max_prompt_tokens="
+                f"{self.max_prompt_tokens} (the model has room for {self.room}: {self.room_means}). Raise "
+                "data.max_prompt_tokens, or set data.too_long=skip to leave such rows out."
             )
         if num_prompt + num_response > self.room:
             response = f" and its response {num_response}" if num_response else ""
@@ -60,10 +59,8 @@ class PromptEncoder:
         self, tokenizer: Any, data: DataConfig, limits: TokenLimits, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """`template_kwargs`: `model.chat_template_kwargs`."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self.data, self.limits = tokenizer, data, limits
         self.template_kwargs = dict(template_kwargs or {})
-        self.data = data
-        self.limits = limits
         self.uses_chat_template = bool(data.chat_template and getattr(tokenizer, "chat_template", None))
 
     def text(self, row: DatasetRow) -> str:

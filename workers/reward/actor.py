@@ -41,15 +41,11 @@ class Reward(ServingActor):
         super().__init__(plan.name)
         config = plan.config
         spec = RewardSpec.of(plan.function or config.function, config.options, plan.imports)
+        pool = plan.make_pool() if plan.make_pool is not None else RewardPool.of(config, spec)
         self._worker = RewardWorker(
-            plan.make_pool() if plan.make_pool is not None else RewardPool.of(config, spec),
-            config,
-            name=plan.name,
-            stage=plan.stage,
-            column=plan.column,
-            text=plan.text,
+            pool, config, name=plan.name, stage=plan.stage, column=plan.column, text=plan.text,
             meters=exported(plan.origin),
-        )
+        )  # fmt: skip
 
     async def start(self) -> None:
         await self._worker.start()

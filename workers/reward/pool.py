@@ -37,10 +37,8 @@ class RewardPool:
         self, spec: RewardSpec, *, num_processes: int = 1, timeout_s: float = 10.0, start_timeout_s: float = 120.0
     ) -> None:
         """`timeout_s`: deadline of each sample. `start_timeout_s`: deadline of loading the function in a process."""
-        self.spec = spec
-        self.num_processes = num_processes
-        self.timeout_s = timeout_s
-        self.start_timeout_s = start_timeout_s
+        self.spec, self.num_processes = spec, num_processes
+        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.replaced = 0
         """Number of processes that were killed or died, and were replaced."""
         self.timeouts = 0

@@ -46,10 +46,7 @@ class RewardProcess:
         writer: asyncio.StreamWriter,
         timeout_s: float,
     ) -> None:
-        self.child = child
-        self.reader = reader
-        self.writer = writer
-        self.timeout_s = timeout_s
+        self.child, self.reader, self.writer, self.timeout_s = child, reader, writer, timeout_s
         self.order = "together"
         self.busy_s = 0.0
 

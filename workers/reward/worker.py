@@ -75,13 +75,8 @@ class RewardWorker:
         meters: Meters | None = None,
     ) -> None:
         """`text`: the column to score. `meters`: for its measurements."""
-        self._meters = meters or Meters()
-        self.text = text
-        self.pool = pool
-        self.name = name
-        self.stage = stage
-        self.column = column
-        self.max_samples = max_samples
+        self.pool, self.name, self.stage, self.column, self.text = pool, name, stage, column, text
+        self.max_samples, self._meters = max_samples, meters or Meters()
         self.errors = ErrorShare(config.max_error_share, config.error_window)
         self.num_in_flight = 0
         """Number of samples leased and not scored yet."""

@@ -89,11 +89,8 @@ class Rollout(ServingActor):
     ) -> list[list[Completion]]:
         """Sample `num_samples` responses to each prompt, at the weights that the engine has now."""
         requests = zip(prompts, samplings, strict=True)
-        return list(
-            await asyncio.gather(
-                *(self._engine.generate(prompt, num_samples, sampling) for prompt, sampling in requests)
-            )
-        )
+        calls = (self._engine.generate(prompt, num_samples, sampling) for prompt, sampling in requests)
+        return list(await asyncio.gather(*calls))
 
     async def load(self, delivery: Delivery, epoch: int = 0) -> None:
         """Load a publication, or a version that is being streamed, which `deliver` brings meanwhile. Raises `TakenOver`

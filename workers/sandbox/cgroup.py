@@ -31,9 +31,7 @@ class Cgroup:
     def __init__(self, directories: list[Path], version: int, *, is_own: bool = True) -> None:
         """`is_own`: to be removed here, as nothing else removes it. Raises `OSError` if the group does not report its
         counts."""
-        self.directories = directories
-        self.version = version
-        self._is_own = is_own
+        self.directories, self.version, self._is_own = directories, version, is_own
         events, usage = ("memory.events", "cpu.stat") if version == 2 else ("memory.oom_control", "cpuacct.usage")
         self._events = os.open(directories[0] / events, os.O_RDONLY | os.O_CLOEXEC)
         found = [directory / usage for directory in directories if (directory / usage).exists()]

@@ -54,9 +54,7 @@ class Worker:
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket, limits: Limits) -> None:
-        self.process = process
-        self.control = control
-        self.limits = limits
+        self.process, self.control, self.limits = process, control, limits
         self.keeper = 0
         """Process id of the program inside, as seen from here."""
         self.keeper_uid = -1
@@ -123,10 +121,9 @@ class Worker:
             told = _file(files, json.dumps(request).encode(), sealed=True)
             typed = _file(files, stdin, sealed=True)
             is_over = False
+            passed = [typed, outputs[0], outputs[1], told, outputs[2]]
             try:
-                socket.send_fds(
-                    self.control, [repr(wall_s).encode()], [typed, outputs[0], outputs[1], told, outputs[2]]
-                )
+                socket.send_fds(self.control, [repr(wall_s).encode()], passed)
                 facts, is_over = await self._ended(wall_s + GRACE_S, meter)
             except (OSError, TimeoutError) as error:
                 facts = LOST | {"in_time": not isinstance(error, TimeoutError)}
@@ -203,9 +200,7 @@ class Worker:
                 async with asyncio.timeout(WATCH_S):
                     await self._readable()
                 return self._report(), False
-            if (
-                meter.was_killed() or meter.memory_bytes() > self.limits.memory_bytes
-            ):  # those left need not be waited for
+            if meter.was_killed() or meter.memory_bytes() > self.limits.memory_bytes:  # who is left is not waited for
                 return LOST | {"in_time": True}, True
             if meter.cpu_s() > most_s:  # of several processes; one alone is ended by the kernel, and its fence stays
                 return LOST | {"in_time": True}, False

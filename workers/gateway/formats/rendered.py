@@ -65,9 +65,8 @@ class RenderedFormat:
         said = split_thinking(self._text(token_ids))[1] if parsed.tool_calls else parsed.content
         if not (tools and parsed.tool_calls):
             return Read(message | {"content": said})
-        content, values, problem = checked_calls(
-            parsed.content, [_call(call) for call in parsed.tool_calls], tools, said
-        )
+        found = [_call(call) for call in parsed.tool_calls]
+        content, values, problem = checked_calls(parsed.content, found, tools, said)
         calls = with_ids(values, turn)
         message["content"] = content
         if calls:

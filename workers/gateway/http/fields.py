@@ -52,12 +52,8 @@ class Fields:
         value = self.value.get(name)
         if value is None:
             return None
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not low <= value <= high
-            or value == math.inf
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or value == math.inf:
             within = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise self.wrong(name, f"must be a number {within}, not {_shown(value)}.")
         return float(value)

@@ -71,12 +71,8 @@ def events(asked: Asked, turn: Turn, tag: str) -> Iterator[Event]:
 
 
 def _events(asked: Asked, turn: Turn, tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    begun = _about(asked, turn, tag) | {
-        "status": "in_progress",
-        "incomplete_details": None,
-        "output": [],
-        "usage": None,
-    }
+    nothing = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    begun = _about(asked, turn, tag) | nothing
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
     for index, item in enumerate(_items(turn, tag)):
