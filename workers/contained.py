@@ -99,7 +99,7 @@ async def contained(call: Awaitable[T], timeout_s: float | None = None) -> T:
     finally:
         if not task.done():
             task.cancel()
-            task.add_done_callback(heard)
+            task.add_done_callback(retrieve_failure)
     if not in_time:
         raise TookTooLong(f"it took longer than {timeout_s:g} s")
     return result_of(task)
@@ -123,7 +123,7 @@ def result_of(task: asyncio.Task[T]) -> T:
     return task.result()
 
 
-def heard(task: "asyncio.Future[Any]") -> None:
+def retrieve_failure(task: "asyncio.Future[Any]") -> None:
     """Retrieve the task's failure, so that asyncio does not report it."""
     if task.done() and not task.cancelled():
         task.exception()

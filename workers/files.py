@@ -105,7 +105,7 @@ def read_text(place: str) -> str:
 
 
 def read_if_there(place: str) -> bytes | None:
-    """Read a whole file; None if it is not there. Raises `CheckpointError` if that cannot be told."""
+    """Read a whole file; None if it is not there. Raises `CheckpointError` if that cannot be found out."""
     system, path = _open(place)
     with _told(place, "read"):
         try:
@@ -130,7 +130,7 @@ def write_bytes(place: str, data: bytes) -> None:
 
 
 def find(url: str) -> list[str]:
-    """Names of all files below a URL, relative to it. Raises `CheckpointError` if that cannot be told."""
+    """Names of all files below a URL, relative to it. Raises `CheckpointError` if that cannot be found out."""
     system, root = _open(url)
     with _told(url, "read"):
         return sorted(name[len(root) :].lstrip("/") for name in system.find(root))
@@ -170,7 +170,7 @@ def download(url: str, directory: Path, names: Iterable[str] | None = None) -> N
 
 def list_names(place: str) -> list[str]:
     """Names of what lies directly in a directory or URL; nothing if it is not there. Raises `CheckpointError` if that
-    cannot be told."""
+    cannot be found out."""
     system, path = _open(place)
     with _told(place, "read"):
         try:
@@ -180,8 +180,8 @@ def list_names(place: str) -> list[str]:
 
 
 def exists(place: str) -> bool:
-    """Return whether something is there. Raises `CheckpointError` if that cannot be told. (fsspec's own `exists` says
-    no then, and what does not exist is swept.)"""
+    """Return whether something is there. Raises `CheckpointError` if that cannot be found out. (fsspec's own `exists`
+    says no then, and what does not exist is removed.)"""
     system, path = _open(place)
     with _told(place, "read"):
         try:
@@ -222,7 +222,7 @@ def _checksum(place: str, check_wanted: Callable[[], None]) -> str:
 
 def fault_of_size(place: str, num_bytes: int) -> str | None:
     """The fault of a file that ought to have so many bytes, as half a sentence; None: nothing. Raises `CheckpointError`
-    if that cannot be told."""
+    if that cannot be found out."""
     system, path = _open(place)
     with _told(place, "read"):
         try:

@@ -152,7 +152,7 @@ async def ask(handle: Any, prompt_ids: Sequence[int], sampling: Sampling) -> Com
     try:
         ((completion,),) = await asked
     except asyncio.CancelledError:
-        ray.cancel(asked, recursive=False)  # else it is decoded to its end for nobody
+        ray.cancel(asked, recursive=False)  # otherwise the engine decodes it to its end
         raise
     except PenstockError:  # Ray raises an error of the actor's as one of its class, too
         raise

@@ -21,7 +21,7 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import AttemptOver, DataError, LimitReached, PenstockError, Rejected
 from penstock.metering import table
 from penstock.metering.meters import Meters
-from penstock.workers.contained import CodeEnded, OwnTime, called, contained, heard, result_of, started
+from penstock.workers.contained import CodeEnded, OwnTime, called, contained, result_of, retrieve_failure, started
 from penstock.workers.environments.context import Context, finite
 from penstock.workers.environments.task import Task
 from penstock.workers.environments.tool_threads import ToolThreads
@@ -182,7 +182,7 @@ class Runner:
         await asyncio.wait([playing], timeout=GRACE_S)
         if not playing.done():
             self._counts["attempts_stuck"] += 1
-        heard(playing)
+        retrieve_failure(playing)
 
     async def close(self) -> None:
         """Close the environment, and the sandboxes that it has used."""

@@ -47,7 +47,7 @@ class Child:
         self._process, self._stdin, self._stdout = started.process, started.stdin, started.stdout
         self._reading = started.reading
         self._stderr = b""
-        self._listening = asyncio.create_task(self._hear_errors(started.stderr))
+        self._listening = asyncio.create_task(self._read_errors(started.stderr))
 
     @classmethod
     async def start(cls, command: Sequence[str], env: Mapping[str, str] | None = None) -> Self:
@@ -57,14 +57,14 @@ class Child:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:
-            stdout, hearing = await _reader(process.stdout)
-            stderr, hearing_errors = await _reader(process.stderr)
+            stdout, reading = await _reader(process.stdout)
+            stderr, reading_errors = await _reader(process.stderr)
             stdin = await _writer(process.stdin)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
-        return cls(Started(process, stdin, stdout, stderr, (hearing, hearing_errors)))
+        return cls(Started(process, stdin, stdout, stderr, (reading, reading_errors)))
 
     @property
     def exit_code(self) -> int | None:
@@ -100,15 +100,15 @@ class Child:
         """Send a message; return the process's output until it has ended, up to `most` bytes; the rest is read and
         dropped. Other processes that hold its stdout by then are not waited for."""
         heard = bytearray()
-        telling = asyncio.create_task(self._tell(said))
-        hearing = asyncio.create_task(_read(self._stdout, heard, most))
+        sending = asyncio.create_task(self._send_all(said))
+        reading = asyncio.create_task(_read(self._stdout, heard, most))
         try:
             await self.ended()
             self._kill()  # the rest of its group: then stdout ends, unless somebody has left the group
-            await asyncio.wait([hearing], timeout=LEAVE_S)
+            await asyncio.wait([reading], timeout=LEAVE_S)
         finally:
-            telling.cancel()
-            hearing.cancel()
+            sending.cancel()
+            reading.cancel()
         return bytes(heard)
 
     async def end(self) -> None:
@@ -151,13 +151,13 @@ class Child:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _tell(self, said: bytes) -> None:
+    async def _send_all(self, said: bytes) -> None:
         """Send a message, which the process need not read."""
         with suppress(ConnectionError):
             await self.say(said)
         self._stdin.close()
 
-    async def _hear_errors(self, stderr: asyncio.StreamReader) -> None:
+    async def _read_errors(self, stderr: asyncio.StreamReader) -> None:
         while said := await stderr.read(4096):
             self._stderr = (self._stderr + said)[-MAX_TAIL:]
 

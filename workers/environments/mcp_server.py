@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import anyio
 
+from penstock.workers.contained import retrieve_failure
 from penstock.workers.environments.child import LEAVE_S, SOON_S, Child
 from penstock.workers.environments.toolbox import as_text
 
@@ -46,8 +47,8 @@ class McpProcess(Child):
         heard, read = anyio.create_memory_object_stream[Any](0)
         write, to_say = anyio.create_memory_object_stream[Any](0)
         async with anyio.create_task_group() as both:
-            both.start_soon(self._hear, heard)
-            both.start_soon(self._say, to_say)
+            both.start_soon(self._receive, heard)
+            both.start_soon(self._send, to_say)
             try:
                 yield read, write
             finally:
@@ -55,7 +56,7 @@ class McpProcess(Child):
                 for stream in (heard, read, write, to_say):
                     stream.close()
 
-    async def _hear(self, heard: Any) -> None:
+    async def _receive(self, heard: Any) -> None:
         message = importlib.import_module("mcp.shared.message").SessionMessage
         read_json = importlib.import_module("mcp_types").jsonrpc_message_adapter.validate_json
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError, ConnectionError):
@@ -66,7 +67,7 @@ class McpProcess(Child):
                     except ValueError as error:  # servers print to where they should not
                         await heard.send(error)
 
-    async def _say(self, to_say: Any) -> None:
+    async def _send(self, to_say: Any) -> None:
         with suppress(anyio.ClosedResourceError, ConnectionError):
             async for said in to_say:
                 await self.say(said.message.model_dump_json(by_alias=True, exclude_unset=True).encode())
@@ -136,12 +137,12 @@ class McpServer:
         if self.has_ended:
             raise McpFailed(f"the MCP server {self.name}: {await self._process.ending()}")
         calling = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
-        calling.add_done_callback(_seen)
+        calling.add_done_callback(retrieve_failure)
         dying = asyncio.ensure_future(self._process.ended())
         try:  # what it has started may hold its pipes open after it has died
             await asyncio.wait([calling, dying], return_when="FIRST_COMPLETED")
             if calling.done() and calling.exception() is None:
-                return _told(calling.result())
+                return _text_of(calling.result())
             is_cut_off = calling.done() and "closed" in str(calling.exception()).lower()
             ending = await self._process.ending(LEAVE_S if is_cut_off else SOON_S)
         finally:
@@ -164,7 +165,7 @@ class McpServer:
         finally:
             if not self._serving.done():
                 self._serving.cancel()
-            _seen(self._serving)
+            retrieve_failure(self._serving)
 
     async def _serve(self) -> None:
         """Run the client, in a task of its own, as scopes of anyio are left where they were entered."""
@@ -179,7 +180,7 @@ class McpServer:
             await self._process.end()
 
 
-def _told(result: Any) -> str:
+def _text_of(result: Any) -> str:
     if result.is_error:
         raise McpFailed(result_text(result))
     return result_text(result)
@@ -217,9 +218,3 @@ async def _all_tools(client: Any) -> list[Any]:
 def _described(server: McpServer, tool: Any) -> McpTool:
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return McpTool(server, tool.name, {"type": "function", "function": function})
-
-
-def _seen(task: "asyncio.Future[Any]") -> None:
-    """Retrieve the task's exception, so that asyncio does not report it."""
-    if task.done() and not task.cancelled():
-        task.exception()

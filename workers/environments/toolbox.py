@@ -3,8 +3,8 @@
     function ─▶ DescribedFunction: name, JSON schema ─▶ the model ─▶ calls ─▶ Toolbox ─▶ an answer to each
 
 Calls are made in time, and in threads where functions block. A tool that raises, hangs, returns a megabyte or bytes
-that are no text ends nothing: the model is told, and it is counted. Penstock brings the tool `python`, which runs
-programs in a sandbox.
+that are no text ends nothing: the model gets the error, and it is counted. Penstock brings the tool `python`, which
+runs programs in a sandbox.
 """
 
 import asyncio
@@ -136,7 +136,7 @@ class Toolbox:
         except TookTooLong:
             self._counts["tools_timeout"] += 1
             return f"Error: {call.name} did not return within {self._limits.tool_timeout_s:g} s."
-        except Exception as error:  # noqa: BLE001 - whatever a tool raises is told to the model
+        except Exception as error:  # noqa: BLE001 - whatever a tool raises, the model gets it
             self._counts["tools_raised"] += 1
             what = str(error) if isinstance(error, CodeEnded) else f"{type(error).__name__}: {error}"
             return self._cut(f"Error: {what}")

@@ -145,7 +145,7 @@ class TurnSampler:
         return turn
 
     def count(self, messages: Sequence[Message], tools: Tools = ()) -> int:
-        """Number of tokens of a conversation, up to where the assistant is to speak, as if none of it had been
+        """Number of tokens of a conversation, up to the start of the next answer, as if none of it had been
         sampled."""
         return len(self._form.prompt_ids(messages, tools))
 

@@ -83,7 +83,7 @@ class Output:
         for name in list(self._outputs):
             lines: Lines = []
             for one in self._outputs[name]:
-                one.is_alive = one.process.is_alive  # before its last words are read
+                one.is_alive = one.process.is_alive  # asked before its last output is read
                 for stream, file in one.files.items():
                     lines += [(stream, text) for text in (file.take() if one.is_alive else file.end())]
             self._outputs[name] = [

@@ -82,7 +82,7 @@ class VllmProcesses:
             llm.shutdown()  # blocks on purpose: its output task must not run and report the end as a failure
             await asyncio.sleep(0.01)  # its cancelled tasks end
             del llm
-            gc.collect()  # a cycle would keep it until the interpreter ends, when its __del__ fails noisily
+            gc.collect()  # a cycle would keep it until the interpreter ends, when its __del__ prints an error
 
     def _is_gone(self) -> bool:
         return self._llm is None or self._llm.errored

@@ -138,7 +138,7 @@ def reason_of(ending: Ending, limits: Limits) -> str:
 def outcome_of(ending: Ending, limits: Limits) -> ProgramOutcome:
     reason = reason_of(ending, limits)
     if reason == "exited" and ending.answer.startswith(b'["memory"'):
-        reason = "memory"  # its own word, and to nobody's harm but its own
+        reason = "memory"  # the program reports it itself; a false report harms only the program
     return ProgramOutcome(
         stdout=_text(ending.stdout, limits),
         stderr=_text(ending.stderr, limits),

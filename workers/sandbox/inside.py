@@ -113,7 +113,7 @@ class Keeper:
         process = os.pidfd_open(pid)
         poll = select.poll()
         poll.register(process, select.POLLIN)
-        poll.register(self.control, 0)  # the end of the connection is told all the same
+        poll.register(self.control, 0)  # poll reports the end of the connection all the same
         ready = [file for file, _ in poll.poll(wall_s * 1000)]
         if process not in ready:
             os.kill(pid, signal.SIGKILL)
@@ -325,7 +325,7 @@ def main() -> None:
     if told["rehearse"]:
         rehearse()
     gc.collect()
-    gc.freeze()  # forks do not copy what nobody looks at
+    gc.freeze()  # else the collector of a fork writes to these objects, and their pages are copied
     keeper.serve()
 
 

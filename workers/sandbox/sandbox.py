@@ -83,7 +83,7 @@ class Sandbox:
         self.close()
 
     async def start(self) -> None:
-        """Start a first fence, tried and found tight. Raises `SandboxUnavailable`."""
+        """Start a first fence and check it from inside. Raises `SandboxUnavailable`."""
         async with self._worker():
             pass
 

@@ -2,8 +2,8 @@
 its children. Pure: classic BPF programs as bytes that bubblewrap and `inside.py` hand to the kernel.
 
 All other calls are refused, also those of future kernels. Left out on purpose: sockets (pairs are there, as asyncio
-needs them), mounts, namespaces, ptrace and its kin, bpf, io_uring, keyrings, System V and POSIX queues, memory files,
-setuid and its kin, execveat, splice.
+needs them), mounts, namespaces, ptrace and related calls, bpf, io_uring, keyrings, System V and POSIX queues,
+memory files, setuid and related calls, execveat, splice.
 
 `sendmsg` and `recvmsg` are left out because they pass descriptors. A descriptor under way in a socket outlives the
 processes that sent it: its memory is then charged to the next execution, and a file of /tmp that it names keeps /tmp

@@ -70,8 +70,8 @@ class Worker:
 
     @classmethod
     async def start(cls, machine: Machine, limits: Limits, rehearse: bool = True) -> "Worker":
-        """Start a fence. Raises `SandboxUnavailable` if it does not stand. `rehearse`: pays from the third execution or
-        so."""
+        """Start a fence. Raises `SandboxUnavailable` if it does not stand. `rehearse`: run once what executions run,
+        which is worth its time from about the third execution."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

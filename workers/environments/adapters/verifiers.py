@@ -123,11 +123,11 @@ class _Episodes(Child):
         super().__init__(started)
         self._numbers = itertools.count()
         self._playing: dict[int, asyncio.Future[float]] = {}
-        self._hearing: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[None] | None = None
 
     @property
     def has_ended(self) -> bool:
-        return super().has_ended or (self._hearing is not None and self._hearing.done())
+        return super().has_ended or (self._reader is not None and self._reader.done())
 
     async def ready(self) -> None:
         """Wait until the process is ready. Raises `EpisodeFailed`."""
@@ -138,7 +138,7 @@ class _Episodes(Child):
             is_ready = False
         if not is_ready:
             raise EpisodeFailed(f"verifiers could not be started: {await self.ending(LEAVE_S)}")
-        self._hearing = asyncio.create_task(self._hear())
+        self._reader = asyncio.create_task(self._read_results())
 
     async def play(self, order: Mapping[str, Any]) -> float:
         """Play an episode; return its reward. Raises `EpisodeFailed`, also where the process dies. Cancelling the call
@@ -157,13 +157,13 @@ class _Episodes(Child):
 
     async def end(self) -> None:
         await super().end()
-        if self._hearing is not None:
-            self._hearing.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
 
     async def _say_json(self, value: Any) -> None:
         await self.say(json.dumps(value).encode())
 
-    async def _hear(self) -> None:
+    async def _read_results(self) -> None:
         while line := await self.line():
             said = json.loads(line)
             future = self._playing.get(said["number"])

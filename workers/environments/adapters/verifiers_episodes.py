@@ -32,7 +32,7 @@ async def main(config: str) -> None:
     async def episode(order: dict[str, Any]) -> None:
         try:
             result: dict[str, Any] = {"reward": await reward(environment, tasks.at(order["index"]), order)}
-        except Exception as error:  # noqa: BLE001  # of tasksets and harnesses: an episode is told what it failed with
+        except Exception as error:  # noqa: BLE001 - whatever a taskset or harness raises is reported
             result = {"error": f"{type(error).__name__}: {error}"}
         finally:
             running.pop(order["number"], None)

@@ -57,13 +57,13 @@ class Format(Protocol):
     """A format, by which the gateway writes conversations."""
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Tokens of the conversation, up to where the assistant is to speak."""
+        """Tokens of the conversation, up to the start of the next answer."""
 
     def next_prompt_ids(
         self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
-        """All tokens of `turn`, as they were sampled, and `new` messages after them, up to where the assistant is to
-        speak. `before`: the messages that the turn has answered. None: the conversation cannot go on so, because the
+        """All tokens of `turn`, as they were sampled, and `new` messages after them, up to the start of the next
+        answer. `before`: the messages that the turn has answered. None: the conversation cannot go on so, because the
         template now writes the earlier messages in another way."""
 
     def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0) -> Read:

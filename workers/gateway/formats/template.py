@@ -3,8 +3,8 @@
 A turn goes on with its sampled tokens as they are, never with their text encoded again. The template's text between
 them and the next answer is the difference of two of its texts:
 
-    template(before, answer)                 = A          what ends an answer: after a mark in one, such as <|im_end|>
-    template(before, answer, new, to speak)  = A + more
+    template(before, answer)                   = A          what ends an answer: after a mark in one, such as <|im_end|>
+    template(before, answer, new, for answer)  = A + more
 
 A template that does not begin the second text with the first one has rewritten its history (some strip the thinking of
 earlier answers); then the sampled tokens cannot be continued. Thinking that is empty does not count, nor do line ends
@@ -53,13 +53,13 @@ class TemplateFormat:
         self._template_kwargs = dict(template_kwargs or {})
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        return self._encode(self._text(messages, tools, to_speak=True))
+        return self._encode(self._text(messages, tools, for_answer=True))
 
     def next_prompt_ids(
         self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
         so_far = [*before, _without_first_line_ends(turn.message)]
-        closed, going_on = self._text(so_far, tools), self._text([*so_far, *new], tools, to_speak=True)
+        closed, going_on = self._text(so_far, tools), self._text([*so_far, *new], tools, for_answer=True)
         if not going_on.startswith(closed) and not turn.message.get("reasoning_content"):
             closed = _without_last(EMPTY, closed)
         if not going_on.startswith(closed):
@@ -127,25 +127,25 @@ class TemplateFormat:
         ends = (self._ending_id, self._tokenizer.eos_token_id, *self._other_ending_ids)
         return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
 
-    def _text(self, messages: Sequence[Message], tools: Tools, *, to_speak: bool = False) -> str:
+    def _text(self, messages: Sequence[Message], tools: Tools, *, for_answer: bool = False) -> str:
         written = [dict(message) for message in messages]
         if self._tool_format == MISTRAL:
             written = _with_short_ids(written)
         try:
-            return self._applied(written, tools, to_speak)
+            return self._applied(written, tools, for_answer)
         except DataError as error:
             bare = _without_words_beside_calls(written)
             for other in (bare, _with_something_said(written), _with_something_said(bare)):
                 if other != written:
                     with suppress(DataError):
-                        return self._applied(other, tools, to_speak)
+                        return self._applied(other, tools, for_answer)
             raise error
 
-    def _applied(self, messages: list[dict[str, Any]], tools: Tools, to_speak: bool) -> str:
+    def _applied(self, messages: list[dict[str, Any]], tools: Tools, for_answer: bool) -> str:
         described = [dict(tool) for tool in tools] or None
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tools=described, tokenize=False, add_generation_prompt=to_speak, **self._template_kwargs
+                messages, tools=described, tokenize=False, add_generation_prompt=for_answer, **self._template_kwargs
             )
         except (TemplateError, TypeError) as error:
             raise DataError(f"the model's chat template does not take this conversation: {error}.") from error

@@ -227,7 +227,7 @@ async def _answer_failures(
         return _failure_response(request, _http_failure(request, error))
     except ConnectionError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, the client is told, and asks no more
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
         failure = failure_of(error)
         if failure.status == 500:
             _LOG.exception("the gateway could not answer %s", request.path)
