@@ -17,7 +17,7 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.store.client.client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreClosed
-from penstock.workers.node.questions import Neighbours
+from penstock.workers.node.questions import NodeActors
 from penstock.workers.processes import ProcessId
 from penstock.workers.progress import IDLE, LOADING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
 from penstock.workers.protocols import Publication, Sampling
@@ -85,7 +85,7 @@ class PlayedAgent(Member):
     def __init__(self, members: Mapping[str, Member]) -> None:
         """Prepare an agent. `members`: all of this process."""
         super().__init__()
-        self._members, self._neighbours = members, Neighbours()
+        self._members, self._node_actors = members, NodeActors()
 
     async def run(self) -> None:
         await asyncio.Event().wait()
@@ -96,8 +96,8 @@ class PlayedAgent(Member):
         self, method: str, names: list[str], timeout_s: float, members: dict[str, Any] | None
     ) -> dict[str, Any]:
         if members is not None:
-            self._neighbours.meet({name: Here(self._members[name]) for name in members})
-        return await self._neighbours.ask(method, names, timeout_s)
+            self._node_actors.set({name: Here(self._members[name]) for name in members})
+        return await self._node_actors.ask(method, names, timeout_s)
 
     async def take_output(self, processes: Mapping[str, ProcessId]) -> dict[str, list[tuple[str, str]]]:
         return {}

@@ -20,7 +20,7 @@ import torch
 from benchmarks.peers.channel import Channel
 from penstock.network.connection import Address
 from penstock.network.listener import Listener
-from penstock.workers.node.services import CHUNKS
+from penstock.workers.node.agent import CHUNKS
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 from penstock.workers.weights.chain.relay import Relay
 from penstock.workers.weights.chain.reports import Reporter

@@ -7,11 +7,11 @@ import statistics
 import pytest
 
 from benchmarks.agents import against_trl, sums
-from penstock.workers.environments.toolbox import Described
+from penstock.workers.environments.toolbox import DescribedFunction
 from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.gateway.formats.template import TemplateFormat
 
-TOOLS = (Described(sums.add).schema,)
+TOOLS = (DescribedFunction(sums.add).schema,)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.cluster.fleet.roster import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
-from penstock.workers.node.questions import Neighbours
+from penstock.workers.node.questions import NodeActors
 
 NODES = {"A": "left", "B": "left", "C": "right"}
 
@@ -37,7 +37,7 @@ class Agent:
     """Asks members as an agent does; `fails` instead, or is `silent`."""
 
     def __init__(self) -> None:
-        self._neighbours = Neighbours()
+        self._node_actors = NodeActors()
         self.fails: Exception | None = None
         self.silent = False
         self.calls: list[tuple[list[str], list[str] | None]] = []
@@ -54,8 +54,8 @@ class Agent:
         if self.fails is not None:
             raise self.fails
         if members is not None:
-            self._neighbours.meet(members)
-        return await self._neighbours.ask(method, names, timeout_s)
+            self._node_actors.set(members)
+        return await self._node_actors.ask(method, names, timeout_s)
 
 
 class Scene:
