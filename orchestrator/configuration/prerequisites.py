@@ -23,7 +23,7 @@ from penstock.workers.fresh_model import character_tokenizer, vocabulary_size
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.code import limits_of
 from penstock.workers.sandbox.execution import Limits
-from penstock.workers.sandbox.sandbox import tried_here
+from penstock.workers.sandbox.sandbox import checked_here
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 SANDBOXED = ("python_tests", "sql_result")
@@ -132,7 +132,7 @@ def check_sandbox(config: RunConfig) -> str:
     """Try the sandbox, if it has to hold on this machine. Returns what was found. Raises `SandboxUnavailable`,
     `ConfigError`."""
     all_limits = limits_of_code(config)
-    return "tried on the cluster's nodes when the run starts" if is_elsewhere() else tried_here(all_limits)
+    return "tried on the cluster's nodes when the run starts" if is_elsewhere() else checked_here(all_limits)
 
 
 def _options_of_rewards(config: RunConfig) -> list[Mapping[str, Any]]:

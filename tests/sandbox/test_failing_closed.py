@@ -198,10 +198,10 @@ async def test_a_later_fence_that_is_given_no_cgroup_is_tried_and_told_too(monke
     monkeypatch.setattr("penstock.workers.sandbox.sandbox.check", noted)
     monkeypatch.setattr(cgroup.Cgroup, "around", lambda pid, limits: Group(cpu_s=0.0))
     async with Sandbox(num_workers=3) as sandbox:
-        assert "a control group of version 1 holds" in sandbox.held
+        assert "a control group of version 1 holds" in sandbox.enforced
         monkeypatch.setattr(cgroup.Cgroup, "around", refuses)
         await asyncio.gather(*(sandbox.run_python("print(1)") for _ in range(3)))
-        assert "no control group (no room for another)" in sandbox.held
+        assert "no control group (no room for another)" in sandbox.enforced
     assert tried == [True, False]
     assert [record.getMessage().count("no room for another") for record in caplog.records] == [1]
 

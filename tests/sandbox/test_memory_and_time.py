@@ -68,7 +68,7 @@ def without_cgroup(monkeypatch):
 async def test_without_a_cgroup_the_watch_bounds_memory(without_cgroup):
     async with Sandbox(LIMITS) as sandbox:
         assert [one.cgroup for one in sandbox._all] == [None]
-        assert "no control group" in sandbox.held
+        assert "no control group" in sandbox.enforced
         assert (await sandbox.run_python(HUNGRY)).reason == "memory"
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
 

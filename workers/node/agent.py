@@ -30,7 +30,7 @@ from penstock.workers.node.file_service import FileService
 from penstock.workers.node.states import StateService
 from penstock.workers.processes import ProcessId, kill
 from penstock.workers.sandbox.execution import Limits
-from penstock.workers.sandbox.sandbox import tried_here
+from penstock.workers.sandbox.sandbox import checked_here
 from penstock.workers.weights.chain.relay import Relay
 
 WEIGHTS, ROWS, STATES, STACKS = "weights", "rows", "states", "stacks"
@@ -121,7 +121,7 @@ class NodeAgent:
         """A text that says what holds on this node for code of models. Raises `SandboxUnavailable`, which names the
         node."""
         try:
-            return tried_here(all_limits)
+            return checked_here(all_limits)
         except SandboxUnavailable as error:
             raise SandboxUnavailable(f"{platform.node()}: {error}") from None
 

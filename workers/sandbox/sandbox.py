@@ -60,7 +60,7 @@ class Sandbox:
         self._machine = machine
         self._checked: set[bool] = set()
         """Kinds of fences that a program has tried: with a control group (True), and without."""
-        self.held = ""
+        self.enforced = ""
         """A text that says which limits hold here, once a first fence stands: those of the weakest so far."""
         self._is_closed = False
         self._starting = asyncio.Lock()
@@ -161,9 +161,9 @@ class Sandbox:
                 if has_cgroup not in self._checked:
                     await check(worker, machine)
                     self._checked.add(has_cgroup)
-                    self.held = self.held if has_cgroup and self.held else worker.held
+                    self.enforced = self.enforced if has_cgroup and self.enforced else worker.enforced
                     if not has_cgroup:
-                        _LOG.warning("sandbox: %s. docs/sandbox.md says how to be given one", self.held)
+                        _LOG.warning("sandbox: %s. docs/sandbox.md says how to be given one", self.enforced)
         except BaseException:
             worker.close()
             self._all.discard(worker)
@@ -185,9 +185,9 @@ class BlockingSandbox:
         self._loop.run_until_complete(self._sandbox.start())
 
     @property
-    def held(self) -> str:
+    def enforced(self) -> str:
         """A text that says which limits hold here, once the fence has started."""
-        return self._sandbox.held
+        return self._sandbox.enforced
 
     def close(self) -> None:
         self._end()
@@ -202,15 +202,15 @@ class BlockingSandbox:
         return self._loop.run_until_complete(self._sandbox.call(source, function, calls, wall_s))
 
 
-def tried_here(all_limits: Iterable[Limits]) -> str:
+def checked_here(all_limits: Iterable[Limits]) -> str:
     """A text that says what holds on this machine, once fences with each of these limits have been started, tried from
     inside and closed. Raises `SandboxUnavailable`."""
-    held: list[str] = []
+    enforced: list[str] = []
     for limits in all_limits:
         fence = BlockingSandbox(limits)
         try:
             fence.start()
-            held.append(fence.held)
+            enforced.append(fence.enforced)
         finally:
             fence.close()
-    return f"tried from inside, and no hole found; {'; '.join(dict.fromkeys(held))}"
+    return f"tried from inside, and no hole found; {'; '.join(dict.fromkeys(enforced))}"

@@ -100,7 +100,7 @@ class Worker:
         return worker
 
     @property
-    def held(self) -> str:
+    def enforced(self) -> str:
         """A text that says which limits hold here beside those of each process."""
         if self.cgroup is None:
             return (
