@@ -71,7 +71,7 @@ def events(asked: Asked, turn: Turn, tag: str) -> Iterator[Event]:
 
 
 def _events(asked: Asked, turn: Turn, tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    nothing = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    nothing: dict[str, Any] = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     begun = _about(asked, turn, tag) | nothing
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
