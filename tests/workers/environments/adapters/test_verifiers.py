@@ -49,8 +49,8 @@ def sums(taskset: Mapping[str, Any] | None = None, python: Path = WARM / EXECUTA
 async def served(environment: Any, answer: Callable[[str], str], timeout_s: float = 120.0) -> AsyncIterator[Play]:
     engines = ScriptedEngines(lambda prompt, sampling: answer(prompt))
     runner = make_runner(environment, engines, max_model_len=4000, timeout_s=timeout_s)
-    server = HttpServer(runner._door)
-    runner._door.base_url = await server.start("127.0.0.1", 0)
+    server = HttpServer(runner._keys)
+    runner._keys.base_url = await server.start("127.0.0.1", 0)
     try:
         yield lambda index: runner.attempt(Task(str(index), 0, {"index": index}), Sampling(max_tokens=40, seed=1))
     finally:
