@@ -3,7 +3,6 @@ actors. So members are looked up by role, node or name as in every run."""
 
 import asyncio
 import concurrent.futures
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.fleet.roster import FleetState
+from penstock.orchestrator.cluster.fleet.member_table import FleetState, Member
 from penstock.orchestrator.cluster.fleet.store_process import StoreState
 from penstock.orchestrator.cluster.nodes.agents import AgentsState, NodeAgents
 from penstock.orchestrator.cluster.owners import OWNER, RunOwner
@@ -109,18 +108,19 @@ def make_fleet(
     fleet = Fleet(plan, config, flow, "/model", NAMESPACE, of_run, owner=owner)
     facts = {node.id: _facts(node) for node in assignment.nodes}
     state = FleetState(
-        plan, {name: name for name in names}, Counter(names), Reservation(assignment, {}, None, owner),
+        [Member(actor, int(actor.name in names)) for actor in plan], {name: name for name in names},
+        Reservation(assignment, {}, None, owner),
         AgentsState(of_run.root, b"", agents, set(agents.values()), facts), {}, StoreState(STORE, 1),
         {node.id: int(node.cpus) for node in assignment.nodes},
     )  # fmt: skip
-    fleet.adopt(state, handles)
+    fleet.take_over(state, handles)
     return fleet
 
 
 async def attach(fleet: Fleet, timeout_s: float) -> None:
     """Attach the ranks to the store, as `Fleet.start` does."""
     calls: Sequence[tuple[str, asyncio.Future[Any]]] = [
-        (name, handle.attach.remote(fleet.store)) for name, handle in fleet.role("trainer")
+        (name, handle.attach.remote(fleet.store, fleet.owner.epoch)) for name, handle in fleet.role("trainer")
     ]
     await answers(calls, phase="start", timeout_s=timeout_s)
 

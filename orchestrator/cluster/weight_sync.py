@@ -16,7 +16,7 @@ from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError, Work
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import STREAMS, SYNC_PHASES, choose_transport
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.fleet.roster import LOOK_S, Members
+from penstock.orchestrator.cluster.fleet.member_table import LOOK_S, Handles
 from penstock.orchestrator.cluster.nodes.weight_relays import WeightRelays
 from penstock.orchestrator.cluster.ray_calls import answers, is_recoverable, outcomes
 from penstock.workers.protocols import Publication
@@ -104,7 +104,7 @@ class WeightSync:
         self.loaded[name], self.serving[name] = time.time(), version
         return result
 
-    async def catch_up(self, members: Members) -> None:
+    async def catch_up(self, members: Handles) -> None:
         """Have engines that have just started load the version that the others serve. It is brought to their node
         first, if it is not there. The caller may await nothing between this and adding them to the fleet. Raises
         `WeightError`, `DeadlineExceeded`, `WorkerDied`."""
@@ -120,7 +120,7 @@ class WeightSync:
                 if loaded is self._newest:
                     raise  # else its file has been used again meanwhile
 
-    async def _reached(self, members: Members) -> None:
+    async def _reached(self, members: Handles) -> None:
         """Wait until the newest version lies where these engines are. Raises `DeadlineExceeded`."""
         longest_s = self._config.trainer.step_timeout_s + SYNC_PHASES * self._timeout_s
         give_up = time.monotonic() + longest_s
@@ -141,7 +141,7 @@ class WeightSync:
             self._fleet.remove(errors)
 
     @property
-    def _trainers(self) -> Members:
+    def _trainers(self) -> Handles:
         """The ranks. Raises `WorkerDied` where there are none: the process that drove the run before died when it had
         just lost them."""
         if not (ranks := self._fleet.role("trainer")):
@@ -149,7 +149,7 @@ class WeightSync:
         return ranks
 
     @property
-    def _engines(self) -> Members:
+    def _engines(self) -> Handles:
         return self._fleet.role("rollout")
 
     @property
@@ -159,7 +159,7 @@ class WeightSync:
         return self._relays
 
     async def _all(
-        self, members: Members, method: str, arguments: tuple[Any, ...], phase: str, phases: int = 1
+        self, members: Handles, method: str, arguments: tuple[Any, ...], phase: str, phases: int = 1
     ) -> list[Any]:
         calls = [(name, getattr(handle, method).remote(*arguments)) for name, handle in members]
         return await answers(calls, phase=phase, timeout_s=phases * self._timeout_s)

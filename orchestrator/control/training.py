@@ -127,7 +127,7 @@ class Training:
         logs, is_anothers = Logs(fleet, self._directory), False
         try:
             if left is not None:
-                fleet.adopt(left.state.fleet, left.handles)
+                fleet.take_over(left.state.fleet, left.handles)
                 yield fleet
                 return
             self._progress.phase(_starting_text(self._plan, self._config))

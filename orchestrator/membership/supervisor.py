@@ -13,7 +13,7 @@ from functools import partial
 
 from penstock.conf.errors import PartnerGone, WorkerDied
 from penstock.orchestrator.cluster.failures import CAUSE_GRACE_S, cause_of
-from penstock.orchestrator.cluster.fleet.roster import Members
+from penstock.orchestrator.cluster.fleet.member_table import Handles
 from penstock.orchestrator.cluster.ray_calls import is_recoverable, translate
 from penstock.orchestrator.membership.restarts import Restarts, title_of
 from penstock.orchestrator.membership.run_context import RunContext
@@ -21,7 +21,7 @@ from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.store.errors import StoreError
 from penstock.store.service.actor import STORE
 
-CatchUp = Callable[[Members], Awaitable[None]]
+CatchUp = Callable[[Handles], Awaitable[None]]
 
 
 class Supervisor:
@@ -136,5 +136,5 @@ class Supervisor:
         self._fleet.add(members)
 
 
-async def nothing_to_catch_up(members: Members) -> None:
+async def nothing_to_catch_up(members: Handles) -> None:
     """Do nothing, for members that have no state."""

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from penstock.conf.errors import DeadlineExceeded, KeptStateError, PenstockError
-from penstock.orchestrator.cluster.fleet.roster import Members
+from penstock.orchestrator.cluster.fleet.member_table import Handles
 from penstock.orchestrator.cluster.nodes.kept_states import KeptStates
 from penstock.orchestrator.cluster.ray_calls import answers, is_recoverable, outcomes
 from penstock.orchestrator.membership.restarts import Restarts, title_of
@@ -121,7 +121,7 @@ class TrainerRecovery:
             self._restarts.beyond_help(ROLE, title_of(team), failure)
             raise failure
 
-        async def catch_up(members: Members) -> None:
+        async def catch_up(members: Handles) -> None:
             if trained == self._base:  # the checkpoint that the run goes on from, which may be gone later
                 await self._fleet.resume(members)
                 return

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.cluster import ClusterConfig
-from penstock.orchestrator.cluster.fleet.roster import RollCall
+from penstock.orchestrator.cluster.fleet.roll_call import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.store.service.snapshot import FORMAT, MANIFEST, PREFIX
 
@@ -19,7 +19,7 @@ class OneMachine:
 
     def __init__(self, role: Callable[[str], Any]) -> None:
         self._role = role
-        self.roll_call = RollCall({}, NodeAgents("run", "run", ClusterConfig()), lambda name: None)
+        self.roll_call = RollCall(dict, NodeAgents("run", "run", ClusterConfig()), lambda name: None)
 
     def teams(self, *roles: str) -> list[list[str]]:
         return [[name] for role in roles for name, _ in self._role(role)]

@@ -5,7 +5,7 @@
 The controller is no actor and cannot be called: questions to it wait in the agent of the driver's node until it takes
 them, and the caller waits for its answer; `orchestrator/membership/` has both ends. It asks the actors of a node
 through the agent there, which gives one answer for all of them. Actors that are not in the answer it asks itself
-(`orchestrator/cluster/fleet/roster.py`).
+(`orchestrator/cluster/fleet/roll_call.py`).
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Makes the actors of a run, one at a time, also in place of those that died: what each is told, and where it goes."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from penstock.conf.reward import JUDGE, has_own_judge
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport, takes_newcomers
 from penstock.metering.ray_export import Origin
+from penstock.orchestrator.cluster.fleet.member_table import MemberTable
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, origin_of, reward_of
@@ -41,7 +42,7 @@ class ActorMaker:
 
     def __init__(
         self,
-        plan: Sequence[ActorPlan],
+        table: MemberTable,
         config: RunConfig,
         flow: Dataflow,
         model_path: str,
@@ -56,7 +57,7 @@ class ActorMaker:
     ) -> None:
         """`cores`: the number on each node, by Ray's id. `states_root`: where the trainer's ranks keep copies of their
         state. `trials`: those of numbers of threads; the fleet adds to them."""
-        self._plan, self._config, self._flow = plan, config, flow
+        self._table, self._config, self._flow = table, config, flow
         self._model_path, self._resumed, self._namespace = model_path, resumed, namespace
         self._reservation, self._files, self._cores = reservation, files, cores
         self._states_root, self._owner, self._trials = states_root, owner, trials
@@ -64,15 +65,14 @@ class ActorMaker:
     def bring_files(self) -> None:
         """Bring what actors read from the driver's disk to the nodes that they are on. Raises `ResourceError`,
         `DeadlineExceeded`."""
-        nodes = {role: {self._node_of(actor.name) for actor in self._plan if actor.role == role} for role in READERS}
+        plan = self._table.plan
+        nodes = {role: {self._node_of(actor.name) for actor in plan if actor.role == role} for role in READERS}
         self._files.provide(self._model_path, nodes["rollout"] | nodes["trainer"] | nodes["environment"])
-        for stage in dict.fromkeys(actor.stage for actor in self._plan if actor.role == "scorer"):
+        for stage in dict.fromkeys(actor.stage for actor in plan if actor.role == "scorer"):
             self._files.provide(self._scored_by(self._flow.stage(str(stage))), nodes["scorer"])
         if self._resumed is not None:
             self._files.provide(self._resumed.trainer, nodes["trainer"])
-        self._files.provide(
-            self._judge_path, {self._node_of(actor.name) for actor in self._plan if self._judges(actor)}
-        )
+        self._files.provide(self._judge_path, {self._node_of(actor.name) for actor in plan if self._judges(actor)})
         self._bring_code(nodes["reward"] | nodes["environment"])
 
     def bring_files_of(self, actor: ActorPlan, node: str) -> None:
@@ -136,7 +136,7 @@ class ActorMaker:
         )  # fmt: skip
         return RolloutSpec(
             actor.name, engine, config.seed, self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")),
-            1 if actor.joins else sum(other.role == "rollout" and not other.joins for other in self._plan),
+            1 if actor.joins else sum(other.role == "rollout" and not other.joins for other in self._table.plan),
             pulls=not self._flow.has_environment,
             origin=self._origin_of(actor),
         )  # fmt: skip
@@ -156,7 +156,7 @@ class ActorMaker:
         return EnvironmentSpec(
             actor.name, actor.rank, environment, config.rollout, self.local(actor.name, self._model_path), config.seed,
             self._flow.samples_per_prompt, AttemptColumns(names, given(self._flow)[0]), imports,
-            sum(other.role == "environment" for other in self._plan),
+            sum(other.role == "environment" for other in self._table.plan),
             self._config.model.chat_template_kwargs, self._origin_of(actor),
         )  # fmt: skip
 
@@ -192,7 +192,7 @@ class ActorMaker:
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
         config, stage = self._config, self._flow.stage(str(actor.stage))
         assert stage.function is not None  # `Dataflow.check` has seen to it
-        are_replaced = takes_newcomers(config) or not any(other.role == "rollout" for other in self._plan)
+        are_replaced = takes_newcomers(config) or not any(other.role == "rollout" for other in self._table.plan)
         return TrainerSpec(
             model_path=self.local(actor.name, self._model_path),
             loss=stage.function,
@@ -243,7 +243,7 @@ class ActorMaker:
     def threads_of(self, actor: ActorPlan) -> int:
         """Number of CPU threads of an engine or a rank."""
         chosen = {node: trial.threads for node, trial in self._trials.items()}
-        return threads_of(actor, self._plan, self._reservation.assignment, self._cores, self._config, chosen)
+        return threads_of(actor, self._table.plan, self._reservation.assignment, self._cores, self._config, chosen)
 
     def _node_of(self, name: str) -> str:
         return self._reservation.assignment.node_of[name].id

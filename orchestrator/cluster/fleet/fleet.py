@@ -6,7 +6,6 @@ loop.
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, cores_here
 from penstock.orchestrator.cluster.fleet.growth import Growth
-from penstock.orchestrator.cluster.fleet.roster import GANGS, FleetState, Members, RollCall, Roster
+from penstock.orchestrator.cluster.fleet.member_table import GANGS, FleetState, Handles, MemberTable
+from penstock.orchestrator.cluster.fleet.roll_call import RollCall
 from penstock.orchestrator.cluster.fleet.store_process import StoreProcess
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
@@ -37,9 +37,9 @@ from penstock.store.service.actor import STORE
 from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
 
 
-class Fleet(Roster):
+class Fleet(MemberTable):
     """Lifecycle: `create` makes the actors, `start` loads models and engines side by side, `close` ends them. Or it is
-    `adopt`ed from a process that has died, with actors that live on.
+    taken over from a process that has died, with actors that live on.
 
     `actors` maps the plan's names to handles; `role(...)` picks those of one role, in rank order. Dead actors are
     `remove`d, and others that `replace` them are there once they are `add`ed. A further actor is planned by `growth`,
@@ -74,7 +74,7 @@ class Fleet(Roster):
         self.trials: dict[SharedNode, Trial] = dict(trials or {})
         """Trials of numbers of threads: those of `trials.py` are added."""
         self.store_process: StoreProcess | None = None
-        self.roll_call = RollCall(self.actors, agents, self.node_of)
+        self.roll_call = RollCall(lambda: self.actors, agents, self.node_of)
 
     @property
     def store(self) -> Any:
@@ -111,17 +111,15 @@ class Fleet(Roster):
         for actor in self.plan:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue
-            self.actors[actor.name] = self._make(actor.name)
+            self.add([(actor.name, self._make(actor.name))])
 
     def _put_together(self) -> ActorMaker:
         """Make what makes actors, once it is known where they go."""
         self._maker = ActorMaker(
-            self.plan, self.config, self.flow, self.model_path, self.resumed, self.namespace, self.reservation,
+            self, self.config, self.flow, self.model_path, self.resumed, self.namespace, self.reservation,
             self._files, self.cores, f"{self.agents.root}/{STATES}/{POLICY}", self.owner, self.trials,
         )  # fmt: skip
-        self._growth = Growth(
-            self.plan, self.reservation, self.agents, self._maker, self.cores, self.config, self.namespace, self.made
-        )
+        self._growth = Growth(self, self.reservation, self.agents, self._maker, self.cores, self.config, self.namespace)
         if self.with_store:
             store, crosses_nodes = self.plan_of(STORE), len(self.reservation.assignment.nodes) > 1
             self.store_process = StoreProcess(
@@ -135,15 +133,13 @@ class Fleet(Roster):
         names = {name: owner.name_of(handle) for name, handle in self.actors.items()}
         store = self.store_process.state if self.store_process is not None else None
         return FleetState(
-            list(self.plan), names, Counter(self.made), self.reservation, self.agents.state, self._files.state, store,
-            dict(self.cores),
+            self.lines(), names, self.reservation, self.agents.state, self._files.state, store, dict(self.cores),
         )  # fmt: skip
 
-    def adopt(self, state: FleetState, handles: Mapping[str, Any]) -> None:
+    def take_over(self, state: FleetState, handles: Mapping[str, Any]) -> None:
         """Go on with actors that are there, or have died since, instead of `create` and `start`. `handles`: by the
         names that Ray knows them by."""
-        self.plan[:] = state.plan
-        self.made.update(state.made)
+        self.adopt(state.members, {name: handles[known] for name, known in state.names.items()})
         self.cores = dict(state.cores)
         self._reservation = state.reservation.belong_to(self.owner)
         self.agents.adopt(state.agents, handles)
@@ -151,7 +147,6 @@ class Fleet(Roster):
         self._put_together()
         if self.store_process is not None and state.store is not None:
             self.store_process.adopt(state.store, handles)
-        self.actors |= {name: handles[known] for name, known in state.names.items()}
 
     def start(self) -> None:
         """Load models and start engines, all at the same time. Raises what the first failing actor raised."""
@@ -170,14 +165,6 @@ class Fleet(Roster):
             loads, phase = self._resumes(self.role("trainer")), f"resume {self.resumed.directory}"
             get_all(loads, phase=phase, timeout_s=self.config.checkpoint.timeout_s)
 
-    def take_out(self, name: str) -> tuple[ActorPlan, Any]:
-        """Take a member that has left out of its role. Returns its plan and its handle, for `end`. None: it was
-        dead."""
-        actor = self.plan_of(name)
-        self.plan.remove(actor)
-        starting = self.starting.pop(name, None)
-        return actor, self.actors.pop(name, starting)
-
     async def end(self, actor: ActorPlan, handle: Any) -> None:
         """End the process of a member that has left, and give its reservation back."""
         if handle is not None:
@@ -186,12 +173,12 @@ class Fleet(Roster):
             self.owner.end(handle)
         self.growth.vacate(actor)
 
-    async def replace(self, names: Sequence[str]) -> Members:
+    async def replace(self, names: Sequence[str]) -> Handles:
         """Start other actors in place of a team that was removed, elsewhere if its node has left. They are in no role
         before they are added. Raises what one of them raised; then all of them are removed again."""
         await self.growth.settle(names)
-        self.starting |= {name: self._make(name) for name in names}
-        members, timeout_s = [(name, self.starting[name]) for name in names], self.config.rollout.start_timeout_s
+        members, timeout_s = [(name, self._make(name)) for name in names], self.config.rollout.start_timeout_s
+        self.begin(members)
         try:
             address = None
             if len(names) > 1:
@@ -204,7 +191,7 @@ class Fleet(Roster):
             raise
         return members
 
-    async def resume(self, trainers: Members) -> None:
+    async def resume(self, trainers: Handles) -> None:
         """Have new ranks of the trainer go on from what the run itself went on from, if from anything."""
         if self.resumed is not None:
             phase = f"resume {self.resumed.directory}"
@@ -284,7 +271,7 @@ class Fleet(Roster):
         engines = [actor.name for actor in self.plan if actor.role == "rollout"]
         return self.agents.relay_nodes(node_of, engines, self.config.rollout.start_timeout_s)
 
-    def role(self, role: str, stage: str | None = None) -> Members:
+    def role(self, role: str, stage: str | None = None) -> Handles:
         """Names and handles of one role, and of one stage of it if one is named; `agent`: those of the nodes that the
         run cannot do without, the driver's first."""
         if role == "agent":
@@ -297,7 +284,7 @@ class Fleet(Roster):
         already."""
         grace_s = self.config.cluster.shutdown_timeout_s
         refs = []
-        handles = [*self.actors.values(), *self.starting.values()]
+        handles = self.all_handles()
         for handle in handles:
             with contextlib.suppress(RayError):
                 refs.append(handle.close.remote())
@@ -311,32 +298,29 @@ class Fleet(Roster):
         if self._reservation is not None:
             self._reservation.release()
         self.owner.close()
-        self.actors.clear()
-        self.starting.clear()
+        self.clear()
 
     def let_go(self) -> None:
         """Give the fleet up: another process drives it now."""
         self.owner.let_go()
-        self.actors.clear()
-        self.starting.clear()
+        self.clear()
 
     def _make(self, name: str) -> Any:
         """Make an actor. The first of a name has it in Ray, too; names of dead actors are free late, so later ones have
         a number."""
         assert self._maker is not None
-        self.made[name] += 1
-        count = self.made[name]
+        count = self.next_incarnation(name)
         return self._maker.make(self.plan_of(name), name if count == 1 else f"{name}.{count}")
 
-    def _starts(self, members: Members, address: str | None) -> Members:
+    def _starts(self, members: Handles, address: str | None) -> Handles:
         """The members' calls of `start`. `address`: where several meet."""
         told = (address,) if self.plan_of(members[0][0]).role in GANGS else ()
         return [(name, handle.start.remote(*told)) for name, handle in members]
 
-    def _attaches(self, trainers: Members) -> Members:
+    def _attaches(self, trainers: Handles) -> Handles:
         return [(name, handle.attach.remote(self.store, self.owner.epoch)) for name, handle in trainers]
 
-    def _resumes(self, trainers: Members) -> Members:
+    def _resumes(self, trainers: Handles) -> Handles:
         assert self._maker is not None
         assert self.resumed is not None
         place, files = self.resumed.trainer, self.resumed.files
@@ -354,7 +338,7 @@ class Fleet(Roster):
         return {node: fact.cores for node, fact in facts.items()}
 
 
-def _address(ranks: Members) -> tuple[str, Any]:
+def _address(ranks: Handles) -> tuple[str, Any]:
     """The call that says where the ranks meet: that of the first."""
     name, first = ranks[0]
     return name, first.address.remote()

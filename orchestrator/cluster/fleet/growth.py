@@ -7,7 +7,7 @@ The same is done for members that start again because their node has left.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from penstock.conf.errors import DeadlineExceeded, ResourceError, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker
+from penstock.orchestrator.cluster.fleet.member_table import MemberTable
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.assignment import engines_to_add, next_of
@@ -32,23 +33,21 @@ Claims = Callable[[ActorPlan, Sequence[ActorPlan], RunConfig, str], Claim]
 
 
 class Growth:
-    """Lifecycle: `enlarge` for each member that joins, `vacate` for each that left. `plan` is the fleet's, and
-    changes."""
+    """Lifecycle: `enlarge` for each member that joins, `vacate` for each that left."""
 
     def __init__(
         self,
-        plan: list[ActorPlan],
+        table: MemberTable,
         reservation: Reservation,
         agents: NodeAgents,
         maker: ActorMaker,
         cores: dict[str, int],
         config: RunConfig,
         namespace: str,
-        names: Iterable[str],
     ) -> None:
-        """`cores`: the number on each node, which `maker` reads as well. `names`: those that members ever had."""
-        self._plan, self._reservation, self._agents, self._maker = plan, reservation, agents, maker
-        self._cores, self._config, self._namespace, self._names = cores, config, namespace, names
+        """`cores`: the number on each node, which `maker` reads as well."""
+        self._table, self._reservation, self._agents, self._maker = table, reservation, agents, maker
+        self._cores, self._config, self._namespace = cores, config, namespace
         self._may_change = takes_newcomers(config)
         self._making_room = asyncio.Lock()
         self.on_node: Callable[[], None] = lambda: None
@@ -57,7 +56,7 @@ class Growth:
     def fill(self) -> None:
         """Plan as many engines as there is room for (`rollout.num_workers=auto`), to start with the others."""
         for _ in range(self.num_engines_more()):
-            actor = replace(next_of(self._plan, "rollout", "rollout", []), joins=False)
+            actor = replace(next_of(self._table.plan, "rollout", "rollout", []), joins=False)
             try:
                 self._accept(actor, self._room_for(actor, self._reservation.claim))
             except ResourceError:  # somebody else was faster
@@ -66,14 +65,14 @@ class Growth:
     def num_engines_more(self) -> int:
         """Number of further engines that there is room for now, and use; 0 while Ray does not say."""
         try:
-            return engines_to_add(self._plan, free_nodes(), self._config)
+            return engines_to_add(self._table.plan, free_nodes(), self._config)
         except RayError:
             return 0
 
     async def enlarge(self, role: str, stage: str | None) -> str:
         """Plan one more member like those of a role and stage, on a node that has room now and is made ready for it.
         Returns its name, for `Fleet.replace`. Raises `ResourceError`, `DeadlineExceeded`."""
-        actor = next_of(self._plan, role, stage, list(self._names))
+        actor = next_of(self._table.plan, role, stage, self._table.names_made)
         self._accept(actor, await self._found(actor, self._reservation.claim))
         return actor.name
 
@@ -99,7 +98,7 @@ class Growth:
         node = self._reservation.assignment.node_of[actor.name].id
         alike = (actor.role, actor.stage)
         here = {other.name for other in self._on(node)}
-        others = {(other.role, other.stage) for other in self._plan if other.name not in here}
+        others = {(other.role, other.stage) for other in self._table.plan if other.name not in here}
         return actor.joins or (actor.role in CHANGING and alike in others)
 
     async def settle(self, names: Sequence[str]) -> None:
@@ -113,7 +112,7 @@ class Growth:
                     f"(rollout.start_timeout_s): {', '.join(names)} cannot start there."
                 )
             await asyncio.sleep(LOOK_S)
-        for actor in [actor for actor in self._plan if actor.name in names]:
+        for actor in [actor for actor in self._table.plan if actor.name in names]:
             if self._reservation.assignment.node_of[actor.name].id not in self._agents.members:
                 await self._move(actor)
 
@@ -146,7 +145,7 @@ class Growth:
 
     def _on(self, node: str) -> list[ActorPlan]:
         node_of = self._reservation.assignment.node_of
-        return [actor for actor in self._plan if node_of[actor.name].id == node]
+        return [actor for actor in self._table.plan if node_of[actor.name].id == node]
 
     @property
     def nodes(self) -> list[tuple[str, str, Any]]:
@@ -165,7 +164,7 @@ class Growth:
     def _room_for(self, actor: ActorPlan, claims: Claims) -> Claim:
         """Claim room, and make its node ready. Blocks: a node's agent starts and fetches files."""
         try:
-            claim = claims(actor, self._plan, self._config, self._namespace)
+            claim = claims(actor, self._table.plan, self._config, self._namespace)
         except RayError as error:
             raise ResourceError(f"Ray has not reserved room for {actor.name}: {error}") from error
         node, is_new = claim.node, claim.node.id not in self._agents.members
@@ -184,7 +183,7 @@ class Growth:
 
     def _accept(self, actor: ActorPlan, claim: Claim) -> None:
         self._reservation.accept(actor, claim)
-        self._plan.append(actor)
+        self._table.enter(actor)
 
 
 def _give_back(finding: "asyncio.Future[Claim]") -> None:

@@ -1,6 +1,5 @@
 """Which command may go on with another's actors: one of the same settings and code, on the same node."""
 
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.fleet.roster import FleetState
+from penstock.orchestrator.cluster.fleet.member_table import FleetState
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.membership.handover import Identity, RunState, identity_of, pack, unpack
 from penstock.orchestrator.membership.takeover import TakeoverPoint
@@ -25,7 +24,7 @@ def identity(config: RunConfig, node: str = "node") -> Identity:
 
 def state() -> RunState:
     nothing: Any = SimpleNamespace()
-    fleet = FleetState([], {"Rollout-0": "Rollout-0.2"}, Counter({"Rollout-0": 2}), nothing, nothing, {}, None, {})
+    fleet = FleetState([], {"Rollout-0": "Rollout-0.2"}, nothing, nothing, {}, None, {})
     return RunState("namespace", "/model", {}, None, {"rollout": 3}, fleet)
 
 

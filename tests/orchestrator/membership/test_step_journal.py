@@ -50,7 +50,7 @@ def test_the_next_command_has_the_reports_of_steps_whose_lines_are_not_written()
     assert owner.noted == {2: [second], 3: [third]}
 
 
-def test_a_command_that_took_over_leaves_what_the_one_before_had_not_written_yet() -> None:
+def test_a_command_that_took_over_leaves_what_was_not_written_before_it() -> None:
     """It may die as well, before it has written that line."""
     owner, before = Keeper(), Report(1)
     journal = StepJournal(owner, 1, {1: [before]})  # type: ignore[list-item]

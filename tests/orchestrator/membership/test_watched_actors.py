@@ -15,7 +15,7 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
 from penstock.network.handshake import new_token
-from penstock.orchestrator.cluster.fleet.roster import RollCall
+from penstock.orchestrator.cluster.fleet.roll_call import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.membership.liveness import ALIVE, Liveness, State
@@ -116,7 +116,7 @@ def test_an_agent_tells_what_its_neighbours_say_except_for_a_stopped_one(make: M
     stopped = ray.get([member.process.remote(stacks) for member in members.values()])[1]
     agents = NodeAgents("run", "run", CONFIG.cluster)
     agents.members = {"node": ("Agent", node)}
-    roll_call = RollCall(members, agents, lambda name: "node", many=1)
+    roll_call = RollCall(lambda: members, agents, lambda name: "node", many=1)
 
     def asked(timeout_s: float) -> list[Any]:
         return asyncio.run(roll_call.ask(list(members.items()), "progress", phase="heartbeat", timeout_s=timeout_s))

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
-from penstock.orchestrator.cluster.fleet.roster import RollCall
+from penstock.orchestrator.cluster.fleet.roll_call import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.workers.node.questions import NodeActors
 
@@ -67,7 +67,7 @@ class Scene:
         of_run = NodeAgents("run", "run", ClusterConfig())
         of_run.members = {node: (f"Agent-{node}", agent) for node, agent in self.agents.items()}
         self.of_run = of_run
-        self.roll_call = RollCall(self.members, of_run, NODES.get, many)
+        self.roll_call = RollCall(lambda: self.members, of_run, NODES.get, many)
 
     def ask(self, timeout_s: float = 5.0) -> list[Any]:
         return asyncio.run(
