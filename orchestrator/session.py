@@ -281,7 +281,7 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
         config = with_other_models(config, directory, model_path)
         namespace = namespace_of(directory.run_id)
         agents = NodeAgents(directory.run_id, namespace, config.cluster, config.store.spill_dir)
-        fleet = Fleet(plan, config, flow, model_path, namespace, agents, with_store=False)
+        fleet = Fleet(plan, config, flow, model_path, agents, with_store=False)
         with opened_sinks(config, directory) as sinks, contextlib.closing(fleet):
             fleet.create()
             fleet.start()

@@ -105,7 +105,7 @@ def make_fleet(
         store.node, store.path, store.segments, store.address, store.token, store.nodes, Handle(caller, STORE)
     )
     of_run = NodeAgents("run", NAMESPACE, config.cluster, owner=owner)
-    fleet = Fleet(plan, config, flow, "/model", NAMESPACE, of_run, owner=owner)
+    fleet = Fleet(plan, config, flow, "/model", of_run)
     facts = {node.id: _facts(node) for node in assignment.nodes}
     state = FleetState(
         [Member(actor, int(actor.name in names)) for actor in plan], {name: name for name in names},

@@ -121,8 +121,8 @@ class Training:
         spill_dir = config.store.spill_dir
         agents = NodeAgents(self._directory.run_id, self._namespace, config.cluster, spill_dir, owner)
         fleet = Fleet(
-            self._plan, config, self._flow, self._model_path, self._namespace, agents, resumed=self._resumed,
-            owner=owner, trials=read_trials(self._directory),
+            self._plan, config, self._flow, self._model_path, agents, resumed=self._resumed,
+            trials=read_trials(self._directory),
         )  # fmt: skip
         logs, is_anothers = Logs(fleet, self._directory), False
         try:

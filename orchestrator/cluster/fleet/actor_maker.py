@@ -1,8 +1,8 @@
 """Makes the actors of a run, one at a time, also in place of those that died: what each is told, and where it goes."""
 
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -13,10 +13,8 @@ from penstock.conf.weights import choose_transport, takes_newcomers
 from penstock.metering.ray_export import Origin
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
-from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, origin_of, reward_of
 from penstock.orchestrator.cluster.placement.reservation import Reservation
-from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial, threads_of
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.spec import given
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec
@@ -37,30 +35,37 @@ MANY_CALLS = 10_000
 """Concurrency of async actors: calls wait inside, they do not compute."""
 
 
+@dataclass(frozen=True)
+class Sources:
+    """What all actors of a run are made from."""
+
+    config: RunConfig
+    flow: Dataflow
+    model_path: str
+    namespace: str
+    resumed: Checkpoint | None = None
+    """The checkpoint that they go on from."""
+
+
 class ActorMaker:
     """Lifecycle: `bring_files` where there are several nodes, then `make` for any actor of the plan, at any time."""
 
     def __init__(
         self,
+        sources: Sources,
         table: MemberTable,
-        config: RunConfig,
-        flow: Dataflow,
-        model_path: str,
-        resumed: Checkpoint | None,
-        namespace: str,
         reservation: Reservation,
         files: NodeFiles,
-        cores: Mapping[str, int],
+        threads_of: Callable[[ActorPlan], int],
         states_root: str,
-        owner: Owner,
-        trials: Mapping[SharedNode, Trial],
     ) -> None:
-        """`cores`: the number on each node, by Ray's id. `states_root`: where the trainer's ranks keep copies of their
-        state. `trials`: those of numbers of threads; the fleet adds to them."""
-        self._table, self._config, self._flow = table, config, flow
-        self._model_path, self._resumed, self._namespace = model_path, resumed, namespace
-        self._reservation, self._files, self._cores = reservation, files, cores
-        self._states_root, self._owner, self._trials = states_root, owner, trials
+        """`threads_of`: returns the number of CPU threads of an engine or a rank. `states_root`: where the trainer's
+        ranks keep copies of their state."""
+        self._table, self._owner = table, table.owner
+        self._config, self._flow, self._model_path = sources.config, sources.flow, sources.model_path
+        self._namespace, self._resumed = sources.namespace, sources.resumed
+        self._reservation, self._files = reservation, files
+        self._threads_of, self._states_root = threads_of, states_root
 
     def bring_files(self) -> None:
         """Bring what actors read from the driver's disk to the nodes that they are on. Raises `ResourceError`,
@@ -130,7 +135,7 @@ class ActorMaker:
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self._config
         engine = EngineSpec(
-            config.rollout, self.local(actor.name, self._model_path), self.threads_of(actor),
+            config.rollout, self.local(actor.name, self._model_path), self._threads_of(actor),
             transport=choose_transport(config), phase_timeout_s=config.weights.phase_timeout_s,
             adapter=config.trainer.lora if config.trainer.lora.publishes_adapter else None,
         )  # fmt: skip
@@ -223,7 +228,7 @@ class ActorMaker:
             "config": config.trainer,
             "rank": actor.rank,
             "num_ranks": config.trainer.num_ranks,
-            "num_threads": self.threads_of(actor),
+            "num_threads": self._threads_of(actor),
             "stage": stage.name,
             "head": "scores" if stage.is_scored else "policy",
             "temperature": config.rollout.sampling.temperature if self._flow.of_kind("rollout") else 1.0,
@@ -239,11 +244,6 @@ class ActorMaker:
     def _scored_by(self, stage: Stage) -> str:
         """The model of a scorer's stage."""
         return self._config.model.path_of(str(stage.model), self._model_path)
-
-    def threads_of(self, actor: ActorPlan) -> int:
-        """Number of CPU threads of an engine or a rank."""
-        chosen = {node: trial.threads for node, trial in self._trials.items()}
-        return threads_of(actor, self._table.plan, self._reservation.assignment, self._cores, self._config, chosen)
 
     def _node_of(self, name: str) -> str:
         return self._reservation.assignment.node_of[name].id

@@ -17,7 +17,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import NotStarted
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import Kind, kind_of
-from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, cores_here
+from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, Sources, cores_here
 from penstock.orchestrator.cluster.fleet.growth import Growth
 from penstock.orchestrator.cluster.fleet.member_table import GANGS, FleetState, Handles, MemberTable
 from penstock.orchestrator.cluster.fleet.roll_call import RollCall
@@ -26,11 +26,11 @@ from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
 from penstock.orchestrator.cluster.nodes.kept_states import POLICY, StateNodes
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
-from penstock.orchestrator.cluster.owners import Owner, RunOwner, ThisProcess
+from penstock.orchestrator.cluster.owners import RunOwner
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.cluster.placement.reservation import Reservation
-from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial
+from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial, threads_of
 from penstock.orchestrator.cluster.ray_calls import answers, get_all, outcomes
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.service.actor import STORE
@@ -52,18 +52,16 @@ class Fleet(MemberTable):
         config: RunConfig,
         flow: Dataflow,
         model_path: str,
-        namespace: str,
         agents: NodeAgents,
         *,
         with_store: bool = True,
         resumed: Checkpoint | None = None,
-        owner: Owner | None = None,
         trials: Mapping[SharedNode, Trial] | None = None,
     ) -> None:
-        """`resumed`: what the run goes on from. `owner`: the process that the actors end with; None: this one.
-        `trials`: those of numbers of threads that the run has made before."""
-        super().__init__(plan, config.rollout.start_timeout_s, owner or ThisProcess())
-        self.config, self.flow, self.model_path, self.namespace = config, flow, model_path, namespace
+        """`agents`: those of the run's nodes, whose owner and namespace are the other actors', too. `resumed`: what the
+        run goes on from. `trials`: those of numbers of threads that the run has made before."""
+        super().__init__(plan, config.rollout.start_timeout_s, agents.owner)
+        self.config, self.flow, self.model_path, self.namespace = config, flow, model_path, agents.namespace
         self.agents, self.with_store, self.resumed = agents, with_store, resumed
         self._reservation: Reservation | None = None
         self._files = NodeFiles(agents, config.cluster.files_timeout_s)
@@ -116,8 +114,8 @@ class Fleet(MemberTable):
     def _put_together(self) -> ActorMaker:
         """Make what makes actors, once it is known where they go."""
         self._maker = ActorMaker(
-            self, self.config, self.flow, self.model_path, self.resumed, self.namespace, self.reservation,
-            self._files, self.cores, f"{self.agents.root}/{STATES}/{POLICY}", self.owner, self.trials,
+            Sources(self.config, self.flow, self.model_path, self.namespace, self.resumed),
+            self, self.reservation, self._files, self._threads_of, f"{self.agents.root}/{STATES}/{POLICY}",
         )  # fmt: skip
         self._growth = Growth(self, self.reservation, self.agents, self._maker, self.cores, self.config, self.namespace)
         if self.with_store:
@@ -249,8 +247,11 @@ class Fleet(MemberTable):
 
     def threads_of(self, name: str) -> int:
         """Number of CPU threads of an engine or a rank."""
-        assert self._maker is not None
-        return self._maker.threads_of(self.plan_of(name))
+        return self._threads_of(self.plan_of(name))
+
+    def _threads_of(self, actor: ActorPlan) -> int:
+        chosen = {node: trial.threads for node, trial in self.trials.items()}
+        return threads_of(actor, self.plan, self.reservation.assignment, self.cores, self.config, chosen)
 
     def agent_of(self, name: str) -> tuple[str, Any] | None:
         """Name and handle of the agent on the node of an actor, by its name; None: the node has left."""

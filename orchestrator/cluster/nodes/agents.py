@@ -54,10 +54,10 @@ class NodeAgents:
         owner: Owner | None = None,
     ) -> None:
         """`spill_dir`: `store.spill_dir`. `owner`: the process that the agents end with; None: this one."""
-        self._owner = owner or ThisProcess()
+        self.owner = owner or ThisProcess()
         self.root = f"{SHARED_MEMORY}/{PREFIX}{run_id}-{uuid.uuid4().hex[:12]}"
         """The run's directory in the shared memory of each of its nodes."""
-        self._namespace, self._config, self._spill_dir = namespace, config, spill_dir
+        self.namespace, self._config, self._spill_dir = namespace, config, spill_dir
         self._token = new_token()
         self.members: dict[str, tuple[str, Any]] = {}
         """Name and handle of each agent, by Ray's id of the node."""
@@ -80,7 +80,7 @@ class NodeAgents:
             if self._is_closed:
                 raise WorkerDied(f"{name} has come too late: the run has ended.")
         except BaseException:
-            self._owner.end(handle)
+            self.owner.end(handle)
             raise
         self._facts = self._facts | {node: found}
         self.members = self.members | {node: (name, handle)}
@@ -92,13 +92,13 @@ class NodeAgents:
         self._names.add(name)
         options = {
             "name": name,
-            "namespace": self._namespace,
+            "namespace": self.namespace,
             "num_cpus": 0,
             "max_concurrency": MANY_CALLS,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         }
         arguments = self.root, self._token, self._config.ports, self._config.files_dir, self._spill_dir
-        return name, self._owner.make(Agent, options, *arguments)
+        return name, self.owner.make(Agent, options, *arguments)
 
     @property
     def state(self) -> AgentsState:
@@ -126,7 +126,7 @@ class NodeAgents:
         self._facts = {other: fact for other, fact in self._facts.items() if other != node}
         _, handle = self.members[node]
         self.members = {other: member for other, member in self.members.items() if other != node}
-        self._owner.end(handle)
+        self.owner.end(handle)
 
     def relay_nodes(self, node_of: Mapping[str, str], engines: Sequence[str], timeout_s: float) -> RelayNodes:
         """The nodes that may have weights. `node_of`: the node of each actor. `engines`: all that there are to be.
@@ -138,7 +138,7 @@ class NodeAgents:
             dict(self.members),
             {node: fact.address for node, fact in facts.items()},
             [name for name in engines if name in places],
-            self._owner.epoch,
+            self.owner.epoch,
         )
 
     def state_nodes(self, node_of_rank: Mapping[int, str], timeout_s: float) -> StateNodes:
@@ -173,5 +173,5 @@ class NodeAgents:
         with contextlib.suppress(RayError):
             ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
         for _, handle in self.members.values():
-            self._owner.end(handle)
+            self.owner.end(handle)
         self.members.clear()

@@ -7,9 +7,8 @@ from typing import Any, cast
 import pytest
 
 from penstock.algorithms.catalogue import dataflow_of
-from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker
+from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, Sources
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
-from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 
@@ -49,8 +48,8 @@ def test_ranks_keep_copies_where_others_may_take_their_place_alone(words: list[s
     config = load_config(["model=tiny", "data.path=x.jsonl", *words])
     flow, place = dataflow_of(config), cast(Any, Anywhere())
     plan = plan_actors(flow, config)
-    table = MemberTable(plan, 60.0, ThisProcess())
-    maker = ActorMaker(table, config, flow, "/model", None, "run", place, place, {"a": 2}, "/states", place, {})
+    table = MemberTable(plan, 60.0, place)
+    maker = ActorMaker(Sources(config, flow, "/model", "run"), table, place, place, lambda actor: 2, "/states")
     trainer = next(actor for actor in plan if actor.role == "trainer")
     (spec,) = maker.make(trainer, trainer.name)
     assert spec.keeps_state == ("/states" if keeps else None)

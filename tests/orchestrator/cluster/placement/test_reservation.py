@@ -44,7 +44,7 @@ def test_every_actor_of_a_fleet_is_on_its_node(three_nodes: str, small_run: list
     expected = assign(plan, cluster_nodes(), config)
     assert len(expected.nodes) == 3
     agents = NodeAgents("placed", "placed", config.cluster)
-    fleet = Fleet(plan, config, flow, config.model.path, "placed", agents)
+    fleet = Fleet(plan, config, flow, config.model.path, agents)
     try:
         fleet.create()
         handles = {**fleet.actors, "Store": fleet.store}
@@ -63,7 +63,7 @@ def test_a_fleet_that_follows_the_cluster_fills_it_and_gives_back_what_joined(
     config = load_config([*small_run, "rollout.engine=hf", "rollout.num_workers=auto", f"output_dir={tmp_path}"])
     flow = build_dataflow(config.algorithm)
     agents = NodeAgents("follows", "follows", config.cluster)
-    fleet = Fleet(plan_actors(flow, config), config, flow, config.model.path, "follows", agents)
+    fleet = Fleet(plan_actors(flow, config), config, flow, config.model.path, agents)
     try:
         fleet.create()
         names = [name for name, _ in fleet.role("rollout")]
