@@ -106,7 +106,7 @@ def test_files_are_preallocated_as_far_as_there_is_room(tmp_path: Path) -> None:
 
 
 @given(max_bytes=st.integers(0, 2**40), free=st.integers(0, 2**40))
-def test_what_is_preallocated_is_a_share_of_the_budget_and_of_what_is_free(max_bytes: int, free: int) -> None:
+def test_what_is_preallocated_is_a_share_of_budget_and_free_memory(max_bytes: int, free: int) -> None:
     count = num_spares(max_bytes, free)
     assert 0 <= count <= SPARES
     assert SHARE * count * SPARE_BYTES <= min(max_bytes, free)
