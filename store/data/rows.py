@@ -34,8 +34,7 @@ class Rows:
         if not len(row_ids) == len(group_ids) == (table.num_rows if table.num_columns else len(row_ids)):
             raise WrongLength(
                 f"{len(row_ids)} row ids, {len(group_ids)} group ids and a table of {table.num_rows} rows do not fit "
-                "together: "
-                "give one of each for every row."
+                "together: give one of each for every row."
             )
         self.row_ids = np.asarray(row_ids, dtype=np.int64)
         self.group_ids = np.asarray(group_ids, dtype=np.int64)

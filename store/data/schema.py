@@ -221,8 +221,7 @@ def _check_token_lengths(columns: dict[str, Column], arrays: dict[str, pa.Array]
         if len(bad):
             raise WrongLength(
                 f"column {name!r}, row {row_ids[bad[0]]}: {lengths[bad[0]]} entries, but {decider!r} has "
-                f"{expected[bad[0]]}. "
-                "Every token column has one entry for each response token."
+                f"{expected[bad[0]]}. Every token column has one entry for each response token."
             )
 
 

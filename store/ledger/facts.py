@@ -42,8 +42,7 @@ def columns_written(residents: Residents, stage: Stage, columns: Sequence[str]) 
         if index[name] not in stage.writes:
             raise UnknownColumn(
                 f"stage {stage.name!r} may not write column {name!r}; it writes "
-                f"{', '.join(stage.spec.writes) or 'none'}. "
-                "Declare the column in the stage's writes."
+                f"{', '.join(stage.spec.writes) or 'none'}. Declare the column in the stage's writes."
             )
     return [index[name] for name in columns]
 

@@ -67,8 +67,7 @@ class Residents:
                 row = next(group * self.size + indices.start for known, _, indices in spans if known == group)
                 raise UnknownRow(
                     f"row {row}: no such row was ever admitted; rows so far are 0 to "
-                    f"{self.next_group * self.size - 1}. "
-                    "Write the rows of the lease."
+                    f"{self.next_group * self.size - 1}. Write the rows of the lease."
                 )
         return masks
 

@@ -175,8 +175,7 @@ class Rounds:
         if made.version != self.formed - 1:
             raise StoreError(
                 f"round {made.number} formed the batch of step {made.version + 1}, but that of step {self.formed} was "
-                "formed since; "
-                "release the newest first."
+                "formed since; release the newest first."
             )
         lease = residents.leases.held[made.lease_id]
         groups = [residents.groups[group_id] for group_id in lease.open]
