@@ -173,14 +173,8 @@ DEVICE_FAILED = (
     "cuda error", "cuda driver error", "nccl error", "nccl communicator", "ecc error", "cublas_status_", "cudnn_status_"
 )  # fmt: skip
 USERS_OWN = (
-    "out of memory",
-    "device-side assert",
-    "alloc_failed",
-    "no kernel image",
-    "invalid ",
-    "invalid_",
-    "not_supported",
-)
+    "out of memory", "device-side assert", "alloc_failed", "no kernel image", "invalid ", "invalid_", "not_supported"
+)  # fmt: skip
 """Parts of CUDA's messages about a program or a setting that would fail in the same way on any other GPU."""
 
 

@@ -4,36 +4,16 @@
 from their message alone, so they pickle and cross Ray, and travel by name between processes (`data/codec.py`).
 """
 
-from penstock.conf.errors import LeaseExpired, StalenessViolation, StoreError
-
-__all__ = [
-    "CorruptSnapshot",
-    "DuplicateRow",
-    "LeaseExpired",
-    "LeaseSuperseded",
-    "MissingColumn",
-    "NotFinite",
-    "RowNotLeased",
-    "RowsLost",
-    "RowsUnreachable",
-    "StalenessViolation",
-    "StoreClosed",
-    "StoreError",
-    "StoreUnreachable",
-    "TooLarge",
-    "UnknownColumn",
-    "UnknownRow",
-    "UnknownStage",
-    "WrongLength",
-    "WrongType",
-]
+from penstock.conf.errors import LeaseExpired as LeaseExpired
+from penstock.conf.errors import StalenessViolation as StalenessViolation
+from penstock.conf.errors import StoreError as StoreError
 
 
 def named(name: str, message: str) -> StoreError:
     """The error of that name, or a `StoreError` that says it."""
-    if name in __all__:
-        error: StoreError = globals()[name](message)
-        return error
+    kind = globals().get(name)
+    if isinstance(kind, type) and issubclass(kind, StoreError):
+        return kind(message)
     return StoreError(f"{name}: {message}")
 
 

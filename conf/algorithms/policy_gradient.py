@@ -78,14 +78,8 @@ class PolicyGradientConfig(AlgorithmConfig):
     def __post_init__(self) -> None:
         at_least("algorithm.group_size", self.group_size, 1)
         for key in (
-            "kl_coef",
-            "kl_target",
-            "kl_gain",
-            "entropy_coef",
-            "overlong_tokens",
-            "overlong_limit",
-            "overlong_penalty",
-        ):
+            "kl_coef", "kl_target", "kl_gain", "entropy_coef", "overlong_tokens", "overlong_limit", "overlong_penalty",
+        ):  # fmt: skip
             at_least(f"algorithm.{key}", getattr(self, key), 0)
         above("algorithm.constant_tokens", self.constant_tokens, 0)
         one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)

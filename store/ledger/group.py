@@ -15,23 +15,9 @@ class Group:
     number."""
 
     __slots__ = (
-        "context_tokens",
-        "done",
-        "free",
-        "have",
-        "holders",
-        "id",
-        "leased",
-        "live",
-        "lost",
-        "oldest",
-        "prompt_tokens",
-        "queued",
-        "response_tokens",
-        "row_bytes",
-        "shared_bytes",
-        "trained_in",
-    )
+        "context_tokens", "done", "free", "have", "holders", "id", "leased", "live", "lost", "oldest", "prompt_tokens",
+        "queued", "response_tokens", "row_bytes", "shared_bytes", "trained_in",
+    )  # fmt: skip
 
     def __init__(self, id: int, size: int, num_columns: int, num_stages: int) -> None:
         self.id = id
