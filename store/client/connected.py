@@ -50,22 +50,6 @@ LONGEST_PAUSE_S = 1.0
 HAS_LEFT = "this client has left its store. Make another to speak to it."
 
 
-class ByValue:
-    """A link that sends data with the call or the answer: there is nothing to place and nothing to fetch."""
-
-    async def reserve(self, nbytes: int) -> Slot | None:
-        return None
-
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> SentBatch:
-        return Inline(batch)
-
-    async def fetch(self, payload: Payload) -> Payload:
-        return payload
-
-    def skip(self, refs: Sequence[Placed]) -> None:
-        pass
-
-
 class Connected:
     """Calls over a connection. Large batches lie on the writer's node: on the reader's own node they are mapped, from
     another they are pulled."""

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from penstock.conf.errors import PartnerGone, StoreError
-from penstock.store.client.connected import HAS_LEFT, ByValue, OverSocket, OverTcp
+from penstock.store.client.connected import HAS_LEFT, OverSocket, OverTcp
 from penstock.store.client.heartbeat import InProcessRenewer, LeaseRenewer
 from penstock.store.data.arena import Slot
-from penstock.store.data.layout import Placed, SentBatch
+from penstock.store.data.layout import Inline, Placed, SentBatch
 from penstock.store.data.payload import Payload
 from penstock.store.errors import StoreUnreachable
 from penstock.store.service.messages import refs_of, with_values
@@ -63,8 +63,8 @@ def link_to(handle: "Store | Any", client: str, node: str | None = None) -> Link
     return Lazy(lambda: find_actor(handle, client, node))
 
 
-class InProcess(ByValue):
-    """A link that calls the store directly."""
+class InProcess:
+    """A link that calls the store directly. Batches go by value: there is nothing to place and nothing to fetch."""
 
     def __init__(self, store: Store, client: str) -> None:
         self._store, self._client = store, client
@@ -84,6 +84,18 @@ class InProcess(ByValue):
             return with_values(value, held.resolve)
         finally:
             held.release()
+
+    async def reserve(self, nbytes: int) -> Slot | None:
+        return None
+
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> SentBatch:
+        return Inline(batch)
+
+    async def fetch(self, payload: Payload) -> Payload:
+        return payload
+
+    def skip(self, refs: Sequence[Placed]) -> None:
+        pass
 
     def lease_renewer(self) -> LeaseRenewer:
         return InProcessRenewer(self._store, self._client)
