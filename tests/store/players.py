@@ -29,6 +29,13 @@ def group(number: int = 0) -> dict[str, Any]:
     return {"prompt_ids": [1, 2, 10 + number], "task": f'{{"number": {number}}}'}
 
 
+async def leased(client: StoreClient, stage: str, max_units: int = 100, owner: str = "", **options: Any) -> Lease:
+    """A lease that the client is given. `owner`: the stage's name unless said."""
+    lease = await client.lease(stage, max_units, owner or stage, **options)
+    assert lease is not None
+    return lease
+
+
 def response(num_rows: int, version: int = 0) -> dict[str, Any]:
     """What a rollout writes: 2, 3, … tokens."""
     lengths = range(2, 2 + num_rows)
@@ -91,3 +98,13 @@ async def train(client: StoreClient, round: int, num_ranks: int = 1) -> list[Sha
     for lease in found:
         await client.complete_shared(lease.share)
     return found
+
+
+def long_responses(lease: Lease, tokens: int) -> dict[str, Any]:
+    """What a rollout writes: so many tokens a row, of which each tells its row."""
+    ids = lease.rows.row_ids.tolist()
+    return values_of("rollout", lease) | {
+        "response_ids": [np.full(tokens, row, dtype=np.int32) for row in ids],
+        "behavior_logprobs": [np.full(tokens, -row, dtype=np.float32) for row in ids],
+        "token_versions": [np.zeros(tokens, dtype=np.int32)] * len(ids),
+    }

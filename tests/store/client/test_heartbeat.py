@@ -25,7 +25,7 @@ from penstock.store.errors import StoreError
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
-from tests.store.players import group, run, values_of
+from tests.store.players import group, leased, run, values_of
 
 ANSWER_S = 300.0
 
@@ -87,8 +87,7 @@ def test_a_row_written_twice_ends_no_other_rows_heartbeat() -> None:
 def test_a_row_dropped_and_then_written_ends_no_other_rows_heartbeat() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         await client.put_groups([group(), group(1)])
-        lease = await client.lease("rollout", 2, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 2, "engine")
         values = values_of("rollout", lease)
         first = {name: column[:2] for name, column in values.items()}
         await client.drop(lease, [0, 1], "too_long")
@@ -216,8 +215,7 @@ TIMEOUT_S = 1.0
 def test_a_lease_outlives_a_computation_that_blocks_its_owners_event_loop(tmp_path: Path) -> None:
     async def body(client: StoreClient) -> None:
         await client.put_groups([group()])
-        lease = await client.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 1, "engine")
         time.sleep(1.7 * TIMEOUT_S)
         await client.write(lease, lease.rows.row_ids, values_of("rollout", lease))
         assert (await client.stats())["completed/rollout"] == 2
@@ -250,8 +248,7 @@ def test_a_client_that_is_given_up_returns_its_leases_though_its_process_lives(t
         assert await client.lease("rollout", 1, "given up") is not None
 
     async def stay(client: StoreClient) -> None:
-        lease = await client.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 1, "engine")
         assert lease.rows.row_ids.tolist() == [0, 1]
 
     with store_elsewhere(tmp_path, lease_timeout_s=600.0) as (_, endpoint):
@@ -263,8 +260,7 @@ def test_a_client_that_is_given_up_returns_its_leases_though_its_process_lives(t
 def test_leases_survive_a_store_that_stands_still() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         await client.put_groups([group()])
-        lease = await client.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 1, "engine")
         await asyncio.sleep(0)
         time.sleep(0.6)
         await asyncio.sleep(0.05)

@@ -12,14 +12,13 @@ import pytest
 from penstock.conf.errors import PartnerGone
 from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import Connected, OverTcp
-from penstock.store.client.lease import Lease
 from penstock.store.client.links import Link
 from penstock.store.data.layout import Inline
 from penstock.store.errors import LeaseExpired, NotFinite, StoreClosed, StoreError, UnknownStage
 from penstock.store.service.messages import LeaseRequest
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
-from tests.store.players import group, values_of
+from tests.store.players import group, leased, long_responses, values_of
 from tests.store.visitors import WAYS, serve, visit, visit_by, visit_remotely
 
 LONG = 3000
@@ -37,15 +36,6 @@ def by(way: str, tmp_path: Path, body: Body, **changes: Any) -> None:
     serve(tmp_path, main, **changes)
 
 
-def long_responses(lease: Lease) -> dict[str, Any]:
-    ids = lease.rows.row_ids.tolist()
-    return values_of("rollout", lease) | {
-        "response_ids": [np.full(LONG, row, dtype=np.int32) for row in ids],
-        "behavior_logprobs": [np.full(LONG, -row, dtype=np.float32) for row in ids],
-        "token_versions": [np.zeros(LONG, dtype=np.int32)] * len(ids),
-    }
-
-
 def held(store: Store) -> list[int]:
     return list(store.ledger.residents.leases.held)
 
@@ -58,11 +48,10 @@ def test_a_batch_goes_its_whole_way(tmp_path: Path, way: str, long: bool) -> Non
         groups = [{"prompt_ids": [number] * tokens, "task": "é" * tokens} for number in range(2)]
         assert await client.put_groups(groups) == [0, 1]
         for stage in ("rollout", "reward", "reference", "group_advantage"):
-            lease = await client.lease(stage, 4, stage)
-            assert lease is not None
+            lease = await leased(client, stage, 4, stage)
             values = values_of(stage, lease)
             if long and stage == "rollout":
-                values = long_responses(lease)
+                values = long_responses(lease, LONG)
             elif long and stage == "reference":
                 values = {"reference_logprobs": [np.full(LONG, 0.5, dtype=np.float32)] * 4}
             await client.write(lease, lease.rows.row_ids, values)
@@ -93,8 +82,7 @@ def test_errors_arrive_as_themselves(tmp_path: Path, way: str) -> None:
             await client.lease("rewards", 1, "judge")
         assert type(caught.value) is UnknownStage
         await client.put_groups([group()])
-        lease = await client.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 1, "engine")
         values = values_of("rollout", lease) | {"behavior_logprobs": [[float("nan")] * 2, [0.0] * 3]}
         with pytest.raises(NotFinite):
             await client.write(lease, [0, 1], values)
@@ -130,8 +118,7 @@ def test_a_cancelled_call_leaves_nobody_waiting_and_nothing_leased(tmp_path: Pat
             await client.release(come)
         while held(store) or any(map(len, store._consumers.values())):
             await asyncio.sleep(0)
-        again = await client.lease("rollout", 1, "engine")
-        assert again is not None
+        again = await leased(client, "rollout", 1, "engine")
         assert again.rows.lists("prompt_ids") == [[7] * LONG] * 2
         assert held(store) == [again.id]
         assert client._heartbeat.held.keys() == {again.id}
@@ -148,8 +135,7 @@ def test_a_cancelled_put_withdraws_what_is_not_admitted(tmp_path: Path, way: str
             await asyncio.sleep(0)
         waiting.cancel()
         while len(store._puts):
-            lease = await client.lease("rollout", 1, "engine")
-            assert lease is not None
+            lease = await leased(client, "rollout", 1, "engine")
             await client.drop(lease, lease.rows.row_ids, "test")
         assert (await client.stats())["store/groups_admitted"] == 4
 
@@ -160,8 +146,7 @@ def test_a_cancelled_put_withdraws_what_is_not_admitted(tmp_path: Path, way: str
 def test_a_heart_renews_what_its_client_holds_and_hears_what_is_over(tmp_path: Path, way: str) -> None:
     async def body(store: Store, client: StoreClient, link: Link) -> None:
         await client.put_groups([group()])
-        lease = await client.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 1, "engine")
         renewer = link.lease_renewer()
         try:
             assert await asyncio.to_thread(renewer.renew, [lease.id], [], 10.0) == []
@@ -194,8 +179,7 @@ def test_rows_that_end_after_they_were_granted_are_there_to_be_read(tmp_path: Pa
 def test_what_a_client_held_or_waited_for_is_free_as_soon_as_it_is_gone(tmp_path: Path, way: str) -> None:
     async def body(store: Store, dead: StoreClient, link: Link) -> None:
         await dead.put_groups([group(number) for number in range(4)])
-        held = await dead.lease("rollout", 1, "engine")
-        assert held is not None
+        held = await leased(dead, "rollout", 1, "engine")
         waiting = asyncio.ensure_future(dead.lease("reward", 1, "engine"))
         putting = asyncio.ensure_future(dead.put_groups([group(4)]))
         while not len(store._consumers["reward"]) or not len(store._puts):
@@ -244,11 +228,9 @@ def test_remote_and_local_clients_work_on_the_same_rows(tmp_path: Path) -> None:
         (local, _), (remote, _) = await visit(endpoint), await visit_remotely(endpoint)
         for producer, consumer in ((local, remote), (remote, local)):
             await producer.put_groups([{"prompt_ids": [7] * LONG, "task": "{}"}])
-            lease = await producer.lease("rollout", 1, "engine")
-            assert lease is not None
-            await producer.write(lease, lease.rows.row_ids, long_responses(lease))
-            judged = await consumer.lease("reference", 2, "reference")
-            assert judged is not None
+            lease = await leased(producer, "rollout", 1, "engine")
+            await producer.write(lease, lease.rows.row_ids, long_responses(lease, LONG))
+            judged = await leased(consumer, "reference", 2, "reference")
             assert [set(ids) for ids in judged.rows.arrays("response_ids")] == [{row} for row in judged.rows.row_ids]
             assert judged.rows.lists("prompt_ids") == [[7] * LONG] * 2
             await consumer.drop(judged, judged.rows.row_ids, "test")

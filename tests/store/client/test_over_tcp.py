@@ -15,11 +15,10 @@ from penstock.conf.errors import PartnerGone
 from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket, OverTcp
 from penstock.store.client.heartbeat import LeaseRenewer
-from penstock.store.client.lease import Lease
 from penstock.store.errors import LeaseExpired, UnknownStage
 from penstock.store.service.messages import LeaseRequest
 from tests.store.driver import make_spec
-from tests.store.players import group, train, values_of
+from tests.store.players import group, leased, long_responses, train, values_of
 from tests.store.visitors import linked
 
 pytestmark = pytest.mark.ray
@@ -48,8 +47,7 @@ def elsewhere(handle: Any, body: Callable[[StoreClient, StoreClient], Awaitable[
         await asyncio.wait_for(body(remote, local), ANSWER_S)
         stats = await local.stats()
         while stats["store/rows"]:
-            lease = await local.lease("rollout", 100, "cleaner")
-            assert lease is not None
+            lease = await leased(local, "rollout", 100, "cleaner")
             await local.drop(lease, lease.rows.row_ids, "test over")
             stats = await local.stats()
         assert stats["store/leases"] == 0
@@ -57,24 +55,13 @@ def elsewhere(handle: Any, body: Callable[[StoreClient, StoreClient], Awaitable[
     asyncio.run(main())
 
 
-def long_responses(lease: Lease) -> dict[str, Any]:
-    ids = lease.rows.row_ids.tolist()
-    return values_of("rollout", lease) | {
-        "response_ids": [np.full(LONG, row, dtype=np.int32) for row in ids],
-        "behavior_logprobs": [np.full(LONG, -row, dtype=np.float32) for row in ids],
-        "token_versions": [np.zeros(LONG, dtype=np.int32)] * len(ids),
-    }
-
-
 def test_large_values_come_and_go_and_are_those_that_were_written(handle: Any) -> None:
     async def body(remote: StoreClient, local: StoreClient) -> None:
         await remote.put_groups([group(number) for number in range(2)])
-        lease = await remote.lease("rollout", 2, "engine")
-        assert lease is not None
-        await remote.write(lease, lease.rows.row_ids, long_responses(lease))
+        lease = await leased(remote, "rollout", 2, "engine")
+        await remote.write(lease, lease.rows.row_ids, long_responses(lease, LONG))
         for client in (local, remote):  # from a segment in place, and pulled
-            judged = await client.lease("reference", 4, "reference")
-            assert judged is not None
+            judged = await leased(client, "reference", 4, "reference")
             assert [set(ids) for ids in judged.rows.arrays("response_ids")] == [{row} for row in judged.rows.row_ids]
             assert [len(ids) for ids in judged.rows.arrays("response_ids")] == [LONG] * 4
             assert judged.rows.lists("prompt_ids") == [[1, 2, 10]] * 2 + [[1, 2, 11]] * 2
@@ -101,9 +88,8 @@ def test_ranks_on_two_machines_train_a_step_and_its_batch_is_read_afterwards(han
     async def body(remote: StoreClient, local: StoreClient) -> None:
         numbers = await remote.put_groups([group(number) for number in range(2)])
         for stage in ("rollout", "reward", "reference", "group_advantage"):
-            lease = await remote.lease(stage, 4, stage)
-            assert lease is not None
-            values = long_responses(lease) if stage == "rollout" else values_of(stage, lease)
+            lease = await leased(remote, stage, 4, stage)
+            values = long_responses(lease, LONG) if stage == "rollout" else values_of(stage, lease)
             if stage == "reference":
                 values = {"reference_logprobs": [np.zeros(LONG, dtype=np.float32)] * 4}
             await remote.write(lease, lease.rows.row_ids, values)
@@ -121,8 +107,7 @@ def test_ranks_on_two_machines_train_a_step_and_its_batch_is_read_afterwards(han
         # A batch stays until the next one is trained.
         await local.put_groups([group(number) for number in range(2)])
         for stage in ("rollout", "reward", "reference", "group_advantage"):
-            lease = await local.lease(stage, 4, stage)
-            assert lease is not None
+            lease = await leased(local, stage, 4, stage)
             await local.write(lease, lease.rows.row_ids, values_of(stage, lease))
         await train(local, 1)
         await local.published(2)
@@ -133,8 +118,7 @@ def test_ranks_on_two_machines_train_a_step_and_its_batch_is_read_afterwards(han
 def test_a_far_clients_heart_renews_what_it_holds_and_hears_what_is_over(handle: Any) -> None:
     async def body(remote: StoreClient, local: StoreClient) -> None:
         await local.put_groups([group()])
-        lease = await remote.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(remote, "rollout", 1, "engine")
         renewer = remote._link.lease_renewer()
         assert await asyncio.to_thread(renewer.renew, [lease.id], [], ANSWER_S) == []
         await remote.release(lease)
@@ -150,8 +134,7 @@ def test_a_far_client_that_is_cancelled_leaves_no_lease(handle: Any) -> None:
             pass
         asking.cancel()
         await local.put_groups([group()])
-        lease = await local.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(local, "rollout", 1, "engine")
         assert asking.cancelled()
         assert (await local.stats())["store/leases"] == 1
         await local.release(lease)
@@ -165,8 +148,7 @@ def test_typed_errors_arrive_as_themselves(handle: Any) -> None:
             await remote.lease("rewards", 1, "judge")
         assert type(caught.value) is UnknownStage
         await remote.put_groups([group()])
-        late = await remote.lease("rollout", 1, "late")
-        assert late is not None
+        late = await leased(remote, "rollout", 1, "late")
         await remote.release(late)
         with pytest.raises(LeaseExpired):
             await remote.renew(late)

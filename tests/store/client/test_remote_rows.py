@@ -7,19 +7,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket
-from penstock.store.client.lease import Lease
 from penstock.store.data.arena import SHARE, SPARE_BYTES
 from penstock.store.data.rows import Rows
 from penstock.store.errors import RowsUnreachable, StoreError
 from penstock.store.service.messages import LeaseRequest
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
-from tests.store.players import group, values_of
+from tests.store.players import group, leased, long_responses
 from tests.store.visitors import RemoteNode, files_in, linked, remote_nodes, serve, unseen, until
 
 LONG = 4000
@@ -43,19 +41,9 @@ def on_nodes(tmp_path: Path, body: Body, **changes: Any) -> None:
     serve(tmp_path, served, node="a", nodes=nodes, **changes)
 
 
-def long_responses(lease: Lease, tokens: int = LONG) -> dict[str, Any]:
-    ids = lease.rows.row_ids.tolist()
-    return values_of("rollout", lease) | {
-        "response_ids": [np.full(tokens, row, dtype=np.int32) for row in ids],
-        "behavior_logprobs": [np.full(tokens, -row, dtype=np.float32) for row in ids],
-        "token_versions": [np.zeros(tokens, dtype=np.int32)] * len(ids),
-    }
-
-
 async def sampled(producer: StoreClient, numbers: Sequence[int] = (0, 1), tokens: int = LONG) -> None:
     await producer.put_groups([group(number) for number in numbers])
-    lease = await producer.lease("rollout", len(numbers), "engine")
-    assert lease is not None
+    lease = await leased(producer, "rollout", len(numbers), "engine")
     await producer.write(lease, lease.rows.row_ids, long_responses(lease, tokens))
 
 
@@ -84,8 +72,7 @@ def test_readers_elsewhere_pull_what_they_read_and_near_ones_map_it(tmp_path: Pa
         assert isinstance(await linked(readers["the store's"]), OverSocket)
         for name, reader in readers.items():
             before = sent.sent_bytes
-            lease = await reader.lease("reference", 3, name)
-            assert lease is not None
+            lease = await leased(reader, "reference", 3, name)
             check(lease.rows)
             if name == "in process":  # it takes whole batches
                 assert before < sent.sent_bytes
@@ -115,8 +102,7 @@ def test_batches_of_several_nodes_are_one_lease(tmp_path: Path) -> None:
         for number, client in enumerate(clients):
             await sampled(client, [number])
         for reader in (*clients, StoreClient(unseen(endpoint))):
-            lease = await reader.lease("reference", 6, "reference")
-            assert lease is not None
+            lease = await leased(reader, "reference", 6, "reference")
             assert len(lease.rows) == 6
             check(lease.rows)
             await reader.release(lease)
@@ -155,8 +141,7 @@ def test_what_a_dead_writer_leaves_goes_with_its_rows(tmp_path: Path) -> None:
         (remote["b"].shm / "another-7").write_bytes(bytes(100))
         (await linked(producer))._wire.close()  # type: ignore[union-attr]
         await until(lambda: files_in(remote["b"].shm) == sorted(["another-7", handed_over]))
-        lease = await reader.lease("reference", 4, "reader")
-        assert lease is not None
+        lease = await leased(reader, "reference", 4, "reader")
         check(lease.rows)
         await reader.drop(lease, lease.rows.row_ids, "test")
         await until_collected(lambda: files_in(remote["b"].shm) == ["another-7"])
@@ -175,12 +160,10 @@ def test_beyond_its_budget_a_node_moves_rows_to_its_own_disk(tmp_path: Path) -> 
         assert (await producer.stats())["store/spilled_bytes"] > MB // 2
         for node in "bc":
             reader = StoreClient(endpoint, node=node)
-            lease = await reader.lease("reference", 6, "reader")
-            assert lease is not None
+            lease = await leased(reader, "reference", 6, "reader")
             check(lease.rows, 40_000)
             await reader.release(lease)
-        lease = await producer.lease("reference", 6, "reader")
-        assert lease is not None
+        lease = await leased(producer, "reference", 6, "reader")
         await producer.drop(lease, lease.rows.row_ids, "test")
         del lease
         await until_collected(lambda: not files_in(disk))
@@ -194,8 +177,7 @@ def test_a_batch_goes_by_value_where_its_node_has_no_room(tmp_path: Path) -> Non
         remote["b"].shm.rmdir()
         await sampled(producer)
         assert (await producer.stats())["store/large_by_value"] == 1
-        lease = await reader.lease("reference", 4, "reader")
-        assert lease is not None
+        lease = await leased(reader, "reference", 4, "reader")
         check(lease.rows)
 
     on_nodes(tmp_path, body)
@@ -205,8 +187,7 @@ def test_rows_of_a_node_that_is_gone_are_an_error_by_name_and_no_lease(tmp_path:
     async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
         await sampled(producer)
-        lease = await reader.lease("reference", 1, "reader")
-        assert lease is not None
+        lease = await leased(reader, "reference", 1, "reader")
         await reader.release(lease)
         await asyncio.to_thread(remote["b"].close)  # also the connection that is kept
         with pytest.raises(RowsUnreachable, match="rows on node b at 127"):
@@ -237,10 +218,9 @@ def test_who_cannot_read_rows_of_a_node_waits_until_it_counts_as_lost(tmp_path: 
         assert lease is not None
         assert lease.rows.row_ids.tolist() == [0, 1, 2, 3]
         check(lease.rows)
-        more = await producer.lease("rollout", 2, "engine")
-        assert more is not None
+        more = await leased(producer, "rollout", 2, "engine")
         with pytest.raises(StoreError, match="counts as lost"):
-            await producer.write(more, more.rows.row_ids, long_responses(more))
+            await producer.write(more, more.rows.row_ids, long_responses(more, LONG))
 
     on_nodes(tmp_path, body)
 
@@ -251,8 +231,7 @@ def test_a_snapshot_has_the_rows_of_all_nodes_as_they_were_at_the_cut(tmp_path: 
         await sampled(producer)
         await sampled(StoreClient(endpoint), [2])
         await producer.cut()
-        lease = await producer.lease("reference", 4, "reader")
-        assert lease is not None
+        lease = await leased(producer, "reference", 4, "reader")
         await producer.drop(lease, lease.rows.row_ids, "test")
         await producer.snapshot(str(tmp_path / "snapshots"), 1)
         del lease

@@ -28,6 +28,7 @@ from penstock.store.errors import StoreClosed, StoreError, UnknownColumn, WrongT
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
+from tests.store.players import leased
 from tests.store.visitors import files_in, remote_nodes, serve, until, visit
 
 KB = 1000
@@ -385,8 +386,7 @@ def test_a_reader_that_calls_nothing_more_holds_no_shared_memory(tmp_path: Path)
         producer, _ = await visit(endpoint)
         reader, _ = await visit(endpoint)
         await producer.put_groups([{"prompt_ids": [7] * 5000, "task": "{}"}])
-        lease = await reader.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(reader, "rollout", 1, "engine")
         array = lease.rows.arrays("prompt_ids")[0]
         await reader.drop(lease, lease.rows.row_ids, "test")
         del lease
@@ -405,12 +405,10 @@ def test_a_reader_that_calls_nothing_more_hears_that_a_file_is_gone(tmp_path: Pa
         producer, _ = await visit(endpoint)
         reader, _ = await visit(endpoint)
         await producer.put_groups([{"prompt_ids": [7] * 5000, "task": "{}"}])
-        lease = await reader.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(reader, "rollout", 1, "engine")
         await reader.release(lease)
         del lease
-        again = await producer.lease("rollout", 1, "other")
-        assert again is not None
+        again = await leased(producer, "rollout", 1, "other")
         await producer.drop(again, again.rows.row_ids, "test")
         del again
         await until(lambda: not files_in(tmp_path / "shm") and not mapped(tmp_path / "shm"))
@@ -423,8 +421,7 @@ def test_the_store_itself_lets_go_of_what_its_snapshot_has_read(tmp_path: Path) 
         client, _ = await visit(endpoint)
         await client.put_groups([{"prompt_ids": [7] * 5000, "task": "{}"}])
         await client.cut()
-        lease = await client.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 1, "engine")
         await client.drop(lease, lease.rows.row_ids, "test")
         del lease
         await client.snapshot(str(tmp_path / "snapshots"), 1)

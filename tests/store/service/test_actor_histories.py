@@ -27,7 +27,7 @@ from penstock.store.client.lease import SharedLease
 from penstock.store.data.roots import OWNER_NAME, SHARED_MEMORY
 from penstock.store.errors import LeaseExpired
 from tests.store.driver import make_spec
-from tests.store.players import STAGES, Served, group, start_workers, values_of
+from tests.store.players import STAGES, Served, group, leased, start_workers, values_of
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
@@ -304,8 +304,7 @@ def test_a_waiting_call_of_a_killed_worker_gets_nothing(cluster: str) -> None:
         os.kill(pid, signal.SIGKILL)
         await client.abandon("doomed")
         await client.put_groups([group()])
-        lease = await client.lease("rollout", 1, "survivor")
-        assert lease is not None
+        lease = await leased(client, "rollout", 1, "survivor")
         assert lease.rows.row_ids.tolist() == [0, 1]
         await client.release(lease)
         with pytest.raises(LeaseExpired):

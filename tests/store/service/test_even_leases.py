@@ -9,7 +9,7 @@ from penstock.store.service.store import Store
 from penstock.store.service.waiting.sharing import PATIENCE_S
 from tests.store.driver import make_spec
 from tests.store.invariants import check_invariants
-from tests.store.players import group, values_of
+from tests.store.players import group, leased, values_of
 from tests.virtual_time import run_virtually
 
 
@@ -151,8 +151,7 @@ def test_samples_of_a_group_are_shared_too() -> None:
 
     async def body(store: Store, client: StoreClient) -> None:
         await put(client, 1)
-        lease = await client.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 1, "engine")
         rewards = StoreClient(store)
         lanes = [asyncio.ensure_future(rewards.lease("reward", 64, "reward-0")) for _ in range(2)]
         await asyncio.sleep(1)

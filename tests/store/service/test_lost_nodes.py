@@ -16,7 +16,7 @@ from penstock.store.errors import LeaseExpired, RowsLost, StoreError
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
-from tests.store.players import group, values_of
+from tests.store.players import group, leased, values_of
 from tests.store.visitors import remote_nodes, serve, until
 
 LONG = 1000
@@ -38,12 +38,6 @@ def with_an_engine(tmp_path: Path, body: Body, **changes: Any) -> None:
                 await asyncio.to_thread(node.close)
 
     serve(tmp_path, served, node="a", nodes=nodes, **changes)
-
-
-async def leased(client: StoreClient, stage: str, units: int = 100) -> Lease:
-    lease = await client.lease(stage, units, stage)
-    assert lease is not None
-    return lease
 
 
 def values(stage: str, lease: Lease, serial: int) -> dict[str, Any]:

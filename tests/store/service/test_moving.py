@@ -16,7 +16,7 @@ from penstock.store.data.moving import move
 from penstock.store.errors import StoreClosed, StoreError
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
-from tests.store.players import group, values_of
+from tests.store.players import group, leased, values_of
 from tests.store.visitors import files_in, serve, until, visit, visit_remotely
 
 LARGE = [{"prompt_ids": [7] * 2000, "task": "{}"}]
@@ -44,8 +44,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 async def check_first(client: StoreClient, expected: list[int]) -> None:
-    lease = await client.lease("rollout", 1, "engine")
-    assert lease is not None
+    lease = await leased(client, "rollout", 1, "engine")
     assert lease.rows.lists("prompt_ids")[0] == expected
 
 

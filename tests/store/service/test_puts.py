@@ -9,7 +9,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.data.layout import Inline
 from penstock.store.errors import StoreError, TooLarge
 from penstock.store.service.store import Store
-from tests.store.players import group, run, train, values_of
+from tests.store.players import group, leased, run, train, values_of
 
 HUGE = {"prompt_ids": np.zeros(1000, np.int32), "task": "{}"}
 
@@ -55,14 +55,12 @@ def test_a_cancelled_put_withdraws_what_is_not_admitted_yet() -> None:
         await asyncio.wait({first, gathered[1]})
         for stage in ("rollout", "reward", "reference", "group_advantage"):
             for _ in range(2):
-                lease = await client.lease(stage, 2 if stage in ("rollout", "group_advantage") else 4, "worker")
-                assert lease is not None
+                lease = await leased(client, stage, 2 if stage in ("rollout", "group_advantage") else 4, "worker")
                 await client.write(lease, lease.rows.row_ids, values_of(stage, lease))
         await train(client, 0)
         await client.published(1)
         assert await asyncio.gather(gathered[0], gathered[2]) == [[4], [5]]
-        lease = await client.lease("rollout", 9, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 9, "engine")
         assert [prompt[2] - 10 for prompt in lease.rows.lists("prompt_ids")[::2]] == [10, 12]
         assert not store._puts.under_way
 
@@ -78,8 +76,7 @@ def test_callers_behind_one_that_is_cancelled_keep_their_place() -> None:
         await asyncio.sleep(0.01)
         together = [asyncio.ensure_future(client.put_groups([group(number)])) for number in (5, 6, 7)]
         await asyncio.sleep(0.01)
-        lease = await client.lease("rollout", 4, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 4, "engine")
         await client.drop(lease, lease.rows.row_ids[:2], "test")
         assert await blocked == [4]
         await asyncio.sleep(0.01)  # the three are in the store now, and wait
@@ -107,13 +104,11 @@ def test_ranks_are_woken_when_a_round_is_there_and_not_before() -> None:
         asked = tries
         await client.put_groups([group(number) for number in range(2)])
         for stage in ("rollout", "reward", "reference"):
-            lease = await client.lease(stage, 4, "worker")
-            assert lease is not None
+            lease = await leased(client, stage, 4, "worker")
             await client.write(lease, lease.rows.row_ids, values_of(stage, lease))
         await asyncio.sleep(0.01)
         assert tries == asked
-        lease = await client.lease("group_advantage", 4, "worker")
-        assert lease is not None
+        lease = await leased(client, "group_advantage", 4, "worker")
         await client.write(lease, lease.rows.row_ids, values_of("group_advantage", lease))
         assert sorted(row for one in await asyncio.gather(*ranks) if one for row in one.rows.row_ids) == [0, 1, 2, 3]
         assert tries <= asked + 4
@@ -125,8 +120,7 @@ def test_a_rank_that_comes_later_gets_its_round_while_another_awaits_the_next() 
     async def body(store: Store, client: StoreClient) -> None:
         await client.put_groups([group(number) for number in range(2)])
         for stage in ("rollout", "reward", "reference", "group_advantage"):
-            lease = await client.lease(stage, 4, "worker")
-            assert lease is not None
+            lease = await leased(client, stage, 4, "worker")
             await client.write(lease, lease.rows.row_ids, values_of(stage, lease))
         await client.lease_shared("train", 0, 0, 2)
         ahead = asyncio.ensure_future(client.lease_shared("train", 1, 0, 2))
@@ -197,6 +191,5 @@ def test_what_a_client_that_leaves_has_under_way_is_not_admitted() -> None:
 async def finish_everything(client: StoreClient) -> None:
     """All stages of all that is admitted, up to training."""
     for stage in ("rollout", "reward", "reference", "group_advantage"):
-        lease = await client.lease(stage, 100, "worker")
-        assert lease is not None
+        lease = await leased(client, stage, 100, "worker")
         await client.write(lease, lease.rows.row_ids, values_of(stage, lease))

@@ -20,7 +20,7 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from tests.store.driver import make_spec
 from tests.store.invariants import check_invariants
-from tests.store.players import Served, group, start_workers, train, values_of, work
+from tests.store.players import Served, group, leased, start_workers, train, values_of, work
 
 SPEC = make_spec(max_active_groups=8, max_staleness=3)
 
@@ -39,16 +39,13 @@ async def half_way(store: Store, client: StoreClient) -> None:
     """Eight groups: two trained, one in training, some with responses, some leased, some rows dropped."""
     await client.put_groups([group(number) for number in range(8)])
     for stage, units in (("rollout", 6), ("reward", 100), ("reference", 100), ("group_advantage", 3)):
-        lease = await client.lease(stage, units, stage)
-        assert lease is not None
+        lease = await leased(client, stage, units, stage)
         await client.write(lease, lease.rows.row_ids, values_of(stage, lease))
     await train(client, 0)
-    lease = await client.lease("group_advantage", 1, "compute")
-    assert lease is not None
+    lease = await leased(client, "group_advantage", 1, "compute")
     await client.drop(lease, lease.rows.row_ids[:1], "test")
     await client.release(lease)
-    lease = await client.lease("group_advantage", 1, "compute")
-    assert lease is not None
+    lease = await leased(client, "group_advantage", 1, "compute")
     await client.write(lease, lease.rows.row_ids, values_of("group_advantage", lease))
     assert await client.lease_shared("train", 1, 0, 1) is not None  # formed, and never acknowledged
     assert await client.lease("rollout", 1, "engine") is not None  # held for ever
@@ -105,13 +102,11 @@ def test_a_restored_store_goes_on_where_the_snapshot_was_taken(tmp_path: Path) -
 def test_a_lease_from_before_is_told_that_it_is_over(tmp_path: Path) -> None:
     async def body(store: Store, client: StoreClient) -> None:
         await client.put_groups([group(number) for number in range(4)])
-        late = await client.lease("rollout", 1, "engine")
-        assert late is not None
+        late = await leased(client, "rollout", 1, "engine")
         await client.snapshot(str(tmp_path), 0)
         restored = Store(SPEC, restore=tmp_path)
         again = StoreClient(restored)
-        lease = await again.lease("rollout", 1, "other")
-        assert lease is not None
+        lease = await leased(again, "rollout", 1, "other")
         assert lease.id != late.id
         with pytest.raises(LeaseExpired):
             await again.write(late, late.rows.row_ids, values_of("rollout", late))

@@ -25,7 +25,7 @@ from penstock.store.service.store import Store
 from penstock.store.service.wire import MAX_BYTES, SCRATCH
 from tests.store.driver import make_spec
 from tests.store.frames import frame, read
-from tests.store.players import group, values_of
+from tests.store.players import group, leased, values_of
 from tests.store.visitors import files_in, serve, until, visit
 
 
@@ -202,8 +202,7 @@ def test_what_a_client_held_or_waited_for_is_free_as_soon_as_it_is_gone(tmp_path
     async def body(store: Store, endpoint: Endpoint) -> None:
         dead, link = await visit(endpoint)
         await dead.put_groups([group()])
-        held = await dead.lease("rollout", 1, "engine")
-        assert held is not None
+        held = await leased(dead, "rollout", 1, "engine")
         waiting = asyncio.ensure_future(dead.lease("reward", 1, "engine"))
         (tmp_path / "shm" / f"{dead._name}-99").write_bytes(b"never handed over")
         await asyncio.sleep(0.01)
@@ -232,8 +231,7 @@ def test_a_lease_that_arrives_after_its_asker_left_goes_back_and_is_not_read(tmp
         assert asking.cancel()
         while store.ledger.residents.leases.held:
             await asyncio.sleep(0)
-        again = await client.lease("rollout", 1, "engine")
-        assert again is not None
+        again = await leased(client, "rollout", 1, "engine")
         assert again.rows.lists("prompt_ids")[0] == [1] * 2000
         await client.drop(again, again.rows.row_ids, "test")
         assert asking.cancelled()
@@ -264,8 +262,7 @@ def test_a_grant_that_cannot_be_read_goes_back_at_once(tmp_path: Path) -> None:
         assert client._heartbeat.held == {}
         for file in hidden:
             file.rename(tmp_path / "shm" / file.name)
-        lease = await client.lease("rollout", 3, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 3, "engine")
         assert lease.rows.lists("prompt_ids")[::2] == [[1] * 2000] * 3
         await client.drop(lease, lease.rows.row_ids, "test")
         del lease, stream
@@ -287,8 +284,7 @@ def test_segments_go_with_their_last_row_and_spill_beyond_the_budget(tmp_path: P
         assert list((tmp_path / "disk").glob(f"{client._name}-*"))
         rows = []
         for number in range(4):
-            lease = await client.lease("rollout", 1, "engine")
-            assert lease is not None
+            lease = await leased(client, "rollout", 1, "engine")
             assert lease.rows.lists("prompt_ids")[0] == [number] * 2000
             rows.append(lease.rows)
             await client.drop(lease, lease.rows.row_ids, "test")
@@ -305,8 +301,7 @@ def test_a_snapshot_keeps_what_ends_while_it_is_written(tmp_path: Path) -> None:
         await client.put_groups([{"prompt_ids": [7] * 2000, "task": "{}"}])
         writing = asyncio.ensure_future(client.snapshot(str(tmp_path / "snapshots"), 1))
         await asyncio.sleep(0)
-        lease = await client.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 1, "engine")
         await client.drop(lease, lease.rows.row_ids, "test")
         await writing
         restored = Store(make_spec(), restore=tmp_path / "snapshots")
@@ -321,8 +316,7 @@ def test_a_refused_writes_segment_goes_back_to_its_writer_and_away_with_it(tmp_p
     async def body(store: Store, endpoint: Endpoint) -> None:
         client, link = await visit(endpoint)
         await client.put_groups([group()])
-        lease = await client.lease("rollout", 1, "engine")
-        assert lease is not None
+        lease = await leased(client, "rollout", 1, "engine")
         await client.release(lease)
         values = values_of("rollout", lease) | {"response_text": ["x" * 5000] * 2}
         for _ in range(3):
@@ -382,8 +376,7 @@ def test_a_segment_is_written_anew_only_after_its_last_reader(tmp_path: Path) ->
         held = []
         for number in range(20):
             await producer.put_groups([{"prompt_ids": np.full(2000, number, np.int32), "task": "{}"}])
-            lease = await consumer.lease("rollout", 1, "engine")
-            assert lease is not None
+            lease = await leased(consumer, "rollout", 1, "engine")
             if number % 3 == 0:
                 held.append((number, lease.rows.arrays("prompt_ids")[0]))
                 held = held[-2:]

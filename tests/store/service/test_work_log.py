@@ -3,7 +3,7 @@
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.service.work_log import AT_ONCE, MAX_ENTRIES, WorkLog
-from tests.store.players import group, response, run
+from tests.store.players import group, leased, response, run
 
 
 class Clock:
@@ -65,8 +65,7 @@ def test_what_nobody_takes_is_bounded_and_counted() -> None:
 def test_a_store_tells_of_admission_and_of_each_stage() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         (first,) = await client.put_groups([group(0)])
-        lease = await client.lease("rollout", 1, "Rollout-0")
-        assert lease is not None
+        lease = await leased(client, "rollout", 1, "Rollout-0")
         described = await client.describe()
         assert [entry["owner"] for entry in described["leases"]] == ["Rollout-0"]
         assert described["leases"][0]["held_s"] >= 0
