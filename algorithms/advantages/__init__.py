@@ -3,7 +3,7 @@
 Pure functions, called by the `compute` stages of a dataflow with one tensor a column read.
 
     outcome.py    of whole responses: one formula, a centre and a scale, of the group or of the batch; its presets and
-                  kin, by name: grpo, dr_grpo, rloo, reinforce_plus_plus, opo, remax, gpg …
+                  related formulas, by name: grpo, dr_grpo, rloo, reinforce_plus_plus, opo, remax, gpg …
     temporal.py   of tokens: a reward and a KL penalty as rewards of tokens, with values to advantages and returns
                   (GAE), whitening; and of turns, by what they are given: turn_rloo
 

@@ -155,7 +155,7 @@ def turn_rloo(
 
     An attempt that is over has `R_jt = 0`, and is in the mean. So the baseline of turn t is a function of t and of
     other attempts alone, whatever this one does: the estimate is unbiased. A mean over those attempts only that have a
-    turn t, this one among them, is not: which are left at t depends on how they fared, and the one that is left alone
+    turn t, this one among them, is not: which are left at t depends on their success, and the one that is left alone
     learns nothing. Where all attempts have as many turns, and a reward for the whole alone, this is `rloo`.
 
     `reward`: `[G]`, of the whole attempts, those of turns included. `turn_rewards`, `turn_tokens`, `turn_ids`: `[K_i]`

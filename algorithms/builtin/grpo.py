@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation: a sample's advantage is how it fared against the others of its prompt.
+"""Group-relative policy optimisation: a sample's advantage compares its reward with the others of its prompt.
 
     source ─▶ rollout ─▶ reward ─▶ group_advantage ─▶ train
                   └─▶ reference (only with kl_coef) ─────┘

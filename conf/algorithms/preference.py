@@ -10,7 +10,7 @@ PAIR_LOSSES = ("dpo", "ipo", "simpo", "orpo")
 
 @dataclass
 class DpoConfig(AlgorithmConfig):
-    """Direct preference optimisation on a dataset of pairs (2305.18290), and its kin."""
+    """Direct preference optimisation on a dataset of pairs (2305.18290), and related losses."""
 
     name: str = "dpo"
     group_size: int = 2

@@ -206,7 +206,7 @@ class StoreClient:
         await self._calls.call("release", lease.id)
 
     async def renew(self, lease: Lease) -> None:
-        """Start the lease's time anew; the client does so by itself. Raises `LeaseExpired`."""
+        """Restart the lease's time; the client does so by itself. Raises `LeaseExpired`."""
         if await self._calls.call("renew", [lease.id]):
             raise LeaseExpired(f"lease {lease.id} is over: it was completed, released or not renewed in time.")
 

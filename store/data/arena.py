@@ -223,9 +223,9 @@ def _put(slot: Slot, buffer: pa.Buffer) -> ByteRange:
     offset = slot.where(buffer)
     if offset is None:
         offset = slot.used
-        room = slot.take(buffer.size)
-        assert room is not None
-        room[:] = np.frombuffer(buffer, dtype=np.uint8)
+        memory = slot.take(buffer.size)
+        assert memory is not None
+        memory[:] = np.frombuffer(buffer, dtype=np.uint8)
     return offset, buffer.size
 
 

@@ -1,6 +1,6 @@
 """Files of segments are written, moved to disk, looked for and removed in a thread, one after the other.
 
-    result = await apart.run(work, undo)    the event loop goes on meanwhile
+    result = await thread.run(work, undo)    the event loop goes on meanwhile
 
 `move` runs in the thread of its caller.
 """

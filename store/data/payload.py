@@ -142,7 +142,7 @@ def _inline(blocks: Blocks, places: list[tuple[Place, int]], names: list[str]) -
     return rows_at([block.batch for block in numbers], names, _table(table), compact=True)
 
 
-def _check_room(batches: Sequence[pa.RecordBatch], names: list[str], places: np.ndarray) -> None:
+def _check_size(batches: Sequence[pa.RecordBatch], names: list[str], places: np.ndarray) -> None:
     """Raise `TooLarge` for columns that are too large. Arrow counts the entries of a ragged column and the bytes of
     strings with 32 bits, and not all of it looks."""
     sizes = {source: batches[source].nbytes for source in set(places[:, 0].tolist())}
@@ -193,7 +193,7 @@ def rows_at(
 ) -> pa.RecordBatch:
     """The values at the places, in their order: a view where they lie side by side, or else a copy. `compact`: no view
     of a part of a batch, of which all would be sent. Raises `TooLarge`."""
-    _check_room(batches, names, places)
+    _check_size(batches, names, places)
     parts: list[pa.RecordBatch] = []
     for source, there in groupby(places.tolist(), key=lambda place: place[0]):
         batch = batches[source]

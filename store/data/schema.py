@@ -36,7 +36,7 @@ _KINDS = {"int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b"}
 """Letters of numpy for the kinds that each dtype takes."""
 _LISTS, _NUMBERS = {list, tuple}, {int, float, bool, str}
 """Types of values that a ragged column and one of scalars take without a look at each."""
-Room = Callable[[int], "np.ndarray | None"]
+Allocate = Callable[[int], "np.ndarray | None"]
 """Memory of so many bytes to put a column into, uint8; None if there is no more."""
 _MISFIT = (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError, TypeError)
 
@@ -51,25 +51,25 @@ def encode(
     columns: dict[str, Column],
     values: dict[str, Any],
     row_ids: Sequence[int],
-    room: Room | None = None,
+    allocate: Allocate | None = None,
     *,
     by_newest: bool = False,
 ) -> tuple[pa.RecordBatch, Facts]:
     """Encode `values`: one Arrow column for each, in the declared type.
 
     `values`: by column name one value a row: a list, a `[N]` array, or for ragged columns a list of lists or `[T_i]`
-    arrays. `columns`: the declared ones, of which `values` are some. `room`: where ragged columns of arrays are joined;
+    arrays. `columns`: the declared ones, of which `values` are some. `allocate`: for joined ragged columns;
     None: in Arrow's memory. `by_newest`: a row is as old as its newest token. Raises `WrongType`, `WrongLength`,
     `NotFinite`.
     """
-    room = _arrow_memory if room is None else room
+    allocate = _arrow_memory if allocate is None else allocate
     arrays: dict[str, pa.Array] = {}
     for name, given in values.items():
         if len(given) != len(row_ids):
             raise WrongLength(
                 f"column {name!r} has {len(given)} values for {len(row_ids)} rows. Give one value for every row."
             )
-        arrays[name] = _encode_column(columns[name], given, row_ids, room)
+        arrays[name] = _encode_column(columns[name], given, row_ids, allocate)
     _check_token_lengths(columns, arrays, row_ids)
     batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
     return batch, _facts(columns, arrays, len(row_ids), np.maximum if by_newest else np.minimum)
@@ -89,7 +89,7 @@ def check_types(columns: dict[str, Column], types: Iterable[tuple[str, str]], nu
 
 
 def size_of(values: dict[str, Any]) -> int:
-    """Bytes of the columns that come as arrays or strings: about what `encode` needs of its room."""
+    """Bytes of the columns that come as arrays or strings: about what `encode` needs of `allocate`."""
     sized = [given for given in values.values() if len(given) and isinstance(given[0], np.ndarray | str)]
     return sum(sum([_nbytes(value) for value in given]) for given in sized)
 
@@ -105,10 +105,10 @@ def _arrow_memory(nbytes: int) -> np.ndarray:
     return np.frombuffer(pa.allocate_buffer(nbytes), dtype=np.uint8)
 
 
-def _encode_column(column: Column, given: Any, row_ids: Sequence[int], room: Room) -> pa.Array:
+def _encode_column(column: Column, given: Any, row_ids: Sequence[int], allocate: Allocate) -> pa.Array:
     ragged = column.shape != "sample"
     if ragged and set(map(type, given)) <= {np.ndarray}:
-        array = _joined(column, given, room)
+        array = _joined(column, given, allocate)
         if array is not None:
             _check_finite(column, array, row_ids)
             return array
@@ -125,14 +125,14 @@ def _encode_column(column: Column, given: Any, row_ids: Sequence[int], room: Roo
     return array
 
 
-def _joined(column: Column, given: Sequence[np.ndarray], room: Room) -> pa.Array | None:
+def _joined(column: Column, given: Sequence[np.ndarray], allocate: Allocate) -> pa.Array | None:
     """A ragged column from `[T_i]` arrays of its very dtype, with one copy; None if they have another, or shape."""
     dtype = _NUMPY.get(column.dtype)
     if dtype is None or not len(given) or {(value.dtype, value.ndim) for value in given} != {(dtype, 1)}:
         return None
     offsets = _offsets(given)
     count = int(offsets[-1])
-    memory = room(count * dtype.itemsize)
+    memory = allocate(count * dtype.itemsize)
     values = (_arrow_memory(count * dtype.itemsize) if memory is None else memory).view(dtype)
     np.concatenate(given, out=values)
     kind = arrow_type(column)

@@ -150,7 +150,7 @@ class SegmentBook:
 
     def left(self, client: str) -> Iterator[Instructions]:
         """Note that a client's process has ended: it reads nothing, and writes nothing again. From the first step on
-        nothing goes back to it. What it held is let go of in steps; in between anything may happen, but that it enters
+        nothing goes back to it. What it held is released in steps; in between anything may happen, but that it enters
         again."""
         self._clients.discard(client)
         names = [*self._mapped.get(client, ()), *self._written.get(client, ())]
@@ -158,12 +158,12 @@ class SegmentBook:
             instructions = Instructions()
             for name in names[start : start + AT_ONCE]:
                 if (segment := self.segments.get(name)) is not None:
-                    self._let_go(client, name, segment, instructions)
+                    self._release(client, name, segment, instructions)
             yield instructions
         self._mapped.pop(client, None)
 
-    def _let_go(self, client: str, name: str, segment: Segment, instructions: Instructions) -> None:
-        """Let go of a segment for a client. Harmless a second time."""
+    def _release(self, client: str, name: str, segment: Segment, instructions: Instructions) -> None:
+        """Release a segment for a client. Harmless a second time."""
         segment.seen.discard(client)
         del segment.uses[client]
         if segment.state is SegmentState.POOLED and writer_of(name) == client:

@@ -156,7 +156,7 @@ class Ledger:
         return effects
 
     def renew(self, lease_id: int, now: float) -> None:
-        """Start the lease's time anew. Raises `LeaseExpired`."""
+        """Restart the lease's time. Raises `LeaseExpired`."""
         lease = self.residents.leases.held.get(lease_id)
         if lease is None:
             raise LeaseExpired(f"lease {lease_id} is over: it was completed, released or not renewed in time.")

@@ -251,7 +251,7 @@ class Store:
         self._pump.carry_out(self.ledger.release(lease_id))
 
     async def renew(self, lease_ids: list[int], client: str = "", tickets: Sequence[int] = ()) -> list[int]:
-        """Start the leases' time anew. Returns those that are over. `tickets`: requests of the client that it has no
+        """Restart the leases' time. Returns those that are over. `tickets`: requests of the client that it has no
         answer to yet; what they were given is renewed as well."""
         over = []
         for lease_id in self._clients.given(client, tickets):

@@ -80,7 +80,7 @@ class Wire(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._large is not None:
-            return self._large.room
+            return self._large.unfilled
         return memoryview(self._scratch)[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -140,13 +140,13 @@ class _Large:
         self._view[self._skipped : self._filled] = begun
 
     @property
-    def room(self) -> memoryview:
+    def unfilled(self) -> memoryview:
         return self._view[self._filled :]
 
     def came(self, nbytes: int) -> bool:
         """Note bytes that came. Returns whether the message is all there."""
         self._filled += nbytes
-        return not len(self.room)
+        return not len(self.unfilled)
 
     @property
     def body(self) -> memoryview:
