@@ -118,8 +118,8 @@ class PutBatcher:
     def _next(self) -> None:
         """Send the waiting groups, as far as they are small."""
         first = self._waiting[0]
-        count = next((i for i, one in enumerate(self._waiting) if not _go_together(one, first)), len(self._waiting))
-        count = max(1, count)
+        small = itertools.takewhile(lambda one: one.slot is None, self._waiting)
+        count = max(1, len(list(small)))
         sent, self._waiting = self._waiting[:count], self._waiting[count:]
         batch = first.batch if count == 1 else pa.concat_batches([one.batch for one in sent])
         facts = first.facts if count == 1 else _together([one.facts for one in sent])
@@ -147,10 +147,6 @@ class PutBatcher:
             else:
                 one.numbers.set_result(putting.result()[start:end])
             start = end
-
-
-def _go_together(one: Incoming, first: Incoming) -> bool:
-    return one.slot is None and first.slot is None
 
 
 def _together(facts: list[Facts]) -> Facts:
