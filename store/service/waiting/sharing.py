@@ -30,8 +30,8 @@ class Claim(NamedTuple):
 
 
 def fair_share(free: int, claim: Claim, others: Sequence[Claim] | Counter[Claim]) -> int:
-    """Number of `free` units that are for `claim`, if each goes to the one that holds the fewest, by water-filling. Ties
-    are for `claim`. `others`: of a thousand most are alike, so they may come counted.
+    """Number of `free` units that are for `claim`, if each goes to the one that holds the fewest, by water-filling.
+    Ties are for `claim`. `others`: of a thousand most are alike, so they may come counted.
 
     >>> fair_share(32, Claim(0, 64), [Claim(0, 64)])
     16
