@@ -1,7 +1,7 @@
 """Messages between a store and its clients: one type for each method, after its signature, and one for all answers.
 
     client ─ Hello, then ClientMessage(number, request, …) ─▶ store        requests carry Write, LeaseRequest
-    client ◀─ Answer(number, value or error, …) ──── store        values: Granted, …
+    client ◀─ Answer(number, value or error, …) ───────────── store        values: Granted, …
 
 A call can travel once it stands in `CALLS`, and nothing else can: a message that names another method, or has arguments
 of other types than the method says, is refused before anything of it is used. All is plain data (`data/codec.py`):

@@ -173,20 +173,20 @@ class Connection:
             return
         if kind != MESSAGE:
             raise Malformed(f"client {self._client} sends a message of kind {kind}.")
-        said = self.wire.codec.decode(self._calls.message_type, body, area)
-        if said.ended:
-            self._segments.unuse(self._client, said.ended)
-        if said.request is None:
+        message = self.wire.codec.decode(self._calls.message_type, body, area)
+        if message.ended:
+            self._segments.unuse(self._client, message.ended)
+        if message.request is None:
             return
-        method, arguments = self._calls.call(said.request)
-        answering = self._answer(self._client, said.number, method, arguments)
+        method, arguments = self._calls.call(message.request)
+        answering = self._answer(self._client, message.number, method, arguments)
         if method == MANY and not self._beginning:  # no task unless it has to wait, as for a file that is moved
             try:
                 answering = _resumed(answering, answering.send(None))
             except StopIteration:
                 return
         else:
-            self._beginning.add(said.number)
+            self._beginning.add(message.number)
         task = asyncio.ensure_future(answering)
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
