@@ -42,13 +42,13 @@ class Pump:
         consumers: Sequence[Consumers],
         ranks: "Sequence[Ranks]",
         wake_puts: Callable[[], None],
-        settled: Callable[[], None],
+        arm_timers: Callable[[], None],
         superseded: Callable[[list[Superseded]], None],
     ) -> None:
-        """Connect the waiting callers. `consumers`, `ranks`: in the order of the stages. `settled`: called after each
-        wake-up. `superseded`: told of leases that are superseded."""
+        """Connect the waiting callers. `consumers`, `ranks`: in the order of the stages. `arm_timers`: called after
+        each wake-up. `superseded`: told of leases that are superseded."""
         self._consumers, self._ranks = consumers, ranks
-        self._wake_puts, self._settled, self._superseded = wake_puts, settled, superseded
+        self._wake_puts, self._arm_timers, self._superseded = wake_puts, arm_timers, superseded
         self.every_stage = (1 << len(consumers)) - 1
 
     def carry_out(self, effects: Effects) -> None:
@@ -92,7 +92,7 @@ class Pump:
                 ranks.wake(moved=moved)
         if due.credits:
             self._wake_puts()
-        self._settled()
+        self._arm_timers()
 
 
 class Expiry:
