@@ -64,13 +64,13 @@ def store_with_a_median(clock: Clock) -> Store:
 def count_wakes(store: Store) -> list[float]:
     """One entry for each time that the store looks who may go on."""
     wakes: list[float] = []
-    settled = store._pump._settled
+    arm_timers = store._pump._arm_timers
 
     def counted() -> None:
         wakes.append(store._clock())
-        settled()
+        arm_timers()
 
-    store._pump._settled = counted
+    store._pump._arm_timers = counted
     return wakes
 
 
