@@ -35,6 +35,7 @@ class StoreRecovery:
         self.incarnation = 0
         """Number of stores before this one."""
         self._fleet, self._store, self._restarts, self._journal = context.fleet, context.store, restarts, journal
+        self._epoch = self._fleet.owner.epoch
         self._can_replace = context.config.placement != "colocated"  # engines sleep while it would be brought back
         self._every_s = context.config.faults.store_snapshot_s
         """Seconds between snapshots; 0: none is taken, and another store begins with what the run began with."""
@@ -90,12 +91,12 @@ class StoreRecovery:
 
     async def published(self, version: int) -> None:
         """Tell the store that every engine serves a version."""
-        await self.with_store(lambda: self._store.published(version))
+        await self.with_store(lambda: self._store.published(version, self._epoch))
         self._version = version
 
     async def settled(self) -> int:
         """Take back the batch that is under way. Returns the step that was trained last."""
-        return int(await self.with_store(lambda: self._store.settle(STAGE)))
+        return int(await self.with_store(lambda: self._store.settle(STAGE, self._epoch)))
 
     async def adopt(self) -> None:
         """Take a first snapshot of a store that was there before this process, to bring it back from. Raises what the
@@ -131,7 +132,7 @@ class StoreRecovery:
         async with self._snapshotting:
             await self._process.replace(self._snapshot, self._timeout_s)
             await self._store.move(self._fleet.store)
-            self._told = int(await self._in_time(self._store.settle(STAGE)))
+            self._told = int(await self._in_time(self._store.settle(STAGE, self._epoch)))
             await self._tell()
             await self._fleet.attach_trainers()
             self.incarnation += 1
@@ -140,7 +141,8 @@ class StoreRecovery:
     async def _tell(self) -> None:
         """Tell the store of all steps that were trained and that it does not know."""
         last = self._journal.last
-        await self._in_time(self._store.catch_up(self._journal.rows_after(self._told), self._version))
+        steps = self._journal.rows_after(self._told)
+        await self._in_time(self._store.catch_up(steps, self._version, self._epoch))
         self._told = last
 
     async def _take(self, number: int) -> None:

@@ -100,7 +100,8 @@ async def take_up(fleet: Fleet, made: Mapping[int, Sequence[StepReport]]) -> int
         for share in filter(None, shares):
             with suppress(LeaseExpired):  # the command before has told the store of it, or the step was lost
                 await answer(client.complete_shared(share), name=STORE, phase="settle", timeout_s=ANSWER_S)
-        trained = int(await answer(client.settle(STAGE), name=STORE, phase="settle", timeout_s=ANSWER_S))
+        settling = client.settle(STAGE, fleet.owner.epoch)
+        trained = int(await answer(settling, name=STORE, phase="settle", timeout_s=ANSWER_S))
     finally:
         await client.leave()
     if not (is_idle and await _restored(fleet, trained)):

@@ -142,14 +142,16 @@ class StoreClient:
         harmless."""
         await self._calls.call("complete_shared", share.lease, share.rank)
 
-    async def settle(self, stage: str) -> int:
+    async def settle(self, stage: str, epoch: int = 0) -> int:
         """Take back what a stage's rounds had under way: all its ranks are gone, or begin anew. Returns the number of
         the next round, with which the new ranks begin.
 
         For the train stage that is the last step that was trained: a batch that not all ranks have said to be trained
         is formed again of the same groups, unless some of their rows were lost with a node.
+
+        `epoch`: that of the command that drives the run (`store/epoch.py`). An older one is refused.
         """
-        return int(await self._link.call("settle", stage))
+        return int(await self._link.call("settle", stage, epoch))
 
     async def write(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> None:
         """Write results of some rows of a lease.
@@ -220,20 +222,21 @@ class StoreClient:
         await self.leave()
         self._connect(handle, None)
 
-    async def catch_up(self, steps: Sequence[Sequence[int]], version: int) -> None:
+    async def catch_up(self, steps: Sequence[Sequence[int]], version: int, epoch: int = 0) -> None:
         """Tell a store that was restored in another one's place what was trained, before a batch is asked for. `steps`:
         ids of the rows trained since what it knows, by step. `version`: the last published. What was not trained comes
-        again."""
-        await self._link.call("catch_up", [list(map(int, rows)) for rows in steps], version)
+        again. `epoch`: as in `settle`."""
+        await self._link.call("catch_up", [list(map(int, rows)) for rows in steps], version, epoch)
 
     async def lost(self, node: str) -> None:
         """Report that a node, by Ray's id, is gone, with the large batches that were written there: they are made
         again."""
         await self._link.call("lost", node)
 
-    async def published(self, version: int) -> None:
-        """Report that all engines serve `version`: the groups trained by steps up to it return their credits."""
-        await self._link.call("published", version)
+    async def published(self, version: int, epoch: int = 0) -> None:
+        """Report that all engines serve `version`: the groups trained by steps up to it return their credits. `epoch`:
+        as in `settle`."""
+        await self._link.call("published", version, epoch)
 
     async def last_batch(self, columns: Sequence[str] | None = None) -> Rows:
         """Return the rows of the batch trained last (none before the first), by row id. `columns`: None for all."""

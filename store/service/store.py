@@ -22,6 +22,7 @@ from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Inline, SentBatch
 from penstock.store.data.payload import gather
 from penstock.store.data.segments import Segments
+from penstock.store.epoch import Epoch
 from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger
@@ -92,6 +93,7 @@ class Store:
         self._consumers, self._ranks = waiters.consumers, waiters.ranks
         self._last_drops: deque[str] = deque(maxlen=LAST_DROPS)
         self._closed: str | None = None
+        self._epoch = Epoch()
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that the store lives in."""
         self._saving = Saving(self.ledger, self._blocks, segments)
@@ -214,8 +216,9 @@ class Store:
         self._meter.waited(stage, self._clock() - asked)
         return granted
 
-    async def settle(self, stage: str) -> int:
-        """Settle a stage: see `Ledger.settle`."""
+    async def settle(self, stage: str, epoch: int) -> int:
+        """Settle a stage, see `Ledger.settle`. Raises `TakenOver` for an older epoch, as other calls that have one."""
+        self._epoch.check(epoch)
         number, effects = self.ledger.settle(stage)
         self._pump.carry_out(effects)
         return number
@@ -291,15 +294,17 @@ class Store:
             self._pump.carry_out(self.ledger.lost(cells, self._clock()))
             await asyncio.sleep(0)  # who is given lost rows meanwhile cannot read them, and asks again
 
-    async def catch_up(self, steps: list[list[int]], version: int) -> None:
+    async def catch_up(self, steps: list[list[int]], version: int, epoch: int) -> None:
         """Catch up a store that was restored in another one's place. `steps`: rows that were trained since what it
         knows, by step. `version`: the one published last. See `ledger/catching_up.py`."""
+        self._epoch.check(epoch)
         self._pump.carry_out(self.ledger.catch_up(steps, version))
 
     async def complete_shared(self, lease_id: int, rank: int) -> None:
         self._pump.carry_out(self.ledger.complete_shared(lease_id, rank))
 
-    async def published(self, version: int) -> None:
+    async def published(self, version: int, epoch: int) -> None:
+        self._epoch.check(epoch)
         self._pump.carry_out(self.ledger.published(version))
 
     async def last_batch(self, names: list[str] | None) -> Granted:

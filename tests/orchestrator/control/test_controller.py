@@ -56,7 +56,7 @@ class Store:
         self.closed = asyncio.Event()
         self.versions: list[int] = []
 
-    async def published(self, version: int) -> None:
+    async def published(self, version: int, epoch: int) -> None:
         self.versions.append(version)
 
     async def close(self, reason: str) -> None:
@@ -71,7 +71,7 @@ class Store:
     async def work(self) -> dict[str, Any]:
         return {"now": 0.0, "leases": [], "admitted": [], "missed": 0}
 
-    async def settle(self, stage: str) -> int:
+    async def settle(self, stage: str, epoch: int) -> int:
         return 0
 
     async def cut(self) -> int:

@@ -161,7 +161,7 @@ class History:
     def publish(self) -> None:
         if self.serves.version < self.round:
             self.serves.version += 1
-            self.ask("published", self.serves.version)
+            self.ask("published", self.serves.version, 0)
 
     def any_worker(self) -> Any:
         return self.workers[self.dice.choice(list(self.workers))]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.conf.errors import TakenOver
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease, SharedLease
 from penstock.store.client.sync import SyncStoreClient
@@ -255,9 +256,12 @@ def test_ranks_that_take_the_place_of_others_get_the_batch_that_was_not_trained(
         assert [one.rows.row_ids.tolist() for one in again] == [one.rows.row_ids.tolist() for one in first]
         for lease in again:
             await client.complete_shared(lease.share)
-        assert await client.settle("train") == 1
+        assert await client.settle("train", 2) == 1
         with pytest.raises(UnknownStage):
-            await client.settle("trian")
+            await client.settle("trian", 2)
+        for late in (client.settle("train", 1), client.published(1, 1), client.catch_up([], 1, 1)):
+            with pytest.raises(TakenOver):
+                await late
         await client.close()
         await asyncio.gather(*workers)
 
