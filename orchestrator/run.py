@@ -25,8 +25,8 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actor
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import check_run, first_runs
-from penstock.orchestrator.control.controller import Outcome
-from penstock.orchestrator.control.training import Training
+from penstock.orchestrator.control.controller import TrainingResult
+from penstock.orchestrator.control.lifecycle import RunLifecycle
 from penstock.orchestrator.membership.handover import Identity, identity_of
 from penstock.orchestrator.membership.takeover import LeftBehind, find
 from penstock.orchestrator.observability.reporting.closing import print_unfinished
@@ -45,7 +45,7 @@ class RunResult:
 
     directory: Path
     """The run's directory on this machine: the working copy of a run at a URL."""
-    outcome: Outcome
+    outcome: TrainingResult
     seconds: float
     """Seconds that the run took; 0 where nothing was left to do."""
     url: str | None = None
@@ -147,7 +147,7 @@ def _nothing_left(directory: RunDirectory, console: Console) -> RunResult:
     lines = directory.read_metrics()
     accuracies = [line["accuracy/heldout"] for line in lines if line.get("accuracy/heldout") is not None]
     last = lines[-1] if lines else {}
-    outcome = Outcome(int(last.get("step", 0)), accuracies, last)
+    outcome = TrainingResult(int(last.get("step", 0)), accuracies, last)
     console.print(
         f"{directory.path.name} has come to its end: {outcome.num_steps} steps. Nothing is left to do; raise "
         "trainer.max_steps to go on.",
@@ -166,13 +166,13 @@ def _train(
     sinks: Sequence[Sink],
     goes_on: Checkpoint | LeftBehind | None,
     identity: Identity,
-) -> Outcome:
+) -> TrainingResult:
     """Train, with the run's display and its sinks, which are told how it ends, and closed."""
     progress = Progress(config, directory.path.name, console=console, losses=directory.losses)
     directory.losses.tell_to(progress.note)
-    training = Training(config, flow, plan, directory, model_path, progress, identity, goes_on)
+    lifecycle = RunLifecycle(config, flow, plan, directory, model_path, progress, identity, goes_on)
     with contextlib.closing(progress), opened_sinks(config, directory, sinks) as all_sinks:
-        return training.run(all_sinks)
+        return lifecycle.run(all_sinks)
 
 
 def starting_model(config: RunConfig, directory: RunDirectory) -> str:

@@ -15,7 +15,7 @@ from penstock.orchestrator.cluster.ray_calls import answer, answers
 from penstock.store.client.client import StoreClient
 
 
-class Turns:
+class DeviceTurns:
     """Lifecycle: `generation` before the first batch is waited for, then `training` and `generation` in turn."""
 
     def __init__(self, role: Callable[[str], list[tuple[str, Any]]], store: StoreClient, config: RunConfig) -> None:

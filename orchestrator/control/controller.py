@@ -31,7 +31,7 @@ from penstock.orchestrator.cluster.nodes.kept_states import KeptStates
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.ray_calls import answers, translate
 from penstock.orchestrator.cluster.weight_sync import WeightSync
-from penstock.orchestrator.control.colocation import Turns
+from penstock.orchestrator.control.colocation import DeviceTurns
 from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
 from penstock.orchestrator.control.observer import Observer
 from penstock.orchestrator.control.preemption import Preemption
@@ -56,7 +56,7 @@ from penstock.workers.weights.transport import Delivery
 
 
 @dataclass
-class Outcome:
+class TrainingResult:
     """The result of a run."""
 
     num_steps: int = 0
@@ -86,14 +86,14 @@ class Controller:
         config, fleet = self.config, self.fleet
         self.directory, self.progress, self.sinks = context.directory, context.progress, sinks
         self.evaluator, self.store = evaluator, context.store
-        self.outcome = Outcome()
+        self.outcome = TrainingResult()
         base = fleet.resumed.step if fleet.resumed is not None else 0
         self._before = taken.step if taken is not None else base
         """The last step before this process."""
         self._taken = taken
         self._handover = handover if handover is not None else Handover(ThisProcess(), lambda owner: b"")
         self._weights = WeightSync(fleet, config)
-        self._turns = Turns(fleet.role, self.store, config)
+        self._turns = DeviceTurns(fleet.role, self.store, config)
         self._saving = CheckpointWriter(context)
         self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
         faults = config.faults
@@ -121,7 +121,7 @@ class Controller:
             context, self._restarts, self._stores, self._watch, self._versions, self._counters, sinks
         )
 
-    async def run(self) -> Outcome:
+    async def run(self) -> TrainingResult:
         """Make all steps. Raises the failure that explains the others."""
         try:
             with self._preemption.heeded():
@@ -203,7 +203,7 @@ class Controller:
         if agents := self.fleet.role("agent"):
             self._members.until_end(ScalingListener(agents[0][1], self._members, self.config).run())
         if self.config.rollout.follows_cluster and self.flow.of_kind("rollout"):
-            self._members.until_end(AutoscalerFollower(self.fleet.growth, self._members).run())
+            self._members.until_end(AutoscalerFollower(self.fleet.capacity, self._members).run())
 
     async def _go_on(self) -> None:
         """Bring a resumed run up to date: the engines have the starting model, and the store may know of fewer

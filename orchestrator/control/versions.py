@@ -12,7 +12,7 @@ from typing import Any
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.weight_sync import WeightSync
-from penstock.orchestrator.control.colocation import Turns
+from penstock.orchestrator.control.colocation import DeviceTurns
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.run_directory.timeline import Timeline
@@ -27,7 +27,7 @@ class Versions:
         self,
         weights: WeightSync,
         ranks: TrainerRecovery,
-        turns: Turns,
+        turns: DeviceTurns,
         stores: StoreRecovery,
         timeline: Timeline,
         before: int,

@@ -53,7 +53,7 @@ STACKS_S = 60.0
 """Deadline for an agent to read stacks, or to end a process."""
 
 
-class State(Enum):
+class VerdictKind(Enum):
     ALIVE = "alive"
     SILENT = "silent"
     STUCK = "stuck"
@@ -61,12 +61,12 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    state: State
+    state: VerdictKind
     reason: str = ""
     """The reason of SILENT and STUCK, in words."""
 
 
-ALIVE = Verdict(State.ALIVE)
+ALIVE = Verdict(VerdictKind.ALIVE)
 
 
 def deadlines_of(role: str, config: RunConfig) -> dict[str, float]:
@@ -110,15 +110,15 @@ class Liveness:
     def judge(self, now: float) -> Verdict:
         lived_s, faults = self._lived.until(now), self._faults
         if (silent_s := lived_s - self._heard_s) >= faults.heartbeat_timeout_s:
-            return Verdict(State.SILENT, f"no answer to a heartbeat for {silent_s:.0f} s")
+            return Verdict(VerdictKind.SILENT, f"no answer to a heartbeat for {silent_s:.0f} s")
         if self._last is None:
             return ALIVE
         phase, seconds = self._last.phase, self._last.phase_s
         if seconds > (most_s := self._deadlines.get(phase, float("inf"))):
-            return Verdict(State.STUCK, f"{phase} for {seconds:.0f} s, and {most_s:g} s are its deadline")
+            return Verdict(VerdictKind.STUCK, f"{phase} for {seconds:.0f} s, and {most_s:g} s are its deadline")
         if (stalled_s := self._heard_s - self._moved_s) >= faults.stall_s:
             return Verdict(
-                State.STUCK, f"{self._last.num_in_flight} samples in flight and no token for {stalled_s:.0f} s"
+                VerdictKind.STUCK, f"{self._last.num_in_flight} samples in flight and no token for {stalled_s:.0f} s"
             )
         return ALIVE
 
@@ -171,7 +171,7 @@ class Watch:
             await self._ask(beat_s)
             for name, watched in list(self._watched.items()):
                 verdict = watched.liveness.judge(time.monotonic())
-                if verdict.state is not State.ALIVE:
+                if verdict.state is not VerdictKind.ALIVE:
                     del self._watched[name]
                     if self._present().get(name, (None,))[0] is not watched.handle:
                         continue  # it has left meanwhile

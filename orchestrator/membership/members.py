@@ -1,6 +1,6 @@
 """The members that serve in a run: those of the start, those that join while it goes on, and those that leave.
 
-    join   room and a node (`fleet/growth.py`) ─▶ another starts ─▶ it loads the newest weights ─▶ serving
+    join   room and a node (`fleet/capacity.py`) ─▶ another starts ─▶ it loads the newest weights ─▶ serving
     leave  it takes no more leases ─▶ finishes what it has ─▶ gives back the rest ─▶ its process ends
 
 No other member waits for any of it. A member that joins is kept serving like the others (`membership/supervisor.py`). A
@@ -152,7 +152,7 @@ class Members:
             for stage, _ in self._stages(role):
                 try:
                     async with self._making_room:
-                        names.append(await self._fleet.growth.enlarge(role, stage))
+                        names.append(await self._fleet.capacity.enlarge(role, stage))
                 except PenstockError as error:
                     done.problems.append(str(error))
                     about = {"role": role, "step": self._restarts.step, "error": type(error).__name__}
@@ -162,7 +162,7 @@ class Members:
 
     async def _join(self, role: str, name: str) -> str:
         """Start a member that joins. Returns its node. Raises the reason why it does not serve."""
-        began, place = time.monotonic(), self._fleet.growth.place_of(name)
+        began, place = time.monotonic(), self._fleet.capacity.place_of(name)
         try:
             members = await self._fleet.replace([name])
             await self._catch_up[role](members)
@@ -181,7 +181,7 @@ class Members:
         return place
 
     async def _leave(self, role: str, name: str, drain_s: float) -> None:
-        began, place = time.monotonic(), self._fleet.growth.place_of(name)
+        began, place = time.monotonic(), self._fleet.capacity.place_of(name)
         self._supervisor.let_go(name)
         if (handle := self._fleet.actors.get(name)) is not None:  # else it was lost, and has nothing to finish
             await drain([(name, handle)], drain_s)
@@ -226,8 +226,8 @@ class Members:
     def _lose(self, names: Sequence[str]) -> list[str]:
         """End members that are gone with their node. Some leave for good, whose names are returned. The others start
         again elsewhere, which the callers that miss them see to."""
-        growth = self._fleet.growth
-        leaving = [actor.name for actor in self._fleet.plan if actor.name in names and growth.can_leave(actor)]
+        capacity = self._fleet.capacity
+        leaving = [actor.name for actor in self._fleet.plan if actor.name in names and capacity.can_leave(actor)]
         for name in leaving:
             if name in self._joining:
                 self._joining[name].cancel()
@@ -242,7 +242,7 @@ class Members:
         for name in leaving:
             if not self._is_planned(name):  # it has left meanwhile
                 continue
-            role, place = self._role_of(name), self._fleet.growth.place_of(name)
+            role, place = self._role_of(name), self._fleet.capacity.place_of(name)
             actor, handle = self._fleet.take_out(name)
             await self._fleet.end(actor, handle)
             with contextlib.suppress(PenstockError):

@@ -35,22 +35,22 @@ class Nodes:
 
     def look(self) -> None:
         """Watch the nodes that are there and are not watched yet."""
-        self._fleet.growth.on_node = self.look
-        for node, name, handle in self._fleet.growth.nodes:
+        self._fleet.capacity.on_node = self.look
+        for node, name, handle in self._fleet.capacity.nodes:
             if node not in self._watched:
                 self._watched.add(node)
                 self._start(held_back(self._watch(node, name, handle)))
 
     async def _watch(self, node: str, name: str, handle: Any) -> None:
-        growth, failure = self._fleet.growth, await _ended(name, handle)
-        if not growth.can_lose(node):
+        capacity, failure = self._fleet.capacity, await _ended(name, handle)
+        if not capacity.can_lose(node):
             self._restarts.beyond_help("agent", name, failure)
             raise failure from None
         self._directory.event("node_left", node=name.removeprefix("Agent-"), message=first_line(failure))
-        names = growth.names_on(node)
+        names = capacity.names_on(node)
         leaving = self._lose(names)
         await self._stores.with_store(lambda: self._store.lost(node))
-        growth.forget_node(node)  # from here on the others may start again, elsewhere or there
+        capacity.forget_node(node)  # from here on the others may start again, elsewhere or there
         self._watched.discard(node)
         await self._make_up_for(leaving)
 

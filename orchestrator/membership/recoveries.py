@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.conf.faults import FaultsConfig
 from penstock.orchestrator.membership.effective_time import EffectiveTime
-from penstock.orchestrator.membership.recovery import Recovery, Restart, Return, State
+from penstock.orchestrator.membership.recovery import MemberState, Recovery, Restart, Return
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Recoveries:
         self._counted: float | None = None
         """Time up to which lost seconds have been counted, while a member is lost."""
 
-    def state(self, title: str) -> State:
-        return self._members[title].state if title in self._members else State.SERVING
+    def state(self, title: str) -> MemberState:
+        return self._members[title].state if title in self._members else MemberState.SERVING
 
     def lost(self, title: str, role: str, now: float, step: int) -> Decision | None:
         """Decide about a member that died or hangs while the run was at `step`. None: that is known, or comes of a
         return."""
-        if self._is_suspended or self.state(title) is not State.SERVING:
+        if self._is_suspended or self.state(title) is not MemberState.SERVING:
             return self._end
         self._roles[title] = role
         if role in STOPS_ALL:
@@ -175,5 +175,7 @@ class Recoveries:
         """Add up time until now."""
         if self._counted is not None:
             self._lost_s += now - self._counted
-        is_lost = self._is_suspended or any(member.state is not State.SERVING for member in self._members.values())
+        is_lost = self._is_suspended or any(
+            member.state is not MemberState.SERVING for member in self._members.values()
+        )
         self._counted = now if is_lost else None

@@ -21,7 +21,7 @@ FAILED_RESTARTS = 2
 """Failed restarts in a row, for one loss, after which the run returns."""
 
 
-class State(Enum):
+class MemberState(Enum):
     SERVING = "serving"
     LOST = "lost"
     STARTING = "starting"
@@ -47,7 +47,7 @@ class Recovery:
     """The recovery of one member, over all its incarnations."""
 
     def __init__(self, config: FaultsConfig) -> None:
-        self.state = State.SERVING
+        self.state = MemberState.SERVING
         self.lost_at = 0.0
         self._config = config
         self._restarts: deque[float] = deque()
@@ -62,22 +62,22 @@ class Recovery:
     def lost(self, now: float, step: int | None) -> Restart | Return:
         """Decide after the member died or hangs. `step`: the step lost with a trainer; None for members that hold no
         step."""
-        self._check(State.SERVING)
+        self._check(MemberState.SERVING)
         self.lost_at, self._failed = now, 0
         return self._decided(now, step, f"lost again at step {step}" if step is not None and step == self._step else "")
 
     def starting(self) -> None:
-        self._go(State.LOST, State.STARTING)
+        self._go(MemberState.LOST, MemberState.STARTING)
 
     def started(self) -> None:
-        self._go(State.STARTING, State.CATCHING_UP)
+        self._go(MemberState.STARTING, MemberState.CATCHING_UP)
 
     def caught_up(self) -> None:
-        self._go(State.CATCHING_UP, State.SERVING)
+        self._go(MemberState.CATCHING_UP, MemberState.SERVING)
 
     def failed(self, now: float, step: int | None) -> Restart | Return:
         """Decide after the restart under way has not brought the member back."""
-        self._check(State.LOST, State.STARTING, State.CATCHING_UP)
+        self._check(MemberState.LOST, MemberState.STARTING, MemberState.CATCHING_UP)
         self._failed += 1
         return self._decided(
             now, step, f"not brought back by {self._failed} restarts" if self._failed >= FAILED_RESTARTS else ""
@@ -85,11 +85,11 @@ class Recovery:
 
     def returned(self) -> None:
         """Note that the run has returned to a checkpoint, and makes its steps anew. The budget stays as it is."""
-        self.state, self._step = State.SERVING, None
+        self.state, self._step = MemberState.SERVING, None
 
     def _decided(self, now: float, step: int | None, hopeless: str) -> Restart | Return:
         """Count the loss, and decide. `hopeless`: why another restart would not help; empty: it may help."""
-        config, self.state = self._config, State.LOST
+        config, self.state = self._config, MemberState.LOST
         self._in_row = self._in_row + 1 if now - self._last < config.window_s else 1
         self._last = now
         while self._restarts and now - self._restarts[0] >= config.window_s:
@@ -108,9 +108,9 @@ class Recovery:
         doublings = min(self._in_row - 2, 64)
         return min(self._config.pause_s * 2.0**doublings, LONGEST_PAUSE_S)
 
-    def _go(self, before: State, after: State) -> None:
+    def _go(self, before: MemberState, after: MemberState) -> None:
         self._check(before)
         self.state = after
 
-    def _check(self, *states: State) -> None:
+    def _check(self, *states: MemberState) -> None:
         assert self.state in states, f"the member is {self.state.value}, not {' or '.join(s.value for s in states)}"

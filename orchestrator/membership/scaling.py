@@ -13,8 +13,8 @@ from ray.exceptions import RayError
 
 from penstock.conf.errors import CannotScale, PenstockError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.fleet.capacity import Capacity
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.fleet.growth import Growth
 from penstock.orchestrator.membership.members import Members, drain
 from penstock.orchestrator.membership.scaling_requests import MET_AT_START, ScalingRequest, change_of, who_leaves
 from penstock.orchestrator.membership.supervisor import CatchUp
@@ -60,14 +60,14 @@ class AutoscalerFollower:
     that leave take their engines with them (`members.py`); engines are added here when there is room again, or for the
     first time. Lifecycle: `run` until it is cancelled."""
 
-    def __init__(self, growth: Growth, members: Members) -> None:
-        self._growth, self._members = growth, members
+    def __init__(self, capacity: Capacity, members: Members) -> None:
+        self._capacity, self._members = capacity, members
 
     async def run(self) -> None:
         pause_s = FOLLOW_S
         while True:
             await asyncio.sleep(pause_s)
-            wanted = await asyncio.to_thread(self._growth.num_engines_more)
+            wanted = await asyncio.to_thread(self._capacity.num_engines_more)
             came = 0
             if wanted:
                 (done,) = await self._members.change([ScalingRequest("rollout", wanted, is_change=True)])
@@ -106,7 +106,7 @@ class ScalableRole:
         names: list[str] = []
         try:
             for _ in range(count):
-                names.append(await self._fleet.growth.enlarge(self._role, self._fleet.first_stage(self._role)))
+                names.append(await self._fleet.capacity.enlarge(self._role, self._fleet.first_stage(self._role)))
             teams = await asyncio.gather(*(self._fleet.replace([name]) for name in names))
             members = [member for team in teams for member in team]
             await self._catch_up(members)

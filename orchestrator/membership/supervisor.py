@@ -125,11 +125,11 @@ class Supervisor:
         with contextlib.suppress(StoreError):  # also what a machine holds that cannot say that it is gone
             for name in team:
                 await self._stores.with_store(partial(self._store.abandon, name))
-        before = {name: self._fleet.growth.place_of(name) for name in team}
+        before = {name: self._fleet.capacity.place_of(name) for name in team}
         members = await self._fleet.replace(team)
         self._restarts.started(title)
         for name, place in before.items():
-            if (now := self._fleet.growth.place_of(name)) != place:
+            if (now := self._fleet.capacity.place_of(name)) != place:
                 self._directory.event("moved", member=name, node=now, before=place)
                 self._progress.note(f"{name} has moved from {place} to {now}")
         await catch_up(members)

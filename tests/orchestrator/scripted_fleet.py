@@ -364,10 +364,10 @@ class ScriptedFleet(OneMachine):
     def add(self, members: list[tuple[str, Any]]) -> None:
         self._handles |= dict(members)
 
-    # Members that join and leave: what a fleet's `growth` does.
+    # Members that join and leave: what a fleet's `capacity` does.
 
     @property
-    def growth(self) -> "ScriptedFleet":
+    def capacity(self) -> "ScriptedFleet":
         return self
 
     @property

@@ -18,7 +18,7 @@ from penstock.conf.errors import NotStarted
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, Sources, cores_here
-from penstock.orchestrator.cluster.fleet.growth import Growth
+from penstock.orchestrator.cluster.fleet.capacity import Capacity
 from penstock.orchestrator.cluster.fleet.member_table import GANGS, FleetState, Handles, MemberTable
 from penstock.orchestrator.cluster.fleet.roll_call import RollCall
 from penstock.orchestrator.cluster.fleet.store_process import StoreProcess
@@ -42,7 +42,7 @@ class Fleet(MemberTable):
     taken over from a process that has died, with actors that live on.
 
     `actors` maps the plan's names to handles; `role(...)` picks those of one role, in rank order. Dead actors are
-    `remove`d, and others that `replace` them are there once they are `add`ed. A further actor is planned by `growth`,
+    `remove`d, and others that `replace` them are there once they are `add`ed. A further actor is planned by `capacity`,
     and started by `replace`; one that is to leave is `take_out`, then `end`ed.
     """
 
@@ -66,7 +66,7 @@ class Fleet(MemberTable):
         self._reservation: Reservation | None = None
         self._files = NodeFiles(agents, config.cluster.files_timeout_s)
         self._maker: ActorMaker | None = None
-        self._growth: Growth | None = None
+        self._capacity: Capacity | None = None
         self.cores: dict[str, int] = {}
         """Number of cores that processes may use, by node."""
         self.trials: dict[SharedNode, Trial] = dict(trials or {})
@@ -86,11 +86,11 @@ class Fleet(MemberTable):
         return self._reservation
 
     @property
-    def growth(self) -> Growth:
-        """The growth of the fleet: what makes room for members that join."""
-        if self._growth is None:
+    def capacity(self) -> Capacity:
+        """The capacity of the fleet: what makes room for members that join."""
+        if self._capacity is None:
             raise NotStarted("Nobody can join before the fleet's `create`.")
-        return self._growth
+        return self._capacity
 
     def create(self) -> None:
         """Create every actor; models are not loaded yet."""
@@ -105,7 +105,7 @@ class Fleet(MemberTable):
         if self.store_process is not None:
             self.store_process.start(self.resumed.store if self.resumed is not None else None)
         if self.config.rollout.follows_cluster:
-            self.growth.fill()
+            self.capacity.fill()
         for actor in self.plan:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue
@@ -117,7 +117,9 @@ class Fleet(MemberTable):
             Sources(self.config, self.flow, self.model_path, self.namespace, self.resumed),
             self, self.reservation, self._files, self._threads_of, f"{self.agents.root}/{STATES}/{POLICY}",
         )  # fmt: skip
-        self._growth = Growth(self, self.reservation, self.agents, self._maker, self.cores, self.config, self.namespace)
+        self._capacity = Capacity(
+            self, self.reservation, self.agents, self._maker, self.cores, self.config, self.namespace
+        )
         if self.with_store:
             store, crosses_nodes = self.plan_of(STORE), len(self.reservation.assignment.nodes) > 1
             self.store_process = StoreProcess(
@@ -169,12 +171,12 @@ class Fleet(MemberTable):
             grace_s = self.config.cluster.shutdown_timeout_s
             await outcomes([(actor.name, handle.close.remote())], phase="close", timeout_s=grace_s)
             self.owner.end(handle)
-        self.growth.vacate(actor)
+        self.capacity.vacate(actor)
 
     async def replace(self, names: Sequence[str]) -> Handles:
         """Start other actors in place of a team that was removed, elsewhere if its node has left. They are in no role
         before they are added. Raises what one of them raised; then all of them are removed again."""
-        await self.growth.settle(names)
+        await self.capacity.ensure_nodes(names)
         members, timeout_s = [(name, self._make(name)) for name in names], self.config.rollout.start_timeout_s
         self.begin(members)
         try:
@@ -277,7 +279,7 @@ class Fleet(MemberTable):
         run cannot do without, the driver's first."""
         if role == "agent":
             nodes = list(self.agents.members.items())
-            return [member for node, member in nodes if self._growth is None or not self._growth.can_lose(node)]
+            return [member for node, member in nodes if self._capacity is None or not self._capacity.can_lose(node)]
         return super().role(role, stage)
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class Logs:
     async def run(self) -> None:
         while True:
             await self._look(ANSWER_S)
-            await asyncio.sleep(max(LOOK_S, NODE_S * len(self._fleet.growth.nodes)))
+            await asyncio.sleep(max(LOOK_S, NODE_S * len(self._fleet.capacity.nodes)))
 
     async def _look(self, timeout_s: float) -> None:
         await self._learn(timeout_s)

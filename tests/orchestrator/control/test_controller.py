@@ -18,7 +18,7 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.control.controller import Controller, Outcome
+from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.observability.monitoring.state import StateLog
 from penstock.orchestrator.observability.reporting.progress import Progress
@@ -101,10 +101,10 @@ class Play:
         """Version and what was measured."""
         self.directory = RunDirectory.create(self.config)
 
-    def run(self, accuracy: Callable[[int], float] | None = None) -> Outcome:
+    def run(self, accuracy: Callable[[int], float] | None = None) -> TrainingResult:
         return asyncio.run(asyncio.wait_for(self._run(accuracy), 60))
 
-    async def _run(self, accuracy: Callable[[int], float] | None) -> Outcome:
+    async def _run(self, accuracy: Callable[[int], float] | None) -> TrainingResult:
         store: Any = Store()
         flow = build_dataflow(self.config.algorithm)
         serve = {"run": lambda _: store.closed.wait(), "stats": lambda: {"busy_s": 0.0}}
@@ -133,7 +133,7 @@ class Play:
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove, kill=files.kill,
             roll_call=files.roll_call,
             relay_nodes=on_one_node(), state_nodes=StateNodes({}, {}, {}), stacks_root="", watched=[],
-            growth=SimpleNamespace(nodes=[]), plan=[], machines=[],
+            capacity=SimpleNamespace(nodes=[]), plan=[], machines=[],
         )  # fmt: skip
 
         async def measure(fleet: Any) -> dict[str, float]:

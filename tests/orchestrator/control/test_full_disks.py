@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.orchestrator.checkpointing.resuming import open_run
-from penstock.orchestrator.control.controller import Outcome
+from penstock.orchestrator.control.controller import TrainingResult
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
@@ -37,7 +37,7 @@ def whole_run(place: Path, fill: Callable[[], None], free: Callable[[], None], *
     """A run of six steps in `place`, which must end."""
     config = scripted_config(place, "tracking.samples_every_steps=1", f"trainer.max_steps={NUM_STEPS}", *words)
 
-    async def live() -> tuple[RunDirectory, Outcome]:
+    async def live() -> tuple[RunDirectory, TrainingResult]:
         directory, _ = open_run(config)
         flow = flow_of(config)
         fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(0))

@@ -7,7 +7,7 @@ import pytest
 from penstock.conf.errors import ConfigError, DeadlineExceeded
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.control.colocation import Turns
+from penstock.orchestrator.control.colocation import DeviceTurns
 from tests.orchestrator.noting_actors import NotingActors
 
 TWO_EACH = {"rollout": 2, "trainer": 2}
@@ -42,7 +42,7 @@ def turns(actors, config=None, **options):
     if config is None:
         config = RunConfig(placement="colocated")
         config.trainer.step_timeout_s = 0.05
-    return Turns(actors.role, Store(actors.said, **options), config)
+    return DeviceTurns(actors.role, Store(actors.said, **options), config)
 
 
 def test_engines_sleep_before_trainers_come_and_trainers_go_before_engines_wake():

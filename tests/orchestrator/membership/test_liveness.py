@@ -8,7 +8,7 @@ from penstock.conf.faults import CheckpointConfig, FaultsConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.conf.weights import WeightsConfig
-from penstock.orchestrator.membership.liveness import ALIVE, Liveness, State, Verdict, deadlines_of
+from penstock.orchestrator.membership.liveness import ALIVE, Liveness, Verdict, VerdictKind, deadlines_of
 from penstock.workers.progress import (
     ASLEEP,
     COMPUTING,
@@ -54,16 +54,16 @@ def test_who_answers_and_has_nothing_to_do_is_alive_for_ever(role: str) -> None:
 def test_who_does_not_answer_is_silent_after_the_timeout_and_not_before(role: str) -> None:
     assert beats(Liveness(role, CONFIG, 0.0), 59.9, None) == ALIVE
     verdict = beats(Liveness(role, CONFIG, 0.0), 60.0, None)
-    assert verdict == Verdict(State.SILENT, "no answer to a heartbeat for 60 s")
+    assert verdict == Verdict(VerdictKind.SILENT, "no answer to a heartbeat for 60 s")
 
 
 def test_an_answer_ends_the_silence() -> None:
     liveness = Liveness("reward", CONFIG, 0.0)
-    assert beats(liveness, 70.0, None).state is State.SILENT
+    assert beats(liveness, 70.0, None).state is VerdictKind.SILENT
     liveness.heard(71.0, Progress(SERVING, 71.0))
     assert liveness.judge(71.0) == ALIVE
     assert beats(liveness, 130.0, None, since=71.0) == ALIVE
-    assert beats(liveness, 131.0, None, since=130.0).state is State.SILENT
+    assert beats(liveness, 131.0, None, since=130.0).state is VerdictKind.SILENT
 
 
 def test_a_watcher_that_was_away_blames_nobody_for_the_gap() -> None:
@@ -73,7 +73,7 @@ def test_a_watcher_that_was_away_blames_nobody_for_the_gap() -> None:
     assert liveness.judge(3600.0) == ALIVE
     liveness.heard(3601.0, Progress(SERVING, 6.0, 100, 4))
     assert liveness.judge(3601.0) == ALIVE
-    assert beats(liveness, 3700.0, None, since=3601.0).state is State.SILENT
+    assert beats(liveness, 3700.0, None, since=3601.0).state is VerdictKind.SILENT
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_phase_that_takes_longer_than_its_deadline_is_stuck(role: str, phase: 
     assert liveness.judge(1.0) == ALIVE
     liveness.heard(2.0, Progress(phase, deadline_s + 1))
     verdict = liveness.judge(2.0)
-    assert verdict.state is State.STUCK
+    assert verdict.state is VerdictKind.STUCK
     assert verdict.reason == f"{phase} for {deadline_s + 1:.0f} s, and {deadline_s:g} s are its deadline"
 
 
@@ -110,7 +110,7 @@ def test_an_engine_without_a_new_token_is_stuck() -> None:
     liveness = Liveness("rollout", CONFIG, 0.0)
     assert beats(liveness, 300.0, Progress(SERVING, 1.0, 100, 4)) == ALIVE
     verdict = beats(liveness, 310.0, Progress(SERVING, 1.0, 100, 5), since=300.0)
-    assert verdict == Verdict(State.STUCK, "5 samples in flight and no token for 300 s")
+    assert verdict == Verdict(VerdictKind.STUCK, "5 samples in flight and no token for 300 s")
 
 
 def test_tokens_an_idle_moment_and_a_load_of_weights_all_begin_the_stall_anew() -> None:
@@ -120,7 +120,7 @@ def test_tokens_an_idle_moment_and_a_load_of_weights_all_begin_the_stall_anew() 
         assert beats(liveness, 300.0, same) == ALIVE
         assert beats(liveness, 310.0, other, since=300.0) == ALIVE
         assert beats(liveness, 600.0, same, since=310.0) == ALIVE
-        assert beats(liveness, 640.0, same, since=600.0).state is State.STUCK
+        assert beats(liveness, 640.0, same, since=600.0).state is VerdictKind.STUCK
 
 
 def test_only_engines_stall() -> None:
@@ -154,14 +154,14 @@ def test_every_verdict_has_its_reason(role: str, samples: list[tuple[float, Prog
             liveness.heard(now, progress)
             heard, last = now, progress
         verdict = liveness.judge(now)
-        if verdict.state is State.SILENT:
+        if verdict.state is VerdictKind.SILENT:
             assert now - heard >= CONFIG.faults.heartbeat_timeout_s
-        elif verdict.state is State.STUCK:
+        elif verdict.state is VerdictKind.STUCK:
             assert last is not None
             late = last.phase_s > deadlines_of(role, CONFIG).get(last.phase, float("inf"))
             stalled = role == "rollout" and last.num_in_flight > 0 and now >= CONFIG.faults.stall_s
             assert late or stalled
-        assert bool(verdict.reason) == (verdict.state is not State.ALIVE)
+        assert bool(verdict.reason) == (verdict.state is not VerdictKind.ALIVE)
 
 
 @given(st.lists(st.floats(0.1, 20), min_size=1, max_size=80), st.integers(0, 3))

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.conf.faults import FaultsConfig
 from penstock.orchestrator.membership.recoveries import End, Recoveries
-from penstock.orchestrator.membership.recovery import Restart, Return, State
+from penstock.orchestrator.membership.recovery import MemberState, Restart, Return
 
 ROLES = {"Rollout-0": "rollout", "Rollout-1": "rollout", "Reward-0": "reward", "Trainer-policy": "trainer"}
 
@@ -45,7 +45,7 @@ def test_who_leaves_while_it_is_lost_is_lost_no_longer() -> None:
     bring_back(book, "Rollout-0", 13.0)
     assert book.metrics(100.0) == {"faults/rollout": 2.0, "faults/lost_s": 3.0}
     book.gone("Reward-0", 101.0)  # one that was never lost
-    assert book.state("Rollout-1") is State.SERVING
+    assert book.state("Rollout-1") is MemberState.SERVING
 
 
 def test_the_time_that_a_trainer_an_engine_and_a_return_cost_is_told() -> None:
@@ -91,7 +91,7 @@ def test_numbers_and_budgets_survive_a_return_and_all_serve_after_it() -> None:
     bring_back(book, "Rollout-0", 2.0)
     assert isinstance(lose(book, "Rollout-0", 3.0, 6), Return)
     assert book.returned(43.0) == 40.0
-    assert {book.state(title) for title in ROLES} == {State.SERVING}
+    assert {book.state(title) for title in ROLES} == {MemberState.SERVING}
     assert book.metrics(99.0) == {"faults/reward": 1.0, "faults/rollout": 2.0, "faults/lost_s": 43.0}
     assert isinstance(lose(book, "Rollout-0", 99.0, 4), Return)  # its one restart was at 0 s
 
@@ -189,7 +189,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(title=TITLES)
     def lost(self, title: str) -> None:
-        known = self.book.state(title) is not State.SERVING
+        known = self.book.state(title) is not MemberState.SERVING
         decision = lose(self.book, title, self.now, self.step)
         if not (known or self.returning or self.end):
             assert decision is not None
@@ -198,18 +198,18 @@ class Histories(RuleBasedStateMachine):
 
     @rule(title=TITLES)
     def failed(self, title: str) -> None:
-        if self.book.state(title) is not State.SERVING:
+        if self.book.state(title) is not MemberState.SERVING:
             self.num_faults += not (self.returning or self.end)
             self.heard(title, self.book.failed(title, self.now, self.step))
 
     @rule(title=TITLES)
     def goes_on(self, title: str) -> None:
         match self.book.state(title):
-            case State.LOST:
+            case MemberState.LOST:
                 self.book.starting(title, self.now)
-            case State.STARTING:
+            case MemberState.STARTING:
                 self.book.started(title, self.now)
-            case State.CATCHING_UP:
+            case MemberState.CATCHING_UP:
                 assert self.book.caught_up(title, self.now) >= 0
 
     @precondition(lambda self: self.returning and self.end is None)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.faults import LONGEST_PAUSE_S, FaultsConfig
-from penstock.orchestrator.membership.recovery import Recovery, Restart, Return, State
+from penstock.orchestrator.membership.recovery import MemberState, Recovery, Restart, Return
 
 CONFIG = FaultsConfig(max_restarts=3, window_s=600.0, pause_s=1.0)
 
@@ -20,15 +20,15 @@ def bring_back(member: Recovery) -> None:
 
 def test_a_member_goes_through_its_states_and_serves_again() -> None:
     member = Recovery(CONFIG)
-    assert member.state is State.SERVING
+    assert member.state is MemberState.SERVING
     assert member.lost(now=5.0, step=1) == Restart(after_s=0.0)
-    assert member.state is State.LOST
+    assert member.state is MemberState.LOST
     member.starting()
-    assert member.state is State.STARTING
+    assert member.state is MemberState.STARTING
     member.started()
-    assert member.state is State.CATCHING_UP
+    assert member.state is MemberState.CATCHING_UP
     member.caught_up()
-    assert member.state is State.SERVING
+    assert member.state is MemberState.SERVING
     assert member.lost_at == 5.0
 
 
@@ -90,7 +90,7 @@ def test_a_restart_that_fails_twice_is_a_return_wherever_it_fails(steps: int) ->
         for go_on in (member.starting, member.started)[:steps]:
             go_on()
         decisions.append(member.failed(now, 1))
-        assert member.state is State.LOST
+        assert member.state is MemberState.LOST
     assert decisions == [Restart(1.0), Return("not brought back by 2 restarts")]
 
 
@@ -128,10 +128,10 @@ def played(config: FaultsConfig, history: list[tuple[float, int, bool]]) -> list
     member, now, step, events = Recovery(config), 0.0, 0, []
     for seconds, steps, serves in history:
         now, step = now + seconds, step + steps
-        if member.state is State.LOST and not serves:
+        if member.state is MemberState.LOST and not serves:
             events.append((now, step, member.failed(now, step), True))
         else:
-            if member.state is State.LOST:
+            if member.state is MemberState.LOST:
                 bring_back(member)
             events.append((now, step, member.lost(now, step), False))
         if isinstance(events[-1][2], Return):

@@ -68,15 +68,15 @@ def test_a_fleet_that_follows_the_cluster_fills_it_and_gives_back_what_joined(
         fleet.create()
         names = [name for name, _ in fleet.role("rollout")]
         assert names == [f"Rollout-{number}" for number in range(4)]  # groups of a step
-        assert len({fleet.growth.place_of(name) for name in names}) >= 2
-        assert fleet.growth.num_engines_more() == 0
-        first = fleet.growth.place_of("Rollout-0")
+        assert len({fleet.capacity.place_of(name) for name in names}) >= 2
+        assert fleet.capacity.num_engines_more() == 0
+        first = fleet.capacity.place_of("Rollout-0")
         for name in ("Rollout-3", "Rollout-0"):
             asyncio.run(fleet.end(*fleet.take_out(name)))
-        assert fleet.growth.num_engines_more() == 2
-        more = [asyncio.run(fleet.growth.enlarge("rollout", "rollout")) for _ in range(2)]
+        assert fleet.capacity.num_engines_more() == 2
+        more = [asyncio.run(fleet.capacity.enlarge("rollout", "rollout")) for _ in range(2)]
         assert more == ["Rollout-4", "Rollout-5"]
-        assert fleet.growth.place_of("Rollout-4") == first  # it has what Rollout-0 had
+        assert fleet.capacity.place_of("Rollout-4") == first  # it has what Rollout-0 had
     finally:
         fleet.close()
 

@@ -32,7 +32,7 @@ LOOK_S = 0.2
 Claims = Callable[[ActorPlan, Sequence[ActorPlan], RunConfig, str], Claim]
 
 
-class Growth:
+class Capacity:
     """Lifecycle: `enlarge` for each member that joins, `vacate` for each that left."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Growth:
         others = {(other.role, other.stage) for other in self._table.plan if other.name not in here}
         return actor.joins or (actor.role in CHANGING and alike in others)
 
-    async def settle(self, names: Sequence[str]) -> None:
+    async def ensure_nodes(self, names: Sequence[str]) -> None:
         """Make certain, before members start again, that the node of each is there, or give it another. Raises
         `WorkerDied` where no other has room, `DeadlineExceeded`."""
         deadline = time.monotonic() + self._config.rollout.start_timeout_s

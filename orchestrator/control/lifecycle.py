@@ -32,7 +32,7 @@ from penstock.orchestrator.cluster.placement.threads import read_trials
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.configuration.prerequisites import limits_of_code
 from penstock.orchestrator.control import event_loop
-from penstock.orchestrator.control.controller import Controller, Outcome
+from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.control.evaluation import Evaluator
 from penstock.orchestrator.membership.handover import Handover, Identity, RunState, pack
 from penstock.orchestrator.membership.recoveries import End, Recoveries
@@ -47,7 +47,7 @@ from penstock.store.errors import CorruptSnapshot
 from penstock.store.service.snapshot import check as check_snapshot
 
 
-class Training:
+class RunLifecycle:
     """Lifecycle: `run` once, connected to Ray."""
 
     def __init__(
@@ -80,14 +80,14 @@ class Training:
         self._from_step = 0
         """The step that the run returns from."""
 
-    def run(self, sinks: list[Sink]) -> Outcome:
+    def run(self, sinks: list[Sink]) -> TrainingResult:
         """Train. `sinks`: those of the metrics. Raises the failure that cannot be recovered from; if a return fails,
         the failure that it was made for."""
         note_connection(self._directory, self._namespace)
         with exporting(origin_of(self._config, DRIVER, DRIVER)) as meters:
             return self._run(sinks, meters)
 
-    def _run(self, sinks: list[Sink], meters: Meters) -> Outcome:
+    def _run(self, sinks: list[Sink], meters: Meters) -> TrainingResult:
         config = self._config
         evaluator = Evaluator.of(config, self._model_path) if config.evaluation.every_steps else None
         while True:
