@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.agents.engine import Engine
 from benchmarks.harness import Target
 from penstock.conf.environment import EnvironmentConfig
-from penstock.workers.attempts.runner import Runner
+from penstock.workers.attempts.runner import AttemptRunner
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.attempt_keys import AttemptKeys
@@ -63,7 +63,7 @@ async def rounds(engine: Engine, num_rounds: int, num_attempts: int) -> list[dic
     for number in range(num_rounds):
         for side, wait_s in (("none", (0.0, 0.0)), ("waits", WAIT_S)):
             environment = Waiting(wait_s)
-            runner = Runner(environment, EnvironmentConfig(max_turns=TURNS), engine.sampler, AttemptKeys())
+            runner = AttemptRunner(environment, EnvironmentConfig(max_turns=TURNS), engine.sampler, AttemptKeys())
             samplings = [
                 Sampling(max_tokens=TOKENS, ignore_eos=True, seed=number * num_attempts + index)
                 for index in range(num_attempts)

@@ -18,7 +18,7 @@ from penstock.conf.errors import DataError, PenstockError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
-from penstock.workers.attempts.runner import Played, Runner
+from penstock.workers.attempts.runner import AttemptRunner, Played
 from penstock.workers.attempts.worker import AttemptColumns, EnvironmentWorker
 from penstock.workers.contained import containing
 from penstock.workers.environments.environment import make_environment
@@ -73,7 +73,7 @@ class Environments(ServingActor):
         self._pool = EnginePool(ask, spec.rollout.generate_timeout_s)
         self._keys = AttemptKeys()
         self._server = HttpServer(self._keys)
-        self._runner: Runner | None = None
+        self._runner: AttemptRunner | None = None
         self._worker: EnvironmentWorker | None = None
         self._others = children()  # of this process, which the environment did not start
 
@@ -95,7 +95,7 @@ class Environments(ServingActor):
         environment = make_environment(config, spec.imports)
         port = config.gateway.port + spec.index if config.gateway.port else 0
         self._keys.base_url = await self._server.start(config.gateway.host, port)
-        self._runner = Runner(
+        self._runner = AttemptRunner(
             environment, config, make_sampler, self._keys, counts=self._counts, meters=exported(spec.origin)
         )  # fmt: skip
         sampling = spec.rollout.sampling

@@ -55,7 +55,7 @@ class Played:
         return cls(outcome, attempt.reward, attempt.text) if outcome.is_trained else cls(outcome)
 
 
-class Runner:
+class AttemptRunner:
     """Plays the attempts of one environment. Lifecycle: any number of attempts, concurrently; then `close`."""
 
     def __init__(

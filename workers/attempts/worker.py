@@ -14,7 +14,7 @@ from penstock.conf.errors import LeaseExpired
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
-from penstock.workers.attempts.runner import Runner
+from penstock.workers.attempts.runner import AttemptRunner
 from penstock.workers.environments.task import Task
 from penstock.workers.error_share import ErrorShare
 from penstock.workers.protocols import Sampling
@@ -40,7 +40,7 @@ class AttemptColumns:
 class EnvironmentWorker:
     """Lifecycle: `run` returns when the store is closed; then it may be called with another. `stats` at any time."""
 
-    def __init__(self, runner: Runner, intake: GroupIntake, errors: ErrorShare, columns: AttemptColumns) -> None:
+    def __init__(self, runner: AttemptRunner, intake: GroupIntake, errors: ErrorShare, columns: AttemptColumns) -> None:
         self._runner, self._intake, self._errors, self._columns = runner, intake, errors, columns
         self._loop = GroupLoop(STAGE, intake, self._roll, may_be_answered_twice=True)
 

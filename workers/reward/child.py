@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 from penstock.conf.errors import PenstockError
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.result import RewardError, RewardResult, as_score, packed, packed_refusal, packed_result
-from penstock.workers.reward.signatures import Scorer, Task
+from penstock.workers.reward.signatures import RewardFunction, TaskColumns
 
 PR_SET_PDEATHSIG = 1
 
@@ -36,33 +36,33 @@ Report = Callable[[int, RewardResult], None]
 Send = Callable[[bytes], None]
 
 
-class Runner:
+class BatchScorer:
     """Scores batches with one function: samples in turn, a batch in one call, or async samples at the same time."""
 
-    def __init__(self, scorer: Scorer, timeout_s: float) -> None:
-        self.scorer = scorer
+    def __init__(self, function: RewardFunction, timeout_s: float) -> None:
+        self.function = function
         self.timeout_s = timeout_s
         self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)
 
     @property
     def order(self) -> str:
-        return "sequential" if self.scorer.one is not None and not self.scorer.is_async else "together"
+        return "sequential" if self.function.one is not None and not self.function.is_async else "together"
 
-    def score(self, responses: list[str], tasks: list[Task], report: Report) -> None:
+    def score(self, responses: list[str], tasks: list[TaskColumns], report: Report) -> None:
         """Call `report(index, result)` once for each sample, as soon as it is known."""
-        if self.scorer.many is not None:
+        if self.function.many is not None:
             self._batch(responses, tasks, report)
-        elif self.scorer.is_async:
+        elif self.function.is_async:
             self.loop.run_until_complete(self._concurrently(responses, tasks, report))
         else:
             for index, (response, task) in enumerate(zip(responses, tasks, strict=True)):
                 value = self._guarded(partial(self._one, response, task))
                 report(index, value if isinstance(value, RewardError) else as_score(value))
 
-    def _one(self, response: str, task: Task) -> Any:
-        assert self.scorer.one is not None
-        return self._settled(self.scorer.one(response, task))
+    def _one(self, response: str, task: TaskColumns) -> Any:
+        assert self.function.one is not None
+        return self._settled(self.function.one(response, task))
 
     def _settled(self, value: Any) -> Any:
         return self.loop.run_until_complete(_awaited(value, self.timeout_s)) if isinstance(value, Awaitable) else value
@@ -75,7 +75,7 @@ class Runner:
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the reward is the user's
             return RewardError.of(error)
 
-    def _batch(self, responses: list[str], tasks: list[Task], report: Report) -> None:
+    def _batch(self, responses: list[str], tasks: list[TaskColumns], report: Report) -> None:
         """Score all samples in one call; if that fails as a whole, each sample in a call of its own, to find the bad
         one."""
         values = self._guarded(partial(self._many, responses, tasks))
@@ -88,9 +88,9 @@ class Runner:
             for index, (response, task) in enumerate(zip(responses, tasks, strict=True)):
                 self._batch([response], [task], partial(_at, report, index))
 
-    def _many(self, responses: list[str], tasks: list[Task]) -> list[Any] | RewardError:
-        assert self.scorer.many is not None
-        values = self._settled(self.scorer.many(responses, tasks))
+    def _many(self, responses: list[str], tasks: list[TaskColumns]) -> list[Any] | RewardError:
+        assert self.function.many is not None
+        values = self._settled(self.function.many(responses, tasks))
         if isinstance(values, RewardError):
             return values
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
@@ -101,10 +101,10 @@ class Runner:
             return RewardError("bad_value", f"returned {len(values)} values for {len(responses)} sample(s).")
         return list(values)
 
-    async def _concurrently(self, responses: list[str], tasks: list[Task], report: Report) -> None:
+    async def _concurrently(self, responses: list[str], tasks: list[TaskColumns], report: Report) -> None:
         async def score(index: int) -> None:
-            assert self.scorer.one is not None
-            value = await _awaited(self.scorer.one(responses[index], tasks[index]), self.timeout_s)
+            assert self.function.one is not None
+            value = await _awaited(self.function.one(responses[index], tasks[index]), self.timeout_s)
             report(index, value if isinstance(value, RewardError) else as_score(value))
 
         await asyncio.gather(*(score(index) for index in range(len(responses))))
@@ -141,18 +141,18 @@ def serve(pool: BinaryIO, send: Send) -> None:
     """Serve the pool until it is gone (`EOFError`)."""
     _, spec, path, timeout_s = pickle.load(pool)
     sys.path[:] = path
-    runner = _loaded(spec, timeout_s, send)
-    while runner is not None:
+    scorer = _loaded(spec, timeout_s, send)
+    while scorer is not None:
         _, responses, tasks = pickle.load(pool)
-        runner.score(
+        scorer.score(
             responses, [json.loads(task) for task in tasks], lambda index, result: send(packed_result(index, result))
         )
         send(packed("done"))
 
 
-def _loaded(spec: RewardSpec, timeout_s: float, send: Send) -> Runner | None:
+def _loaded(spec: RewardSpec, timeout_s: float, send: Send) -> BatchScorer | None:
     try:
-        runner = Runner(spec.resolve(), timeout_s)
+        scorer = BatchScorer(spec.resolve(), timeout_s)
         spec.warm()
     except PenstockError as error:
         send(packed_refusal(str(error)))
@@ -160,8 +160,8 @@ def _loaded(spec: RewardSpec, timeout_s: float, send: Send) -> Runner | None:
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the import of the user's module may raise anything
         send(packed_refusal(f"reward.function: loading it failed: {RewardError.of(error).text}"))
         return None
-    send(packed("ready", runner.order))
-    return runner
+    send(packed("ready", scorer.order))
+    return scorer
 
 
 def main() -> None:

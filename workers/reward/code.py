@@ -53,7 +53,7 @@ def rows(setup, query):
     cursor = connection.execute(query)
     return [[plain(cell) for cell in row] for row in cursor.fetchmany({MAX_ROWS + 1})]
 """
-Rows = list[list[Any]]
+SqlRows = list[list[Any]]
 
 
 def sandbox(limits: Mapping[str, Any] | None = None) -> BlockingSandbox:
@@ -197,12 +197,12 @@ def sql_result(
 
 
 @functools.lru_cache(maxsize=256)
-def _gold(fence: BlockingSandbox, setup: str, query: str, wall_s: float) -> Rows:
+def _gold(fence: BlockingSandbox, setup: str, query: str, wall_s: float) -> SqlRows:
     """The rows of the reference query, cached for all responses to a task."""
     result = _run(fence, setup, query, wall_s)
     if isinstance(result, Failed):
         raise ValueError(f"the row's own query fails: {result.reason}: {result.text[-200:]}")
-    rows: Rows = result.data
+    rows: SqlRows = result.data
     return rows
 
 
@@ -214,7 +214,7 @@ def _are_rows(data: Any) -> bool:
     return isinstance(data, list) and all(isinstance(row, list) for row in data)
 
 
-def same_rows(gold: Rows, got: Rows, in_order: bool) -> bool:
+def same_rows(gold: SqlRows, got: SqlRows, in_order: bool) -> bool:
     ours, theirs = ([tuple(map(_cell, row)) for row in rows] for rows in (gold, got))
     return ours == theirs if in_order else Counter(ours) == Counter(theirs)
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from penstock.conf.errors import ConfigError, suggest
-from penstock.workers.reward.signatures import HELP, Scorer, adapt, name_of
+from penstock.workers.reward.signatures import HELP, RewardFunction, adapt, name_of
 from penstock.workers.user_code import absolute, find_function, import_file, with_file
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -88,7 +88,7 @@ class RewardSpec:
             return cls(function, _pickled(REWARDS[function].function), bound)
         return cls(with_file(function, absolute), options=bound, imports=files)
 
-    def resolve(self) -> Scorer:
+    def resolve(self) -> RewardFunction:
         """Import what is named and adapt it. Raises `ConfigError`."""
         for path in self.imports:
             import_file(path, "imports")

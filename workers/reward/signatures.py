@@ -15,13 +15,13 @@ from typing import Any
 from penstock.conf.errors import ConfigError, suggest
 
 Function = Callable[..., Any]
-Task = dict[str, Any]
+TaskColumns = dict[str, Any]
 
 HELP = (
     "A reward takes (response, task) or (response, answer); or, as TRL, (prompts, completions, **columns); "
     "or, as verl, (data_source, solution_str, ground_truth, extra_info=None)."
 )
-Provided = dict[str, Callable[[str, Task], Any]]
+Provided = dict[str, Callable[[str, TaskColumns], Any]]
 """Arguments of a function that scores one sample, by parameter: from the response and the task."""
 OWN: Provided = {
     "response": lambda response, task: response,
@@ -38,19 +38,19 @@ VERL: Provided = {
 
 
 @dataclass(frozen=True)
-class Scorer:
-    """A reward function behind one signature. Exactly one of `one` and `many` is set; either may return an awaitable.
+class RewardFunction:
+    """A user's function behind one signature. Exactly one of `one` and `many` is set; either may return an awaitable.
 
     `one(response, task)` scores a sample; `many(responses, tasks)` scores a batch and returns one value a sample.
     """
 
     name: str
     is_async: bool
-    one: Callable[[str, Task], Any | Awaitable[Any]] | None = None
-    many: Callable[[Sequence[str], Sequence[Task]], Any | Awaitable[Any]] | None = None
+    one: Callable[[str, TaskColumns], Any | Awaitable[Any]] | None = None
+    many: Callable[[Sequence[str], Sequence[TaskColumns]], Any | Awaitable[Any]] | None = None
 
 
-def adapt(function: Function, options: dict[str, Any] | None = None) -> Scorer:
+def adapt(function: Function, options: dict[str, Any] | None = None) -> RewardFunction:
     """The scorer of a function, with `options` bound as keyword arguments.
 
     Raises `ConfigError` if its parameters fit none of the signatures, or an option is none of its parameters.
@@ -69,11 +69,11 @@ def adapt(function: Function, options: dict[str, Any] | None = None) -> Scorer:
     free = {key: parameter for key, parameter in parameters.items() if key not in options}
     is_async = inspect.iscoroutinefunction(_unwrapped(function))
     if "completions" in free:
-        return Scorer(name, is_async, many=_trl(function, free, options))
+        return RewardFunction(name, is_async, many=_trl(function, free, options))
     if "solution_str" in free:
-        return Scorer(name, is_async, one=_one(function, name, free, options, VERL))
+        return RewardFunction(name, is_async, one=_one(function, name, free, options, VERL))
     if "response" in free:
-        return Scorer(name, is_async, one=_one(function, name, free, options, OWN))
+        return RewardFunction(name, is_async, one=_one(function, name, free, options, OWN))
     raise ConfigError(f"reward.function: {name}({', '.join(parameters)}) fits no known signature. {HELP}")
 
 
@@ -117,7 +117,7 @@ def _trl(function: Function, free: dict[str, inspect.Parameter], options: dict[s
     takes_any = _takes_any(free)
     required = [key for key in _required(free) if key not in ("prompts", "completions")]
 
-    def many(responses: Sequence[str], tasks: Sequence[Task]) -> Any:
+    def many(responses: Sequence[str], tasks: Sequence[TaskColumns]) -> Any:
         columns: dict[str, list[Any]] = {
             key: [task.get(key) for task in tasks] for key in dict.fromkeys(k for t in tasks for k in t)
         }
@@ -137,7 +137,7 @@ def _one(
     _check_provided(name, free, provided)
     wanted = {key: value for key, value in provided.items() if key in free}
 
-    def one(response: str, task: Task) -> Any:
+    def one(response: str, task: TaskColumns) -> Any:
         return function(**{key: value(response, task) for key, value in wanted.items()}, **options)
 
     return one

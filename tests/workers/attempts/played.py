@@ -9,7 +9,7 @@ from typing import Any
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.model import FreshModelConfig
 from penstock.metering.meters import Meters
-from penstock.workers.attempts.runner import Runner
+from penstock.workers.attempts.runner import AttemptRunner
 from penstock.workers.environments.task import Task
 from penstock.workers.fresh_model import EOS_ID, character_tokenizer
 from penstock.workers.gateway.attempt_keys import AttemptKeys
@@ -53,7 +53,7 @@ def make_runner(
     max_model_len: int = 200,
     meters: Meters | None = None,
     **settings: Any,
-) -> Runner:
+) -> AttemptRunner:
     config = EnvironmentConfig(**{"timeout_s": 30.0, "max_turns": 8, **settings})
     form = TemplateFormat(tokenizer(), "pythonic")
     limits = TurnLimits(config.max_turns, config.max_tokens, max_model_len)
@@ -62,7 +62,7 @@ def make_runner(
     def make_sampler(sampling: Sampling) -> TurnSampler:
         return TurnSampler(engines, form, sampling, limits, counts=counts)
 
-    return Runner(environment, config, make_sampler, AttemptKeys(), counts=counts, meters=meters)
+    return AttemptRunner(environment, config, make_sampler, AttemptKeys(), counts=counts, meters=meters)
 
 
 def play(

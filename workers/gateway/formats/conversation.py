@@ -29,7 +29,7 @@ SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 @dataclass(frozen=True)
-class Read:
+class ParsedAnswer:
     """The sampled tokens, read as a message."""
 
     message: Message
@@ -66,7 +66,9 @@ class Format(Protocol):
         answer. `before`: the messages that the turn has answered. None: the conversation cannot go on so, because the
         template now writes the earlier messages in another way."""
 
-    def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0) -> Read:
+    def read(
+        self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0
+    ) -> ParsedAnswer:
         """Read what was sampled. `prompt_ids`: the prompt before it, which may have begun the thinking. `turn`: its id,
         from which the ids of its calls are made."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, DataError, suggest
 from penstock.workers.gateway.formats.answers import Unreadable, checked_calls, split_thinking, strict_json, with_ids
-from penstock.workers.gateway.formats.conversation import Format, Message, Read, Tools, tool_call
+from penstock.workers.gateway.formats.conversation import Format, Message, ParsedAnswer, Tools, tool_call
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.trajectory import Turn, encodable
 
@@ -54,24 +54,28 @@ class RenderedFormat:
         ids = list(rendered.token_ids)
         return ids if ids[: len(so_far)] == so_far else None  # it cuts what was sampled after the end of an answer
 
-    def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0) -> Read:
+    def read(
+        self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0
+    ) -> ParsedAnswer:
         try:
             parsed = self._renderer.parse_response(list(token_ids), tools=_or_none(tools), prompt_ids=list(prompt_ids))
         except RecursionError:
-            return Read({"role": "assistant", "content": self._text(token_ids)}, (), "The call is nested too deeply.")
+            return ParsedAnswer(
+                {"role": "assistant", "content": self._text(token_ids)}, (), "The call is nested too deeply."
+            )
         message: dict[str, Any] = {"role": "assistant"}
         if parsed.reasoning_content is not None:
             message["reasoning_content"] = parsed.reasoning_content
         said = split_thinking(self._text(token_ids))[1] if parsed.tool_calls else parsed.content
         if not (tools and parsed.tool_calls):
-            return Read(message | {"content": said})
+            return ParsedAnswer(message | {"content": said})
         found = [_call(call) for call in parsed.tool_calls]
         content, values, problem = checked_calls(parsed.content, found, tools, said)
         calls = with_ids(values, turn)
         message["content"] = content
         if calls:
             message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
-        return Read(message, calls, problem)
+        return ParsedAnswer(message, calls, problem)
 
     def _written(self, write: Callable[..., Any], first: Any, tools: Tools, *more: Any, **named: Any) -> Any:
         try:

@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 
 from penstock.conf.errors import DataError, ModelError
 from penstock.workers.gateway.formats.answers import EMPTY, READERS, Call, begins_thinking, split_thinking, with_ids
-from penstock.workers.gateway.formats.conversation import SHORT_ID, Message, Read, Tools, tool_call
+from penstock.workers.gateway.formats.conversation import SHORT_ID, Message, ParsedAnswer, Tools, tool_call
 from penstock.workers.trajectory import Turn, encodable
 
 NUM_BEFORE = 16
@@ -70,7 +70,9 @@ class TemplateFormat:
             more = more[1:]
         return [*turn.prompt_ids, *turn.output_ids, *more]
 
-    def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0) -> Read:
+    def read(
+        self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0
+    ) -> ParsedAnswer:
         text = str(self._tokenizer.decode(self._without_ending(token_ids), skip_special_tokens=False))
         before = str(self._tokenizer.decode(prompt_ids[-NUM_BEFORE:], skip_special_tokens=False))
         thinking, said = split_thinking(text, begun=begins_thinking(before))
@@ -78,15 +80,15 @@ class TemplateFormat:
         if thinking is not None:
             message["reasoning_content"] = thinking
         if not tools:
-            return Read(message | {"content": said})
+            return ParsedAnswer(message | {"content": said})
         content, found, problem = self._read_calls(said, tools)
         if len(found) > 1 and not self._takes_several:
-            return Read(message | {"content": said}, (), "Make one call at a time.")
+            return ParsedAnswer(message | {"content": said}, (), "Make one call at a time.")
         calls = with_ids(found, turn)
         message["content"] = content
         if calls:
             message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
-        return Read(message, calls, problem)
+        return ParsedAnswer(message, calls, problem)
 
     @cached_property
     def _ending(self) -> str:

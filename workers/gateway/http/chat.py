@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.workers.gateway.formats.conversation import Message, tool_call
 from penstock.workers.gateway.http.exchange import (
-    Asked,
+    ClientRequest,
     Event,
     Protocol,
     arguments_of,
@@ -30,7 +30,7 @@ from penstock.workers.trajectory import Turn
 ROLES = {"system": "system", "developer": "system", "user": "user"}
 
 
-def asked(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Asked:
+def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> ClientRequest:
     """Read a request. `earlier`: not used, since each request has all messages."""
     _refuse(body)
     options = sampling_options(body, length=("max_completion_tokens", "max_tokens"), stop="stop")
@@ -39,14 +39,14 @@ def asked(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Asked:
     wants = {"logprobs"} if body.flag("logprobs") else set()
     if streaming is not None and streaming.flag("include_usage"):
         wants.add("usage")
-    return Asked(
+    return ClientRequest(
         tool_results_named([_message(message) for message in body.need_objects("messages")]),
         chosen([_tool(tool) for tool in body.objects("tools")], body), options, body.text("model") or "policy",
         body.flag("stream"), frozenset(wants),
     )  # fmt: skip
 
 
-def answer(asked: Asked, turn: Turn, tag: str) -> dict[str, Any]:
+def answer(asked: ClientRequest, turn: Turn, tag: str) -> dict[str, Any]:
     choice = {
         "index": 0, "message": _said(turn), "finish_reason": _finish(turn),
         "logprobs": _logprobs(turn) if "logprobs" in asked.wants else None,
@@ -54,7 +54,7 @@ def answer(asked: Asked, turn: Turn, tag: str) -> dict[str, Any]:
     return _about(asked, turn, tag, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
 
 
-def events(asked: Asked, turn: Turn, tag: str) -> Iterator[Event]:
+def events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[Event]:
     head = _about(asked, turn, tag, "chat.completion.chunk")
     for delta in _deltas(turn):
         yield Event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
@@ -137,7 +137,7 @@ def _deltas(turn: Turn) -> Iterator[dict[str, Any]]:
             yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
 
 
-def _about(asked: Asked, turn: Turn, tag: str, kind: str) -> dict[str, Any]:
+def _about(asked: ClientRequest, turn: Turn, tag: str, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{tag}-{turn.id}", "object": kind, "created": int(time.time()), "model": asked.model}
 
 
@@ -167,4 +167,4 @@ def _logprobs(turn: Turn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-CHAT = Protocol(asked, answer, events)
+CHAT = Protocol(request_of, answer, events)

@@ -26,7 +26,7 @@ NUM_PIECES = 4
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClientRequest:
     """A request."""
 
     messages: Sequence[Message]
@@ -187,11 +187,11 @@ def pieces(text: str) -> Iterator[str]:
 class Protocol:
     """A protocol that the endpoint speaks."""
 
-    asked: Callable[[Fields, Mapping[str, Sequence[Message]]], Asked]
+    request_of: Callable[[Fields, Mapping[str, Sequence[Message]]], ClientRequest]
     """Function that reads a request. Raises `BadRequest`."""
-    answer: Callable[[Asked, Turn, str], Mapping[str, Any]]
+    answer: Callable[[ClientRequest, Turn, str], Mapping[str, Any]]
     """Function that writes a turn as a whole. The last argument: part of ids, the attempt's own."""
-    events: Callable[[Asked, Turn, str], Iterator[Event]]
+    events: Callable[[ClientRequest, Turn, str], Iterator[Event]]
     """Function that writes a turn as a stream."""
     error: Callable[[Failure], Mapping[str, Any]] = as_openai
     error_event: str = ""

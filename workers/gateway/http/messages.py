@@ -12,7 +12,7 @@ from typing import Any
 from penstock.workers.gateway.formats.conversation import Message, tool_call
 from penstock.workers.gateway.http.errors import as_anthropic
 from penstock.workers.gateway.http.exchange import (
-    Asked,
+    ClientRequest,
     Event,
     Protocol,
     arguments_of,
@@ -34,7 +34,7 @@ SIGNATURE = "policy"
 PING = Event({"type": "ping"}, "ping").encode()
 
 
-def asked(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Asked:
+def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> ClientRequest:
     """Read a request. `earlier`: not used, since each request has all messages."""
     for name in ("container", "mcp_servers", "context_management"):
         body.refuse(name, "is not supported.")
@@ -46,17 +46,17 @@ def asked(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Asked:
         raise body.wrong("messages", "the last one is the assistant's: an answer cannot be begun for the policy.")
     thinking = body.object("thinking")
     thinks = thinking is not None and thinking.text("type") != "disabled"
-    return Asked(
+    return ClientRequest(
         tool_results_named([*_system(body), *said]), chosen([_tool(tool) for tool in body.objects("tools")], body),
         options, body.text("model") or "policy", body.flag("stream"), frozenset({"thinking"} if thinks else ()),
     )  # fmt: skip
 
 
-def answer(asked: Asked, turn: Turn, tag: str) -> dict[str, Any]:
+def answer(asked: ClientRequest, turn: Turn, tag: str) -> dict[str, Any]:
     return _about(asked, turn, tag) | {"content": _blocks(asked, turn), "usage": _usage(turn)} | _ending(turn)
 
 
-def events(asked: Asked, turn: Turn, tag: str) -> Iterator[Event]:
+def events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[Event]:
     start = _about(asked, turn, tag) | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield _event("message_start", message=start | {"usage": _usage(turn) | {"output_tokens": 0}})
     for index, block in enumerate(_blocks(asked, turn)):
@@ -129,7 +129,7 @@ def _tool(tool: Fields) -> dict[str, Any]:
     return function_tool(tool)
 
 
-def _blocks(asked: Asked, turn: Turn) -> list[dict[str, Any]]:
+def _blocks(asked: ClientRequest, turn: Turn) -> list[dict[str, Any]]:
     thinking, said = turn.message.get("reasoning_content"), turn.message.get("content")
     blocks: list[dict[str, Any]] = []
     if thinking and "thinking" in asked.wants:
@@ -165,7 +165,7 @@ def _event(kind: str, **data: Any) -> Event:
     return Event({"type": kind, **data}, kind)
 
 
-def _about(asked: Asked, turn: Turn, tag: str) -> dict[str, Any]:
+def _about(asked: ClientRequest, turn: Turn, tag: str) -> dict[str, Any]:
     return {"id": f"msg_{tag}_{turn.id}", "type": "message", "role": "assistant", "model": asked.model}
 
 
@@ -186,4 +186,4 @@ def _usage(turn: Turn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-MESSAGES = Protocol(asked, answer, events, as_anthropic, "error", PING)
+MESSAGES = Protocol(request_of, answer, events, as_anthropic, "error", PING)

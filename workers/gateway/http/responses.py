@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.workers.gateway.formats.conversation import Message, tool_call
 from penstock.workers.gateway.http.exchange import (
-    Asked,
+    ClientRequest,
     Event,
     Protocol,
     arguments_of,
@@ -33,7 +33,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user"}
 TEXTS = ("input_text", "output_text", "text")
 
 
-def asked(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Asked:
+def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> ClientRequest:
     """Read a request. `earlier`: the conversations of the attempt's responses, by their ids."""
     _refuse(body)
     options = sampling_options(body, length=("max_output_tokens",), stop="stop")
@@ -44,7 +44,7 @@ def asked(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Asked:
     system = [{"role": "system", "content": instructions}] if instructions else []
     is_kept = body.raw("store") is not False
     messages = tool_results_named([dict(message) for message in [*system, *said]])
-    return Asked(
+    return ClientRequest(
         messages, chosen([_tool(tool) for tool in body.objects("tools")], body), options,
         body.text("model") or "policy", body.flag("stream"), kept=messages[len(system) :] if is_kept else None,
     )  # fmt: skip
@@ -54,7 +54,7 @@ def answer_id(turn: Turn, tag: str) -> str:
     return f"resp_{tag}_{turn.id}"
 
 
-def answer(asked: Asked, turn: Turn, tag: str) -> dict[str, Any]:
+def answer(asked: ClientRequest, turn: Turn, tag: str) -> dict[str, Any]:
     is_cut = turn.finish == "length"
     return _about(asked, turn, tag) | {
         "status": "incomplete" if is_cut else "completed",
@@ -64,13 +64,13 @@ def answer(asked: Asked, turn: Turn, tag: str) -> dict[str, Any]:
     }
 
 
-def events(asked: Asked, turn: Turn, tag: str) -> Iterator[Event]:
+def events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[Event]:
     numbers = itertools.count()
     for kind, data in _events(asked, turn, tag):
         yield Event({"type": kind, "sequence_number": next(numbers), **data}, kind)
 
 
-def _events(asked: Asked, turn: Turn, tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
     nothing: dict[str, Any] = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     begun = _about(asked, turn, tag) | nothing
     yield "response.created", {"response": begun}
@@ -209,7 +209,7 @@ def _items(turn: Turn, tag: str) -> list[dict[str, Any]]:
     return items
 
 
-def _about(asked: Asked, turn: Turn, tag: str) -> dict[str, Any]:
+def _about(asked: ClientRequest, turn: Turn, tag: str) -> dict[str, Any]:
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in asked.tools]
     return {
         "id": answer_id(turn, tag), "object": "response", "created_at": int(time.time()), "model": asked.model,
@@ -228,4 +228,4 @@ def _usage(turn: Turn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-RESPONSES = Protocol(asked, answer, events, error_event="error", answer_id=answer_id)
+RESPONSES = Protocol(request_of, answer, events, error_event="error", answer_id=answer_id)

@@ -37,7 +37,7 @@ from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http.chat import CHAT
 from penstock.workers.gateway.http.errors import NO_KEY, UNKNOWN_KEY, Failure, error_shape, failure_of
-from penstock.workers.gateway.http.exchange import Asked, Event, Protocol
+from penstock.workers.gateway.http.exchange import ClientRequest, Event, Protocol
 from penstock.workers.gateway.http.fields import parsed
 from penstock.workers.gateway.http.messages import MESSAGES
 from penstock.workers.gateway.http.responses import RESPONSES
@@ -104,14 +104,14 @@ class HttpServer:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         sampler = self._sampler(request)
-        asked = MESSAGES.asked(parsed(await request.read()), {})
+        asked = MESSAGES.request_of(parsed(await request.read()), {})
         return web.json_response({"input_tokens": sampler.count(asked.messages, asked.tools)})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         protocol = PROTOCOLS[request.path]
         sampler = self._sampler(request)
         answers = self._answers.setdefault(sampler, _AttemptAnswers(_tag(request)))
-        asked = protocol.asked(parsed(await request.read()), answers.responses)
+        asked = protocol.request_of(parsed(await request.read()), answers.responses)
         is_retry = request.headers.get(RETRIES, "0") != "0"
         answering = _Answering(request, protocol, asked, answers, self._waiting_s)
         async with _sampled(sampler, asked, is_retry, answers) as sampling:
@@ -137,7 +137,7 @@ class _Refused(Exception):
 
 @asynccontextmanager
 async def _sampled(
-    sampler: TurnSampler, asked: Asked, is_retry: bool, answers: _AttemptAnswers
+    sampler: TurnSampler, asked: ClientRequest, is_retry: bool, answers: _AttemptAnswers
 ) -> AsyncIterator["asyncio.Future[Turn]"]:
     """Sample a turn. Unless it is among those delivered at the end, it is forgotten, as if it had never been
     sampled."""
@@ -159,7 +159,7 @@ class _Answering:
     """Writer of the answer to one request."""
 
     def __init__(
-        self, request: web.Request, protocol: Protocol, asked: Asked, answers: _AttemptAnswers, waiting_s: float
+        self, request: web.Request, protocol: Protocol, asked: ClientRequest, answers: _AttemptAnswers, waiting_s: float
     ) -> None:
         self._request, self._protocol, self._asked, self._answers = request, protocol, asked, answers
         self._waiting_s = waiting_s

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from penstock.conf.environment import EnvironmentConfig
-from penstock.workers.attempts.runner import Runner
+from penstock.workers.attempts.runner import AttemptRunner
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.http.server import HttpServer
@@ -41,7 +41,7 @@ async def attempts(
     server = HttpServer(keys)
     keys.base_url = await server.start("127.0.0.1", 0)
     try:
-        runner = Runner(Agent(), EnvironmentConfig(timeout_s=600.0), sampler, keys)
+        runner = AttemptRunner(Agent(), EnvironmentConfig(timeout_s=600.0), sampler, keys)
         found = await runner.group(Task("1", 1), [Sampling(max_tokens=100)] * count)
         await after()
         return found

@@ -28,5 +28,5 @@ USER = [{"role": "user", "content": "?"}]
     ],
 )  # fmt: skip
 def test_structure_is_passed_on_only_if_it_was_asked_for(module: Any, body: dict, structure: Any) -> None:
-    options = module.asked(Fields({"messages": USER, "input": "?"} | body), {}).options
+    options = module.request_of(Fields({"messages": USER, "input": "?"} | body), {}).options
     assert options == ({"structure": structure} if structure else {})
