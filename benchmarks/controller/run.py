@@ -32,7 +32,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.owners import RunOwner
-from penstock.orchestrator.control.controller import Controller, Outcome
+from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.membership.handover import Handover, RunState, identity_of, pack
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.observability.reporting.progress import Progress
@@ -116,7 +116,7 @@ async def run_here(scale: Scale, output_dir: str, store: Endpoint, members: str,
     try:
         await attach(fleet, START_S)
         readings.call_s = await cost_of_calls(fleet)
-        outcome: Outcome = await controller_of(fleet, config, flow, directory, readings).run()
+        outcome: TrainingResult = await controller_of(fleet, config, flow, directory, readings).run()
         assert outcome.num_steps == scale.num_steps
     finally:
         caller.close()

@@ -18,7 +18,7 @@ from penstock.network.handshake import new_token
 from penstock.orchestrator.cluster.fleet.roll_call import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
-from penstock.orchestrator.membership.liveness import ALIVE, Liveness, State
+from penstock.orchestrator.membership.liveness import ALIVE, Liveness, VerdictKind
 from penstock.workers.node.agent import STACKS
 from penstock.workers.progress import SERVING, STARTING, WAITING
 from tests.store.driver import make_spec
@@ -63,7 +63,7 @@ def rollout(make: Make) -> Any:
     return make(Rollout, RolloutSpec("Rollout-1", EngineSpec(RolloutConfig(engine="scripted")), 0, 2))
 
 
-def watched(liveness: Liveness, handle: Any, until: State) -> str:
+def watched(liveness: Liveness, handle: Any, until: VerdictKind) -> str:
     """Heartbeats to an actor until it is judged so; the reason."""
     pending, deadline = None, time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -86,9 +86,9 @@ def test_a_stopped_process_is_silent_and_is_ended_with_a_recoverable_error(make:
     process = ray.get(member.process.remote(stacks))
     assert ray.get(member.progress.remote()).phase == SERVING
     liveness = Liveness("rollout", CONFIG, time.monotonic())
-    assert watched(liveness, member, State.ALIVE) == ""
+    assert watched(liveness, member, VerdictKind.ALIVE) == ""
     psutil.Process(process.pid).suspend()
-    assert watched(liveness, member, State.SILENT) == "no answer to a heartbeat for 1 s"
+    assert watched(liveness, member, VerdictKind.SILENT) == "no answer to a heartbeat for 1 s"
     text = ray.get(node.dump_stacks.remote(process, "Rollout-1"))
     assert f"Rollout-1, process {process.pid} (stopped)" in text
     assert "main_loop" in text
@@ -103,9 +103,9 @@ def test_a_process_that_goes_on_after_a_stop_is_alive_again(make: Make, agent: t
     process = ray.get(member.process.remote(agent[1]))
     liveness = Liveness("rollout", CONFIG, time.monotonic())
     psutil.Process(process.pid).suspend()
-    watched(liveness, member, State.SILENT)
+    watched(liveness, member, VerdictKind.SILENT)
     psutil.Process(process.pid).resume()
-    watched(liveness, member, State.ALIVE)
+    watched(liveness, member, VerdictKind.ALIVE)
     assert liveness.judge(time.monotonic()) == ALIVE
 
 
