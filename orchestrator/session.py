@@ -33,7 +33,7 @@ from penstock.orchestrator.cluster.cluster import Cluster, check_placement, name
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
-from penstock.orchestrator.cluster.ray_calls import get_all
+from penstock.orchestrator.cluster.ray_calls import Handles, get_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.membership.members import catching_up
@@ -78,7 +78,7 @@ class Prompts:
 class Model:
     """A model on its ranks, which run one program together: a reference, or the base of `Policy`."""
 
-    def __init__(self, ranks: Sequence[tuple[str, Any]], config: RunConfig) -> None:
+    def __init__(self, ranks: Handles, config: RunConfig) -> None:
         self._ranks, self._config = ranks, config
 
     def _all(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:

@@ -21,6 +21,8 @@ from penstock.conf.errors import (
 )
 from penstock.orchestrator.cluster.failures import CAUSE_GRACE_S, Kind, cause_of, is_cause, kind_of
 
+Handles = Sequence[tuple[str, Any]]
+"""Names and handles of actors."""
 MEMORY_KEYS = {
     "Rollout": "lower rollout.kv_cache_gib, or rollout.gpu_memory_utilization on a GPU",
     "Trainer": "lower trainer.max_tokens_per_microbatch, or raise trainer.num_ranks",

@@ -16,9 +16,9 @@ from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError, Work
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import STREAMS, SYNC_PHASES, choose_transport
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.fleet.member_table import LOOK_S, Handles
+from penstock.orchestrator.cluster.fleet.member_table import LOOK_S
 from penstock.orchestrator.cluster.nodes.weight_relays import WeightRelays
-from penstock.orchestrator.cluster.ray_calls import answers, is_recoverable, outcomes
+from penstock.orchestrator.cluster.ray_calls import Handles, answers, is_recoverable, outcomes
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.streaming.engine_calls import ActorEngines
 from penstock.workers.weights.transport import Delivery

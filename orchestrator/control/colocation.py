@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.ray_calls import answer, answers
+from penstock.orchestrator.cluster.ray_calls import Handles, answer, answers
 from penstock.store.client.client import StoreClient
 
 
 class DeviceTurns:
     """Lifecycle: `generation` before the first batch is waited for, then `training` and `generation` in turn."""
 
-    def __init__(self, role: Callable[[str], list[tuple[str, Any]]], store: StoreClient, config: RunConfig) -> None:
+    def __init__(self, role: Callable[[str], Handles], store: StoreClient, config: RunConfig) -> None:
         """`role`: names and handles of a role's actors, as `Fleet.role` has them."""
         self._role, self._store, self._config = role, store, config
         self._takes_turns = config.placement == "colocated" and bool(role("rollout"))

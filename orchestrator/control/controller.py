@@ -39,7 +39,7 @@ from penstock.orchestrator.control.versions import Versions
 from penstock.orchestrator.membership.engine_directory import EngineDirectory
 from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.liveness import Watch
-from penstock.orchestrator.membership.members import Members, catching_up
+from penstock.orchestrator.membership.members import Membership, catching_up
 from penstock.orchestrator.membership.recoveries import Recoveries
 from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
@@ -104,7 +104,7 @@ class Controller:
         self._watch = Watch(fleet, config, self.directory)
         self._supervisor = Supervisor(context, self._restarts, self._stores, self._watch.tokens_in_flight)
         catch_up = catching_up(config, self._weights)
-        self._members = Members(context, self._restarts, self._stores, self._supervisor, catch_up, wanted)
+        self._members = Membership(context, self._restarts, self._stores, self._supervisor, catch_up, wanted)
         connect = self._weights.connect if "rollout" in catch_up or not self._weights.has_engines else None
         share = faults.partner_share if faults.keep_state and connect is not None else 0.0
         timeout_s = config.trainer.collective_timeout_s

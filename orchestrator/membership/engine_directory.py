@@ -8,7 +8,7 @@ import asyncio
 from typing import Any
 
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import outcomes
+from penstock.orchestrator.cluster.ray_calls import Handles, outcomes
 
 LOOK_S = 0.1
 """Seconds between two looks at which engines there are."""
@@ -21,7 +21,7 @@ class EngineDirectory:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._engines: list[tuple[str, Any]] = []
+        self._engines: Handles = []
         self._version = 0
         """The list's version: engines are compared once a look, and not once for each environment."""
         self._told: dict[str, tuple[Any, int]] = {}

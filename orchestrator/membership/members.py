@@ -18,7 +18,7 @@ from penstock.conf.errors import CannotScale, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.failures import first_line, held_back
-from penstock.orchestrator.cluster.ray_calls import outcomes
+from penstock.orchestrator.cluster.ray_calls import Handles, outcomes
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.membership.nodes import Nodes
 from penstock.orchestrator.membership.restarts import Restarts
@@ -38,7 +38,7 @@ GRACE_S = 30.0
 """Seconds beyond its drain time for a member to say that it has finished."""
 
 
-class Members:
+class Membership:
     """Lifecycle: `begin` in the controller's task group, `serve` the roles one after the other, then `change` any
     number of times, `close`."""
 
@@ -52,7 +52,7 @@ class Members:
         wanted: dict[str, int] | None = None,
     ) -> None:
         """`catch_up`: what new members of a role do before they serve; roles that are not in it take none. `wanted`:
-        numbers of members that were asked for, by role; kept up to date for the `Members` after a return."""
+        numbers of members that were asked for, by role; kept up to date for the `Membership` after a return."""
         self.staying = asyncio.Lock()
         """Lock of a caller that needs the present members to stay for a while."""
         self._fleet, self._flow, self._config = context.fleet, context.flow, context.config
@@ -265,7 +265,7 @@ class Members:
         return next(actor.role for actor in self._fleet.plan if actor.name == name)
 
 
-async def drain(members: Sequence[tuple[str, Any]], drain_s: float) -> None:
+async def drain(members: Handles, drain_s: float) -> None:
     """Let members finish what they have before they leave. One that is dead, or does not say in time that it has
     finished, is left as it is. `members`: names and handles."""
     calls = [(name, handle.drain.remote(drain_s)) for name, handle in members]

@@ -15,7 +15,7 @@ from penstock.conf.errors import CannotScale, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.capacity import Capacity
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.membership.members import Members, drain
+from penstock.orchestrator.membership.members import Membership, drain
 from penstock.orchestrator.membership.scaling_requests import MET_AT_START, ScalingRequest, change_of, who_leaves
 from penstock.orchestrator.membership.supervisor import CatchUp
 
@@ -29,7 +29,7 @@ class ScalingListener:
     """The controller's listener for requests from outside, which it grants one after the other. Lifecycle: `run` until
     it is cancelled."""
 
-    def __init__(self, agent: Any, members: Members, config: RunConfig) -> None:
+    def __init__(self, agent: Any, members: Membership, config: RunConfig) -> None:
         """`agent`: the handle of the agent on the driver's node."""
         self._agent, self._members, self._config = agent, members, config
 
@@ -60,7 +60,7 @@ class AutoscalerFollower:
     that leave take their engines with them (`members.py`); engines are added here when there is room again, or for the
     first time. Lifecycle: `run` until it is cancelled."""
 
-    def __init__(self, capacity: Capacity, members: Members) -> None:
+    def __init__(self, capacity: Capacity, members: Membership) -> None:
         self._capacity, self._members = capacity, members
 
     async def run(self) -> None:

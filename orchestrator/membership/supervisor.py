@@ -13,8 +13,7 @@ from functools import partial
 
 from penstock.conf.errors import PartnerGone, WorkerDied
 from penstock.orchestrator.cluster.failures import CAUSE_GRACE_S, cause_of
-from penstock.orchestrator.cluster.fleet.member_table import Handles
-from penstock.orchestrator.cluster.ray_calls import is_recoverable, translate
+from penstock.orchestrator.cluster.ray_calls import Handles, is_recoverable, translate
 from penstock.orchestrator.membership.restarts import Restarts, title_of
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery

@@ -17,9 +17,8 @@ from functools import partial
 from typing import TypeVar
 
 from penstock.conf.errors import DeadlineExceeded, KeptStateError, PenstockError
-from penstock.orchestrator.cluster.fleet.member_table import Handles
 from penstock.orchestrator.cluster.nodes.kept_states import KeptStates
-from penstock.orchestrator.cluster.ray_calls import answers, is_recoverable, outcomes
+from penstock.orchestrator.cluster.ray_calls import Handles, answers, is_recoverable, outcomes
 from penstock.orchestrator.membership.restarts import Restarts, title_of
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery

@@ -19,7 +19,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, Sources, cores_here
 from penstock.orchestrator.cluster.fleet.capacity import Capacity
-from penstock.orchestrator.cluster.fleet.member_table import GANGS, FleetState, Handles, MemberTable
+from penstock.orchestrator.cluster.fleet.member_table import GANGS, FleetState, MemberTable
 from penstock.orchestrator.cluster.fleet.roll_call import RollCall
 from penstock.orchestrator.cluster.fleet.store_process import StoreProcess
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
@@ -31,7 +31,7 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial, threads_of
-from penstock.orchestrator.cluster.ray_calls import answers, get_all, outcomes
+from penstock.orchestrator.cluster.ray_calls import Handles, answers, get_all, outcomes
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.service.actor import STORE
 from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
@@ -152,7 +152,7 @@ class Fleet(MemberTable):
         """Load models and start engines, all at the same time. Raises what the first failing actor raised."""
         timeout_s = self.config.rollout.start_timeout_s
         self.agents.facts(timeout_s)
-        calls = []
+        calls: list[tuple[str, Any]] = []
         for team in self.teams():
             members, address = [(name, self.actors[name]) for name in team], None
             if len(team) > 1:

@@ -21,9 +21,8 @@ from penstock.orchestrator.cluster.nodes.agents import AgentsState
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.reservation import Reservation
+from penstock.orchestrator.cluster.ray_calls import Handles
 
-Handles = list[tuple[str, Any]]
-"""Names and handles of actors."""
 GANGS = ("trainer", "scorer")
 """Roles whose ranks meet: they start together, and one of them is worth nothing without the others."""
 LOOK_S = 0.1

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.orchestrator.cluster.fleet.member_table import Handles
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
-from penstock.orchestrator.cluster.ray_calls import outcomes
+from penstock.orchestrator.cluster.ray_calls import Handles, outcomes
 
 MANY = 100
 """Least number of members for which agents are asked. Fewer are asked themselves."""

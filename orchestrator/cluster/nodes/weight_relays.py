@@ -17,11 +17,9 @@ from typing import Any
 from penstock.conf.errors import WeightError, WorkerDied
 from penstock.network.connection import Address
 from penstock.orchestrator.cluster.failures import Kind, kind_of
-from penstock.orchestrator.cluster.ray_calls import answers, translate
+from penstock.orchestrator.cluster.ray_calls import Handles, answers, translate
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 
-Members = Sequence[tuple[str, Any]]
-"""Names and handles of actors."""
 LOOK_S = 0.2
 """Seconds between two looks for nodes that a version comes from."""
 EPOCH_BITS = 32
@@ -82,13 +80,13 @@ class WeightRelays:
         self._sending: dict[str, Any] = {}
         """Agent of each node that the newest version comes from."""
 
-    async def plan(self, trainers: Members, engines: Members) -> None:
+    async def plan(self, trainers: Handles, engines: Handles) -> None:
         """Have new ranks plan their chunks, if several nodes take part. Raises `WeightError`, `DeadlineExceeded`."""
         self._crosses_nodes, self._whole = False, None
         self._look_around(trainers, engines)
         await self._plan_if_needed(trainers)
 
-    async def begin(self, version: int, trainers: Members, engines: Members) -> None:
+    async def begin(self, version: int, trainers: Handles, engines: Handles) -> None:
         """Begin a version, before the ranks publish it. Raises `WeightError`, e.g. where a node has no room."""
         self._look_around(trainers, engines)
         await self._plan_if_needed(trainers)
@@ -138,7 +136,7 @@ class WeightRelays:
         """Remove old publications once engines have loaded a newer one."""
         await self._tell(self._nodes, self._used, "reclaim_versions", phase="reclaim publications", needed=())
 
-    async def bring(self, engines: Members) -> bool:
+    async def bring(self, engines: Handles) -> bool:
         """Bring the newest version to the nodes of engines that have come since it began. False: it cannot be brought
         there, as a newer one is under way, none has been between nodes so far, or part of it is lost with a node; the
         next one will be there by itself. Raises `WeightError`, `DeadlineExceeded`."""
@@ -166,7 +164,7 @@ class WeightRelays:
     def _used(self) -> list[str]:
         return list(dict.fromkeys([*self._sources, *self._receivers]))
 
-    def _look_around(self, trainers: Members, engines: Members) -> None:
+    def _look_around(self, trainers: Handles, engines: Handles) -> None:
         self._nodes = self._look()
         node_of = self._nodes.node_of
         if gone := [name for name, _ in trainers if name not in node_of]:
@@ -175,7 +173,7 @@ class WeightRelays:
         names = {*(name for name, _ in engines), *self._nodes.engines}
         self._receivers = sorted({node_of[name] for name in names if name in node_of})
 
-    async def _plan_if_needed(self, trainers: Members) -> None:
+    async def _plan_if_needed(self, trainers: Handles) -> None:
         """Have the ranks plan once, and tell the plan to nodes that do not know it."""
         if not self._crosses_nodes:
             if len(self._used) == 1:
