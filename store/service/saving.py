@@ -137,21 +137,21 @@ class Saving:
     async def write(self, root: str, number: int, keep: int, is_apart: bool) -> str:
         """Write the last cut, or else the state of this moment, in a thread. Returns its path. `is_apart`: the state of
         this moment, and the last cut is another's. A caller that is cancelled does not end it. Raises `StoreError`."""
-        taken = None if is_apart else self._cut
+        cut = None if is_apart else self._cut
         if not is_apart:
             self._cut = None
-        writing = self._begin(self._write(taken or StoreCut(self._ledger, self._blocks), root, number, keep))
+        writing = self._begin(self._write(cut or StoreCut(self._ledger, self._blocks), root, number, keep))
         return await asyncio.shield(writing)
 
-    async def _write(self, taken: StoreCut, root: str, number: int, keep: int) -> str:
+    async def _write(self, cut: StoreCut, root: str, number: int, keep: int) -> str:
         try:
-            await taken.copied()
+            await cut.copied()
             resolve = self._segments.reader() if self._segments is not None else None
-            return await asyncio.to_thread(taken.write, root, number, keep, resolve)
+            return await asyncio.to_thread(cut.write, root, number, keep, resolve)
         except OSError as error:
             raise StoreError(f"{root}: the store's snapshot cannot be written: {error}") from None
         finally:
-            await taken.release()
+            await cut.release()
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(work)
