@@ -28,7 +28,7 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.roots import SHARED_MEMORY
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.trainer.kept.kept_state import KeptState
+from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 
@@ -62,7 +62,7 @@ class Side:
         self.size, self.folder, self.batch = size, folder, rows()
         self.trainer = PolicyTrainer(TrainerConfig(), str(folder / "model"))
         self.state = TrainingState({"policy": self.trainer})
-        self.kept, self.num_kept = KeptState(self.state, self.trainer, memory), 0
+        self.memory, self.num_copies = MemoryCheckpoint(self.state, self.trainer, memory), 0
         self.has_room = True
         """True while there is room for two copies in shared memory."""
         self.num_parameters = sum(parameter.numel() for parameter in self.trainer.model.parameters())
@@ -98,16 +98,16 @@ class Side:
         """Make a copy in shared memory. Returns seconds; not a number without room for two."""
         if not self.has_room:
             return math.nan
-        self.num_kept += 1
+        self.num_copies += 1
         start = time.perf_counter()
-        self.has_room = self.kept.keep(self.num_kept) is None
+        self.has_room = self.memory.save(self.num_copies) is None
         return time.perf_counter() - start if self.has_room else math.nan
 
     def restore(self) -> float:
         if not self.has_room:
             return math.nan
         start = time.perf_counter()
-        self.kept.restore(self.num_kept)
+        self.memory.restore(self.num_copies)
         return time.perf_counter() - start
 
     def resume(self) -> float:
@@ -127,7 +127,7 @@ def measure(size: str, folder: Path, memory: str, num_rounds: int) -> list[Round
             entry["resume_s"] = side.resume()
             entry["keep_s"], entry["restore_s"] = side.keep(), side.restore()
         rounds.append(entry)
-    side.kept.close()
+    side.memory.close()
     side.trainer.close()
     return rounds
 

@@ -105,9 +105,9 @@ class DamagedCheckpoint(CheckpointError):
     """A file of a checkpoint that is missing, or is not what was written. The message names it."""
 
 
-class KeptStateError(PenstockError):
-    """A kept copy of a trainer's state that is missing, damaged, or of another trainer, or that cannot be brought to
-    another node. The last checkpoint is what is left to go on from."""
+class MemoryCheckpointError(PenstockError):
+    """An in-memory checkpoint of a trainer that is missing, damaged, or of another trainer, or that cannot be brought
+    to another node. The last checkpoint is what is left to go on from."""
 
 
 class NotPlainData(PenstockError, ValueError):

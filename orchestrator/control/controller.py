@@ -27,7 +27,7 @@ from penstock.metering.meters import Meters
 from penstock.orchestrator.checkpointing.model_export import export_model
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.cluster.failures import cause_of, held_back, leaves
-from penstock.orchestrator.cluster.nodes.kept_states import KeptStates
+from penstock.orchestrator.cluster.nodes.memory_checkpoints import MemoryCheckpoints
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.ray_calls import answers, translate
 from penstock.orchestrator.cluster.weight_sync import WeightSync
@@ -108,7 +108,7 @@ class Controller:
         connect = self._weights.connect if "rollout" in catch_up or not self._weights.has_engines else None
         share = faults.partner_share if faults.keep_state and connect is not None else 0.0
         timeout_s = config.trainer.collective_timeout_s
-        self._states = KeptStates(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
+        self._states = MemoryCheckpoints(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
         self._ranks = TrainerRecovery(context, self._restarts, self._stores, self._supervisor, self._states, connect)
         self._versions = Versions(
             self._weights, self._ranks, self._turns, self._stores, self.directory.timeline, self._before
@@ -255,7 +255,7 @@ class Controller:
             raise PartnerGone(f"step {step}: the store closed while the trainers waited for their batch.")
         end = time.time()
         self._observer.updated(step, reports, end)
-        for problem in dict.fromkeys(report.not_kept for report in reports if report.not_kept):
+        for problem in dict.fromkeys(report.no_memory_checkpoint for report in reports if report.no_memory_checkpoint):
             self.directory.event("state_not_kept", step=step, reason=problem)
             self.progress.note(problem)
             self._states.end()

@@ -7,7 +7,7 @@
 A step is trained once the store has been told so, after all ranks have copied their state. So the ledger decides:
 either every rank has the copy of the step, or the batch is formed again of the same groups, and every rank has the copy
 of the step before. Ranks whose node has left start elsewhere, from the copies that another node has
-(`orchestrator/cluster/nodes/kept_states.py`).
+(`orchestrator/cluster/nodes/memory_checkpoints.py`). Each rank reads its own (`workers/trainer/memory_checkpoint/`).
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from penstock.conf.errors import DeadlineExceeded, KeptStateError, PenstockError
-from penstock.orchestrator.cluster.nodes.kept_states import KeptStates
+from penstock.conf.errors import DeadlineExceeded, MemoryCheckpointError, PenstockError
+from penstock.orchestrator.cluster.nodes.memory_checkpoints import MemoryCheckpoints
 from penstock.orchestrator.cluster.ray_calls import Handles, answers, is_recoverable, outcomes
 from penstock.orchestrator.membership.restarts import Restarts, title_of
 from penstock.orchestrator.membership.run_context import RunContext
@@ -50,7 +50,7 @@ class TrainerRecovery:
         restarts: Restarts,
         stores: StoreRecovery,
         supervisor: Supervisor,
-        states: KeptStates,
+        states: MemoryCheckpoints,
         connect: Callable[[], Awaitable[None]] | None,
     ) -> None:
         """`connect`: what new ranks and the engines do before weights go between them; None where ranks cannot be
@@ -131,7 +131,7 @@ class TrainerRecovery:
         store = self._stores.incarnation
         try:
             await self._supervisor.replace(ROLE, team, failure, catch_up)
-        except KeptStateError as error:
+        except MemoryCheckpointError as error:
             self._restarts.beyond_help(ROLE, title_of(team), failure)
             raise failure from error
         if store != self._stores.incarnation:  # they may have been attached to the one before

@@ -19,7 +19,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PartnerGone, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
-from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
+from penstock.orchestrator.cluster.nodes.memory_checkpoints import StateNodes
 from penstock.orchestrator.cluster.owners import Owner, ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config

@@ -147,14 +147,14 @@ class NodeAgent:
         """End an actor's process on this node and all that it has started. False if one of them will not end."""
         return await asyncio.to_thread(processes.kill, process)
 
-    async def kept_states(self, trainer: str) -> dict[int, list[int]]:
+    async def memory_checkpoints(self, trainer: str) -> dict[int, list[int]]:
         """Steps after which this node has whole copies of a trainer's ranks, by rank: its own ranks' and those that it
         has fetched."""
         return await asyncio.to_thread(self._agent.states.there, trainer)
 
     async def fetch_states(self, trainer: str, copies: dict[int, int], source: Address) -> None:
         """Bring a step of each of these ranks here, `{rank: step}`, from the node whose agent listens at `source`.
-        Raises `KeptStateError`; what was here before is whole all the same."""
+        Raises `MemoryCheckpointError`; what was here before is whole all the same."""
         await asyncio.to_thread(self._agent.states.fetch, trainer, copies, source)
 
     async def keep_only_states(self, trainer: str, ranks: list[int], up_to: int) -> None:

@@ -3,7 +3,7 @@
     <root>/weights/   publications: written by ranks, read by engines
     <root>/rows/      large batches of the store
     <root>/stacks/    stacks of the run's processes, written when they do not answer any more
-    <root>/states/    kept states of trainers: written by ranks, and by a partner's agent
+    <root>/states/    in-memory checkpoints of trainers: written by ranks, and by a partner's agent
 
     other nodes' agents ─ TCP, the run's token ─▶ listener ─▶ the service that they ask for
 

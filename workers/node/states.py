@@ -1,5 +1,5 @@
-"""Kept states of trainers (`workers/trainer/kept/`), sent from node to node: a rank's copies on a second node, in case
-its own is lost.
+"""In-memory checkpoints of trainers (`workers/trainer/memory_checkpoint/`), sent from node to node: a rank's copies on
+a second node, in case its own is lost.
 
     partner's node: fetch(trainer, {rank: step}, source)        the rank's node: serve
           begin a slot ◀── TCP: header, then the bytes by sendfile ── the slot that has the step
@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from penstock.conf.errors import KeptStateError
+from penstock.conf.errors import MemoryCheckpointError
 from penstock.network.connection import Address, Connection, connect
 from penstock.network.names import OutsideName, checked
-from penstock.workers.trainer.kept.slots import (
+from penstock.workers.trainer.memory_checkpoint.slots import (
     Header,
     Slots,
     from_json,
@@ -74,7 +74,8 @@ class StateService:
 
     def fetch(self, trainer: str, copies: Mapping[int, int], source: Address) -> None:
         """Bring a step of each rank here, from the node whose agent listens at `source`. What is here already stays as
-        it is. Raises `KeptStateError`; what was brought of other ranks, and what was here, is whole all the same."""
+        it is. Raises `MemoryCheckpointError`; what was brought of other ranks, and what was here, is whole all the
+        same."""
         with self._fetching, ThreadPoolExecutor(STREAMS) as threads:
             futures = [threads.submit(self._fetch, trainer, rank, step, source) for rank, step in copies.items()]
         for future in futures:
@@ -92,7 +93,7 @@ class StateService:
                 while True:
                     trainer, rank, step = msgspec.msgpack.decode(connection.receive().body, type=tuple[str, int, int])
                     self._send(connection, Slots(self._folder(trainer), rank), step)
-            except (OSError, msgspec.MsgspecError, KeptStateError):
+            except (OSError, msgspec.MsgspecError, MemoryCheckpointError):
                 return  # it has what it wanted, or is gone
 
     def close(self) -> None:
@@ -120,7 +121,7 @@ class StateService:
                 if slots.copies().get(step, (0, None))[1] != header:  # nodes that share their memory have it already
                     self._receive(connection, slots, header)
         except OSError as error:
-            raise KeptStateError(
+            raise MemoryCheckpointError(
                 f"the copy of rank {rank} after step {step} could not be fetched from {source} into "
                 f"{slots.directory}: {error}. The one before stays until the next is fetched."
             ) from None
@@ -149,4 +150,4 @@ class StateService:
         try:
             return self._root / checked(trainer)
         except OutsideName as error:
-            raise KeptStateError(f"{error} A trainer's is its role.") from None
+            raise MemoryCheckpointError(f"{error} A trainer's is its role.") from None

@@ -165,21 +165,16 @@ class Trainer(_Rank):
         with self._phases.within(RESUMING), self._together(f"resume {directory}"):
             self._parts.state.load(directory, files)
 
-    def kept_steps(self) -> list[int]:
-        """Steps after which this node has a whole copy of this rank's state, in order. Also before `start`."""
-        from penstock.workers.trainer.kept.slots import steps_there
-
-        return steps_there(self._spec.keeps_state, self._spec.rank) if self._spec.keeps_state is not None else []
-
     def restore(self, step: int, epoch: int = 0) -> None:
-        """Go on from the kept copies of a step, after `start`, where each rank's node has its own. Copies of later
-        steps become invalid. Collective. Raises `KeptStateError`, on all ranks alike, having changed nothing."""
+        """Go on from the in-memory checkpoint of a step, after `start`, where each rank's node has its own. Those of
+        later steps become invalid. Collective. Raises `MemoryCheckpointError`, on all ranks alike, having changed
+        nothing."""
         self._epoch.check(epoch)
-        kept = self._needed(self._parts.kept, "faults.keep_state=true")
+        checkpoint = self._needed(self._parts.memory_checkpoint, "faults.keep_state=true")
         worker = self._parts.worker
         with self._phases.within(RESUMING):
             worker.after_step = None
-            kept.restore(step)
+            checkpoint.restore(step)
             worker.after_step = step
 
     def after_step(self) -> int | None:
@@ -249,8 +244,8 @@ class Trainer(_Rank):
         if self._connected is not None:
             self._connected.close()
         if self._started is not None:
-            if self._started.kept is not None:
-                self._started.kept.close()
+            if self._started.memory_checkpoint is not None:
+                self._started.memory_checkpoint.close()
             self._started.trainer.close()
         self._close_meeting()
 

@@ -20,7 +20,7 @@ import torch
 from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
 from penstock.workers.progress import Phases
-from penstock.workers.trainer.kept.kept_state import KeptState
+from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
@@ -47,8 +47,8 @@ class TrainerParts:
     trainer: PolicyTrainer
     state: TrainingState
     """The state of the trainer and of its critic, if it has one."""
-    kept: KeptState | None
-    """The state's copy in the node's memory after each update; None where that is off."""
+    memory_checkpoint: MemoryCheckpoint | None
+    """The copy of the state in the node's memory after each update; None where that is off."""
     worker: TrainerWorker
 
 
@@ -72,7 +72,8 @@ def assemble_trainer(
     preparation = Preparation(spec.in_trainer, spec.columns, ranks.gather, critic, is_saved=spec.is_saved)
     trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
     state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
-    kept = KeptState(state, trainer, spec.keeps_state) if spec.keeps_state is not None else None
+    root = spec.memory_checkpoint_root
+    memory_checkpoint = MemoryCheckpoint(state, trainer, root) if root is not None else None
     meter = StepMeter(meters or Meters(), trainer.size, ranks.num_peers, ranks.device)
     meter.begin()
     worker = TrainerWorker(
@@ -81,7 +82,7 @@ def assemble_trainer(
         ranks.num_data_ranks,
         spec.loss,
         preparation=preparation,
-        keep=kept.keep if kept is not None else None,
+        checkpoint=memory_checkpoint.save if memory_checkpoint is not None else None,
         speaks_for_rows=ranks.speaks_for_rows,
         phases=phases,
         peers=ranks,
@@ -89,7 +90,7 @@ def assemble_trainer(
         young=_young(spec),
         note=meter.note,
     )
-    return TrainerParts(trainer, state, kept, worker)
+    return TrainerParts(trainer, state, memory_checkpoint, worker)
 
 
 def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None = None) -> ScorerParts:

@@ -80,9 +80,9 @@ class StepReport:
     """Ids (int64) of the rows that this rank speaks for."""
     share: Share | None = None
     """Share of the batch: what the store is to be told is trained. None: another rank speaks for these rows."""
-    not_kept: str | None = None
-    """The reason why this rank keeps no copies of its state from this step on: told once. None: it does, or this has
-    been told."""
+    no_memory_checkpoint: str | None = None
+    """The reason why this rank makes no in-memory checkpoints from this step on: told once. None: it does, or this
+    has been told."""
 
 
 @dataclass(frozen=True)

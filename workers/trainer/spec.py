@@ -46,9 +46,9 @@ class TrainerSpec(RankSpec):
     is_saved: bool = False
     """True if checkpoints of this trainer are taken."""
     checkpoint_timeout_s: float = 1800.0
-    keeps_state: str | None = None
+    memory_checkpoint_root: str | None = None
     """Directory in shared memory below which every rank keeps a copy of its state after each update, the same on all
-    nodes (`kept/`). None: no copies."""
+    nodes (`memory_checkpoint/`). None: no copies."""
     after_step: int = 0
     """The last step before the run's actors were started: 0, or the checkpoint's."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s

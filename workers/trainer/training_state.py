@@ -1,5 +1,5 @@
-"""The trainers of one rank, a policy and perhaps its critic, as one state: for checkpoints, and for the copies that
-ranks keep in memory (`kept/`).
+"""The trainers of one rank, a policy and perhaps its critic, as one state: for checkpoints, and for in-memory
+checkpoints (`memory_checkpoint/`).
 
 policy/weights/…  policy/exp_avg/…  policy/exp_avg_sq/…  policy/counters      critic/…      rng/<rank>
 """

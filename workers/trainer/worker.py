@@ -1,6 +1,6 @@
 """The work of a rank on the store: a trainer one step a call, a scorer whatever rows are ready until it closes.
 
-    TrainerWorker.step(k):  round k - 1 of "train" ─▶ trainer.update ─▶ keep(k) ─▶ StepReport
+    TrainerWorker.step(k):  round k - 1 of "train" ─▶ trainer.update ─▶ checkpoint(k) ─▶ StepReport
     ScorerWorker.run():     one round of the stage after the other ─▶ trainer.logprobs ─▶ write
 
 The store's n-th round of a stage is the n-th lease that all ranks share: all make the same calls with the same numbers,
@@ -41,7 +41,7 @@ class TrainerWorker:
         loss: Loss,
         stage: str = "train",
         preparation: Preparation | None = None,
-        keep: Callable[[int], str | None] | None = None,
+        checkpoint: Callable[[int], str | None] | None = None,
         speaks_for_rows: bool = True,
         phases: Phases | None = None,
         peers: Peers | None = None,
@@ -50,10 +50,10 @@ class TrainerWorker:
         note: Callable[[StepReport, Rows], None] | None = None,
     ) -> None:
         """`rank`: which share of the rows is this one's, of `num_ranks` shares. `preparation`: of the batch before the
-        update; None for none. `keep`: copies the state after a step, and says why if it does so no more
-        (`KeptState.keep`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one reports.
-        `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone. `after_step`: that the
-        trainer goes on from. `young`: rows without what is too old for a version; None: nothing is. `note`: called
+        update; None for none. `checkpoint`: copies the state after a step into memory, and says why if it does so no
+        more (`MemoryCheckpoint.save`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one
+        reports. `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone. `after_step`: that
+        the trainer goes on from. `young`: rows without what is too old for a version; None: nothing is. `note`: called
         after each step, with the rows that were trained (`StepMeter.note`)."""
         self._note = note
         self._phases = phases or Phases()
@@ -66,7 +66,7 @@ class TrainerWorker:
         self._speaks_for_rows = speaks_for_rows
         self._preparation = preparation
         self._young = young
-        self._keep = keep
+        self._checkpoint = checkpoint
         self._trainer = trainer
         self.store: SyncStoreClient | None = None
         """The store that this worker is attached to."""
@@ -87,7 +87,7 @@ class TrainerWorker:
         `records_tokens`: `token_values` will be asked for. Collective.
 
         The copy comes before the report, and the controller completes the round once it has all reports: so when it
-        has ended, every rank that keeps copies has that of this step. And as long as it has not ended, every rank still
+        has ended, every rank that makes copies has that of this step. And as long as it has not ended, every rank still
         has the copy of the step before, which that of the next step is the first to write over.
         """
         store = self.store
@@ -115,7 +115,7 @@ class TrainerWorker:
             self.after_step = None
             report = self._trainer.update(rows, self._loss, recorder)
             updated = time.perf_counter()
-            not_kept = self._keep(step) if self._keep is not None else None
+            no_memory_checkpoint = self._checkpoint(step) if self._checkpoint is not None else None
             self.after_step = step
             seconds = report.seconds | {"keep": time.perf_counter() - updated}
         self.num_rows += self.num_in_flight
@@ -134,7 +134,7 @@ class TrainerWorker:
             seconds,
             np.asarray(spoken_for.row_ids, np.int64),
             lease.share if self._speaks_for_rows else None,
-            not_kept,
+            no_memory_checkpoint,
         )
         if self._note is not None:
             self._note(made, leased_rows)

@@ -206,7 +206,7 @@ class ActorMaker:
             is_saved=bool(config.checkpoint.every_steps),
             checkpoint_timeout_s=config.checkpoint.timeout_s,
             phase_timeout_s=config.weights.phase_timeout_s,
-            keeps_state=self._states_root if config.faults.keep_state and are_replaced else None,
+            memory_checkpoint_root=self._states_root if config.faults.keep_state and are_replaced else None,
             after_step=self._resumed.step if self._resumed is not None else 0,
             leaves_out_beyond=config.max_staleness if config.old_turns_are_context else None,
             **self._of_rank(actor, stage),

@@ -24,7 +24,7 @@ from penstock.orchestrator.cluster.fleet.roll_call import RollCall
 from penstock.orchestrator.cluster.fleet.store_process import StoreProcess
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
-from penstock.orchestrator.cluster.nodes.kept_states import POLICY, StateNodes
+from penstock.orchestrator.cluster.nodes.memory_checkpoints import POLICY, StateNodes
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.cluster.owners import RunOwner
 from penstock.orchestrator.cluster.placement.actors import ActorPlan

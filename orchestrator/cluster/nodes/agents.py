@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import WorkerDied
 from penstock.network.handshake import new_token
-from penstock.orchestrator.cluster.nodes.kept_states import StateNodes
+from penstock.orchestrator.cluster.nodes.memory_checkpoints import StateNodes
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.cluster.owners import Owner, ThisProcess
 from penstock.orchestrator.cluster.ray_calls import get_all

@@ -26,8 +26,8 @@ async def nothing(*_: Any) -> None:
 
 
 class Bed:
-    """Stands where the weights, the store, the supervisor and the kept states do. `trained`: the step that new ranks
-    have."""
+    """Stands where the weights, the store, the supervisor and the in-memory checkpoints do. `trained`: the step that
+    new ranks have."""
 
     incarnation = 0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.conf.errors import KeptStateError, WorkerDied
+from penstock.conf.errors import MemoryCheckpointError, WorkerDied
 from penstock.orchestrator.membership import takeover
 from penstock.orchestrator.membership.takeover import APART_S, take_up
 from penstock.workers.progress import IDLE, PUBLISHING, UPDATING, Progress
@@ -41,7 +41,7 @@ class Rank:
     def _restore(self, step: int, epoch: int) -> None:
         assert epoch == EPOCH
         if not self.has_copy:
-            raise KeptStateError("no copy")
+            raise MemoryCheckpointError("no copy")
         self.restored.append(step)
 
 

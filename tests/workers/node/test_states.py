@@ -1,4 +1,4 @@
-"""Kept states on a second node: whole, verified, and the one before stays until the next is."""
+"""In-memory checkpoints on a second node: whole, verified, and the one before stays until the next is."""
 
 import threading
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.conf.errors import KeptStateError
+from penstock.conf.errors import MemoryCheckpointError
 from penstock.network.handshake import new_token
 from penstock.workers.node.agent import NodeAgent
 from penstock.workers.node.states import partners
-from penstock.workers.trainer.kept.slots import SLOTS, Block, Header, Part, Slots, reserve_slots
+from penstock.workers.trainer.memory_checkpoint.slots import SLOTS, Block, Header, Part, Slots, reserve_slots
 
 HOST, TRAINER = "127.0.0.1", "policy"
 NUM_BYTES, BLOCK = 3_000_000, 1_000_000
@@ -104,7 +104,9 @@ def test_a_step_that_is_not_there_is_named_and_changes_nothing(agents: Agents) -
     has, partner = agents
     keep(has, 1)
     fetch(partner, {0: 1}, has)
-    with pytest.raises(KeptStateError, match=r"rank 0 after step 2 could not be fetched .* those of steps \[1\]"):
+    with pytest.raises(
+        MemoryCheckpointError, match=r"rank 0 after step 2 could not be fetched .* those of steps \[1\]"
+    ):
         fetch(partner, {0: 2}, has)
     assert held(partner) == {1: contents(1, 0)}
 
@@ -118,7 +120,7 @@ def test_a_copy_that_arrives_damaged_is_none_and_the_one_before_stays(agents: Ag
     with slots_of(has).data(1).open("r+b") as file:
         file.seek(NUM_BYTES - 1)
         file.write(bytes([contents(2, 0)[-1] ^ 1]))
-    with pytest.raises(KeptStateError, match="arrived damaged, or was written over"):
+    with pytest.raises(MemoryCheckpointError, match="arrived damaged, or was written over"):
         fetch(partner, {0: 2}, has)
     assert held(partner) == {1: contents(1, 0)}
     keep(has, 3)
@@ -130,7 +132,7 @@ def test_of_several_ranks_those_that_can_be_brought_are(agents: Agents) -> None:
     has, partner = agents
     for rank in (0, 2):
         keep(has, 1, rank)
-    with pytest.raises(KeptStateError, match="rank 1 after step 1"):
+    with pytest.raises(MemoryCheckpointError, match="rank 1 after step 1"):
         fetch(partner, {0: 1, 1: 1, 2: 1}, has)
     assert partner.states.there(TRAINER) == {0: [1], 2: [1]}
 
@@ -154,7 +156,7 @@ def test_a_rank_that_goes_on_meanwhile_is_fetched_whole_or_not_at_all(agents: Ag
         try:
             fetch(partner, {0: step}, has)
             fetched += 1
-        except KeptStateError:
+        except MemoryCheckpointError:
             failed += 1
         for number, data in held(partner).items():
             assert data == contents(number, 0)
@@ -167,14 +169,14 @@ def test_a_source_that_is_gone_is_named(agents: Agents) -> None:
     keep(has, 1)
     address = has.facts.address
     has.close()
-    with pytest.raises(KeptStateError, match=f"could not be fetched from {address}"):
+    with pytest.raises(MemoryCheckpointError, match=f"could not be fetched from {address}"):
         partner.states.fetch(TRAINER, {0: 1}, address)
 
 
 def test_room_that_publications_need_is_left_to_them(agents: Agents) -> None:
     has, partner = agents
     keep(has, 1, leave_bytes=2**60)
-    with pytest.raises(KeptStateError, match=r"no room in .* two copies of 3,000,000 bytes are needed"):
+    with pytest.raises(MemoryCheckpointError, match=r"no room in .* two copies of 3,000,000 bytes are needed"):
         fetch(partner, {0: 1}, has)
     assert not slots_of(partner).directory.exists()
 
@@ -194,9 +196,9 @@ def test_after_a_loss_copies_of_other_ranks_and_of_lost_steps_go(agents: Agents)
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../weights", "a/b"])
 def test_a_trainers_name_is_no_path(agents: Agents, name: str) -> None:
-    with pytest.raises(KeptStateError, match="is no name of a file"):
+    with pytest.raises(MemoryCheckpointError, match="is no name of a file"):
         agents[0].states.there(name)
-    with pytest.raises(KeptStateError):
+    with pytest.raises(MemoryCheckpointError):
         agents[0].states.fetch(name, {0: 1}, agents[1].facts.address)
 
 

@@ -25,7 +25,7 @@ from penstock.workers.trainer.assembly import (
     seconds_per_token,
     use_threads,
 )
-from penstock.workers.trainer.kept.slots import steps_there
+from penstock.workers.trainer.memory_checkpoint.slots import steps_there
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
@@ -76,7 +76,7 @@ def test_assembled_parts_take_a_batch_through_the_store(model_path: str) -> None
 def test_a_trainer_that_keeps_its_state_is_followed_by_one_that_goes_on_from_it(
     model_path: str, tmp_path: Path
 ) -> None:
-    spec = trainer_spec(model_path, keeps_state=str(tmp_path), loss=flow().stage("train").function)
+    spec = trainer_spec(model_path, memory_checkpoint_root=str(tmp_path), loss=flow().stage("train").function)
 
     async def run() -> Trainer:
         store = make_store()
@@ -86,7 +86,7 @@ def test_a_trainer_that_keeps_its_state_is_followed_by_one_that_goes_on_from_it(
         trainer.start(None)
         await asyncio.to_thread(trainer.attach, store)
         serving = asyncio.create_task(asyncio.to_thread(scorer.worker.run, SyncStoreClient(store)))
-        assert trainer.kept_steps() == []
+        assert steps_there(tmp_path, 0) == []
         assert await asyncio.to_thread(trainer.step, 1)
         await client.close("done")
         await serving
@@ -94,7 +94,7 @@ def test_a_trainer_that_keeps_its_state_is_followed_by_one_that_goes_on_from_it(
         return trainer
 
     dead, anew = asyncio.run(run()), Trainer(spec)
-    assert anew.kept_steps() == [1]
+    assert steps_there(tmp_path, 0) == [1]
     anew.start(None)
     anew.restore(1)
     expected, ours = (trainer._parts.state.pieces_of_rank() for trainer in (dead, anew))
@@ -106,7 +106,6 @@ def test_a_trainer_that_keeps_its_state_is_followed_by_one_that_goes_on_from_it(
 
 def test_a_trainer_that_keeps_nothing_says_by_which_key_it_would(model_path: str) -> None:
     trainer = Trainer(trainer_spec(model_path))
-    assert trainer.kept_steps() == []
     trainer.start(None)
     try:
         with pytest.raises(NotStarted, match=r"this call needs faults\.keep_state=true"):

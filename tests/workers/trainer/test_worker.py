@@ -174,14 +174,14 @@ def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> Non
 
 
 @pytest.mark.parametrize("answer", [None, "no room"])
-def test_the_state_is_kept_after_the_update_and_before_the_report_on_its_round(
+def test_the_state_is_copied_after_the_update_and_before_the_report_on_its_round(
     make_trainer: Make, answer: str | None
 ) -> None:
     """With the report its round can end."""
     policy, reference, noted = make_trainer(lr=1e-2), make_trainer(trainable=False), []
 
-    def keep(step: int) -> str | None:
-        noted.append(f"kept {step} after update {policy.num_updates}")
+    def checkpoint(step: int) -> str | None:
+        noted.append(f"copied {step} after update {policy.num_updates}")
         return answer
 
     async def run() -> StepReport | None:
@@ -189,7 +189,7 @@ def test_the_state_is_kept_after_the_update_and_before_the_report_on_its_round(
         client = StoreClient(store)
         await fill(client)
         helper = ScorerWorker(reference.logprobs, "reference", "reference_logprobs", 0, 1)
-        trainer = TrainerWorker(policy, 0, 1, flow().stage("train").function, keep=keep)
+        trainer = TrainerWorker(policy, 0, 1, flow().stage("train").function, checkpoint=checkpoint)
         trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(store)))
         report = await asyncio.to_thread(trainer.step, 1)
@@ -200,8 +200,8 @@ def test_the_state_is_kept_after_the_update_and_before_the_report_on_its_round(
 
     report = asyncio.run(run())
     assert report is not None
-    assert noted == ["kept 1 after update 1"]
-    assert report.not_kept == answer
+    assert noted == ["copied 1 after update 1"]
+    assert report.no_memory_checkpoint == answer
     assert 0 < report.seconds["keep"] < report.train_s
 
 

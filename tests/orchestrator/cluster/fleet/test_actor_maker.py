@@ -52,4 +52,4 @@ def test_ranks_keep_copies_where_others_may_take_their_place_alone(words: list[s
     maker = ActorMaker(Sources(config, flow, "/model", "run"), table, place, place, lambda actor: 2, "/states")
     trainer = next(actor for actor in plan if actor.role == "trainer")
     (spec,) = maker.make(trainer, trainer.name)
-    assert spec.keeps_state == ("/states" if keeps else None)
+    assert spec.memory_checkpoint_root == ("/states" if keeps else None)

@@ -1,7 +1,7 @@
 """One rank of `test_ranks_killed.py`, in a process of its own:
 `python -m tests.workers.trainer.several_ranks.ranks_killed RANK NUM_RANKS ADDRESS LIFE MODEL DIRECTORY`.
 
-In its first life each trainer makes three updates and keeps a copy after each; of the last trainer, rank 1 is killed
+In its first life each trainer makes three updates and a copy after each; of the last trainer, rank 1 is killed
 within its third copy. In the second, new ones go on from the second copies.
 """
 
@@ -12,16 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from penstock.algorithms.losses import ppo_clip_loss
-from penstock.conf.errors import KeptStateError
+from penstock.conf.errors import MemoryCheckpointError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.workers.trainer.engines import deepspeed_runtime
-from penstock.workers.trainer.kept import kept_state
-from penstock.workers.trainer.kept.kept_state import KeptState
-from penstock.workers.trainer.kept.slots import steps_there
+from penstock.workers.trainer.memory_checkpoint import memory_checkpoint
+from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.memory_checkpoint.slots import steps_there
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from tests.workers.trainer.conftest import ENGINES, FRESH, random_rows
@@ -52,63 +53,64 @@ def run(rank: int, num_ranks: int, address: str, life: str, model: str, director
         trainer = PolicyTrainer(config, model, rank=rank, num_ranks=num_ranks, address=address)
         made.append(trainer)
         state = TrainingState({"policy": trainer})
-        kept = KeptState(state, trainer, str(directory / "states" / scenario))
+        checkpoint = MemoryCheckpoint(state, trainer, str(directory / "states" / scenario))
         own = list(range(12)) if trainer.ranks.num_data_ranks == 1 else list(range(rank, 12, num_ranks))
 
         def update(step: int, trainer: PolicyTrainer = trainer, own: list[int] = own) -> None:
             trainer.update(random_rows(12, seed=step).select(own), ppo_clip_loss)
 
         if life == "first":
-            results[scenario] = first_life(state, kept, update, dies=scenario == KILLED and rank == 1)
+            results[scenario] = first_life(state, checkpoint, update, dies=scenario == KILLED and rank == 1)
         else:
             steps = steps_there(directory / "states" / scenario, rank)
-            results[scenario] = {"steps": steps} | second_life(state, kept, update)
+            results[scenario] = {"steps": steps} | second_life(state, checkpoint, update)
         torch.save(results, directory / f"{life}.{rank}.pt")
     if life == "second":
-        results["mixed"] = goes_on_from_a_mixture(kept)
+        results["mixed"] = goes_on_from_a_mixture(checkpoint)
         torch.save(results, directory / f"{life}.{rank}.pt")
         for trainer in reversed(made):
             trainer.close()
 
 
 def first_life(
-    state: TrainingState, kept: KeptState, update: Callable[[int], None], *, dies: bool
+    state: TrainingState, checkpoint: MemoryCheckpoint, update: Callable[[int], None], *, dies: bool
 ) -> dict[str, dict[str, Tensor]]:
     states = {}
     for step in (1, 2, 3):
         update(step)
         if step == 3 and dies:
             die_within_the_next_copy()
-        assert kept.keep(step) is None
+        assert checkpoint.save(step) is None
         states[f"at {step}"] = everything(state)
     return states
 
 
-def second_life(state: TrainingState, kept: KeptState, update: Callable[[int], None]) -> dict[str, dict[str, Tensor]]:
-    kept.restore(2)
+def second_life(
+    state: TrainingState, checkpoint: MemoryCheckpoint, update: Callable[[int], None]
+) -> dict[str, dict[str, Tensor]]:
+    checkpoint.restore(2)
     restored = everything(state)
     update(3)
     updated = everything(state)
-    assert kept.keep(3) is None
+    assert checkpoint.save(3) is None
     return {"at 2": restored, "at 3": updated}
 
 
-def goes_on_from_a_mixture(kept: KeptState) -> str:
+def goes_on_from_a_mixture(checkpoint: MemoryCheckpoint) -> str:
     """Rank 1 has a copy of the same step that was made by other ranks than rank 0's."""
-    slots = kept._keeper.slots
+    slots = checkpoint.slots
     if slots.rank == 1:
         slot, header = slots.copies()[3]
-        slots.seal(slot, kept_state.Header(**{name: getattr(header, name) for name in header.__struct_fields__} | {
-            "lineage": "of another life"}))  # fmt: skip
+        slots.seal(slot, msgspec.structs.replace(header, lineage="of another life"))
     try:
-        kept.restore(3)
-    except KeptStateError as error:
+        checkpoint.restore(3)
+    except MemoryCheckpointError as error:
         return str(error)
     return ""
 
 
 def die_within_the_next_copy() -> None:
-    copy, written = kept_state.copy_and_sum, []
+    copy, written = memory_checkpoint.copy_and_sum, []
 
     def copy_and_die(values: Tensor, target: memoryview, dtype: str) -> str:
         written.append(len(values))
@@ -117,7 +119,7 @@ def die_within_the_next_copy() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return copy(values, target, dtype)
 
-    kept_state.copy_and_sum = copy_and_die
+    memory_checkpoint.copy_and_sum = copy_and_die
 
 
 def everything(state: TrainingState) -> dict[str, Tensor]:

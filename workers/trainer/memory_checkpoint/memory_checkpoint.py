@@ -1,24 +1,23 @@
-"""The kept copies of one rank's whole state in shared memory: made after every update, read by the ranks that come
-after its death. Called on all ranks alike.
+"""The in-memory checkpoint of one rank: a copy of its whole state in shared memory, made after every update, and read
+by the ranks that come after its death. Called on all ranks alike.
 
-    keep(12):  begin a slot ─▶ bytes, summed while they are in the cache, by torch's number of threads ─▶ seal
+    save(12):  begin a slot ─▶ bytes, summed while they are in the cache, by torch's number of threads ─▶ seal
 
 One copy of the bytes at the speed of memory: slots are mapped once, and their pages written again and again. A failure
-here never ends a run. Where there is no room, on any rank, none of them keeps copies, and that is told once.
+here never ends a run. Where there is no room, on any rank, none of them makes copies, and that is told once.
 """
 
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from penstock.conf.errors import DataflowError
-from penstock.workers.trainer.kept.kept_copy import parts_of, restore, runs_of
-from penstock.workers.trainer.kept.slots import BLOCK_BYTES, Block, Header, Slots, reserve_slots
-from penstock.workers.trainer.ranks import Ranks, phase
+from penstock.workers.trainer.memory_checkpoint.rank_copy import parts_of, restore, runs_of
+from penstock.workers.trainer.memory_checkpoint.slots import BLOCK_BYTES, Block, Header, Slots, reserve_slots
+from penstock.workers.trainer.ranks import phase
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
@@ -29,21 +28,28 @@ PUBLICATIONS = 3
 """Number of publications that may lie in shared memory at the same time: copies leave room for them."""
 
 
-class KeptState:
-    """Lifecycle: made over a started trainer; `restore` if it goes on from others' copies; `keep` after each update;
+class MemoryCheckpoint:
+    """Lifecycle: made over a started trainer; `restore` if it goes on from others' copies; `save` after each update;
     `close`."""
 
     def __init__(self, state: TrainingState, trainer: PolicyTrainer, root: str) -> None:
-        """`root`: the spec's `keeps_state`."""
+        """`root`: the directory of all ranks of the trainer."""
         self._state, self._trainer, self._ranks = state, trainer, trainer.ranks
-        self._keeper = Keeper(root, trainer.ranks)
-        self._leave_bytes: int | None = None
+        self.slots = Slots(root, trainer.ranks.rank)
+        self._mappings = KeptMappings()
+        self._threads = ThreadPoolExecutor(torch.get_num_threads())
+        self._lineage: str | None = None
+        """The id that all ranks share; None before the first copy."""
+        self._leave_bytes = 0
+        """Bytes that must stay free in shared memory beside the copies; known with the first copy."""
+        self._is_off = False
+        """True once no copies are made any more."""
 
-    def keep(self, step: int) -> str | None:
+    def save(self, step: int) -> str | None:
         """Copy the state after step `step`: when this returns, the copy is there, and so are those of the ranks that
         have the same rows, one of which completes them for all. None: it is there; else why there are no copies from
         now on, told once. Collective the first time."""
-        problem = None if self._keeper.is_off else self._copy(step)
+        problem = None if self._is_off else self._save(step)
         if self._ranks.num_peers > 1:
             with phase(f"copy of the state after step {step}", self._ranks):
                 self._ranks.barrier()
@@ -51,57 +57,36 @@ class KeptState:
 
     def restore(self, step: int) -> None:
         """Go on from the copies of a step. As many ranks of the same engine must have made them, and each has its own
-        on its node. Collective. Raises `KeptStateError` on all ranks alike, having changed nothing."""
+        on its node. Collective. Raises `MemoryCheckpointError` on all ranks alike, having changed nothing."""
         targets = self._state.targets()
         with phase(f"restoring the state after step {step}", self._ranks):
-            carried = restore(self._keeper.slots, step, targets.pieces, self._ranks)
+            carried = restore(self.slots, step, targets.pieces, self._ranks)
             self._state.take(targets, carried)
 
-    def close(self) -> None:
-        """Stop keeping copies; those that are there stay."""
-        self._keeper.close()
+    def give_up(self) -> None:
+        """Make no more copies, and give the memory back."""
+        self._is_off = True
+        self.close()
+        self.slots.remove()
 
-    def _copy(self, step: int) -> str | None:
+    def close(self) -> None:
+        """Stop making copies; those that are there stay."""
+        self._threads.shutdown()
+        self._mappings.close()
+
+    def _save(self, step: int) -> str | None:
         try:
             carried = self._state.carried()
         except DataflowError as error:  # on all ranks: they carry the same
-            self._keeper.give_up()
+            self.give_up()
             return f"the trainer's state is not kept, so if a rank dies it goes on from the last checkpoint: {error}"
-        if self._leave_bytes is None:
+        if self._lineage is None:
             self._leave_bytes = PUBLICATIONS * self._trainer.publication_bytes
-        return self._keeper.keep(step, self._state.pieces_of_rank(), carried, self._leave_bytes)
-
-
-class Keeper:
-    """Keeps the copies of one rank. Lifecycle: `keep` after each update, by all ranks; `close`.
-
-    keeper = Keeper("/dev/shm/penstock-run/states/policy", ranks)
-    trainer.update(rows, loss)
-    problem = keeper.keep(12, pieces)
-    """
-
-    def __init__(self, root: str | Path, ranks: Ranks) -> None:
-        """`root`: the directory of all ranks of the trainer."""
-        self.slots = Slots(root, ranks.rank)
-        self._ranks = ranks
-        self._mappings = KeptMappings()
-        self._threads = ThreadPoolExecutor(torch.get_num_threads())
-        self._lineage: str | None = None
-        """The id that all ranks share; None before the first copy."""
-        self.is_off = False
-        """True once no copies are kept any more."""
-
-    def keep(self, step: int, pieces: Sequence[Piece], carried: str = "", leave_bytes: int = 0) -> str | None:
-        """Copy the state after `step`; it is there when this returns. None: it is there; else why there are no
-        copies from now on. Not to be called then. Collective the first time: where one rank cannot, none does.
-
-        `carried`: what is no tensor. `leave_bytes`: what must stay free in shared memory beside the copies.
-        """
-        num_bytes = sum(piece.values.nbytes for piece in pieces)
+        pieces = self._state.pieces_of_rank()
         try:
-            problem = self._begin(num_bytes, leave_bytes) if self._lineage is None else None
+            problem = self._begin(pieces) if self._lineage is None else None
             if problem is None:
-                self._copy(step, pieces, num_bytes, carried, leave_bytes)
+                self._copy(step, pieces, carried)
         except OSError as error:
             problem = (
                 f"{self.slots.directory}: the state of rank {self._ranks.rank} could not be kept there ({error}). If a "
@@ -111,28 +96,17 @@ class Keeper:
             self.give_up()
         return problem
 
-    def give_up(self) -> None:
-        """Keep no more copies, and give the memory back."""
-        self.is_off = True
-        self.close()
-        self.slots.remove()
-
-    def close(self) -> None:
-        """Stop keeping copies; those that are there stay."""
-        self._threads.shutdown()
-        self._mappings.close()
-
-    def _begin(self, num_bytes: int, leave_bytes: int) -> str | None:
-        """Reserve room, and agree on a lineage that all ranks share. Collective."""
+    def _begin(self, pieces: Sequence[Piece]) -> str | None:
+        """Reserve room, and agree on a lineage that all ranks share. Collective: where one rank cannot, none does."""
         try:
-            problem = reserve_slots(self.slots, num_bytes, leave_bytes)
+            problem = reserve_slots(self.slots, _num_bytes(pieces), self._leave_bytes)
         except OSError as error:
             problem = f"{self.slots.directory} cannot be made: {error}. faults.keep_state=false does without copies."
         problems, lineages = zip(*self._ranks.gather_ranks((problem, uuid.uuid4().hex)), strict=True)
         self._lineage = lineages[0]
         return next((found for found in problems if found is not None), None)
 
-    def _copy(self, step: int, pieces: Sequence[Piece], num_bytes: int, carried: str, leave_bytes: int) -> None:
+    def _copy(self, step: int, pieces: Sequence[Piece], carried: str) -> None:
         slot = self.slots.begin(step)
         memory, is_fresh = self._mappings.writable(self.slots.data(slot), self.slots.root)
         view = memoryview(memory)
@@ -148,10 +122,14 @@ class Keeper:
         written = tuple(block for blocks in self._threads.map(write, _shares_of(pieces)) for block in blocks)
         assert self._lineage is not None
         header = Header(
-            step, self._ranks.rank, self._ranks.num_ranks, self._lineage, num_bytes, leave_bytes, parts_of(pieces),
-            written, carried,
+            step, self._ranks.rank, self._ranks.num_ranks, self._lineage, _num_bytes(pieces), self._leave_bytes,
+            parts_of(pieces), written, carried,
         )  # fmt: skip
         self.slots.seal(slot, header)
+
+
+def _num_bytes(pieces: Sequence[Piece]) -> int:
+    return sum(piece.values.nbytes for piece in pieces)
 
 
 def _shares_of(pieces: Sequence[Piece]) -> Iterator[list[tuple[int, Tensor]]]:

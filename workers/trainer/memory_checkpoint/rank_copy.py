@@ -1,4 +1,4 @@
-"""A kept copy: a rank's pieces as the bytes of a file, and the way back into the pieces of a trainer that was started
+"""One rank's copy: its pieces as the bytes of a file, and the way back into the pieces of a trainer that was started
 anew.
 
 The pieces lie back to back in the order in which they come, which is the same for every trainer that shards the same
@@ -19,8 +19,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from penstock.conf.errors import KeptStateError
-from penstock.workers.trainer.kept.slots import Header, Part, Slots
+from penstock.conf.errors import MemoryCheckpointError
+from penstock.workers.trainer.memory_checkpoint.slots import Header, Part, Slots
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.reused_files import POPULATE_READ, populate
@@ -69,18 +69,18 @@ def bytes_of(values: Tensor) -> Tensor:
     return values.detach().view(torch.uint8)
 
 
-class KeptCopy:
+class RankCopy:
     """A rank's copy of a step, mapped. Lifecycle: `open`, `fault`, `read`."""
 
     def __init__(self, header: Header, memory: mmap.mmap) -> None:
         self.header, self._memory = header, memory
 
     @classmethod
-    def open(cls, slots: Slots, step: int) -> "KeptCopy":
-        """Map the copy of a step. Raises `KeptStateError` if there is none."""
+    def open(cls, slots: Slots, step: int) -> "RankCopy":
+        """Map the copy of a step. Raises `MemoryCheckpointError` if there is none."""
         copies = slots.copies()
         if step not in copies:
-            raise KeptStateError(
+            raise MemoryCheckpointError(
                 f"{slots.directory} has no whole copy of step {step}, only of steps {sorted(copies)}. {MEND}"
             )
         slot, header = copies[step]
@@ -120,20 +120,20 @@ class KeptCopy:
 
 def restore(slots: Slots, step: int, pieces: Sequence[Piece], ranks: Ranks) -> str:
     """Overwrite the pieces' values with those of a step, on all ranks or on none; return what was carried. Copies of
-    later steps become invalid: these are made again. Collective. Raises `KeptStateError`."""
+    later steps become invalid: these are made again. Collective. Raises `MemoryCheckpointError`."""
     copy, fault = None, None
     try:
-        copy = KeptCopy.open(slots, step)
+        copy = RankCopy.open(slots, step)
         if found := copy.fault(pieces, ranks.num_ranks):
             fault = f"{slots.directory}: the copy of step {step} {found}. {MEND}"
-    except (OSError, KeptStateError) as error:
+    except (OSError, MemoryCheckpointError) as error:
         fault = str(error)
     faults, lineages = zip(*ranks.gather_ranks((fault, copy and copy.header.lineage)), strict=True)
     for found in faults:
         if found is not None:
-            raise KeptStateError(found)
+            raise MemoryCheckpointError(found)
     if len(set(lineages)) > 1:
-        raise KeptStateError(
+        raise MemoryCheckpointError(
             f"{slots.root}: the ranks' copies of step {step} are not of one state: the step was made again, and some "
             f"are of the first time. {MEND}"
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.conf.errors import KeptStateError, PenstockError, WorkerDied
+from penstock.conf.errors import MemoryCheckpointError, PenstockError, WorkerDied
 from penstock.network.connection import Address
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.ray_calls import answers, look, outcomes
@@ -66,7 +66,7 @@ class Cost:
         return self.spent_s / (now - self.began) if self.began is not None and now > self.began else 0.0
 
 
-class KeptStates:
+class MemoryCheckpoints:
     """Lifecycle: `copy` after each step that all ranks have made; `are_there` and `bring` when ranks are lost."""
 
     def __init__(
@@ -102,7 +102,7 @@ class KeptStates:
         try:
             await self._fetch(nodes, step, {rank: (nodes.node_of_rank[rank], to) for rank, to in partner_of.items()})
         except PenstockError as failure:
-            if not isinstance(failure, KeptStateError) and kind_of(failure) is Kind.ERROR:
+            if not isinstance(failure, MemoryCheckpointError) and kind_of(failure) is Kind.ERROR:
                 raise
             await self._check_ranks_nodes(nodes)
             self._failures += 1
@@ -130,13 +130,13 @@ class KeptStates:
 
     async def bring(self, step: int) -> None:
         """Bring the copies of a step to the nodes that the ranks are on now, and remove those of later steps. Raises
-        `KeptStateError`, `DeadlineExceeded`, `WorkerDied`."""
+        `MemoryCheckpointError`, `DeadlineExceeded`, `WorkerDied`."""
         nodes = self._look()
         holders = await self._holders(nodes, step)
         ways = {}
         for rank, node in nodes.node_of_rank.items():
             if not holders[rank]:
-                raise KeptStateError(f"no node has the copy of rank {rank} after step {step}.")
+                raise MemoryCheckpointError(f"no node has the copy of rank {rank} after step {step}.")
             if node not in holders[rank]:
                 ways[rank] = holders[rank][0], node
         await self._fetch(nodes, step, ways)
@@ -163,8 +163,8 @@ class KeptStates:
 
     async def _holders(self, nodes: StateNodes, step: int) -> dict[int, list[str]]:
         """Nodes that have each rank's copy of a step, by rank. A node that does not answer counts as having none."""
-        calls = [(name, handle.kept_states.remote(POLICY)) for name, handle in nodes.agents.values()]
-        found = await outcomes(calls, phase="look for kept states", timeout_s=self._timeout_s)
+        calls = [(name, handle.memory_checkpoints.remote(POLICY)) for name, handle in nodes.agents.values()]
+        found = await outcomes(calls, phase="look for in-memory checkpoints", timeout_s=self._timeout_s)
         holders: dict[int, list[str]] = defaultdict(list)
         for node, there in zip(nodes.agents, found, strict=True):
             for rank, steps in there.items() if not isinstance(there, Exception) else ():

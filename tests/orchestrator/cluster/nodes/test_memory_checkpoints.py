@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.conf.errors import KeptStateError, WorkerDied
+from penstock.conf.errors import MemoryCheckpointError, WorkerDied
 from penstock.network.connection import Address
-from penstock.orchestrator.cluster.nodes.kept_states import FREE_S, MAX_FAILURES, KeptStates, StateNodes
+from penstock.orchestrator.cluster.nodes.memory_checkpoints import FREE_S, MAX_FAILURES, MemoryCheckpoints, StateNodes
 
 
 class Agent:
@@ -38,14 +38,14 @@ class Agent:
     def do_stats(self) -> dict[str, float]:
         return {}
 
-    def do_kept_states(self, trainer: str) -> dict[int, list[int]]:
+    def do_memory_checkpoints(self, trainer: str) -> dict[int, list[int]]:
         ranks = {rank for rank, _ in self.copies}
         return {rank: sorted(step for other, step in self.copies if other == rank) for rank in ranks}
 
     def do_fetch_states(self, trainer: str, copies: dict[int, int], source: Address) -> None:
         their = self._nodes[source.host]
         if self.is_full or their.is_dead or not set(copies.items()) <= their.copies:
-            raise KeptStateError(f"{self.node}: no room, or nothing there")
+            raise MemoryCheckpointError(f"{self.node}: no room, or nothing there")
         self.copies |= set(copies.items())
         self.fetched += len(copies)
 
@@ -64,7 +64,7 @@ class Bed:
         self.now = 0.0
         self.gone: set[str] = set()
         """Nodes that have left."""
-        self.states = KeptStates(self.look, share, 5.0, self.told.append, lambda: self.now)
+        self.states = MemoryCheckpoints(self.look, share, 5.0, self.told.append, lambda: self.now)
 
     def look(self) -> StateNodes:
         there = [node for node in self.agents if node not in self.gone]
@@ -128,7 +128,7 @@ def test_a_step_whose_ranks_node_is_gone_before_it_was_copied_is_lost() -> None:
     assert asyncio.run(bed.states.are_there(1))
     assert not asyncio.run(bed.states.are_there(2))
     bed.node_of_rank[0] = "a"
-    with pytest.raises(KeptStateError, match="no node has the copy of rank 0 after step 2"):
+    with pytest.raises(MemoryCheckpointError, match="no node has the copy of rank 0 after step 2"):
         asyncio.run(bed.states.bring(2))
 
 

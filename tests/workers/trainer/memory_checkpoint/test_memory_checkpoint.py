@@ -1,5 +1,5 @@
-"""A rank that goes on from a kept copy makes the very update that the dead one would have made. Here one rank, in one
-process; of two, one of which is killed: `several_ranks/test_ranks_killed.py`."""
+"""A rank that goes on from an in-memory checkpoint makes the very update that the dead one would have made. Here one
+rank, in one process; of two, one of which is killed: `several_ranks/test_ranks_killed.py`."""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -15,12 +15,12 @@ import torch
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
-from penstock.conf.errors import KeptStateError
+from penstock.conf.errors import MemoryCheckpointError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
-from penstock.workers.trainer.kept import kept_state
-from penstock.workers.trainer.kept.kept_copy import runs_of
-from penstock.workers.trainer.kept.kept_state import KeptState
-from penstock.workers.trainer.kept.slots import SLOTS, steps_there
+from penstock.workers.trainer.memory_checkpoint import memory_checkpoint
+from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.memory_checkpoint.rank_copy import runs_of
+from penstock.workers.trainer.memory_checkpoint.slots import SLOTS, steps_there
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
@@ -54,7 +54,7 @@ class Rank:
     policy: PolicyTrainer
     critic: ScalarTrainer
     state: TrainingState
-    kept: KeptState
+    checkpoint: MemoryCheckpoint
     preparation: Preparation
 
     def update(self, seed: int) -> None:
@@ -99,12 +99,12 @@ def make_rank(
         columns = {"advantage": STANDARD_COLUMNS["advantage"], **flow.columns}
         preparation = Preparation(flow.in_trainer, columns, policy.ranks.gather)
         state = TrainingState({"policy": policy, "critic": critic}, preparation=preparation)
-        made.append(Rank(policy, critic, state, KeptState(state, policy, str(root)), preparation))
+        made.append(Rank(policy, critic, state, MemoryCheckpoint(state, policy, str(root)), preparation))
         return made[-1]
 
     yield make
     for rank in reversed(made):
-        rank.kept.close()
+        rank.checkpoint.close()
         rank.critic.close()
         rank.policy.close()
 
@@ -114,18 +114,18 @@ def test_a_new_rank_goes_on_from_the_copy_bit_for_bit(make_rank: Callable[..., R
     dead = make_rank()
     for step in (1, 2):
         dead.update(step)
-        assert dead.kept.keep(step) is None
+        assert dead.checkpoint.save(step) is None
     at_two = dead.everything()
     dead.update(3)
     expected = dead.everything()
     anew = make_rank()
     assert steps_there(tmp_path, 0) == [1, 2]
-    anew.kept.restore(2)
+    anew.checkpoint.restore(2)
     assert_same(anew.everything(), at_two)
     assert (anew.policy.num_updates, anew.critic.num_updates) == (2, 2)
     anew.update(3)
     assert_same(anew.everything(), expected)
-    assert anew.kept.keep(3) is None
+    assert anew.checkpoint.save(3) is None
     assert steps_there(tmp_path, 0) == [2, 3]
 
 
@@ -142,10 +142,10 @@ def test_an_earlier_step_is_as_good_and_those_after_it_count_no_more(
     states = {}
     for step in (1, 2):
         rank.update(step)
-        rank.kept.keep(step)
+        rank.checkpoint.save(step)
         states[step] = rank.everything()
     anew = make_rank()
-    anew.kept.restore(1)
+    anew.checkpoint.restore(1)
     assert_same(anew.everything(), states[1])
     assert steps_there(tmp_path, 0) == [1]
 
@@ -155,8 +155,8 @@ def test_pages_are_written_again_and_not_made_anew(make_rank: Callable[..., Rank
     rank.update(1)
     seen = []
     for step in range(1, 5):
-        rank.kept.keep(step)
-        files = [rank.kept._keeper.slots.data(slot) for slot in SLOTS]
+        rank.checkpoint.save(step)
+        files = [rank.checkpoint.slots.data(slot) for slot in SLOTS]
         seen.append([(file.stat().st_ino, file.stat().st_blocks) for file in files])
     assert seen == seen[:1] * 4
 
@@ -164,10 +164,12 @@ def test_pages_are_written_again_and_not_made_anew(make_rank: Callable[..., Rank
 def test_a_step_without_a_copy_is_refused_by_name(make_rank: Callable[..., Rank]) -> None:
     rank = make_rank()
     rank.update(1)
-    rank.kept.keep(1)
+    rank.checkpoint.save(1)
     before = rank.everything()
-    with pytest.raises(KeptStateError, match=r"rank-0 has no whole copy of step 2, only of steps \[1\]\. Go on from"):
-        rank.kept.restore(2)
+    with pytest.raises(
+        MemoryCheckpointError, match=r"rank-0 has no whole copy of step 2, only of steps \[1\]\. Go on from"
+    ):
+        rank.checkpoint.restore(2)
     assert_same(rank.everything(), before)
 
 
@@ -175,48 +177,50 @@ def test_a_step_without_a_copy_is_refused_by_name(make_rank: Callable[..., Rank]
 def test_a_damaged_copy_is_refused_and_changes_nothing(make_rank: Callable[..., Rank], where: float) -> None:
     rank = make_rank()
     rank.update(1)
-    rank.kept.keep(1)
-    file = rank.kept._keeper.slots.data(0)
+    rank.checkpoint.save(1)
+    file = rank.checkpoint.slots.data(0)
     data = bytearray(file.read_bytes())
     data[int(where * len(data))] ^= 1
     file.write_bytes(data)
     anew = make_rank()
     before = anew.everything()
-    with pytest.raises(KeptStateError, match=r"copy of step 1 is damaged: 1 of its [0-9]+ blocks"):
-        anew.kept.restore(1)
+    with pytest.raises(MemoryCheckpointError, match=r"copy of step 1 is damaged: 1 of its [0-9]+ blocks"):
+        anew.checkpoint.restore(1)
     assert_same(anew.everything(), before)
 
 
 def test_another_trainers_copy_is_refused_by_the_tensor(make_rank: Callable[..., Rank]) -> None:
     rank = make_rank()
     rank.update(1)
-    rank.kept.keep(1)
+    rank.checkpoint.save(1)
     other = make_rank(lora=LoraConfig(rank=4, alpha=8))
-    with pytest.raises(KeptStateError, match=r"of another trainer: 'policy/weights/.*lora.*, and nothing in the copy"):
-        other.kept.restore(1)
+    with pytest.raises(
+        MemoryCheckpointError, match=r"of another trainer: 'policy/weights/.*lora.*, and nothing in the copy"
+    ):
+        other.checkpoint.restore(1)
 
 
 def test_a_copy_of_more_ranks_is_refused(make_rank: Callable[..., Rank]) -> None:
     rank = make_rank()
     rank.update(1)
-    rank.kept.keep(1)
-    slots = rank.kept._keeper.slots
+    rank.checkpoint.save(1)
+    slots = rank.checkpoint.slots
     slots.seal(0, msgspec.structs.replace(slots.copies()[1][1], num_ranks=2))
-    with pytest.raises(KeptStateError, match="of a trainer of 2 ranks, and this one has 1"):
-        rank.kept.restore(1)
+    with pytest.raises(MemoryCheckpointError, match="of a trainer of 2 ranks, and this one has 1"):
+        rank.checkpoint.restore(1)
 
 
 def test_without_room_it_is_told_once_and_the_rank_goes_on(
     make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(kept_state, "PUBLICATIONS", 2**50)
+    monkeypatch.setattr(memory_checkpoint, "PUBLICATIONS", 2**50)
     rank = make_rank()
     num_bytes = sum(piece.values.nbytes for piece in rank.state.pieces_of_rank())
-    problem = rank.kept.keep(1)
+    problem = rank.checkpoint.save(1)
     assert problem is not None
     assert f"rank 0: two copies of {num_bytes:,} bytes are needed" in problem
     assert "faults.keep_state=false" in problem
-    assert rank.kept.keep(2) is None
+    assert rank.checkpoint.save(2) is None
     assert not (tmp_path / "rank-0").exists()
     rank.update(1)
 
@@ -224,7 +228,7 @@ def test_without_room_it_is_told_once_and_the_rank_goes_on(
 def test_where_the_runs_directory_is_gone_none_is_made(make_rank: Callable[..., Rank], tmp_path: Path) -> None:
     """It would be nobody's, and stay."""
     rank = make_rank(tmp_path / "gone" / "policy")
-    problem = rank.kept.keep(1)
+    problem = rank.checkpoint.save(1)
     assert problem is not None
     assert "cannot be made" in problem
     assert not (tmp_path / "gone").exists()
@@ -234,26 +238,26 @@ def test_a_copy_that_fails_later_ends_the_copies_and_nothing_else(
     make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rank = make_rank()
-    assert rank.kept.keep(1) is None
+    assert rank.checkpoint.save(1) is None
 
     def fail(*_: object) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(kept_state, "copy_and_sum", fail)
-    problem = rank.kept.keep(2)
+    monkeypatch.setattr(memory_checkpoint, "copy_and_sum", fail)
+    problem = rank.checkpoint.save(2)
     assert problem is not None
     assert "the state of rank 0 could not be kept there ([Errno 5] Input/output error)" in problem
-    assert rank.kept.keep(3) is None
+    assert rank.checkpoint.save(3) is None
     assert steps_there(tmp_path, 0) == []
 
 
 def test_what_cannot_be_carried_ends_the_copies_by_the_stages_name(make_rank: Callable[..., Rank]) -> None:
     rank = make_rank()
     rank.preparation._workers["grown"].state = [object()]
-    problem = rank.kept.keep(1)
+    problem = rank.checkpoint.save(1)
     assert problem is not None
     assert "stage 'grown'" in problem
-    assert rank.kept.keep(2) is None
+    assert rank.checkpoint.save(2) is None
 
 
 def test_ranks_with_the_same_rows_wait_for_each_others_copies(
@@ -263,9 +267,9 @@ def test_ranks_with_the_same_rows_wait_for_each_others_copies(
     rank, waited = make_rank(), []
     monkeypatch.setattr(rank.policy.ranks, "num_peers", 2)
     monkeypatch.setattr(rank.policy.ranks, "barrier", lambda: waited.append(steps_there(tmp_path, 0)))
-    rank.kept.keep(1)
-    rank.kept._keeper.give_up()
-    rank.kept.keep(2)
+    rank.checkpoint.save(1)
+    rank.checkpoint.give_up()
+    rank.checkpoint.save(2)
     assert waited == [[1], []]
 
 
