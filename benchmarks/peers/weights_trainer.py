@@ -32,6 +32,7 @@ import torch.distributed
 
 from benchmarks.peers.channel import Channel
 from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 
 Named = tuple[str, torch.Tensor]
@@ -99,15 +100,9 @@ class Gatherer:
 
 class Rank:
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.trainer = PolicyTrainer(
-            TrainerConfig(),
-            arguments.model,
-            rank=arguments.rank,
-            num_ranks=arguments.num_ranks,
-            address=arguments.address,
-            num_threads=1,
-            engine_dtype=arguments.dtype,
-        )
+        torch.set_num_threads(1)
+        ranks = Ranks.join(TrainerConfig(), arguments.rank, arguments.num_ranks, arguments.address)
+        self.trainer = PolicyTrainer(TrainerConfig(), arguments.model, ranks, engine_dtype=arguments.dtype)
         self._gatherer = Gatherer(
             self.trainer.model,
             getattr(torch, arguments.dtype),

@@ -12,7 +12,7 @@ divides the threads.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from penstock.store.data.rows import Rows
 from penstock.workers.progress import Phases
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.preparation import Preparation
-from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.step_meter import StepMeter
 from penstock.workers.trainer.token_recorder import PLACES
@@ -66,7 +67,7 @@ def assemble_trainer(
     """Assemble a rank that trains. `address`: where the ranks meet (host:port on rank 0's node); one rank alone needs
     none. `phases`, `meters`: where it notes what it does, and how much. Collective. Raises `ModelError`,
     `ConfigError`."""
-    trainer = _trainer_class(spec)(spec.config, spec.model_path, **_options(spec, address))
+    trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **_options(spec))
     critic = _critic(spec, address)
     ranks = trainer.ranks
     preparation = Preparation(spec.in_trainer, spec.columns, ranks.gather, critic, is_saved=spec.is_saved)
@@ -78,37 +79,24 @@ def assemble_trainer(
     meter.begin()
     worker = TrainerWorker(
         trainer,
-        ranks.data_rank,
-        ranks.num_data_ranks,
         spec.loss,
+        ranks,
         preparation=preparation,
         checkpoint=memory_checkpoint.save if memory_checkpoint is not None else None,
-        speaks_for_rows=ranks.speaks_for_rows,
         phases=phases,
-        peers=ranks,
-        after_step=spec.after_step,
         young=_young(spec),
         note=meter.note,
     )
+    worker.after_step = spec.after_step
     return TrainerParts(trainer, state, memory_checkpoint, worker)
 
 
 def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None = None) -> ScorerParts:
     """Assemble a rank that only computes; arguments and errors as for `assemble_trainer`."""
-    options = _options(spec, address) | {"rows_alone": spec.rows_alone}
-    trainer = _trainer_class(spec)(spec.config, spec.model_path, trainable=False, **options)
-    ranks = trainer.ranks
-    worker = ScorerWorker(
-        trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs,
-        spec.stage,
-        spec.column,
-        ranks.data_rank,
-        ranks.num_data_ranks,
-        speaks_for_rows=ranks.speaks_for_rows,
-        phases=phases,
-        peers=ranks,
-    )
-    return ScorerParts(trainer, worker)
+    options = _options(spec) | {"rows_alone": spec.rows_alone, "trainable": False}
+    trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **options)
+    compute = trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs
+    return ScorerParts(trainer, ScorerWorker(compute, spec.stage, spec.column, trainer.ranks, phases=phases))
 
 
 def seconds_per_token(trainer: PolicyTrainer, counts: Sequence[int]) -> dict[int, float]:
@@ -138,31 +126,27 @@ def _young(spec: TrainerSpec) -> Callable[[Rows, int], Rows] | None:
     return lambda rows, version: without_old_turns(rows, version - bound, tokens)
 
 
-def _critic(spec: TrainerSpec, address: str | None) -> ScalarTrainer | None:
+def _critic(spec: TrainerSpec, address: str | None) -> CriticTrainer | None:
     """The critic, where a stage asks for one."""
     if not any(stage.kind in ("values", "critic") for stage in spec.in_trainer):
         return None
-    optimizer = spec.config.critic_optimizer
-    return ScalarTrainer(
-        spec.config, spec.model_path, metrics_prefix="critic", optimizer=optimizer, **_options(spec, address)
-    )
+    config = replace(spec.config, optimizer=spec.config.critic_optimizer)
+    return CriticTrainer(config, spec.model_path, _ranks(spec, address), **_options(spec))
 
 
 def _trainer_class(spec: RankSpec) -> type[PolicyTrainer]:
     return ScalarTrainer if spec.head == "scores" else PolicyTrainer
 
 
-def _options(spec: RankSpec, address: str | None) -> dict[str, Any]:
+def _ranks(spec: RankSpec, address: str | None) -> Ranks:
+    """This rank among the others, for one trainer. Collective."""
+    use_threads(spec.num_threads)
+    return Ranks.join(spec.config, spec.rank, spec.num_ranks, address)
+
+
+def _options(spec: RankSpec) -> dict[str, Any]:
     """Arguments that every trainer of the rank gets."""
-    return {
-        "temperature": spec.temperature,
-        "rank": spec.rank,
-        "num_ranks": spec.num_ranks,
-        "address": address,
-        "num_threads": spec.num_threads,
-        "attention": spec.attention,
-        "engine_dtype": spec.engine_dtype,
-    }
+    return {"temperature": spec.temperature, "attention": spec.attention, "engine_dtype": spec.engine_dtype}
 
 
 def _seconds(trainer: PolicyTrainer, rows: Rows) -> float:

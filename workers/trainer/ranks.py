@@ -23,6 +23,7 @@ from penstock.conf.errors import (
     ResourceError,
     is_device_failure,
 )
+from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.meeting import first_line, store_of
 
 LATE = ("timed out", "timeout")
@@ -47,45 +48,40 @@ class Ranks:
     """The process group of one rank of each such block, this one among them. None: all ranks."""
 
     @classmethod
-    def join(
-        cls, rank: int, num_ranks: int, address: str | None, timeout_s: float, use_gpu: bool, num_peers: int = 1
-    ) -> "Ranks":
+    def join(cls, config: TrainerConfig, rank: int = 0, num_ranks: int = 1, address: str | None = None) -> "Ranks":
         """Meet the other ranks at `address` (host:port of a `Meeting`). One rank alone needs none. Collective.
 
         A process is one rank: a second trainer of one rank in the same process shares it. Raises `ConfigError` if
         sizes differ, `DeadlineExceeded` with the ranks that do not come in time, `PartnerGone`, `ResourceError` where
         ranks cannot connect.
         """
-        timeout = timedelta(seconds=timeout_s)
-        device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
-        if dist.is_initialized():
-            if dist.get_world_size() != num_ranks:
+        on_gpu = config.num_gpus_per_rank > 0
+        timeout = timedelta(seconds=config.collective_timeout_s)
+        owned = not dist.is_initialized()
+        if owned:
+            if num_ranks > 1 and address is None:
                 raise ConfigError(
-                    f"trainer.num_ranks={num_ranks}, but this process is already one of {dist.get_world_size()} ranks. "
-                    "Start each rank in a process of its own."
+                    f"trainer.num_ranks={num_ranks} needs the address where the ranks meet; none was given."
                 )
-            return cls._of(rank, num_ranks, device, False, timeout, num_peers)
-        backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
-        if num_ranks > 1 and address is None:
-            raise ConfigError(f"trainer.num_ranks={num_ranks} needs the address where the ranks meet; none was given.")
-        store = dist.HashStore() if address is None else store_of(rank, num_ranks, address, timeout)
-        try:
-            dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timeout, store=store)
-        except RuntimeError as error:
-            raise ResourceError(
-                f"rank {rank} of {num_ranks} could not connect to the others ({first_line(error)}). See that none of "
-                "them has died, that their nodes let each other connect to any port, and that GLOO_SOCKET_IFNAME, if "
-                "it is set, names the interface between them."
-            ) from None
-        return cls._of(rank, num_ranks, device, True, timeout, num_peers)
-
-    @classmethod
-    def _of(
-        cls, rank: int, num_ranks: int, device: torch.device, owned: bool, timeout: timedelta, num_peers: int
-    ) -> "Ranks":
-        ranks = cls(rank, num_ranks, device, owned, timeout, num_peers)
-        if num_peers > 1:
-            ranks.data_ranks = ranks.process_group(num_peers, ranks.num_data_ranks)
+            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+            store = dist.HashStore() if address is None else store_of(rank, num_ranks, address, timeout)
+            try:
+                dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timeout, store=store)
+            except RuntimeError as error:
+                raise ResourceError(
+                    f"rank {rank} of {num_ranks} could not connect to the others ({first_line(error)}). See that none "
+                    "of them has died, that their nodes let each other connect to any port, and that "
+                    "GLOO_SOCKET_IFNAME, if it is set, names the interface between them."
+                ) from None
+        elif dist.get_world_size() != num_ranks:
+            raise ConfigError(
+                f"trainer.num_ranks={num_ranks}, but this process is already one of {dist.get_world_size()} ranks. "
+                "Start each rank in a process of its own."
+            )
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        ranks = cls(rank, num_ranks, device, owned, timeout, config.ranks_per_row)
+        if ranks.num_peers > 1:
+            ranks.data_ranks = ranks.process_group(ranks.num_peers, ranks.num_data_ranks)
         return ranks
 
     @property

@@ -25,12 +25,7 @@ from penstock.workers.trainer.update.tally import Tally
 
 
 class ScalarTrainer(PolicyTrainer):
-    """Trains a critic or a reward model, like `PolicyTrainer`; metrics are `<metrics_prefix>/…`.
-
-    critic = ScalarTrainer(config, path, metrics_prefix="critic")
-    critic.values(rows)               # [T_i] for each row
-    critic.update(rows, value_loss)   # rows with returns and old_values
-    """
+    """Trains a reward model, like `PolicyTrainer`."""
 
     model: ScalarModel
 
@@ -80,6 +75,17 @@ class ScalarTrainer(PolicyTrainer):
         for name, value in metrics.items():
             tally.add(f"{self.metrics_prefix}/{name}", value)
         return loss
+
+
+class CriticTrainer(ScalarTrainer):
+    """Trains a critic; its metrics are `critic/…`.
+
+    critic = CriticTrainer(config, path)
+    critic.values(rows)               # [T_i] for each row
+    critic.update(rows, value_loss)   # rows with returns and old_values
+    """
+
+    metrics_prefix = "critic"
 
 
 def last_tokens(batch: MicroBatch) -> Tensor:

@@ -22,20 +22,42 @@ HAVE, CLOSED, OVER, UNREADABLE, FAILED = range(5)
 
 
 class Peers(Protocol):
-    """The ranks of a model: `ranks.py`."""
+    """This rank among the ranks of its model (`ranks.py`)."""
 
-    rank: int
+    @property
+    def rank(self) -> int: ...
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's share of the rows; several ranks may have the same."""
+        ...
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of shares."""
+        ...
+
+    @property
+    def speaks_for_rows(self) -> bool:
+        """False for a rank whose rows another one reports."""
+        ...
 
     def gather_ranks(self, value: Any) -> list[Any]: ...
 
 
+@dataclass(frozen=True)
 class Alone:
     """The only rank."""
 
-    rank = 0
+    rank: int = 0
+    data_rank: int = 0
+    num_data_ranks: int = 1
+    speaks_for_rows: bool = True
 
     def gather_ranks(self, value: Any) -> list[Any]:
         return [value]
+
+
+ALONE = Alone()
 
 
 @dataclass(frozen=True)
@@ -53,13 +75,9 @@ class SharedRounds:
     """The rounds of one stage. Every method is collective: all ranks return alike, or all raise. A rank without an
     error of its own raises `PartnerGone`, which names the rank that has one."""
 
-    def __init__(
-        self, stage: str, share: int, num_shares: int, peers: Peers, *, max_units: int = 0, moves_on: bool = False
-    ) -> None:
-        """`share`: index of this rank's share of a round's rows, of `num_shares`; several ranks may have the same.
-        `moves_on`: a round that is over gives way to the next one."""
+    def __init__(self, stage: str, peers: Peers, *, max_units: int = 0, moves_on: bool = False) -> None:
+        """`moves_on`: a round that is over gives way to the next one."""
         self._stage = stage
-        self._share, self._num_shares = share, num_shares
         self._peers = peers
         self._max_units = max_units
         self._moves_on = moves_on
@@ -82,7 +100,9 @@ class SharedRounds:
             lease: SharedLease | None = None
             failure: PenstockError | None = None
             try:
-                lease = store.lease_shared(self._stage, number, self._share, self._num_shares, self._max_units)
+                lease = store.lease_shared(
+                    self._stage, number, self._peers.data_rank, self._peers.num_data_ranks, self._max_units
+                )
                 mine = Outcome(CLOSED if lease is None else HAVE)
             except (RowsUnreachable, RowsLost) as error:
                 failure, unreadable_since = error, unreadable_since or time.monotonic()

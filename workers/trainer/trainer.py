@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.conf.trainer import OptimizerConfig, TrainerConfig
+from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer import exporting, writing
@@ -51,8 +50,8 @@ from penstock.workers.weights.publication.layout import Layout
 
 
 class PolicyTrainer:
-    """A rank among `num_ranks`, all of which make the same calls in the same order, each with its own rows (maybe
-    none). Ranks that split the work on a row (`TrainerConfig.ranks_per_row`) have the same ones.
+    """A rank of several, all of which make the same calls in the same order, each with its own rows (maybe none). Ranks
+    that split the work on a row (`TrainerConfig.ranks_per_row`) have the same ones.
 
         trainer = PolicyTrainer(TrainerConfig(), "path/to/model", temperature=1.0)
         report = trainer.update(rows, partial(ppo_clip_loss, clip_high=0.28))
@@ -62,46 +61,33 @@ class PolicyTrainer:
     `trainable=False`: for a scorer, which has no optimizer; `update` is then an error.
     """
 
+    metrics_prefix = "actor"
+    """Prefix of the metrics that `update` reports."""
+
     def __init__(
         self,
         config: TrainerConfig,
         model_path: str,
+        ranks: Ranks | None = None,
         *,
         temperature: float = 1.0,
-        rank: int = 0,
-        num_ranks: int = 1,
-        address: str | None = None,
-        num_threads: int = 0,
         attention: str = "sdpa",
         trainable: bool = True,
         engine_dtype: str = "float32",
-        metrics_prefix: str = "actor",
-        optimizer: OptimizerConfig | None = None,
         rows_alone: bool = False,
     ) -> None:
-        """Load the model and join the other ranks. Collective.
+        """Load the model. Collective.
 
-        `temperature`: of the sampling distribution. `address`: host:port where ranks meet; one rank needs none.
-        `num_threads`: of torch; 0 leaves it. `engine_dtype`: of publications. `metrics_prefix`: of what `update`
-        reports. `optimizer`: other settings than `config.optimizer`. `rows_alone`: what `logprobs` says of a row
-        depends on nothing but the row. Raises `ModelError`, `ConfigError`.
+        `ranks`: that have joined for this trainer, which leaves them; None: it is the only rank. `temperature`: of the
+        sampling distribution. `engine_dtype`: of publications. `rows_alone`: what `logprobs` says of a row depends on
+        nothing but the row. Raises `ModelError`, `ConfigError`.
         """
-        if num_threads:
-            torch.set_num_threads(num_threads)
-        self.config = config if optimizer is None else replace(config, optimizer=optimizer)
-        self.metrics_prefix = metrics_prefix
+        self.config = config
         self.model_path = model_path
         self.engine_dtype = engine_dtype
         self.num_updates = 0
         """Number of updates so far, also before this trainer's start; the schedule's clock."""
-        self.ranks = Ranks.join(
-            rank,
-            num_ranks,
-            address,
-            config.collective_timeout_s,
-            config.num_gpus_per_rank > 0,
-            num_peers=config.ranks_per_row,
-        )
+        self.ranks = ranks or Ranks.join(config)
         self._temperature = temperature
         self._plan: ChunkPlan | None = None
         """Plan of publications that go to other nodes."""
@@ -268,7 +254,7 @@ class PolicyTrainer:
         self.engine.leave_device()
 
     def close(self) -> None:
-        """Leave the other ranks, if this trainer joined them."""
+        """Release the engine, and leave the other ranks."""
         self.engine.close()
         self.ranks.leave()
 

@@ -25,7 +25,7 @@ from penstock.workers.progress import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.report import StepReport, TokenValues, TrainedRows
-from penstock.workers.trainer.shared_rounds import Alone, Peers, SharedRounds
+from penstock.workers.trainer.shared_rounds import ALONE, Peers, SharedRounds
 from penstock.workers.trainer.token_recorder import TokenRecorder, with_places
 
 
@@ -36,41 +36,35 @@ class TrainerWorker:
     def __init__(
         self,
         trainer: Trainer,
-        rank: int,
-        num_ranks: int,
         loss: Loss,
-        stage: str = "train",
+        ranks: Peers = ALONE,
+        *,
         preparation: Preparation | None = None,
         checkpoint: Callable[[int], str | None] | None = None,
-        speaks_for_rows: bool = True,
         phases: Phases | None = None,
-        peers: Peers | None = None,
-        after_step: int = 0,
         young: Callable[[Rows, int], Rows] | None = None,
         note: Callable[[StepReport, Rows], None] | None = None,
     ) -> None:
-        """`rank`: which share of the rows is this one's, of `num_ranks` shares. `preparation`: of the batch before the
-        update; None for none. `checkpoint`: copies the state after a step into memory, and says why if it does so no
-        more (`MemoryCheckpoint.save`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one
-        reports. `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone. `after_step`: that
-        the trainer goes on from. `young`: rows without what is too old for a version; None: nothing is. `note`: called
+        """`preparation`: of the batch before the update; None for none. `checkpoint`: copies the state after a step
+        into memory, and says why if it does so no more (`MemoryCheckpoint.save`); None for no copies. `phases`: where
+        it notes what it does. `young`: rows without what is too old for a version; None: nothing is. `note`: called
         after each step, with the rows that were trained (`StepMeter.note`)."""
         self._note = note
         self._phases = phases or Phases()
-        self.after_step: int | None = after_step
-        """The step whose weights and optimizer the trainer has now; None while an update is under way, or if it
-        failed."""
+        self.after_step: int | None = 0
+        """The step whose weights and optimizer the trainer has now, to be set where they are brought from elsewhere;
+        None while an update is under way, or if it failed."""
         self.num_rows = self.num_in_flight = self.tokens_in_flight = 0
         """Counts of its share: rows trained so far, rows of the present batch, and response tokens of those that it
         speaks for."""
-        self._speaks_for_rows = speaks_for_rows
+        self._speaks_for_rows = ranks.speaks_for_rows
         self._preparation = preparation
         self._young = young
         self._checkpoint = checkpoint
         self._trainer = trainer
         self.store: SyncStoreClient | None = None
         """The store that this worker is attached to."""
-        self._rounds = SharedRounds(stage, rank, num_ranks, peers or Alone())
+        self._rounds = SharedRounds("train", ranks)
         self._loss = loss
         self._tokens: tuple[int, TokenValues | None] = (0, None)
         """The last step, and the values of each token in its update."""
@@ -157,27 +151,23 @@ class ScorerWorker:
         compute: Callable[[Rows], Any],
         stage: str,
         column: str,
-        rank: int,
-        num_ranks: int,
+        ranks: Peers = ALONE,
         *,
         max_units: int = 64,
-        speaks_for_rows: bool = True,
         phases: Phases | None = None,
-        peers: Peers | None = None,
     ) -> None:
         """`compute`: one value a row, e.g. `trainer.logprobs`. `column`: what the stage writes. `max_units`: most rows
-        of a round, over all ranks. `speaks_for_rows`: False for a rank whose rows another one writes. `phases`: where
-        it notes what it does. `peers`: all ranks; None: this one is alone."""
+        of a round, over all ranks. `phases`: where it notes what it does."""
         self._phases = phases or Phases()
         self.num_computed = self.num_in_flight = 0
         """Counts of rows: computed of its share, and in the present round."""
-        self._speaks_for_rows = speaks_for_rows
+        self._speaks_for_rows = ranks.speaks_for_rows
         self._compute = compute
         self._store: SyncStoreClient | None = None
         """The store of the newest `run`."""
         self._turn = threading.Lock()
         self._column = column
-        self._rounds = SharedRounds(stage, rank, num_ranks, peers or Alone(), max_units=max_units, moves_on=True)
+        self._rounds = SharedRounds(stage, ranks, max_units=max_units, moves_on=True)
         self._num_rows = 0
         self._busy_s = 0.0
 

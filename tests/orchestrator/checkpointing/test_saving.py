@@ -214,6 +214,7 @@ from penstock.conf.algorithms.base import GrpoConfig
 from penstock.conf.faults import CheckpointConfig
 from penstock.conf.errors import CheckpointError
 from penstock.conf.run import RunConfig
+from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing import checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
@@ -228,7 +229,7 @@ from tests.orchestrator.one_machine import OneMachine, empty_snapshot
 
 place = Path(sys.argv[1])
 ELEMENTS = 3 * 2**18  # 3 MiB
-saver = Saver(Ranks.join(0, 1, None, 60, False), timeout_s=60)
+saver = Saver(Ranks.join(TrainerConfig()), timeout_s=60)
 
 
 class Remote:

@@ -25,7 +25,7 @@ def one_rank(rank: int, what: str, address: str, model: str, answers: Any) -> No
     """Rank 1 does what it should not, in the middle of its second update; rank 0 says how that ends for it."""
     torch.set_num_threads(1)
     config = TrainerConfig(num_ranks=2, collective_timeout_s=TIMEOUT_S)
-    trainer = PolicyTrainer(config, model, rank=rank, num_ranks=2, address=address)
+    trainer = PolicyTrainer(config, model, Ranks.join(config, rank, 2, address))
     rows = random_rows(6, seed=rank)
     trainer.update(rows, ppo_clip_loss)
 
@@ -71,7 +71,7 @@ def test_a_rank_that_does_not_answer_ends_the_update_of_the_others(
 
 
 def test_errors_that_are_no_collectives_stay_what_they_are() -> None:
-    ranks = Ranks.join(0, 1, None, TIMEOUT_S, use_gpu=False)
+    ranks = Ranks.join(TrainerConfig(collective_timeout_s=TIMEOUT_S))
     try:
         assert named(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "forward", ranks, "") is None
         assert named(RuntimeError("CUDA error: the launch timed out and was terminated"), "forward", ranks, "") is None

@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded, PartnerGone, ResourceError
+from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer import meeting as meeting_module
 from penstock.workers.trainer.meeting import INTERFACE_KEYS, Meeting, store_of, use_interface_of
 from penstock.workers.trainer.ranks import Ranks
@@ -65,15 +66,15 @@ def test_a_holder_that_goes_while_others_wait_is_named(meeting: Meeting) -> None
 
 def test_several_ranks_without_an_address_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.num_ranks=2 needs the address where the ranks meet"):
-        Ranks.join(0, 2, None, 60, use_gpu=False)
+        Ranks.join(TrainerConfig(), 0, 2)
 
 
 def test_ranks_that_cannot_connect_are_told_what_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(ResourceError, match=r"rank 0 of 1 could not connect .*none0.* GLOO_SOCKET_IFNAME"):
-        Ranks.join(0, 1, None, 60, use_gpu=False)
+        Ranks.join(TrainerConfig())
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    Ranks.join(0, 1, None, 60, use_gpu=False).leave()
+    Ranks.join(TrainerConfig()).leave()
 
 
 def test_the_interface_of_the_node_is_told_to_gloo_and_nccl_unless_the_user_has(

@@ -21,6 +21,7 @@ from penstock.workers.trainer.engines import mesh, tensor_parallel, ulysses
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.shared_rounds import Alone
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
@@ -136,7 +137,7 @@ def test_a_rank_that_does_not_speak_for_its_rows_trains_them_and_reports_none(
     make_trainer: Make, make_rows: Callable[..., Rows]
 ) -> None:
     store, rows, trainer = OneBatch(make_rows(4)), make_rows(4), make_trainer()
-    trainers = [TrainerWorker(trainer, 3, 5, sft_loss, speaks_for_rows=speaks) for speaks in (True, False)]
+    trainers = [TrainerWorker(trainer, sft_loss, Alone(0, 3, 5, speaks)) for speaks in (True, False)]
     for worker in trainers:
         worker.attach(store)
     reports = [worker.step(1) for worker in trainers]
@@ -144,7 +145,7 @@ def test_a_rank_that_does_not_speak_for_its_rows_trains_them_and_reports_none(
     assert [report.share for report in reports if report] == [store.share, None]
     assert [len(report.rows.response_tokens_N) for report in reports if report] == [4, 0]
     workers = [
-        ScorerWorker(trainer.logprobs, "reference", "reference_logprobs", 0, 1, speaks_for_rows=speaks)
+        ScorerWorker(trainer.logprobs, "reference", "reference_logprobs", Alone(speaks_for_rows=speaks))
         for speaks in (True, False)
     ]
     for scorer in workers:

@@ -14,7 +14,7 @@ from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.models.language_model import open_scalar_lm
 from penstock.workers.trainer.preparation import Preparation
-from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
 from tests.workers.trainer.conftest import ENGINES, random_rows
 
 
@@ -27,9 +27,8 @@ def engine(request):
 def make_scalar(model_path, engine_options):
     made = []
 
-    def make(path=model_path, **options):
-        config = TrainerConfig(optimizer=OptimizerConfig(lr=options.pop("lr", 1e-2)), **engine_options)
-        made.append(ScalarTrainer(config, path, **options))
+    def make(path=model_path, kind=ScalarTrainer, **options):
+        made.append(kind(TrainerConfig(optimizer=OptimizerConfig(lr=1e-2), **engine_options), path, **options))
         return made[-1]
 
     yield make
@@ -53,7 +52,7 @@ def test_a_new_head_expects_nothing_and_has_no_opinion(make_scalar):
 
 def test_a_critic_learns_its_returns_and_reports_under_its_name(make_scalar):
     rows = random_rows(6)
-    critic = make_scalar(metrics_prefix="critic")
+    critic = make_scalar(kind=CriticTrainer)
     errors = []
     for _ in range(30):
         report = critic.update(with_targets(rows, critic, 0.7), value_loss)
@@ -118,7 +117,7 @@ def test_what_a_critic_explains_is_of_the_whole_batch_however_it_is_cut(make_sca
     )
     explained = []
     for budget in (30, 10_000):
-        critic = make_scalar(metrics_prefix="critic")
+        critic = make_scalar(kind=CriticTrainer)
         critic.config.max_tokens_per_microbatch = budget
         preparation = Preparation(flow.in_trainer, flow.columns, lambda mine: [mine], critic)
         for _ in range(3):

@@ -24,8 +24,11 @@ from tests.store.players import STAGES, group, values_of
 class Thread:
     """A rank that is a thread."""
 
+    speaks_for_rows = True
+
     def __init__(self, rank: int, told: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self._told, self._barrier = rank, told, barrier
+        self.data_rank, self.num_data_ranks = rank, len(told)
 
     def gather_ranks(self, value: Any) -> list[Any]:
         self._told[self.rank] = value
@@ -37,8 +40,7 @@ class Thread:
 
 def gang(stage: str, num_ranks: int = 2, **options: Any) -> list[SharedRounds]:
     barrier, told = threading.Barrier(num_ranks), [None] * num_ranks
-    peers = [Thread(rank, told, barrier) for rank in range(num_ranks)]
-    return [SharedRounds(stage, rank, num_ranks, peers[rank], **options) for rank in range(num_ranks)]
+    return [SharedRounds(stage, Thread(rank, told, barrier), **options) for rank in range(num_ranks)]
 
 
 class Failing:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss, sft_loss
 from penstock.conf.errors import DataError, DataflowError, ModelError
+from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Trainer
 from penstock.workers.trainer.ranks import Ranks
@@ -76,7 +77,7 @@ def test_a_rank_is_a_trainer(make_trainer: Make) -> None:
 def test_trainers_come_and_go_in_a_process_whoever_made_its_process_group(make_trainer: Make) -> None:
     """DeepSpeed keeps groups of the first one for the whole process."""
     for _ in range(2):
-        ranks = Ranks.join(0, 1, None, 60, use_gpu=False)
+        ranks = Ranks.join(TrainerConfig())
         trainer = make_trainer()
         trainer.close()
         ranks.leave()

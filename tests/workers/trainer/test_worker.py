@@ -74,8 +74,8 @@ def test_reference_and_trainer_take_a_batch_through_the_store(make_trainer: Make
         store = make_store()
         client = StoreClient(store)
         await fill(client)
-        helper = ScorerWorker(reference.logprobs, "reference", "reference_logprobs", 0, 1)
-        trainer = TrainerWorker(policy, 0, 1, flow().stage("train").function)
+        helper = ScorerWorker(reference.logprobs, "reference", "reference_logprobs")
+        trainer = TrainerWorker(policy, flow().stage("train").function)
         trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(store)))
         report = await asyncio.to_thread(trainer.step, 1)
@@ -111,8 +111,8 @@ def test_a_trainer_and_a_scorer_go_on_with_another_store(make_trainer: Make) -> 
         await StoreClient(first).spec()
         client = StoreClient(second)
         await fill(client)
-        helper = ScorerWorker(make_trainer(trainable=False).logprobs, "reference", "reference_logprobs", 0, 1)
-        trainer = TrainerWorker(make_trainer(lr=1e-2), 0, 1, flow().stage("train").function)
+        helper = ScorerWorker(make_trainer(trainable=False).logprobs, "reference", "reference_logprobs")
+        trainer = TrainerWorker(make_trainer(lr=1e-2), flow().stage("train").function)
         trainer.attach(SyncStoreClient(first))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(first)))
         waiting = asyncio.create_task(asyncio.to_thread(trainer.step, 1))
@@ -151,8 +151,8 @@ def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> Non
         store, phases, of_scorer = make_store(), Phases(), Phases()
         client, seen = StoreClient(store), []
         await store.spec()  # from here on it lives in this loop
-        scorer = ScorerWorker(Slow().logprobs, "reference", "reference_logprobs", 0, 1, phases=of_scorer)
-        trainer = TrainerWorker(Slow(), 0, 1, ppo_clip_loss, phases=phases)  # type: ignore[arg-type]
+        scorer = ScorerWorker(Slow().logprobs, "reference", "reference_logprobs", phases=of_scorer)
+        trainer = TrainerWorker(Slow(), ppo_clip_loss, phases=phases)  # type: ignore[arg-type]
         trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(scorer.run, SyncStoreClient(store)))
         stepping = asyncio.create_task(asyncio.to_thread(trainer.step, 1))
@@ -188,8 +188,8 @@ def test_the_state_is_copied_after_the_update_and_before_the_report_on_its_round
         store = make_store()
         client = StoreClient(store)
         await fill(client)
-        helper = ScorerWorker(reference.logprobs, "reference", "reference_logprobs", 0, 1)
-        trainer = TrainerWorker(policy, 0, 1, flow().stage("train").function, checkpoint=checkpoint)
+        helper = ScorerWorker(reference.logprobs, "reference", "reference_logprobs")
+        trainer = TrainerWorker(policy, flow().stage("train").function, checkpoint=checkpoint)
         trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(store)))
         report = await asyncio.to_thread(trainer.step, 1)

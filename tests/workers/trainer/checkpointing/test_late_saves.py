@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
+from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.checkpointing.shard_files import file_of, load
 from penstock.workers.trainer.ranks import Ranks
@@ -29,7 +30,7 @@ NUM_ELEMENTS = 50_000
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    alone = Ranks.join(0, 1, None, 60, False)
+    alone = Ranks.join(TrainerConfig())
     yield alone
     alone.leave()
 
@@ -121,7 +122,7 @@ def test_a_save_that_nobody_asked_for_is_given_up_by_the_next(ranks: Ranks, tmp_
 
 def one_of_two(rank: int, num_ranks: int, address: str, place: Path) -> None:
     """The first save of rank 1 is held up."""
-    ranks = Ranks.join(rank, num_ranks, address, 60, False)
+    ranks = Ranks.join(TrainerConfig(), rank, num_ranks, address)
     saver = Saver(ranks, timeout_s=60)
     half = [replace(piece, shape=(2, NUM_ELEMENTS), first=rank * NUM_ELEMENTS) for piece in holding(1.0)]
     held = HeldUp(place / "1", rank) if rank == 1 else None

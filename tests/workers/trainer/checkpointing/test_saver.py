@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import CheckpointError
 from penstock.conf.model import FreshModelConfig
+from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.checkpointing.saver import Saver
@@ -39,7 +40,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    alone = Ranks.join(0, 1, None, 60, False)
+    alone = Ranks.join(TrainerConfig())
     yield alone
     alone.leave()
 

@@ -67,7 +67,7 @@ def test_what_is_not_trained_keeps_its_weights_and_is_published_all_the_same(
     model = PolicyModel(lm).requires_grad_(False)
     lm.model.layers[1].requires_grad_(True)
     config = TrainerConfig(**engine_options, optimizer=OptimizerConfig(lr=1e-2))
-    ranks = Ranks.join(0, 1, None, 60.0, use_gpu=False)
+    ranks = Ranks.join(config)
     made = make_engine(model, weights, ranks, config)
     ids = torch.randint(3, 90, (2, 8))
     for _ in range(2):

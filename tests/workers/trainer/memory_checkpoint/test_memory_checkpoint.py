@@ -22,7 +22,7 @@ from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryC
 from penstock.workers.trainer.memory_checkpoint.rank_copy import runs_of
 from penstock.workers.trainer.memory_checkpoint.slots import SLOTS, steps_there
 from penstock.workers.trainer.preparation import Preparation
-from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
@@ -52,7 +52,7 @@ class Rank:
     """One rank with a critic, and with what its functions carry."""
 
     policy: PolicyTrainer
-    critic: ScalarTrainer
+    critic: CriticTrainer
     state: TrainingState
     checkpoint: MemoryCheckpoint
     preparation: Preparation
@@ -93,7 +93,7 @@ def make_rank(
             optimizer=OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2),
         )  # fmt: skip
         policy = PolicyTrainer(config, model_path)
-        critic = ScalarTrainer(config, model_path, metrics_prefix="critic")
+        critic = CriticTrainer(config, model_path)
         flow = Dataflow()
         flow.compute(grown, reads=["advantage"], writes=[Column("weighted", "float32")], per="batch", state=[1])
         columns = {"advantage": STANDARD_COLUMNS["advantage"], **flow.columns}

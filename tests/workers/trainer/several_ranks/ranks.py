@@ -18,6 +18,7 @@ from penstock.algorithms.losses import ppo_clip_loss, sft_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import deepspeed_runtime, fsdp
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import ENGINES, random_rows
 from tests.workers.trainer.states import put_state, whole_state
@@ -79,11 +80,8 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
     torch.set_num_threads(1)
 
     def make(**options: Any) -> PolicyTrainer:
-        trainers.append(
-            PolicyTrainer(
-                TrainerConfig(num_ranks=num_ranks, **options), model, rank=rank, num_ranks=num_ranks, address=address
-            )
-        )
+        config = TrainerConfig(num_ranks=num_ranks, **options)
+        trainers.append(PolicyTrainer(config, model, Ranks.join(config, rank, num_ranks, address)))
         return trainers[-1]
 
     trainers: list[PolicyTrainer] = []

@@ -23,6 +23,7 @@ from penstock.workers.trainer.engines import deepspeed_runtime
 from penstock.workers.trainer.memory_checkpoint import memory_checkpoint
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.memory_checkpoint.slots import steps_there
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from tests.workers.trainer.conftest import ENGINES, FRESH, random_rows
@@ -50,7 +51,7 @@ def run(rank: int, num_ranks: int, address: str, life: str, model: str, director
     made = []
     for scenario, options in SCENARIOS.items():
         config = TrainerConfig(num_ranks=num_ranks, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2), **options)
-        trainer = PolicyTrainer(config, model, rank=rank, num_ranks=num_ranks, address=address)
+        trainer = PolicyTrainer(config, model, Ranks.join(config, rank, num_ranks, address))
         made.append(trainer)
         state = TrainingState({"policy": trainer})
         checkpoint = MemoryCheckpoint(state, trainer, str(directory / "states" / scenario))

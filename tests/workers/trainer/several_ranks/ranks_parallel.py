@@ -20,7 +20,8 @@ from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import fsdp
-from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.tally import with_explained_variance
@@ -111,10 +112,9 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
             num_ranks=num_ranks, max_tokens_per_microbatch=budget, optimizer=OptimizerConfig(**LINEAR), **options
         )
         fsdp.KEEP_WHOLE_BYTES = 0 if "gathered_by_layer" in scenario else 2**31
-        kind = ScalarTrainer if "critic" in scenario else PolicyTrainer
+        kind = CriticTrainer if "critic" in scenario else PolicyTrainer
         model = f"{models}/{'qwen3' if 'summed' in scenario else 'qwen2'}"
-        prefix = "critic" if "critic" in scenario else "actor"
-        trainers.append(kind(config, model, rank=rank, num_ranks=num_ranks, address=address, metrics_prefix=prefix))
+        trainers.append(kind(config, model, Ranks.join(config, rank, num_ranks, address)))
         result = one_update(trainers[-1], rows().select(share_of(rank, num_ranks, options)))
         trainers[-1].publish(str(directory / scenario), 1)
         side = TrainerSide.of(trainers[-1])
@@ -147,7 +147,7 @@ def through_checkpoints(started: PolicyTrainer, model: str, rank: int, directory
         assert saving.begin(str(directory / f"before_{name}"))
         files = [file for some in last.ranks.gather_ranks(saving.finish()) for file in some]
         config = TrainerConfig(num_ranks=4, optimizer=OptimizerConfig(**LINEAR), **options[name])
-        last = trainers[name] = PolicyTrainer(config, model, rank=rank, num_ranks=4)
+        last = trainers[name] = PolicyTrainer(config, model, Ranks.join(config, rank, 4))
         TrainingState({"policy": last}).load(str(directory / f"before_{name}"), files)
         states[name] = state_of(last.engine)
     answers = {}
@@ -163,7 +163,7 @@ def load_large(options: dict[str, Any], model: str, rank: int, num_ranks: int, d
     file."""
     before = forget_peak()
     config = TrainerConfig(num_ranks=num_ranks, **options)
-    trainer = PolicyTrainer(config, model, rank=rank, num_ranks=num_ranks)
+    trainer = PolicyTrainer(config, model, Ranks.join(config, rank, num_ranks))
     peak = own_bytes("VmHWM") - before
     before = forget_peak()
     trainer.export(str(directory))
@@ -198,10 +198,10 @@ def own_bytes(field: str) -> int:
 
 def one_update(trainer: PolicyTrainer, rows: Rows) -> dict[str, Any]:
     def answers() -> list[np.ndarray]:
-        return trainer.values(rows) if isinstance(trainer, ScalarTrainer) else trainer.logprobs(rows)
+        return trainer.values(rows) if isinstance(trainer, CriticTrainer) else trainer.logprobs(rows)
 
     before = answers()
-    if isinstance(trainer, ScalarTrainer):
+    if isinstance(trainer, CriticTrainer):
         returns = [np.linspace(-1, 1, length, dtype=np.float32) for length in rows.lengths("response_ids")]
         report = trainer.update(rows.with_column("returns", returns).with_column("old_values", before), value_loss)
         metrics = with_explained_variance(report.metrics, "critic")

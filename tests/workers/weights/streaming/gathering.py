@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
+from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.streaming.senders import StreamTransport
@@ -53,7 +54,7 @@ class Sender:
 
 
 def run(rank: int, num_ranks: int, address: str, directory: Path) -> None:
-    ranks = Ranks.join(rank, num_ranks, address, 60, use_gpu=False)
+    ranks = Ranks.join(TrainerConfig(), rank, num_ranks, address)
     device = torch.device("cpu")
     stream = WeightStream(lambda: pieces(rank, num_ranks), "bfloat16", device, ranks.gather_ranks)
     torch.save(dict(stream), directory / f"gathered.{rank}.pt")
