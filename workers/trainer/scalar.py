@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.models.language_model import ScalarModel, max_length, open_scalar_lm
 from penstock.workers.trainer.models.starting_weights import StartingWeights
-from penstock.workers.trainer.token_recorder import TokenRecorder
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer, UpdateParts
 from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.minibatches import LossInputs, Minibatch
-from penstock.workers.trainer.update.tally import Tally
+from penstock.workers.trainer.update.minibatches import Minibatch
 
 
 class ScalarTrainer(PolicyTrainer):
@@ -55,25 +53,16 @@ class ScalarTrainer(PolicyTrainer):
         self.engine.free()
         return results
 
-    def _contribution(
-        self,
-        minibatch: Minibatch,
-        batch: MicroBatch,
-        inputs: LossInputs,
-        old: list[np.ndarray] | None,
-        tally: Tally,
-        is_first: bool,
-        recorder: TokenRecorder | None,
-    ) -> Tensor:
-        whole = "scores" in inputs.provided
+    def _contribution(self, minibatch: Minibatch, batch: MicroBatch, shared: UpdateParts, is_first: bool) -> Tensor:
+        whole = "scores" in shared.inputs.provided
         positions = last_tokens(batch) if whole else batch.positions_N
         numbers = self.engine.forward(batch.input_ids_SL, positions)
         if batch.is_dummy:
             return numbers.sum() * 0.0
         available: dict[str, Any] = {"scores": numbers} if whole else {"values": batch.scatter(numbers)}
-        loss, metrics = inputs.call(batch, minibatch.totals, available)
+        loss, metrics = shared.inputs.call(batch, minibatch.totals, available)
         for name, value in metrics.items():
-            tally.add(f"{self.metrics_prefix}/{name}", value)
+            shared.tally.add(f"{self.metrics_prefix}/{name}", value)
         return loss
 
 

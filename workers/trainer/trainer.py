@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +48,18 @@ from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padd
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import Layout
+
+
+@dataclass(frozen=True)
+class UpdateParts:
+    """The parts of one update that all its micro-batches share."""
+
+    inputs: LossInputs
+    tally: Tally
+    old_logprobs: list[np.ndarray] | None
+    """Log-probabilities before the update, `[T_i]` for each row, where the loss asks for them and weights change before
+    its last micro-batch."""
+    recorder: TokenRecorder | None
 
 
 class PolicyTrainer:
@@ -187,16 +200,16 @@ class PolicyTrainer:
         rate = learning_rate(self.config.optimizer, self.num_updates, self.config.max_steps)
         seconds["plan"] = time.perf_counter() - started
 
-        tally = Tally(len(minibatches))
+        shared = UpdateParts(inputs, Tally(len(minibatches)), old, recorder)
         norms, skipped = [], 0
         for number, minibatch in enumerate(minibatches):
-            self._accumulate(minibatch, inputs, old, tally, number == 0, recorder, seconds)
+            self._accumulate(minibatch, shared, number == 0, seconds)
             norms.append(self._optimizer_step(rate, seconds))
             skipped += not math.isfinite(norms[-1])
         self.num_updates += 1
         with self._phase(f"update {self.num_updates}, metrics"):
-            tally.add_padding(minibatches)
-            metrics = with_padding_share(tally.reduced(self.ranks), self.metrics_prefix)
+            shared.tally.add_padding(minibatches)
+            metrics = with_padding_share(shared.tally.reduced(self.ranks), self.metrics_prefix)
         metrics |= {
             f"{self.metrics_prefix}/lr": rate,
             f"{self.metrics_prefix}/grad_norm": sum(norms) / len(norms),
@@ -258,40 +271,24 @@ class PolicyTrainer:
         self.engine.close()
         self.ranks.leave()
 
-    def _accumulate(
-        self,
-        minibatch: Minibatch,
-        inputs: LossInputs,
-        old: list[np.ndarray] | None,
-        tally: Tally,
-        is_first: bool,
-        recorder: TokenRecorder | None,
-        seconds: dict[str, float],
-    ) -> None:
+    def _accumulate(self, minibatch: Minibatch, shared: UpdateParts, is_first: bool, seconds: dict[str, float]) -> None:
         """Run forward and backward of each micro-batch: gradients add up in the parameters."""
         for number, batch in enumerate(minibatch.batches):
             place = f"update {self.num_updates + 1}, micro-batch {number + 1} of {len(minibatch.batches)}"
             started = time.perf_counter()
             with self._phase(f"{place}, forward"):
                 self.engine.before_backward(is_last=number == len(minibatch.batches) - 1)
-                loss = self._contribution(minibatch, batch, inputs, old, tally, is_first, recorder)
+                loss = self._contribution(minibatch, batch, shared, is_first)
             seconds["forward"] += time.perf_counter() - started
             started = time.perf_counter()
             with self._phase(f"{place}, backward"):
                 self.engine.backward(loss)
             seconds["backward"] += time.perf_counter() - started
 
-    def _contribution(
-        self,
-        minibatch: Minibatch,
-        batch: MicroBatch,
-        inputs: LossInputs,
-        old: list[np.ndarray] | None,
-        tally: Tally,
-        is_first: bool,
-        recorder: TokenRecorder | None,
-    ) -> Tensor:
-        """Run forward of one micro-batch: returns its share of the minibatch's loss, `[]` with gradient."""
+    def _contribution(self, minibatch: Minibatch, batch: MicroBatch, shared: UpdateParts, is_first: bool) -> Tensor:
+        """Run forward of one micro-batch: returns its share of the minibatch's loss, `[]` with gradient. `is_first`:
+        weights are still those from before the update."""
+        inputs, tally, old = shared.inputs, shared.tally, shared.old_logprobs
         entropy = "gradient" if inputs.takes_entropy else "value"
         logprobs_N, entropy_N = self._scores(batch, entropy)
         if batch.is_dummy:
@@ -307,9 +304,9 @@ class PolicyTrainer:
             tally.add(f"actor/{name}", value)
         num_tokens = max(1.0, minibatch.totals.num_tokens)
         tally.add("actor/entropy", entropy_N.sum() / num_tokens)
-        if recorder is not None:
+        if shared.recorder is not None:
             before_BT = logprobs_BT if is_first else old_BT if old is not None else None
-            recorder.add(batch, logprobs_BT, before_BT)
+            shared.recorder.add(batch, logprobs_BT, before_BT)
         if is_first and "behavior_logprobs" in batch.columns:
             add_mismatch(tally, logprobs_BT, batch.columns["behavior_logprobs"], batch.mask_BT, num_tokens)
         return loss
