@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
 from penstock.workers.weights.chain.plan import Broadcast, chain, upstreams
 from penstock.workers.weights.chain.pull import Pace, Patience, Pull
-from penstock.workers.weights.chain.serving import Feed
+from penstock.workers.weights.chain.subscription import Feed
 
 FOREVER_S = 3600.0
 

@@ -9,7 +9,7 @@ An upstream that has nothing to send says so, `heartbeat_s` after its last messa
 the connection is gone. It says with it how long ago the trainer's node was heard of, through all nodes between. So a
 node knows it, too, when its upstream is alive but cut off from the trainer.
 
-`pulling.py` runs it with sockets, `benchmarks/simulated_chain.py` with a virtual clock.
+`puller.py` runs it with sockets, `benchmarks/simulated_chain.py` with a virtual clock.
 """
 
 import statistics

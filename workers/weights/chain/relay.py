@@ -20,12 +20,11 @@ from pathlib import Path
 from penstock.conf.errors import NotStarted, WeightError
 from penstock.network.connection import Connection
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.chain.messages import Failed, Gone, Subscribe, Waiting, read, send
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, chain, upstreams
 from penstock.workers.weights.chain.pull import Pace, Patience, Pull
-from penstock.workers.weights.chain.pulling import Puller
+from penstock.workers.weights.chain.puller import Puller
 from penstock.workers.weights.chain.reports import ReportServer
-from penstock.workers.weights.chain.serving import Server
+from penstock.workers.weights.chain.subscription import Failed, Gone, Server, Subscribe, Waiting, read, send
 from penstock.workers.weights.chain.transfer import Counters, Slot, Transfer, TransferOver
 from penstock.workers.weights.publication.reused_files import KeptMappings, reclaim
 

@@ -1,8 +1,8 @@
 """A version on one node, from its beginning until a newer one begins: which chunks are here, and its outcome.
 
     ranks of this node ─▶ reports.py ─┐
-                                      ├─ add ─▶ Transfer ─▶ serving.py ─▶ other nodes
-    other nodes ─▶ pulling.py ────────┘            └─ all of it, where it is received ─▶ manifest
+                                      ├─ add ─▶ Transfer ─▶ subscription.py ─▶ other nodes
+    other nodes ─▶ puller.py ─────────┘            └─ all of it, where it is received ─▶ manifest
 
 Threads share it; `condition` is notified of every change. The bytes are in a `Slot`, the file of the version, which
 ranks or the relay write. It is locked like one that is read, for as long as the relay has it: no writer takes it

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.workers.weights.chain.pull import MOST_DAMAGED, Pace, Patience, Pull
-from penstock.workers.weights.chain.serving import Feed
+from penstock.workers.weights.chain.subscription import Feed
 
 PATIENCE = Patience(heartbeat_s=0.05, factor=3.0, floor_s=0.2, first_s=1.0, cut_off=4.0)
 MIB = 2**20

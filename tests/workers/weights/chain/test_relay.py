@@ -196,7 +196,7 @@ def test_a_flipped_byte_is_counted_and_fetched_again(tmp_path: Path, monkeypatch
         self.send_bytes(data)
 
     monkeypatch.setattr(Connection, "send_file", flip)
-    monkeypatch.setattr("penstock.workers.weights.chain.serving.SMALL_BYTES", 0)
+    monkeypatch.setattr("penstock.workers.weights.chain.subscription.SMALL_BYTES", 0)
     with Cluster(tmp_path, plan_of(["x"]), ["a", "b"]) as cluster:
         cluster.begin(1)
         cluster.write(1)

@@ -1,4 +1,4 @@
-"""The downstream's side of a connection: asks an upstream, receives into the file, checks, and asks another one.
+"""The downstream's side of a subscription: asks an upstream, receives into the file, checks, and asks another one.
 
 `pull.py` decides; here are the socket and the clock. There is a thread for each chain that a node is in.
 """
@@ -8,7 +8,7 @@ import time
 import xxhash
 
 from penstock.network.connection import Connection, Frame, connect
-from penstock.workers.weights.chain.messages import (
+from penstock.workers.weights.chain.subscription import (
     DIGEST_BYTES,
     Ended,
     Failed,
