@@ -32,7 +32,7 @@ from penstock.workers.trainer.memory_checkpoint.slots import (
     steps_there,
     to_json,
 )
-from penstock.workers.weights.publication.reused_files import POPULATE_WRITE, KeptMappings, populate
+from penstock.workers.weights.publication.reused_files import WritableMappings
 
 STATES = 4
 """Service of an agent's port. `agent.py` has all of them."""
@@ -62,7 +62,7 @@ class StateService:
     def __init__(self, root: Path, token: bytes) -> None:
         """`root`: the directory that has a folder for each trainer."""
         self._root, self._token = root, token
-        self._mappings = KeptMappings()
+        self._mappings = WritableMappings()
         self._fetching = threading.Lock()
         self.received_bytes = 0
 
@@ -130,13 +130,11 @@ class StateService:
         if short := reserve_slots(slots, header.num_bytes, header.leave_bytes):
             raise OSError(short)
         slot = slots.begin(header.step)
-        memory, is_fresh = self._mappings.writable(slots.data(slot), self._root)
+        file = self._mappings.map(slots.data(slot), self._root)
         start = 0
         for block in header.blocks:
             end = start + block.num_bytes
-            if is_fresh:
-                populate(memory, start, end, POPULATE_WRITE)
-            some = memoryview(memory)[start:end]
+            some = file.window(start, end)
             connection.receive_into(some)
             if len(some) != block.num_bytes or xxhash.xxh3_128_hexdigest(some) != block.checksum:
                 raise OSError("it arrived damaged, or was written over while it was read")

@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.trainer import exporting, writing
+from penstock.workers.trainer import exporting, publishing
 from penstock.workers.trainer.engines.engine import make_engine
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.engines.optimizer import learning_rate
@@ -225,8 +225,8 @@ class PolicyTrainer:
         """
         with self._phase(f"publication of version {version}"):
             if self._plan is not None:
-                return writing.publish_between(self.ranks, self._published(), directory, version, self._plan)
-            return writing.publish(self.ranks, self._published(), directory, version, self._layout)
+                return publishing.publish_between(self.ranks, self._published(), directory, version, self._plan)
+            return publishing.publish(self.ranks, self._published(), directory, version, self._layout)
 
     @property
     def publication_bytes(self) -> int:
@@ -238,13 +238,13 @@ class PolicyTrainer:
         """Publish to other nodes from now on: this rank is on `node`, and so many nodes receive. Collective; returns
         the same plan on every rank."""
         with self._phase("planning of publications"):
-            self._plan = writing.plan_chunks(self.ranks, self._published(), self._layout, node, num_receivers)
+            self._plan = publishing.plan_chunks(self.ranks, self._published(), self._layout, node, num_receivers)
             return self._plan
 
     @cached_property
     def _layout(self) -> Layout:
         """Layout of every publication. Collective where it is first asked for."""
-        return writing.layout_of(self._published(), self.engine_dtype)
+        return publishing.layout_of(self._published(), self.engine_dtype)
 
     def _published(self) -> Iterator[Piece]:
         """Pieces that engines are sent. Collective."""

@@ -1,12 +1,13 @@
 """A two-layer model of 20 thousand parameters, rows for it, and trainers that clean up after themselves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfig
@@ -14,6 +15,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.engines import deepspeed_runtime
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.weights.piece import Piece
 
 FRESH = FreshModelConfig(
     num_layers=2, hidden_size=32, intermediate_size=48, num_heads=2, num_kv_heads=1, max_position_embeddings=64
@@ -114,3 +116,30 @@ def copy_of_weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     return tmp_path
+
+
+def whole_state(trainer: PolicyTrainer) -> dict[str, Tensor]:
+    """`TrainEngine.state` of all ranks, put together: what a checkpoint holds. Collective. Every element must be in
+    exactly one piece."""
+    return whole(trainer, trainer.engine.state())
+
+
+def whole(trainer: PolicyTrainer, pieces: Iterable[Piece]) -> dict[str, Tensor]:
+    mine = [(piece.name, piece.shape, piece.first, piece.values.detach().clone()) for piece in pieces]
+    tensors: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    for name, shape, first, values in (piece for pieces in trainer.ranks.gather(mine) for piece in pieces):
+        tensor = tensors.setdefault(name, torch.empty(shape, dtype=values.dtype))
+        tensor.view(-1)[first : first + len(values)] = values
+        counts.setdefault(name, torch.zeros(shape)).view(-1)[first : first + len(values)] += 1
+    assert all((count == 1).all() for count in counts.values())
+    return tensors
+
+
+def put_state(trainer: PolicyTrainer, state: dict[str, Tensor], num_optimizer_steps: int) -> None:
+    """Collective."""
+    pieces = list(trainer.engine.state())
+    assert {piece.name for piece in pieces} == state.keys()
+    for piece in pieces:
+        piece.values.copy_(state[piece.name].view(-1)[piece.first : piece.first + len(piece.values)])
+    trainer.engine.loaded(num_optimizer_steps)

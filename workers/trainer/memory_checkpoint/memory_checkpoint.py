@@ -22,7 +22,7 @@ from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.publication import copy_and_sum
-from penstock.workers.weights.publication.reused_files import POPULATE_WRITE, KeptMappings, populate
+from penstock.workers.weights.publication.reused_files import WritableMappings
 
 PUBLICATIONS = 3
 """Number of publications that may lie in shared memory at the same time: copies leave room for them."""
@@ -36,7 +36,7 @@ class MemoryCheckpoint:
         """`root`: the directory of all ranks of the trainer."""
         self._state, self._trainer, self._ranks = state, trainer, trainer.ranks
         self.slots = Slots(root, trainer.ranks.rank)
-        self._mappings = KeptMappings()
+        self._mappings = WritableMappings()
         self._threads = ThreadPoolExecutor(torch.get_num_threads())
         self._lineage: str | None = None
         """The id that all ranks share; None before the first copy."""
@@ -108,16 +108,13 @@ class MemoryCheckpoint:
 
     def _copy(self, step: int, pieces: Sequence[Piece], carried: str) -> None:
         slot = self.slots.begin(step)
-        memory, is_fresh = self._mappings.writable(self.slots.data(slot), self.slots.root)
-        view = memoryview(memory)
+        file = self._mappings.map(self.slots.data(slot), self.slots.root)
 
         def write(share: list[tuple[int, Tensor]]) -> list[Block]:
-            blocks = []
-            for start, values in share:
-                if is_fresh:
-                    populate(memory, start, start + len(values), POPULATE_WRITE)
-                blocks.append(Block(len(values), copy_and_sum(values, view[start : start + len(values)], "uint8")))
-            return blocks
+            return [
+                Block(len(values), copy_and_sum(values, file.window(start, start + len(values)), "uint8"))
+                for start, values in share
+            ]
 
         written = tuple(block for blocks in self._threads.map(write, _shares_of(pieces)) for block in blocks)
         assert self._lineage is not None

@@ -7,7 +7,7 @@ Pure.
 
 Ranks cut the same pieces of the same tensors for every version, so they tell once what they will write, before the
 first version; the plan is checked once, and both ends of every connection know what a chunk's number means. The
-trainer's ranks make it (`trainer/writing.py`), and it goes to the nodes' relays as plain data (`relay.py`).
+trainer's ranks make it (`trainer/publishing.py`), and it goes to the nodes' relays as plain data (`relay.py`).
 
 For each node that has trainer ranks there is one chain of the receiving nodes. Their order turns with the version and
 from chain to chain, so that no node is always the last, and in a version each sends about as much as any other. Every

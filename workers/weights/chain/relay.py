@@ -26,7 +26,7 @@ from penstock.workers.weights.chain.puller import Puller
 from penstock.workers.weights.chain.reports import ReportServer
 from penstock.workers.weights.chain.subscription import Failed, Gone, Server, Subscribe, Waiting, read, send
 from penstock.workers.weights.chain.transfer import Counters, Slot, Transfer, TransferOver
-from penstock.workers.weights.publication.reused_files import KeptMappings, reclaim
+from penstock.workers.weights.publication.reused_files import WritableMappings, reclaim
 
 PUBLICATIONS_KEPT = 2
 EXPECT_S = 30.0
@@ -49,7 +49,7 @@ class Relay:
         self._root, self._node, self._token, self._service = root, node, token, service
         self._patience = patience or Patience()
         self._counters = Counters()
-        self._mappings = KeptMappings()
+        self._mappings = WritableMappings()
         self._changed = threading.Condition()
         """Lock and notification of the three fields below."""
         self._plan: ChunkPlan | None = None

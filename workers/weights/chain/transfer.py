@@ -28,9 +28,7 @@ from penstock.workers.weights.publication.layout import ElementRange
 from penstock.workers.weights.publication.reading import Manifest, manifest_to_json
 from penstock.workers.weights.publication.reused_files import (
     MANIFEST_NAME,
-    POPULATE_WRITE,
-    KeptMappings,
-    populate,
+    WritableMappings,
     prepare_slot,
     publication_directory,
 )
@@ -65,7 +63,12 @@ class Slot:
     receives; `close`."""
 
     def __init__(
-        self, root: Path, version: int, plan: ChunkPlan, spans: Sequence[tuple[int, int]] | None, mappings: KeptMappings
+        self,
+        root: Path,
+        version: int,
+        plan: ChunkPlan,
+        spans: Sequence[tuple[int, int]] | None,
+        mappings: WritableMappings,
     ) -> None:
         """`spans`: byte ranges that are written on this node; None: all of it. Raises `WeightError` if there is no
         room."""
@@ -78,23 +81,21 @@ class Slot:
         if os.fstat(self.file.fileno()).st_ino != file.stat().st_ino:
             self.file.close()
             raise WeightError(f"{file}: taken for another version meanwhile. Publish again.")
-        self._memory, self._is_fresh = mappings.writable(file, root)
+        self._mapped = mappings.map(file, root)
 
     def target(self, chunk: int) -> memoryview:
         """The memory where a chunk's bytes belong."""
         start, end = self._plan.spans[chunk]
-        if self._is_fresh:
-            populate(self._memory, start, end, POPULATE_WRITE)
-        return memoryview(self._memory)[start:end]
+        return self._mapped.window(start, end)
 
     def bytes_of(self, chunks: Sequence[int]) -> bytes:
         """Bytes of a few small chunks, one behind the other."""
-        return b"".join(self._memory[start:end] for start, end in (self._plan.spans[chunk] for chunk in chunks))
+        return b"".join(self._mapped.memory[start:end] for start, end in (self._plan.spans[chunk] for chunk in chunks))
 
     def seal(self, digests: dict[int, bytes]) -> Publication:
         """Write header and manifest, once all chunks are here: the engines of this node then see the version."""
         layout = self._plan.layout
-        self._memory[: len(layout.header)] = layout.header
+        self._mapped.memory[: len(layout.header)] = layout.header
         ranges = (
             ElementRange(chunk.name, chunk.first_element, chunk.num_elements, digests[number].hex(), chunk.rank)
             for number, chunk in enumerate(self._plan.chunks)

@@ -3,7 +3,7 @@
     <root>/v00000012/model.safetensors   valid safetensors, HF names; each rank writes its pieces into their place
     <root>/v00000012/manifest.json       written last, by rename: without it there is no publication
 
-    rank 0..R-1 (trainer/publish)                              engines (rollout/engine_*.py)
+    rank 0..R-1 (trainer/publishing.py)                        engines (rollout/engine_*.py)
       writer = PublicationWriter(root, 12, layout, rank, R)      manifest = open_publication(publication)
       writer.write_elements(name, first, values)  ...            mapped = MappedWeights(manifest); mapped.verify()
       writer.finish()                                            for name, tensor in mapped.tensors(): ...
@@ -37,42 +37,24 @@ from penstock.workers.weights.publication.layout import (
     compute_layout,
     cut,
 )
-from penstock.workers.weights.publication.reading import (
-    Manifest,
-    manifest_to_json,
-    open_publication,
-)
+from penstock.workers.weights.publication.reading import Manifest, manifest_to_json
 from penstock.workers.weights.publication.reused_files import (
     MANIFEST_NAME,
-    POPULATE_WRITE,
     WEIGHTS_NAME,
-    KeptMappings,
+    WritableMappings,
     is_sealed,
-    populate,
     prepare_slot,
     publication_directories,
     publication_directory,
-    reclaim,
 )
 from penstock.workers.whole_files import write_whole
-
-__all__ = [
-    "PublicationWriter",
-    "newest_publication",
-    "open_publication",
-    "publication_directory",
-    "reclaim",
-    "seal",
-    "write_publication",
-]
-
 
 BLOCK_BYTES = 2**19
 """Bytes that are copied, then summed: the bytes read and written fit into the cache of a core, also at four bytes to
 two."""
 CAST_ELEMENTS = 2**15
 """Largest number of elements that torch casts without its threads, where it has several."""
-_mappings = KeptMappings()
+_mappings = WritableMappings()
 """Mappings of the process, like page tables: a rank writes many versions, each with a writer of its own."""
 
 
@@ -104,11 +86,11 @@ class PublicationWriter:
         self._outlet = outlet
         file = prepare_slot(directory, version, layout.num_bytes, outlet.spans)
         _rank_file(self.path, rank).unlink(missing_ok=True)
-        self._memory, self._is_fresh = _mappings.writable(file, Path(directory))
+        self._file = _mappings.map(file, Path(directory))
         num_threads = torch.get_num_threads()
         self._threads = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
         if rank == 0:
-            self._memory[: len(layout.header)] = layout.header
+            self._file.memory[: len(layout.header)] = layout.header
 
     def write_rows(self, name: str, first_row: int, tensor: Tensor) -> None:
         """Write rows `[first_row, first_row + tensor.shape[0])` of tensor `name`: `write_elements` for a shard of dim
@@ -159,10 +141,8 @@ class PublicationWriter:
     def _write(self, place: TensorPlace, first_element: int, values: Tensor) -> ElementRange:
         """Cast, copy, sum. Called from any thread."""
         start = place.offset + first_element * place.element_bytes
-        num_bytes = len(values) * place.element_bytes
-        if self._is_fresh:
-            populate(self._memory, start, start + num_bytes, POPULATE_WRITE)
-        checksum = copy_and_sum(values, memoryview(self._memory)[start : start + num_bytes], place.dtype)
+        target = self._file.window(start, start + len(values) * place.element_bytes)
+        checksum = copy_and_sum(values, target, place.dtype)
         entry = ElementRange(place.name, first_element, len(values), checksum, self.rank)
         if self._outlet.written is not None:
             self._outlet.written(entry)

@@ -97,40 +97,54 @@ def reclaim(directory: str | Path, keep: int = 2) -> list[str]:
     return [str(path) for path in stale]
 
 
-class KeptMappings:
-    """A process's mappings of files that it writes again and again. Lifecycle: `let_go` and `writable` for each
-    version; `close`. Threads may share it: a mapping that one releases stays with the threads that have it."""
+@dataclass(frozen=True)
+class WritableFile:
+    """A whole file mapped into memory, shared and writable."""
+
+    memory: mmap.mmap
+    is_fresh: bool
+    """True if this process has just mapped it."""
+
+    def window(self, start: int, end: int) -> memoryview:
+        """Bytes `[start, end)`, to be written. Fills their page tables where the mapping is fresh."""
+        if self.is_fresh:
+            populate(self.memory, start, end, POPULATE_WRITE)
+        return memoryview(self.memory)[start:end]
+
+
+class WritableMappings:
+    """A process's mappings of files that it writes again and again. Lifecycle: `let_go` and `map` for each version;
+    `close`. Threads may share it: a mapping that one releases stays with the threads that have it."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._mappings: dict[tuple[int, int], _Mapping] = {}
         """Mappings by device and inode."""
         self._lock = threading.Lock()
 
-    def writable(self, file: Path, root: Path) -> tuple[mmap.mmap, bool]:
-        """Map the whole file, shared and writable; also return whether this process has just mapped it. The mapping
-        stays the same as long as it is the same file of the same size."""
+    def map(self, file: Path, root: Path) -> WritableFile:
+        """Map a file below a root. The mapping stays the same as long as it is the same file of the same size."""
         with self._lock:
             descriptor = os.open(file, os.O_RDWR)
             status = os.fstat(descriptor)
             key = (status.st_dev, status.st_ino)
-            if key in self._kept and len(self._kept[key].memory) == status.st_size:
+            if key in self._mappings and len(self._mappings[key].memory) == status.st_size:
                 os.close(descriptor)
-                return self._kept[key].memory, False
-            if key in self._kept:
-                os.close(self._kept.pop(key).descriptor)
-            self._kept[key] = _Kept(descriptor, mmap.mmap(descriptor, status.st_size), root)
-            return self._kept[key].memory, True
+                return WritableFile(self._mappings[key].memory, is_fresh=False)
+            if key in self._mappings:
+                os.close(self._mappings.pop(key).descriptor)
+            mapping = self._mappings[key] = _Mapping(descriptor, mmap.mmap(descriptor, status.st_size), root)
+            return WritableFile(mapping.memory, is_fresh=True)
 
     def let_go(self, root: Path) -> None:
         """End mappings of removed files, whose memory they hold, and of other roots than this."""
         with self._lock:
-            for key in [key for key, kept in self._kept.items() if not kept.is_current(root)]:
-                os.close(self._kept.pop(key).descriptor)
+            for key in [key for key, mapping in self._mappings.items() if not mapping.is_current(root)]:
+                os.close(self._mappings.pop(key).descriptor)
 
     def close(self) -> None:
         with self._lock:
-            while self._kept:
-                os.close(self._kept.popitem()[1].descriptor)
+            while self._mappings:
+                os.close(self._mappings.popitem()[1].descriptor)
 
 
 def populate(memory: mmap.mmap, start: int, end: int, advice: int) -> None:
@@ -142,7 +156,7 @@ def populate(memory: mmap.mmap, start: int, end: int, advice: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Mapping:
     """A mapping. `descriptor` keeps the inode's number from being used again while the mapping stands for it."""
 
     descriptor: int

@@ -14,8 +14,7 @@ from penstock.workers.trainer.engines.engine import make_engine
 from penstock.workers.trainer.models.language_model import PolicyModel, load_causal_lm, open_causal_lm
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
-from tests.workers.trainer.conftest import ENGINES, random_rows
-from tests.workers.trainer.states import put_state, whole, whole_state
+from tests.workers.trainer.conftest import ENGINES, put_state, random_rows, whole, whole_state
 
 Make = Callable[..., PolicyTrainer]
 

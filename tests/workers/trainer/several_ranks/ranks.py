@@ -20,8 +20,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import deepspeed_runtime, fsdp
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
-from tests.workers.trainer.conftest import ENGINES, random_rows
-from tests.workers.trainer.states import put_state, whole_state
+from tests.workers.trainer.conftest import ENGINES, put_state, random_rows, whole_state
 
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
 """AdamW whose step is -g / (|g| + 1) of the clipped gradient: weights after one update show it."""

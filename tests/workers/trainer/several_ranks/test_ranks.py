@@ -13,9 +13,8 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.model_files import load_model
 from tests.rank_processes import run_ranks
-from tests.workers.trainer.conftest import ENGINES
+from tests.workers.trainer.conftest import ENGINES, put_state, whole_state
 from tests.workers.trainer.several_ranks import ranks
-from tests.workers.trainer.states import put_state, whole_state
 
 pytestmark = pytest.mark.slow
 EVERY = [(engine, scenario) for engine in ENGINES for scenario in ranks.scenarios_of(engine)]

@@ -14,14 +14,11 @@ from penstock.workers.weights.publication.layout import Outlet, compute_layout
 from penstock.workers.weights.publication.publication import (
     PublicationWriter,
     newest_publication,
-    open_publication,
-    publication_directory,
-    reclaim,
     seal,
     write_publication,
 )
-from penstock.workers.weights.publication.reading import MappedWeights
-from penstock.workers.weights.publication.reused_files import publication_directories
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.reused_files import publication_directories, publication_directory, reclaim
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(7 * 4, dtype=torch.float32).reshape(7, 4),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,14 @@ import torch
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication.layout import compute_layout
-from penstock.workers.weights.publication.publication import (
-    PublicationWriter,
-    newest_publication,
-    open_publication,
+from penstock.workers.weights.publication.publication import PublicationWriter, newest_publication, write_publication
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.reused_files import (
+    WritableMappings,
+    publication_directories,
+    publication_directory,
     reclaim,
-    write_publication,
 )
-from penstock.workers.weights.publication.reading import MappedWeights
-from penstock.workers.weights.publication.reused_files import publication_directories, publication_directory
 from tests.tmpfs import run_in_tmpfs
 
 ELEMENTS = 300_000
@@ -212,7 +212,7 @@ import sys
 import torch
 from penstock.conf.errors import WeightError
 from penstock.workers.weights.publication.publication import newest_publication, open_publication, write_publication
-from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 
 def publish(version, megabytes):
     return write_publication(sys.argv[1], version, [("w", torch.full((megabytes * 2**18,), float(version)))])
@@ -244,3 +244,33 @@ print("the last publication was whole")
 def test_a_small_tmpfs_that_fills_up_costs_the_attempt_only(tmp_path: Path, warm_python: list[str]) -> None:
     output = run_in_tmpfs(SMALL_TMPFS, tmp_path, "covered only by the simulated ENOSPC above", warm_python)
     assert output == "the last publication was whole\n"
+
+
+def test_threads_with_different_roots_release_each_others_mappings_unharmed(tmp_path: Path) -> None:
+    mappings = WritableMappings()
+
+    def write(name: str) -> None:
+        root = tmp_path / name
+        root.mkdir()
+        for number in range(300):
+            file = root / str(number % 3)
+            if not file.exists() or number % 7 == 0:
+                file.unlink(missing_ok=True)
+                file.write_bytes(bytes(4096))
+            mappings.let_go(root)
+            mappings.map(file, root).window(0, 1)[:] = bytes([number % 256])
+            assert file.read_bytes()[0] == number % 256
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(write, name) for name in "abcd"]:
+            done.result()
+    mappings.close()
+
+
+def test_the_same_file_is_mapped_once(tmp_path: Path) -> None:
+    file, mappings = tmp_path / "file", WritableMappings()
+    file.write_bytes(bytes(4096))
+    first, again = mappings.map(file, tmp_path), mappings.map(file, tmp_path)
+    assert (first.is_fresh, again.is_fresh) == (True, False)
+    assert first.memory is again.memory
+    mappings.close()

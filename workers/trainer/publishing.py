@@ -10,7 +10,8 @@ from penstock.workers.weights.chain.plan import ChunkPlan, choose_chunk_bytes, m
 from penstock.workers.weights.chain.reports import Reporter
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import Layout, compute_layout
-from penstock.workers.weights.publication.publication import PublicationWriter, publication_directory, seal
+from penstock.workers.weights.publication.publication import PublicationWriter, seal
+from penstock.workers.weights.publication.reused_files import publication_directory
 
 
 def layout_of(pieces: Iterable[Piece], dtype: str) -> Layout:
