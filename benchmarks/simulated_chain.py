@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
 from penstock.workers.weights.chain.plan import Broadcast, chain, upstreams
-from penstock.workers.weights.chain.pull import Pace, Patience, Pull
+from penstock.workers.weights.chain.pull import ChunkTimes, Pull, Timeouts
 from penstock.workers.weights.chain.subscription import Feed
 
 FOREVER_S = 3600.0
@@ -83,7 +83,7 @@ class SimulatedChain:
         receivers: Sequence[str],
         chunk_bytes: int,
         link: Link,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         version: int = 0,
         damages: Callable[[str, str, int], bool] = lambda up, down, chunk: False,
         written_s: Callable[[int], float] = lambda chunk: 0.0,
@@ -91,7 +91,7 @@ class SimulatedChain:
         """Arrange the nodes. `num_chunks`: of each node that has ranks. `damages`: whether a chunk is damaged this
         time. `written_s`: when a chunk is there at its source."""
         self.link, self.chunk_bytes, self._damages = link, chunk_bytes, damages
-        self._patience = patience or Patience()
+        self._timeouts = timeouts or Timeouts()
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -153,9 +153,9 @@ class SimulatedChain:
         heapq.heappush(self._events, (max(at_s, self.now), next(self._order), happen))
 
     def _add_pull(self, node: Node, source: str, chunks: Iterable[int], order: list[str]) -> None:
-        pace = Pace(self._patience)
+        chunk_times = ChunkTimes(self._timeouts)
         node.logs[source] = []
-        node.pulls[source] = Pull(chunks, order, self.chunk_bytes, pace, self._patience, 0.0)
+        node.pulls[source] = Pull(chunks, order, self.chunk_bytes, chunk_times, self._timeouts, 0.0)
         self.at(0.0, lambda: self._ask(node, source))
 
     def _ask(self, node: Node, source: str) -> None:
@@ -206,7 +206,7 @@ class SimulatedChain:
             self.at(self.now + self.link.latency_s, self._tell(one, lambda pull: pull.ended(self.now)))
         else:
             one.idle_since = self.now
-            self.at(self.now + self._patience.heartbeat_s, lambda: self._heartbeat(one, one.idle_since))
+            self.at(self.now + self._timeouts.heartbeat_s, lambda: self._heartbeat(one, one.idle_since))
 
     def _heartbeat(self, one: Subscription, idle_since: float | None) -> None:
         if one.is_over or idle_since is None or one.idle_since != idle_since:
@@ -215,7 +215,7 @@ class SimulatedChain:
             return
         age = 0.0 if one.up.name == one.source else one.up.pulls[one.source].source_age_s(self.now)
         self.at(self.now + self.link.latency_s, self._tell(one, lambda pull: pull.waiting(age, self.now)))
-        self.at(self.now + self._patience.heartbeat_s, lambda: self._heartbeat(one, idle_since))
+        self.at(self.now + self._timeouts.heartbeat_s, lambda: self._heartbeat(one, idle_since))
 
     def _transmit(self, one: Subscription, parcel: list[int]) -> None:
         """Transmit a parcel. Both ends' links carry one at a time; the next of this subscription begins when this one

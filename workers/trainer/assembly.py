@@ -84,7 +84,7 @@ def assemble_trainer(
         preparation=preparation,
         checkpoint=memory_checkpoint.save if memory_checkpoint is not None else None,
         phases=phases,
-        young=_young(spec),
+        without_old=_without_old(spec),
         note=meter.note,
     )
     worker.after_step = spec.after_step
@@ -116,7 +116,7 @@ def use_threads(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-def _young(spec: TrainerSpec) -> Callable[[Rows, int], Rows] | None:
+def _without_old(spec: TrainerSpec) -> Callable[[Rows, int], Rows] | None:
     """A function that returns rows for a version without turns that are too old for it; None where there are no such
     turns."""
     bound = spec.leaves_out_beyond

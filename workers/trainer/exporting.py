@@ -79,7 +79,7 @@ class FilePlan:
         return json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": files}, indent=2) + "\n"
 
 
-def deal(shapes: dict[str, tuple[int, ...]], num_ranks: int, dtype: str) -> FilePlan:
+def plan_files(shapes: dict[str, tuple[int, ...]], num_ranks: int, dtype: str) -> FilePlan:
     """Assign each tensor, in order, to the rank that has the fewest bytes so far."""
     loads, owners = [0] * num_ranks, {}
     for name, shape in shapes.items():
@@ -94,7 +94,7 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
     `adapter/`. Collective. Raises `WeightError` where a file cannot be written."""
     target, ranks = Path(directory), engine.ranks
     spans = spans_by_tensor(engine.pieces(), ranks.gather_ranks)
-    plan = deal({name: shape for name, shape, _ in spans}, ranks.num_ranks, dtype)
+    plan = plan_files({name: shape for name, shape, _ in spans}, ranks.num_ranks, dtype)
     with _named(target, ranks.rank, plan):
         target.mkdir(parents=True, exist_ok=True)
         written = _write_own(engine, plan, [own for _, _, own in spans], target)
@@ -143,16 +143,14 @@ def _write_own(engine: TrainEngine, plan: FilePlan, spans: Sequence[Sequence[Spa
         if file is not None:
             _write_at(file.fileno(), memoryview(layout.header), 0)
         for piece, own in zip(engine.pieces(), spans, strict=True):
-            whole = _brought_together(piece, own, plan.owners[piece.name], getattr(torch, plan.dtype), ranks)
+            whole = _gathered(piece, own, plan.owners[piece.name], getattr(torch, plan.dtype), ranks)
             if whole is not None and file is not None:
                 data = whole.view(torch.uint8).numpy().data
                 _write_at(file.fileno(), data, layout.place(piece.name).offset)
     return {name: layout.num_bytes} if name else {}
 
 
-def _brought_together(
-    piece: Piece, spans: Sequence[Span], owner: int, dtype: torch.dtype, ranks: Ranks
-) -> Tensor | None:
+def _gathered(piece: Piece, spans: Sequence[Span], owner: int, dtype: torch.dtype, ranks: Ranks) -> Tensor | None:
     """Gather the flattened tensor on its owner; None on the others. Collective over the ranks that have a part of
     it."""
     values = piece.values.detach().to(device="cpu", dtype=dtype).contiguous()

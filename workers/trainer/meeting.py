@@ -18,7 +18,7 @@ from penstock.network.machine import interface_of
 INTERFACE_KEYS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """Environment variable that each library reads, and how it wants an exact name."""
 LOOPBACK = "lo"
-MEND = "trainer.collective_timeout_s"
+TIMEOUT_KEY = "trainer.collective_timeout_s"
 
 
 class Meeting:
@@ -70,7 +70,7 @@ def _named(
     who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
     return DeadlineExceeded(
         f"rank {rank} of {len(keys)}: {who} did not come to {address} within {timeout.total_seconds():g} s. See what "
-        f"became of {who}; if it was only slow, raise {MEND}."
+        f"became of {who}; if it was only slow, raise {TIMEOUT_KEY}."
     )
 
 

@@ -94,8 +94,8 @@ class Ranks:
         return self.num_ranks // self.num_peers
 
     @property
-    def speaks_for_rows(self) -> bool:
-        """True if this rank is the one of its peers that answers for their rows, so that each row is counted once."""
+    def reports_rows(self) -> bool:
+        """True if this rank is the one of its peers that reports their rows, so that each row is counted once."""
         return self.rank % self.num_peers == 0
 
     def process_group(self, stride: int, size: int) -> dist.ProcessGroup:

@@ -77,9 +77,9 @@ class StepReport:
     seconds: dict[str, float]
     """Parts of `train_s`: plan, forward, backward, optimizer; keep, the copy of this rank's state."""
     row_ids: np.ndarray
-    """Ids (int64) of the rows that this rank speaks for."""
+    """Ids (int64) of the rows that this rank reports."""
     share: Share | None = None
-    """Share of the batch: what the store is to be told is trained. None: another rank speaks for these rows."""
+    """Share of the batch: what the store is to be told is trained. None: another rank reports these rows."""
     no_memory_checkpoint: str | None = None
     """The reason why this rank makes no in-memory checkpoints from this step on: told once. None: it does, or this
     has been told."""

@@ -37,8 +37,8 @@ class Peers(Protocol):
         ...
 
     @property
-    def speaks_for_rows(self) -> bool:
-        """False for a rank whose rows another one reports."""
+    def reports_rows(self) -> bool:
+        """False for a rank whose rows another rank reports."""
         ...
 
     def gather_ranks(self, value: Any) -> list[Any]: ...
@@ -51,7 +51,7 @@ class Alone:
     rank: int = 0
     data_rank: int = 0
     num_data_ranks: int = 1
-    speaks_for_rows: bool = True
+    reports_rows: bool = True
 
     def gather_ranks(self, value: Any) -> list[Any]:
         return [value]
@@ -67,7 +67,7 @@ class Outcome:
     kind: int
     error: str = ""
     number: int = 0
-    is_impatient: bool = False
+    gives_up: bool = False
     """True if the rank could not read its rows for so long that it gives up."""
 
 
@@ -106,8 +106,8 @@ class SharedRounds:
                 mine = Outcome(CLOSED if lease is None else HAVE)
             except (RowsUnreachable, RowsLost) as error:
                 failure, unreadable_since = error, unreadable_since or time.monotonic()
-                is_impatient = time.monotonic() - unreadable_since > store.spec().lease_timeout_s
-                mine = Outcome(UNREADABLE, str(error), is_impatient=is_impatient)
+                gives_up = time.monotonic() - unreadable_since > store.spec().lease_timeout_s
+                mine = Outcome(UNREADABLE, str(error), gives_up=gives_up)
             except PenstockError as error:
                 failure, is_over = error, isinstance(error, LeaseExpired) and self._moves_on
                 mine = Outcome(OVER if is_over else FAILED, str(error))
@@ -127,7 +127,7 @@ class SharedRounds:
         """Outcomes of every rank. Raises if one of them cannot go on."""
         outcomes: list[Outcome] = self._peers.gather_ranks(mine)
         for rank, outcome in enumerate(outcomes):
-            if outcome.kind == FAILED or outcome.is_impatient:
+            if outcome.kind == FAILED or outcome.gives_up:
                 if failure is not None:
                     raise failure
                 raise PartnerGone(f"rank {rank} has no rows of stage {self._stage!r}: {outcome.error}")

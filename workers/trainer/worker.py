@@ -42,13 +42,13 @@ class TrainerWorker:
         preparation: Preparation | None = None,
         checkpoint: Callable[[int], str | None] | None = None,
         phases: Phases | None = None,
-        young: Callable[[Rows, int], Rows] | None = None,
+        without_old: Callable[[Rows, int], Rows] | None = None,
         note: Callable[[StepReport, Rows], None] | None = None,
     ) -> None:
         """`preparation`: of the batch before the update; None for none. `checkpoint`: copies the state after a step
         into memory, and says why if it does so no more (`MemoryCheckpoint.save`); None for no copies. `phases`: where
-        it notes what it does. `young`: rows without what is too old for a version; None: nothing is. `note`: called
-        after each step, with the rows that were trained (`StepMeter.note`)."""
+        it notes what it does. `without_old`: returns rows without what is too old for a version; None: nothing is.
+        `note`: called after each step, with the rows that were trained (`StepMeter.note`)."""
         self._note = note
         self._phases = phases or Phases()
         self.after_step: int | None = 0
@@ -56,10 +56,10 @@ class TrainerWorker:
         None while an update is under way, or if it failed."""
         self.num_rows = self.num_in_flight = self.tokens_in_flight = 0
         """Counts of its share: rows trained so far, rows of the present batch, and response tokens of those that it
-        speaks for."""
-        self._speaks_for_rows = ranks.speaks_for_rows
+        reports."""
+        self._reports_rows = ranks.reports_rows
         self._preparation = preparation
-        self._young = young
+        self._without_old = without_old
         self._checkpoint = checkpoint
         self._trainer = trainer
         self.store: SyncStoreClient | None = None
@@ -87,7 +87,7 @@ class TrainerWorker:
         store = self.store
         assert store is not None
         self._tokens = (0, None)
-        recorder = TokenRecorder() if records_tokens and self._speaks_for_rows else None
+        recorder = TokenRecorder() if records_tokens and self._reports_rows else None
         started = time.perf_counter()
         with self._phases.within(WAITING):
             lease = self._rounds.take(store, step - 1)  # rounds are from 0
@@ -96,9 +96,9 @@ class TrainerWorker:
         leased = time.perf_counter()
         self.num_in_flight = len(lease.rows)
         leased_rows = lease.rows
-        if self._young is not None:
-            leased_rows = self._young(with_places(leased_rows) if recorder else leased_rows, lease.version)
-        if self._speaks_for_rows:
+        if self._without_old is not None:
+            leased_rows = self._without_old(with_places(leased_rows) if recorder else leased_rows, lease.version)
+        if self._reports_rows:
             self.tokens_in_flight = int(leased_rows.lengths("response_ids").sum())
         with self._phases.within(UPDATING):
             rows, critic_metrics = (
@@ -117,17 +117,17 @@ class TrainerWorker:
         if recorder is not None:
             self._tokens = step, recorder.values(rows, lease.rows.lengths("response_ids").tolist())
         trained = time.perf_counter()
-        spoken_for = leased_rows if self._speaks_for_rows else leased_rows.select([])
+        reported = leased_rows if self._reports_rows else leased_rows.select([])
         made = StepReport(
             step,
             lease.version,
             report.metrics | critic_metrics,
-            TrainedRows.of(spoken_for, lease.version),
+            TrainedRows.of(reported, lease.version),
             leased - started,
             trained - leased,
             seconds,
-            np.asarray(spoken_for.row_ids, np.int64),
-            lease.share if self._speaks_for_rows else None,
+            np.asarray(reported.row_ids, np.int64),
+            lease.share if self._reports_rows else None,
             no_memory_checkpoint,
         )
         if self._note is not None:
@@ -136,7 +136,7 @@ class TrainerWorker:
 
     def token_values(self, step: int) -> TokenValues | None:
         """The values of each token in the update of `step`. None: it was not the last one, it was not recorded, or
-        another rank speaks for these rows."""
+        another rank reports these rows."""
         last, values = self._tokens
         return values if last == step else None
 
@@ -161,7 +161,7 @@ class ScorerWorker:
         self._phases = phases or Phases()
         self.num_computed = self.num_in_flight = 0
         """Counts of rows: computed of its share, and in the present round."""
-        self._speaks_for_rows = ranks.speaks_for_rows
+        self._reports_rows = ranks.reports_rows
         self._compute = compute
         self._store: SyncStoreClient | None = None
         """The store of the newest `run`."""
@@ -200,7 +200,7 @@ class ScorerWorker:
         self.num_computed += self.num_in_flight
         self.num_in_flight = 0
         self._busy_s += time.perf_counter() - started
-        if len(lease.rows) and self._speaks_for_rows:
+        if len(lease.rows) and self._reports_rows:
             self._num_rows += len(lease.rows)
             with suppress(LeaseExpired):  # the rows are somebody else's by now
                 store.write(lease, lease.rows.row_ids, {self._column: values})

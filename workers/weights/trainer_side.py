@@ -16,8 +16,8 @@ from penstock.workers.weights.streaming.senders import InitInfo, SenderPlace, St
 from penstock.workers.weights.streaming.weight_stream import WeightStream
 from penstock.workers.weights.transport import Engines, ShmTransport, Transport
 
-PATIENCE = 1.5
-"""Deadlines of an engine that a sender waits for, so that it gets the engine's own error first."""
+DEADLINES = 1.5
+"""Number of an engine's deadlines for which a sender waits, so that it gets the engine's own error first."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def make_transport(name: str, side: TrainerSide, *, directory: str, bucket_mib: 
         return ShmTransport(side.publish, directory)
     if name not in INIT_INFOS:
         raise ConfigError(f"weights.transport={name}: unknown{suggest(name, TRANSPORTS)}")
-    place = SenderPlace(side.rank, side.num_ranks, side.device, PATIENCE * timeout_s, bucket_mib * 2**20)
+    place = SenderPlace(side.rank, side.num_ranks, side.device, DEADLINES * timeout_s, bucket_mib * 2**20)
     stream = WeightStream(side.pieces, side.dtype, side.device, side.gather)
     return StreamTransport(name, INIT_INFOS[name], stream, place, _source(name, side))
 
@@ -70,15 +70,17 @@ def ipc_init_info(place: SenderPlace, engines: Engines, address: str, bucket_byt
     return IPCTrainerInitInfo(rank=place.rank, packed=True, packed_buffer_size_bytes=bucket_bytes)
 
 
+def _meeting(place: SenderPlace, address: str) -> dict[str, Any]:
+    host, _, port = address.rpartition(":")
+    return {"rank": place.rank, "master_address": host, "master_port": int(port)}
+
+
 def nccl_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
     """Settings of `nccl`: rank 0 and all engines' workers connect; the trainer's other ranks only gather."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    host, _, port = address.rpartition(":")
     return NCCLTrainerInitInfo(
-        rank=place.rank,
-        master_address=host,
-        master_port=int(port),
+        **_meeting(place, address),
         world_size=1 + engines.num_engines * engines.workers_per_engine,
         packed=True,
         packed_buffer_size_bytes=bucket_bytes,
@@ -89,11 +91,8 @@ def m2n_init_info(place: SenderPlace, engines: Engines, address: str, bucket_byt
     """Settings of `nccl_m2n`: all ranks and all workers connect. An engine's workers shard, engines replicate."""
     from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
 
-    host, _, port = address.rpartition(":")
     return M2NTrainerInitInfo(
-        rank=place.rank,
-        master_address=host,
-        master_port=int(port),
+        **_meeting(place, address),
         world_size=place.num_ranks + engines.num_engines * engines.workers_per_engine,
         num_trainer_ranks=place.num_ranks,
         dst_mesh_dims=(engines.num_engines, engines.workers_per_engine),

@@ -34,8 +34,8 @@ def engine() -> str:
 
 @pytest.fixture
 def engine_options(engine: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Of a `TrainerConfig`. ZeRO-3 keeps the norms gathered and shards the rest, small as it is; its own version of
-    `linear`, which it puts into torch for good, goes when the test ends."""
+    """Options of a `TrainerConfig`. ZeRO-3 keeps the norms gathered and shards the rest, small as it is; its own
+    version of `linear`, which it puts into torch for good, goes when the test ends."""
     monkeypatch.setattr(deepspeed_runtime, "PERSISTENT_ELEMENTS", FRESH.hidden_size)
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
     if engine != "fsdp":
@@ -109,7 +109,7 @@ def weights_of() -> Callable[[PolicyTrainer], dict[str, torch.Tensor]]:
 
 
 def copy_of_weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
-    """Of a trainer that is the only rank."""
+    """Weights of a trainer that is the only rank."""
     return {piece.name: piece.values.clone().reshape(piece.shape) for piece in trainer.engine.pieces()}
 
 

@@ -92,7 +92,7 @@ def test_errors_that_are_no_collectives_stay_what_they_are() -> None:
 
 
 class LeftAlone:
-    """Whatever it is asked for, the other rank is gone."""
+    """The parts of a rank, of which every call finds the other rank gone."""
 
     ranks = Ranks(0, 2, torch.device("cpu"), False, timedelta(seconds=60))
     store = "a store"

@@ -22,7 +22,7 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import WeightError
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.exported_files import INDEX, check_exported
-from penstock.workers.trainer.exporting import deal
+from penstock.workers.trainer.exporting import plan_files
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
 from tests.model_files import load_model
@@ -146,7 +146,7 @@ def test_an_export_to_a_full_disk_says_what_it_needs_and_what_was_free(
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=20), st.integers(1, 6))
 def test_ranks_get_about_the_same_bytes(shapes: list[list[int]], num_ranks: int) -> None:
-    plan = deal({f"t{number}": tuple(shape) for number, shape in enumerate(shapes)}, num_ranks, "bfloat16")
+    plan = plan_files({f"t{number}": tuple(shape) for number, shape in enumerate(shapes)}, num_ranks, "bfloat16")
     loads = [sum(place.num_bytes for place in plan.layout(rank).tensors) for rank in range(num_ranks)]
     sizes = [2 * math.prod(shape) for shape in shapes]
     assert sum(loads) == sum(sizes)

@@ -1,4 +1,4 @@
-"""What ranks that share rows are told and refused, in one process. Several: `test_ranks_parallel.py`."""
+"""Settings of ranks that share rows, accepted and refused, in one process. Several: `test_ranks_parallel.py`."""
 
 import datetime
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def test_every_share_of_the_rows_has_one_rank_that_speaks_for_it(num_data_ranks:
     cpu = torch.device("cpu")
     every = [Ranks(rank, num_ranks, cpu, False, MINUTE, num_peers) for rank in range(num_ranks)]
     assert {ranks.num_data_ranks for ranks in every} == {num_data_ranks}
-    assert [ranks.data_rank for ranks in every if ranks.speaks_for_rows] == list(range(num_data_ranks))
+    assert [ranks.data_rank for ranks in every if ranks.reports_rows] == list(range(num_data_ranks))
     assert [ranks.data_rank for ranks in every].count(0) == num_peers
 
 
@@ -145,7 +145,7 @@ def test_a_rank_that_does_not_speak_for_its_rows_trains_them_and_reports_none(
     assert [report.share for report in reports if report] == [store.share, None]
     assert [len(report.rows.response_tokens_N) for report in reports if report] == [4, 0]
     workers = [
-        ScorerWorker(trainer.logprobs, "reference", "reference_logprobs", Alone(speaks_for_rows=speaks))
+        ScorerWorker(trainer.logprobs, "reference", "reference_logprobs", Alone(reports_rows=speaks))
         for speaks in (True, False)
     ]
     for scorer in workers:

@@ -1,4 +1,4 @@
-"""What trainers compute on the step's batch: the same values over any number of ranks."""
+"""Trainers' functions on the step's batch: the same values over any number of ranks."""
 
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,4 +1,5 @@
-"""What trainer ranks publish: parameters in shards, buffers whole from one rank, all of them in the engines' dtype."""
+"""Publications of trainer ranks: parameters in shards, buffers whole from one rank, all of them in the engines'
+dtype."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

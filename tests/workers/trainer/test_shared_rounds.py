@@ -24,7 +24,7 @@ from tests.store.players import STAGES, group, values_of
 class Thread:
     """A rank that is a thread."""
 
-    speaks_for_rows = True
+    reports_rows = True
 
     def __init__(self, rank: int, told: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self._told, self._barrier = rank, told, barrier
@@ -85,7 +85,7 @@ async def prepare(client: StoreClient, stages: Sequence[str] = STAGES) -> None:
 
 
 async def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each rank returns or raises."""
+    """Results or errors of each rank."""
     with ThreadPoolExecutor(len(calls)) as threads:
         loop = asyncio.get_running_loop()
         futures = [loop.run_in_executor(threads, call) for call in calls]

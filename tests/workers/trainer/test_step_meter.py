@@ -1,4 +1,4 @@
-"""What a rank says of a step, worked out by hand."""
+"""A rank's measurements of a step, against numbers worked out by hand."""
 
 import numpy as np
 import pytest

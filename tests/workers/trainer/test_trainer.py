@@ -36,7 +36,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 def plain_loop(model_path: str, steps: list[Rows], lr: float) -> dict[str, Tensor]:
-    """What a reader would write: HF model, whole logits, AdamW, clip_grad_norm_."""
+    """The loop that a reader would write: HF model, whole logits, AdamW, clip_grad_norm_."""
     lm = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(lm.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for rows in steps:
@@ -132,7 +132,7 @@ def test_logprobs_are_at_the_temperature_that_each_token_was_sampled_at(
 def test_rows_alone_come_out_with_the_same_bits_whatever_is_ready_with_them(
     make_trainer: Make, make_rows: MakeRows
 ) -> None:
-    """So a reference, which takes rows as they become ready, says the same whenever they do."""
+    """A reference, which takes rows as they become ready, thus gives the same whenever they do."""
     rows, reference = make_rows(12), make_trainer(trainable=False, rows_alone=True)
     together = reference.logprobs(rows)
     for part in ([3], [0, 7, 11], list(range(6))):

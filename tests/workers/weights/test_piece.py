@@ -1,4 +1,4 @@
-"""What ranks say that they have of a model is every element once."""
+"""The pieces that ranks report must be every element of a model, once."""
 
 from typing import Any
 

@@ -35,7 +35,9 @@ INTS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
 TENSORS = frozenset(["bool", *INTS, "float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
 """torch's dtypes that are plain bytes. torch may crash where bytes claim to be of another one."""
 KNOWN = "None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and torch tensors"
-MEND = "Checkpoints keep it: let the stage's state be such data or a dataclass of it, or set checkpoint.every_steps=0."
+ADVICE = (
+    "Checkpoints keep it: let the stage's state be such data or a dataclass of it, or set checkpoint.every_steps=0."
+)
 
 
 def encode(value: Any) -> str:
@@ -214,7 +216,9 @@ def _kept(name: str, state: Any, start: Any) -> Any:
         fields = dataclasses.fields(start)
         derived = [field.name for field in fields if not field.init]
         if derived:
-            raise DataflowError(f"stage {name!r}: its state's field {derived[0]!r} is not one to make it from. {MEND}")
+            raise DataflowError(
+                f"stage {name!r}: its state's field {derived[0]!r} is not one to make it from. {ADVICE}"
+            )
         state = {field.name: getattr(state, field.name) for field in fields}
     elif dataclasses.is_dataclass(state) and not isinstance(state, type):
         raise DataflowError(
@@ -224,7 +228,7 @@ def _kept(name: str, state: Any, start: Any) -> Any:
     try:
         encode(state)
     except NotPlainData as error:
-        raise DataflowError(f"stage {name!r}: of its state, {error} {MEND}") from None
+        raise DataflowError(f"stage {name!r}: of its state, {error} {ADVICE}") from None
     return state
 
 

@@ -234,9 +234,9 @@ class FsdpEngine:
             state["step"].fill_(num_optimizer_steps)
         for parameter, state in self.optimizer.state.items():
             for tensor in (parameter, *(state[moment] for moment in MOMENTS)):
-                self.mesh.from_givers(local(tensor).detach())
+                self.mesh.broadcast_shares(local(tensor).detach())
                 if self.tensor and not self._is_split(parameter):
-                    self.tensor.from_first(local(tensor).detach())
+                    self.tensor.broadcast_first(local(tensor).detach())
 
     def _first_row(self, parameter: Tensor) -> int:
         """First of this rank's rows of a parameter: tensor parallelism cuts first, FSDP2 cuts what it leaves."""

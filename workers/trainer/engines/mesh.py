@@ -53,19 +53,17 @@ class RankMesh:
         self.tensor = mesh[TENSOR] if TENSOR in sizes else None
 
     def share(self, num_rows: int, *, of_parts: bool = False) -> slice:
-        """Rows of a shard that this rank is the one to give, of those that every copy has. `of_parts`: every part has
-        them, too."""
+        """This rank's share of a shard's rows, which every copy has. `of_parts`: every part has them, too."""
         if of_parts:
             return _share(num_rows, self.copy * self.num_parts + self.part, self.num_copies * self.num_parts)
         return _share(num_rows, self.copy, self.num_copies)
 
-    def from_givers(self, rows: Tensor) -> None:
-        """Send the rows of a shard that each copy is the one to give to the other copies. Collective over the
-        copies."""
+    def broadcast_shares(self, rows: Tensor) -> None:
+        """Broadcast each copy's share of a shard's rows to the other copies. Collective over the copies."""
         for copy in range(self.num_copies) if self.copies else ():
-            given = rows[_share(len(rows), copy, self.num_copies)]
-            if len(given):
-                dist.broadcast(given, group=self.copies, group_src=copy)
+            share = rows[_share(len(rows), copy, self.num_copies)]
+            if len(share):
+                dist.broadcast(share, group=self.copies, group_src=copy)
 
 
 def first_row(num_rows: int, rank: int, num_ranks: int) -> int:

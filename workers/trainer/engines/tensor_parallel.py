@@ -64,8 +64,8 @@ class TensorParallel:
         width = num_columns // self.size
         return slice(self.rank * width, (self.rank + 1) * width)
 
-    def from_first(self, tensor: Tensor) -> None:
-        """Send the tensor of the first of the T ranks to the others. Collective over them."""
+    def broadcast_first(self, tensor: Tensor) -> None:
+        """Broadcast the tensor of the first of the T ranks to the others. Collective over them."""
         dist.broadcast(tensor, group=self.peers, group_src=0)
 
 

@@ -25,7 +25,7 @@ from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.reused_files import POPULATE_READ, populate
 
-MEND = "Go on from the last checkpoint (resume=auto)."
+ADVICE = "Go on from the last checkpoint (resume=auto)."
 
 
 def parts_of(pieces: Iterable[Piece]) -> tuple[Part, ...]:
@@ -81,7 +81,7 @@ class RankCopy:
         copies = slots.copies()
         if step not in copies:
             raise MemoryCheckpointError(
-                f"{slots.directory} has no whole copy of step {step}, only of steps {sorted(copies)}. {MEND}"
+                f"{slots.directory} has no whole copy of step {step}, only of steps {sorted(copies)}. {ADVICE}"
             )
         slot, header = copies[step]
         with slots.data(slot).open("rb") as file:
@@ -125,7 +125,7 @@ def restore(slots: Slots, step: int, pieces: Sequence[Piece], ranks: Ranks) -> s
     try:
         copy = RankCopy.open(slots, step)
         if found := copy.fault(pieces, ranks.num_ranks):
-            fault = f"{slots.directory}: the copy of step {step} {found}. {MEND}"
+            fault = f"{slots.directory}: the copy of step {step} {found}. {ADVICE}"
     except (OSError, MemoryCheckpointError) as error:
         fault = str(error)
     faults, lineages = zip(*ranks.gather_ranks((fault, copy and copy.header.lineage)), strict=True)
@@ -135,7 +135,7 @@ def restore(slots: Slots, step: int, pieces: Sequence[Piece], ranks: Ranks) -> s
     if len(set(lineages)) > 1:
         raise MemoryCheckpointError(
             f"{slots.root}: the ranks' copies of step {step} are not of one state: the step was made again, and some "
-            f"are of the first time. {MEND}"
+            f"are of the first time. {ADVICE}"
         )
     assert copy is not None
     copy.read(pieces)

@@ -35,8 +35,8 @@ LEAST_BYTES = 2**20
 """Smallest chunk, unless the data is smaller. A chunk costs a relay's processor about 0.1 ms, whatever is in it: the
 time of that many bytes at 10 GB/s."""
 FILLING = 16
-"""Part of a version's time that filling a chain may take, at most one in so many, as long as `LEAST_BYTES` allows it. A
-chain is full when its last node gets its first chunk."""
+"""Denominator of the largest share of a version's time that filling a chain may take, as long as `LEAST_BYTES` allows
+it. A chain is full when its last node gets its first chunk."""
 NEARBY = 3
 """Nodes of the chain that are asked before its trainer is: a node that dies then costs its neighbours little, and all
 nodes share the trainer's link."""
@@ -51,8 +51,8 @@ class Chunk(NamedTuple):
     rank: int
 
 
-Piece = tuple[str, int, int]
-"""The report of a rank on what it has: tensor, first element, number of elements."""
+PieceSpan = tuple[str, int, int]
+"""Tensor, first element and number of elements of a piece that a rank will write."""
 
 
 class ChunkPlan(msgspec.Struct, frozen=True, dict=True):
@@ -105,7 +105,7 @@ class ChunkPlan(msgspec.Struct, frozen=True, dict=True):
 
 
 def make_plan(
-    layout: Layout, pieces: Sequence[Iterable[Piece]], nodes: Sequence[str], chunk_bytes: int = RANGE_BYTES
+    layout: Layout, pieces: Sequence[Iterable[PieceSpan]], nodes: Sequence[str], chunk_bytes: int = RANGE_BYTES
 ) -> ChunkPlan:
     """Make the plan from the pieces that each rank will write. `nodes`: the node of each rank.
 
@@ -125,8 +125,8 @@ def make_plan(
 def choose_chunk_bytes(num_bytes: int, num_sources: int, num_receivers: int) -> int:
     """Choose the size of chunks: as large as allowed, but for long chains of little data.
 
-    Of `C` chunks over `h` hops, `C + h - 1` times pass one after the other (`simulation.py`): `h - 1` is to be little
-    beside `C`.
+    `C` chunks over `h` hops take the time of `C + h - 1` chunks (`benchmarks/simulated_chain.py`): `h - 1` is to be
+    little beside `C`.
     """
     filling = max(1, num_receivers - 1) * FILLING
     return min(RANGE_BYTES, max(LEAST_BYTES, num_bytes // num_sources // filling))

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MOST_DAMAGED = 8
-"""Times that one chunk may arrive damaged. After that it is no accident of a link."""
+"""Number of times that one chunk may arrive damaged. More are no accident of a link."""
 PAUSE_S, MOST_PAUSE_S = 0.05, 1.0
 """Seconds of the first and of the longest pause after all upstreams have been asked in vain; it doubles each time."""
 SAMPLES = 9
@@ -29,8 +29,11 @@ link."""
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
+    """The times after which a node asks another upstream."""
+
     heartbeat_s: float = 0.05
+    """Seconds without news after which an upstream says so."""
     factor: float = 3.0
     """Longest silence, in median times of a chunk."""
     floor_s: float = 0.2
@@ -46,11 +49,11 @@ class Patience:
     another."""
 
 
-class Pace:
+class ChunkTimes:
     """Times of the chunks of one chain, from version to version."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
         self._seconds_per_byte: deque[float] = deque(maxlen=SAMPLES)
 
     def timed(self, num_bytes: int, seconds: float) -> None:
@@ -61,9 +64,9 @@ class Pace:
     def silence_s(self, chunk_bytes: int) -> float:
         """Seconds for which nothing may come where chunks of at most `chunk_bytes` are sent."""
         if not self._seconds_per_byte:
-            return self._patience.first_s
+            return self._timeouts.first_s
         median = statistics.median(self._seconds_per_byte) * chunk_bytes
-        return max(self._patience.floor_s, self._patience.factor * median)
+        return max(self._timeouts.floor_s, self._timeouts.factor * median)
 
 
 class Pull:
@@ -75,12 +78,12 @@ class Pull:
         chunks: Iterable[int],
         upstreams: Sequence[str],
         chunk_bytes: int,
-        pace: Pace,
-        patience: Patience,
+        chunk_times: ChunkTimes,
+        timeouts: Timeouts,
         now: float,
     ) -> None:
         """`chunks`: numbers of all of the chain. `upstreams`: best first, the last is where the chunks are made.
-        `chunk_bytes`: most of a chunk. `pace`: of the chain's earlier versions."""
+        `chunk_bytes`: most of a chunk. `chunk_times`: of the chain's earlier versions."""
         self.missing = set(chunks)
         self.turn = 0
         """Number that changes when the upstream is to be asked again."""
@@ -89,7 +92,7 @@ class Pull:
         """The reason why the pull will never be complete."""
         self.reparented = 0
         self._upstreams = list(upstreams)
-        self._pace, self._patience, self._chunk_bytes = pace, patience, chunk_bytes
+        self._chunk_times, self._timeouts, self._chunk_bytes = chunk_times, timeouts, chunk_bytes
         self._index = 0
         self._damaged: Counter[int] = Counter()
         self._heard = now
@@ -113,8 +116,8 @@ class Pull:
     def deadline(self) -> float:
         """Time when silence, or one chunk, has lasted too long. Upstreams given up in vain make it longer: where all
         are slow, one of them must get the time to answer."""
-        patience_s = self._silence_s * 2 ** min(self._in_vain, 6)
-        return min(self._heard + patience_s, self._told + self._patience.slow * patience_s)
+        timeout_s = self._silence_s * 2 ** min(self._in_vain, 6)
+        return min(self._heard + timeout_s, self._told + self._timeouts.slow * timeout_s)
 
     def source_age_s(self, now: float) -> float:
         """Seconds since the trainer's node was heard of: for the downstreams that wait for this node."""
@@ -133,7 +136,7 @@ class Pull:
         already."""
         self._heard = self._told = self._source_heard = now
         self._in_vain = 0
-        self._pace.timed(num_bytes, seconds)
+        self._chunk_times.timed(num_bytes, seconds)
         is_new = chunk in self.missing
         self.missing.discard(chunk)
         return is_new
@@ -152,7 +155,7 @@ class Pull:
         """Note that the upstream has nothing new. `source_age_s`: how long ago it has heard of the trainer's node."""
         self._heard = self._told = now
         self._source_heard = max(self._source_heard, now - source_age_s)
-        if self.source_age_s(now) > self._patience.cut_off * self._silence_s:
+        if self.source_age_s(now) > self._timeouts.cut_off * self._silence_s:
             self._source_heard = now  # the next upstream gets as much time
             self._take_next(now)
 
@@ -171,7 +174,7 @@ class Pull:
 
     @property
     def _silence_s(self) -> float:
-        return self._pace.silence_s(self._chunk_bytes)
+        return self._chunk_times.silence_s(self._chunk_bytes)
 
     def _take_next(self, now: float) -> None:
         self._index = (self._index + 1) % len(self._upstreams)

@@ -21,7 +21,7 @@ from penstock.conf.errors import NotStarted, WeightError
 from penstock.network.connection import Connection
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, chain, upstreams
-from penstock.workers.weights.chain.pull import Pace, Patience, Pull
+from penstock.workers.weights.chain.pull import ChunkTimes, Pull, Timeouts
 from penstock.workers.weights.chain.puller import Puller
 from penstock.workers.weights.chain.reports import ReportServer
 from penstock.workers.weights.chain.subscription import Failed, Gone, Server, Subscribe, Waiting, read, send
@@ -43,11 +43,11 @@ class Relay:
     publication = relay.wait(12, timeout_s=120)
     """
 
-    def __init__(self, root: Path, node: str, token: bytes, service: int, patience: Patience | None = None) -> None:
+    def __init__(self, root: Path, node: str, token: bytes, service: int, timeouts: Timeouts | None = None) -> None:
         """`root`: of publications, the same path on every node. `node`: name of this one in plans and broadcasts.
         `service`: number of `serve` in the nodes' listeners, the same on every node."""
         self._root, self._node, self._token, self._service = root, node, token, service
-        self._patience = patience or Patience()
+        self._timeouts = timeouts or Timeouts()
         self._counters = Counters()
         self._mappings = WritableMappings()
         self._changed = threading.Condition()
@@ -55,7 +55,7 @@ class Relay:
         self._plan: ChunkPlan | None = None
         self._transfer: Transfer | None = None
         self._is_closed = False
-        self._paces: dict[str, Pace] = {}
+        self._chunk_times: dict[str, ChunkTimes] = {}
         root.mkdir(parents=True, exist_ok=True)
         self._reports = ReportServer(root, self._expect_reports)
 
@@ -138,10 +138,10 @@ class Relay:
         for source in plan.sources if receives else []:
             if source != self._node:
                 order = chain(broadcast, plan.sources, source)
-                pace = self._paces.setdefault(source, Pace(self._patience))
+                chunk_times = self._chunk_times.setdefault(source, ChunkTimes(self._timeouts))
                 pulls[source] = Pull(
-                    plan.of_node(source), upstreams(order, source, self._node), plan.chunk_bytes, pace, self._patience,
-                    time.monotonic(),
+                    plan.of_node(source), upstreams(order, source, self._node), plan.chunk_bytes, chunk_times,
+                    self._timeouts, time.monotonic(),
                 )  # fmt: skip
         return Transfer(broadcast, plan, self._node, slot, pulls)
 
@@ -158,7 +158,7 @@ class Relay:
             send(connection, Failed(transfer.failure))
         else:
             with transfer.using(connection):
-                Server(transfer, message, self._patience.heartbeat_s, self._counters).run(connection)
+                Server(transfer, message, self._timeouts.heartbeat_s, self._counters).run(connection)
 
     def _wait_for(self, connection: Connection, number: int) -> Transfer | None:
         """Wait for the broadcast to begin here too. None: a later one has begun, or this one has not for too long."""
@@ -170,7 +170,7 @@ class Relay:
                     return None
                 if transfer is not None and transfer.broadcast.number == number:
                     return transfer
-                self._changed.wait(self._patience.heartbeat_s)
+                self._changed.wait(self._timeouts.heartbeat_s)
             send(connection, Waiting(time.monotonic() - began))
         return None
 

@@ -30,7 +30,7 @@ REPORT = struct.Struct("!i16s")
 """Number of a chunk, and its digest."""
 FINISHED = REPORT.pack(-1, bytes(16))
 READ_BYTES = REPORT.size * 4096
-MANY = 1024
+BACKLOG = 1024
 """Ranks that may wait to connect: all of a node come at once."""
 TIMEOUT_S = 30.0
 """Seconds after which a relay that takes no reports hangs, since it does nothing but listen."""
@@ -101,7 +101,7 @@ class ReportServer:
         self._path = root / SOCKET_NAME
         self._path.unlink(missing_ok=True)
         self._socket = bind(self._path)
-        self._socket.listen(MANY)
+        self._socket.listen(BACKLOG)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._is_closed = False

@@ -35,9 +35,8 @@ from penstock.workers.weights.publication.reused_files import (
 from penstock.workers.whole_files import write_whole
 
 LEAVING_S = 5.0
-
-
-NAMES = ("versions", "chunks", "bytes_in", "bytes_out", "damaged", "reparented")
+"""Seconds for which `give_up` waits until no connection uses the file."""
+COUNTERS = ("versions", "chunks", "bytes_in", "bytes_out", "damaged", "reparented")
 """Names of counters: versions that have begun; chunks and bytes that came from other nodes or went there; chunks that
 came damaged; upstreams that were given up."""
 
@@ -47,7 +46,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter(dict.fromkeys(NAMES, 0))
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     def add(self, **counts: int) -> None:
         with self._lock:

@@ -149,7 +149,7 @@ def test_a_truncated_file_is_one_error(trained: PolicyTrainer, make_trainer: Mak
 
 
 class Touch:
-    """What would run if anything unpickled it."""
+    """An object that runs code if anything unpickles it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

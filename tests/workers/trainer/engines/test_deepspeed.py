@@ -1,4 +1,4 @@
-"""What is DeepSpeed's own. What it has in common with FSDP2: `test_trainer.py`, `test_ranks.py`, and others."""
+"""Tests of DeepSpeed alone. What it has in common with FSDP2: `test_trainer.py`, `test_ranks.py`, and others."""
 
 import builtins
 import os

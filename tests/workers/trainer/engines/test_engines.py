@@ -1,4 +1,4 @@
-"""What every engine promises of weights and states, on one rank. More ranks: `test_ranks.py`."""
+"""The promises of every engine on weights and states, on one rank. More ranks: `test_ranks.py`."""
 
 from collections.abc import Callable
 from typing import Any

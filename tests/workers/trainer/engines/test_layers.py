@@ -40,7 +40,7 @@ def compiler() -> Iterator[None]:
 
 
 def names(trainer: PolicyTrainer, directory: Path) -> tuple[list[str], list[str]]:
-    """Of tensors in a publication, and in a checkpoint."""
+    """Names of tensors in a publication, and in a checkpoint."""
     publication = trainer.publish(str(directory), 1)
     with safe_open(Path(publication.directory) / "model.safetensors", "pt") as file:
         published = sorted(file.keys())

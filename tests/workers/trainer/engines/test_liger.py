@@ -1,4 +1,4 @@
-"""What Liger is asked for, by a stand-in for its package, which needs a GPU to do anything."""
+"""Calls of Liger, by a stand-in for its package, which needs a GPU to do anything."""
 
 import sys
 from types import ModuleType

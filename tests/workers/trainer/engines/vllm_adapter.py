@@ -1,4 +1,5 @@
-"""What vLLM says under an adapter, in a process of its own: `python vllm_adapter.py MODEL ADAPTER TOKEN,TOKEN,...`.
+"""vLLM's log-probabilities under an adapter, in a process of its own: `python vllm_adapter.py MODEL ADAPTER
+TOKEN,TOKEN,...`.
 
 Prints a JSON list: the log-probability of each token after the first.
 """

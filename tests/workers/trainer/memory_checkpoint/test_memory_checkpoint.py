@@ -226,7 +226,7 @@ def test_without_room_it_is_told_once_and_the_rank_goes_on(
 
 
 def test_where_the_runs_directory_is_gone_none_is_made(make_rank: Callable[..., Rank], tmp_path: Path) -> None:
-    """It would be nobody's, and stay."""
+    """Nobody would remove a new one."""
     rank = make_rank(tmp_path / "gone" / "policy")
     problem = rank.checkpoint.save(1)
     assert problem is not None

@@ -1,4 +1,4 @@
-"""What a model starts as is what transformers loads, of every kind of checkpoint, read by range or not."""
+"""A model starts with the weights that transformers loads, from every kind of checkpoint, read by range or not."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ FUSED = ("mixtral",)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small tensors come in many."""
+    """Small tensors come in many chunks then."""
     monkeypatch.setattr(starting_weights, "CHUNK_BYTES", 256)
 
 

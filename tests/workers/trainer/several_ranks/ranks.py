@@ -41,7 +41,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 def plain(scenario: str) -> str:
-    """What the scenario must equal on one rank of FSDP2, which has nothing to offload and computes as torch does."""
+    """The scenario that must give the same on one rank of FSDP2, which has nothing to offload and computes as torch
+    does."""
     return {"offloaded": "even", "offloaded_bfloat16": "bfloat16", "compiled": "same_length"}.get(scenario, scenario)
 
 

@@ -124,7 +124,7 @@ def die_within_the_next_copy() -> None:
 
 
 def everything(state: TrainingState) -> dict[str, Tensor]:
-    """Of this rank. Pieces of one tensor by their first elements."""
+    """This rank's values, each piece by its name and first element."""
     return {f"{piece.name}/{piece.first}": piece.values.clone() for piece in state.pieces_of_rank()}
 
 

@@ -68,9 +68,9 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     },
     8: {"copies_and_shards_and_tensor_lora": TENSOR | LORA | {"shard_size": 4}},
 }
-"""By number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3)."""
+"""Scenarios by number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3)."""
 LARGE = {"large": {}, "large_tensor": TENSOR, "large_lora": LORA}
-"""How a model is loaded of which the memory is measured, on four ranks."""
+"""Ways of loading a model whose memory is measured, on four ranks."""
 SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
 NUM_ROWS = 12
 State = list[tuple[str, tuple[int, ...], int, torch.Tensor]]
@@ -159,7 +159,7 @@ def through_checkpoints(started: PolicyTrainer, model: str, rank: int, directory
 
 
 def load_large(options: dict[str, Any], model: str, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
-    """What loading a model of 184 MB and exporting it cost this rank, in bytes, and whether it has what is in the
+    """The cost of loading a model of 184 MB and exporting it for this rank, in bytes, and whether it has what is in the
     file."""
     before = forget_peak()
     config = TrainerConfig(num_ranks=num_ranks, **options)
@@ -183,7 +183,7 @@ def load_large(options: dict[str, Any], model: str, rank: int, num_ranks: int, d
 
 
 def forget_peak() -> int:
-    """What this process has had at most, from now on."""
+    """Let the peak of this process's memory begin anew; return what is resident now, in bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed would be used again, and not be seen
     Path("/proc/self/clear_refs").write_text("5")
@@ -191,7 +191,7 @@ def forget_peak() -> int:
 
 
 def own_bytes(field: str) -> int:
-    """Of this process: VmHWM is the most that was resident, mapped files included."""
+    """A field of this process's status, in bytes: VmHWM is the most that was resident, mapped files included."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 

@@ -24,7 +24,7 @@ ROUNDED = [(engine, scenario) for engine, scenario in EVERY if scenario.endswith
 
 @pytest.fixture(scope="module")
 def two(model_path: str, tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Path:
-    """What two processes left."""
+    """The directory of what two processes wrote."""
     directory = tmp_path_factory.mktemp("two")
     command = [*warm_python, "-m", ranks.__name__]
     run_ranks(command, 2, model_path, directory, *ENGINES, timeout_s=900)
@@ -33,7 +33,7 @@ def two(model_path: str, tmp_path_factory: pytest.TempPathFactory, warm_python: 
 
 @pytest.fixture(scope="module")
 def one(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one rank of FSDP2 leaves."""
+    """The directory of what one rank of FSDP2 wrote."""
     directory = tmp_path_factory.mktemp("one")
     ranks.run(0, 1, None, model_path, directory, ["fsdp"])
     return directory

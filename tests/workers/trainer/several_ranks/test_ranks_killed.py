@@ -15,13 +15,13 @@ from tests.workers.trainer.several_ranks import ranks_killed as ranks
 
 pytestmark = pytest.mark.slow
 KILLED_STATUS = 137
-"""Of a process that a warm one lives for, when that was killed."""
+"""Status of a process that a warm one lives for, when that was killed."""
 RANKS = (0, 1)
 
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Path:
-    """What both pairs of processes left."""
+    """The directory of what both pairs of processes wrote."""
     directory, model = tmp_path_factory.mktemp("killed"), tmp_path_factory.mktemp("model")
     build_fresh_model(model, replace(FRESH, num_heads=8, num_kv_heads=4), seed=3)
     command = [*warm_python, "-m", ranks.__name__]

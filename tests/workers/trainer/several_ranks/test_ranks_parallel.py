@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def several(models: str, tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Several:
-    """What so many processes left; started where a test asks for them first."""
+    """The directory of what so many processes wrote; they start where a test first asks for them."""
     made: dict[int, Path] = {}
 
     def of(num_ranks: int) -> Path:

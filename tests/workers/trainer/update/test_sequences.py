@@ -1,4 +1,4 @@
-"""What a model reads of a trajectory, and that one turn is what it was without any."""
+"""The sequences of a trajectory, of which one turn is the same as prompt and response."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What is reported of an update beside sums."""
+"""Metrics of an update that are no sums."""
 
 from penstock.workers.trainer.update.tally import with_explained_variance, with_padding_share
 

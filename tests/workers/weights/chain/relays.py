@@ -10,7 +10,7 @@ import torch
 from penstock.network.connection import Address
 from penstock.network.listener import Listener
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, make_plan
-from penstock.workers.weights.chain.pull import Patience
+from penstock.workers.weights.chain.pull import Timeouts
 from penstock.workers.weights.chain.relay import Relay
 from penstock.workers.weights.chain.reports import Reporter
 from penstock.workers.weights.publication.layout import compute_layout
@@ -21,7 +21,7 @@ TOKEN = bytes(range(32))
 SERVICE = 1
 SHAPES = {"embed": (1000, 64), "layer.0": (300, 64), "layer.1": (300, 64), "norm": (64,), "scale": ()}
 CHUNK_BYTES = 16 * 1024
-UNHURRIED = Patience(floor_s=10.0, first_s=10.0)
+UNHURRIED = Timeouts(floor_s=10.0, first_s=10.0)
 """However busy the machine that tests run on is, nobody is given up because of it."""
 
 
@@ -46,13 +46,13 @@ def piece_of(name: str, rank: int, num_ranks: int) -> tuple[str, int, int]:
 class Cluster:
     """Lifecycle: a context; in it `begin` and `write` for each version, `wait` for what has come of it."""
 
-    def __init__(self, folder: Path, plan: ChunkPlan, receivers: list[str], patience: Patience | None = None) -> None:
+    def __init__(self, folder: Path, plan: ChunkPlan, receivers: list[str], timeouts: Timeouts | None = None) -> None:
         self.plan, self.receivers = plan, receivers
         self.relays: dict[str, Relay] = {}
         self.roots: dict[str, Path] = {}
         self.addresses: dict[str, Address] = {}
         self.number = 0
-        self._folder, self._patience = folder, patience or UNHURRIED
+        self._folder, self._timeouts = folder, timeouts or UNHURRIED
         self._stack = ExitStack()
         self._listeners: dict[str, Listener] = {}
 
@@ -66,7 +66,7 @@ class Cluster:
 
     def start(self, node: str) -> None:
         self.roots[node] = self._folder / node
-        relay = Relay(self.roots[node], node, TOKEN, SERVICE, self._patience)
+        relay = Relay(self.roots[node], node, TOKEN, SERVICE, self._timeouts)
         listener = self._stack.enter_context(Listener("127.0.0.1", TOKEN, {SERVICE: relay.serve}))
         self._stack.callback(relay.close)
         relay.plan(self.plan)
@@ -83,7 +83,7 @@ class Cluster:
             relay.begin(Broadcast(self.number, version, self.receivers, self.addresses))
 
     def write(self, version: int, ranks: list[int] | None = None) -> None:
-        """By all ranks at once."""
+        """Write a version, all of these ranks at once."""
         threads = [
             threading.Thread(target=self.write_rank, args=(version, rank))
             for rank in (range(len(self.plan.nodes)) if ranks is None else ranks)

@@ -1,16 +1,16 @@
-"""When a node asks another upstream, and when it does not."""
+"""Reasons for which a node asks another upstream, and others for which it does not."""
 
 import pytest
 
-from penstock.workers.weights.chain.pull import MOST_DAMAGED, Pace, Patience, Pull
+from penstock.workers.weights.chain.pull import MOST_DAMAGED, ChunkTimes, Pull, Timeouts
 from penstock.workers.weights.chain.subscription import Feed
 
-PATIENCE = Patience(heartbeat_s=0.05, factor=3.0, floor_s=0.2, first_s=1.0, cut_off=4.0)
+TIMEOUTS = Timeouts(heartbeat_s=0.05, factor=3.0, floor_s=0.2, first_s=1.0, cut_off=4.0)
 MIB = 2**20
 
 
 def pull_of(*upstreams: str, num_chunks: int = 4) -> Pull:
-    return Pull(range(num_chunks), upstreams or ("a", "b", "x"), MIB, Pace(PATIENCE), PATIENCE, now=10.0)
+    return Pull(range(num_chunks), upstreams or ("a", "b", "x"), MIB, ChunkTimes(TIMEOUTS), TIMEOUTS, now=10.0)
 
 
 def test_chunks_are_kept_once() -> None:
@@ -82,7 +82,7 @@ def test_an_upstream_that_is_cut_off_itself_is_given_up() -> None:
     while pull.upstream == "a":
         now, age = now + 0.05, age + 0.05
         pull.waiting(age, now)
-    assert now - 10.0 == pytest.approx(4 * PATIENCE.first_s, abs=0.06)
+    assert now - 10.0 == pytest.approx(4 * TIMEOUTS.first_s, abs=0.06)
 
 
 def test_a_damaged_chunk_is_asked_of_its_upstream_once_more_then_of_another() -> None:

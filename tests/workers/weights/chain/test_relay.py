@@ -11,9 +11,9 @@ import pytest
 from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError
 from penstock.network.connection import Connection, connect
 from penstock.network.listener import Listener
-from penstock.workers.weights.chain import messages
+from penstock.workers.weights.chain import subscription
 from penstock.workers.weights.chain.plan import Broadcast
-from penstock.workers.weights.chain.pull import Patience
+from penstock.workers.weights.chain.pull import Timeouts
 from penstock.workers.weights.chain.relay import Relay
 from penstock.workers.weights.chain.reports import HELLO, Reporter
 from penstock.workers.weights.publication.publication import PublicationWriter, newest_publication
@@ -98,8 +98,8 @@ def test_a_relay_that_is_killed_is_passed_by(tmp_path: Path) -> None:
 
 
 def test_a_relay_that_stands_still_is_passed_by(tmp_path: Path) -> None:
-    patience = Patience(floor_s=0.1, first_s=0.2)
-    with Cluster(tmp_path, plan_of(["x"]), ["a", "b", "c"], patience) as cluster:
+    timeouts = Timeouts(floor_s=0.1, first_s=0.2)
+    with Cluster(tmp_path, plan_of(["x"]), ["a", "b", "c"], timeouts) as cluster:
         listening = Silent(cluster)
         cluster.addresses["b"] = listening.address
         del cluster.relays["b"]
@@ -283,7 +283,7 @@ def test_rubbish_from_a_process_of_the_run_ends_its_own_connection_alone(tmp_pat
     with Cluster(tmp_path, plan_of(["x"]), ["a"]) as cluster:
         cluster.begin(1)
         with connect(cluster.addresses["x"], SERVICE, TOKEN, 5) as connection:
-            connection.send(messages.KIND, b"rubbish")
+            connection.send(subscription.KIND, b"rubbish")
             with pytest.raises(ConnectionError):
                 connection.receive()
         cluster.write(1)

@@ -1,4 +1,4 @@
-"""Whatever happens to a chain: who lives and can reach a source gets every chunk, once, and that in time."""
+"""Random failures of a chain: each node that lives and can reach a source gets every chunk, once, and in time."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulated_chain import FOREVER_S, Link, SimulatedChain, model_s
-from penstock.workers.weights.chain.pull import Patience
+from penstock.workers.weights.chain.pull import Timeouts
 
 LINK = Link(bandwidth=1e8, latency_s=0.001)
 CHUNK_BYTES = 2**20
@@ -40,10 +40,10 @@ def test_a_process_that_dies_costs_the_others_next_to_nothing() -> None:
     assert chains.reparented == 1
 
 
-def test_a_machine_that_falls_silent_costs_the_others_the_floor_of_patience() -> None:
+def test_a_machine_that_falls_silent_costs_the_others_the_floor_of_the_timeouts() -> None:
     chains = simulated(16)
     chains.dies("n05", 0.3, silently=True)
-    assert chains.run() < model_s(64, CHUNK_BYTES, 16, LINK) + Patience().floor_s + 0.05
+    assert chains.run() < model_s(64, CHUNK_BYTES, 16, LINK) + Timeouts().floor_s + 0.05
 
 
 def test_chunks_go_on_while_the_trainer_still_writes() -> None:

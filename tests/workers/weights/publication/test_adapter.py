@@ -19,7 +19,7 @@ LAYER = "model.layers.0.self_attn.q_proj"
 
 
 def manifest_of(**shapes: list[int]) -> Manifest:
-    """Of a file with these tensors: `A`, `B` of `LAYER`, or others by name."""
+    """Manifest of a file with these tensors: `A`, `B` of `LAYER`, or others by name."""
     names = {tensor_name(LAYER, name) if name in "AB" else name: shape for name, shape in shapes.items()}
     layout = compute_layout((name, shape, "float32") for name, shape in names.items())
     return Manifest(Path("/somewhere"), 3, layout, ())

@@ -211,7 +211,7 @@ SMALL_TMPFS = """
 import sys
 import torch
 from penstock.conf.errors import WeightError
-from penstock.workers.weights.publication.publication import newest_publication, open_publication, write_publication
+from penstock.workers.weights.publication.publication import newest_publication, write_publication
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 
 def publish(version, megabytes):

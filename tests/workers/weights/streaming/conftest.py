@@ -80,7 +80,7 @@ def make_side(host_memory: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def worker(name: str, model: Model) -> Any:
-    """What loads into the model, of vLLM where the transport is vLLM's."""
+    """The worker that loads into the model: vLLM's where the transport is."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
     from penstock.workers.weights.vllm.ipc import PickledIpcEngine

@@ -41,7 +41,7 @@ def pieces(rank: int, num_ranks: int) -> list[Piece]:
 
 
 class Sender:
-    """In place of vLLM's engine on the rank that sends."""
+    """A stand-in for vLLM's engine on the rank that sends."""
 
     def __init__(self, source: WeightStream) -> None:
         self.source, self.sent = source, {}

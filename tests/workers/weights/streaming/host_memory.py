@@ -150,7 +150,7 @@ class Side:
     models: list[Model]
     wire: Wire
     part_bytes: list[int]
-    """Of each part that went to the engines, as they announce it."""
+    """Bytes of each part that went to the engines, as they announce it."""
 
     def run(self, version: int = 1, *, loading: bool = True, sending: bool = True) -> list[Any]:
         """`prepare`, then `send` beside every engine's `load`: what each gave or raised, the sender's first."""
@@ -172,7 +172,7 @@ class Side:
         return [pair for load in self.models[index].loads for pair in load]
 
     def calls(self, index: int = 0) -> list[str]:
-        """In order, a run of the same call once."""
+        """Calls in order, a run of the same one once."""
         calls = [call for call in self.engines[index]._llm.calls if call != "connect"]
         return [call for number, call in enumerate(calls) if number == 0 or calls[number - 1] != call]
 
@@ -187,7 +187,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def pieces_of(tensors: dict[str, torch.Tensor]) -> Callable[[], Iterator[Piece]]:
-    """Of the only rank."""
+    """Pieces of the only rank."""
     return lambda: (Piece(name, tuple(tensor.shape), 0, tensor.reshape(-1)) for name, tensor in tensors.items())
 
 

@@ -1,4 +1,4 @@
-"""What comes of a transport when one of its ends fails, hangs or says something else than was agreed: both ends hear of
+"""Transports of which one end fails, hangs or sends something else than was agreed: both ends hear of
 it, by version and phase.
 """
 

@@ -1,4 +1,4 @@
-"""What every transport promises, on machines without a GPU: vLLM's own senders and receivers of `ipc` and `nccl` run
+"""The promises of every transport, on machines without a GPU: vLLM's own senders and receivers of `ipc` and `nccl` run
 here on host memory (`host_memory.py`), `shm` runs as it is.
 """
 
@@ -71,7 +71,7 @@ def test_every_engine_gets_the_same(make_side: Callable[..., Side], name: str) -
 def test_a_sleeping_engine_wakes_its_weights_before_a_stream_and_cache_after_it(
     make_side: Callable[..., Side],
 ) -> None:
-    """On a GPU that it shares with others."""
+    """An engine on a GPU that it shares with others."""
     side = make_side("ipc", num_gpus_per_worker=0.5)
     (engine,) = side.engines
     asyncio.run(engine.sleep())

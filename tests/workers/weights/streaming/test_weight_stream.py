@@ -61,7 +61,7 @@ def test_a_trainer_that_changes_the_order_of_its_weights_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Path:
-    """What two processes left."""
+    """The directory of what two processes wrote."""
     pytest.importorskip("vllm", reason="vLLM is not installed: its sender is not tested")
     directory = tmp_path_factory.mktemp("two")
     run_ranks([*warm_python, "-m", gathering.__name__], 2, directory, timeout_s=900)

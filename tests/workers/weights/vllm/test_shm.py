@@ -1,4 +1,4 @@
-"""Which modules of an engine are loaded layer by layer, and which where they lie."""
+"""Modules of an engine that are loaded layer by layer, and those that are loaded in place."""
 
 import pytest
 from torch import nn
