@@ -49,17 +49,21 @@ class _Rank:
     _meeting: "Meeting | None" = None
     _spec: RankSpec
 
+    def __init__(self, spec: RankSpec) -> None:
+        if not spec.config.num_gpus_per_rank:
+            prepare_for_torch()  # before torch is imported
+        from penstock.workers.trainer import assembly
+
+        self._assembly = assembly
+        self._spec = spec
+        self._phases = Phases()
+
     def __repr__(self) -> str:
         return self._spec.name
 
     def process(self, stacks: str) -> ProcessId:
         """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
         return register(stacks)
-
-    def _prepare_process(self, spec: RankSpec) -> None:
-        """Set up the process before torch is imported."""
-        if not spec.config.num_gpus_per_rank:
-            prepare_for_torch()
 
     def address(self) -> str:
         """Open the meeting place of all ranks on this rank, the first, and return it as `host:port`."""
@@ -90,13 +94,10 @@ class Trainer(_Rank):
     `step`, `publish` and the rest, then `close`. Calls that change a run carry the `epoch` of the command that makes
     them (`store/epoch.py`), and raise `TakenOver` for an older one."""
 
-    def __init__(self, spec: TrainerSpec) -> None:
-        self._prepare_process(spec)
-        from penstock.workers.trainer import assembly
+    _spec: TrainerSpec
 
-        self._phases = Phases()
-        self._assembly = assembly
-        self._spec: TrainerSpec = spec
+    def __init__(self, spec: TrainerSpec) -> None:
+        super().__init__(spec)
         self._epoch = Epoch()
         self._num_threads = spec.num_threads
         self._meters = exported(spec.origin)
@@ -271,13 +272,10 @@ class Scorer(_Rank):
     """Lifecycle: `address` on the first of several ranks, `start` on all with it, then `run`, or `logprobs` in a
     session, then `close`. `run` with another store ends the one before."""
 
-    def __init__(self, spec: ScorerSpec) -> None:
-        self._prepare_process(spec)
-        from penstock.workers.trainer import assembly
+    _spec: ScorerSpec
 
-        self._phases = Phases()
-        self._assembly = assembly
-        self._spec: ScorerSpec = spec
+    def __init__(self, spec: ScorerSpec) -> None:
+        super().__init__(spec)
         self._started: ScorerParts | None = None
 
     def start(self, address: str | None) -> None:

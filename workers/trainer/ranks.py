@@ -112,19 +112,11 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Gather a small picklable value of each data rank, in order of data rank. Collective."""
-        if self.num_data_ranks == 1:
-            return [value]
-        values: list[Any] = [None] * self.num_data_ranks
-        dist.all_gather_object(values, value, group=self.data_ranks)
-        return values
+        return _gather(value, self.num_data_ranks, self.data_ranks)
 
     def gather_ranks(self, value: Any) -> list[Any]:
         """Gather a small picklable value of every rank, in order of rank. Collective."""
-        if self.num_ranks == 1:
-            return [value]
-        values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
-        return values
+        return _gather(value, self.num_ranks)
 
     def barrier(self) -> None:
         if self.num_ranks > 1:
@@ -134,6 +126,14 @@ class Ranks:
         if self.owned:
             leave_process_group()
         self.owned = False
+
+
+def _gather(value: Any, count: int, group: dist.ProcessGroup | None = None) -> list[Any]:
+    if count == 1:
+        return [value]
+    values: list[Any] = [None] * count
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def leave_process_group() -> None:

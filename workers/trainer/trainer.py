@@ -43,7 +43,7 @@ from penstock.workers.trainer.step_meter import size_of
 from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.minibatches import Cutter, LossInputs, Minibatch
+from penstock.workers.trainer.update.minibatches import Batcher, LossInputs, Minibatch
 from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padding_share
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
@@ -112,7 +112,7 @@ class PolicyTrainer:
         except BaseException:
             self.ranks.leave()
             raise
-        self._cutter = Cutter(self.ranks, self.config, self.max_length, rows_alone)
+        self._batcher = Batcher(self.ranks, self.config, self.max_length, rows_alone)
 
     def _make(self, model_path: str, attention: str) -> None:
         """Make the model, and the engine that trains it."""
@@ -176,7 +176,7 @@ class PolicyTrainer:
     def _all_batches(self, rows: Rows) -> list[MicroBatch]:
         """The rows in micro-batches, as many as on any rank. Collective."""
         with self._phase("agreement on micro-batches"):
-            return self._cutter.microbatches(rows)
+            return self._batcher.microbatches(rows)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return phase(name, self.ranks, lambda: self.engine.where)
@@ -195,7 +195,7 @@ class PolicyTrainer:
         seconds: dict[str, float] = defaultdict(float)
         inputs = LossInputs.of(loss, rows.names)
         with self._phase(f"update {self.num_updates + 1}, agreement on micro-batches"):
-            minibatches = self._cutter.minibatches(rows, inputs)
+            minibatches = self._batcher.minibatches(rows, inputs)
         old = self.logprobs(rows) if inputs.takes_old_logprobs and len(minibatches) > 1 else None
         rate = learning_rate(self.config.optimizer, self.num_updates, self.config.max_steps)
         seconds["plan"] = time.perf_counter() - started

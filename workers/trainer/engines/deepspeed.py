@@ -30,7 +30,14 @@ from penstock.workers.trainer.engines.deepspeed_runtime import (
     settings,
 )
 from penstock.workers.trainer.engines.fsdp import buffer_pieces
-from penstock.workers.trainer.engines.optimizer import MOMENTS, make_adamw, moments_of
+from penstock.workers.trainer.engines.optimizer import (
+    MOMENTS,
+    make_adamw,
+    moments_of,
+    num_steps,
+    set_num_steps,
+    set_rate,
+)
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
@@ -104,8 +111,7 @@ class DeepSpeedEngine:
 
     def optimizer_step(self, rate: float) -> float:
         assert self.optimizer is not None
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = rate
+        set_rate(self.optimizer, rate)
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
@@ -144,14 +150,11 @@ class DeepSpeedEngine:
                 yield fragment.piece(f"{moment}/", moments[moment])
 
     def num_optimizer_steps(self) -> int:
-        assert self.optimizer is not None
-        return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+        return num_steps(self.optimizer)
 
     @torch.no_grad()
     def loaded(self, num_optimizer_steps: int) -> None:
-        assert self.optimizer is not None
-        for state in self.optimizer.state.values():
-            state["step"].fill_(num_optimizer_steps)
+        set_num_steps(self.optimizer, num_optimizer_steps)
         if self.stage < 3:
             self._engine.optimizer.update_lp_params()
             return

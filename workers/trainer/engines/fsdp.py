@@ -22,7 +22,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
 from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
-from penstock.workers.trainer.engines.optimizer import MOMENTS, make_adamw, moments_of
+from penstock.workers.trainer.engines.optimizer import (
+    MOMENTS,
+    make_adamw,
+    moments_of,
+    num_steps,
+    set_num_steps,
+    set_rate,
+)
 from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
 from penstock.workers.trainer.engines.ulysses import SequenceParallel
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers
@@ -139,8 +146,7 @@ class FsdpEngine:
     @torch.no_grad()
     def optimizer_step(self, rate: float) -> float:
         assert self.optimizer is not None
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = rate
+        set_rate(self.optimizer, rate)
         if self.tensor:
             self.tensor.add_up_gradients()
         norm = self._grad_norm()
@@ -225,13 +231,11 @@ class FsdpEngine:
                 yield from self._own(f"{kind}/{name}", parameter, local(tensor).detach())
 
     def num_optimizer_steps(self) -> int:
-        assert self.optimizer is not None
-        return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+        return num_steps(self.optimizer)
 
     def loaded(self, num_optimizer_steps: int) -> None:
         assert self.optimizer is not None
-        for state in self.optimizer.state.values():
-            state["step"].fill_(num_optimizer_steps)
+        set_num_steps(self.optimizer, num_optimizer_steps)
         for parameter, state in self.optimizer.state.items():
             for tensor in (parameter, *(state[moment] for moment in MOMENTS)):
                 self.mesh.broadcast_shares(local(tensor).detach())

@@ -40,6 +40,23 @@ def moments_of(optimizer: torch.optim.AdamW, tensor: Tensor) -> dict[str, Tensor
     return state
 
 
+def set_rate(optimizer: torch.optim.AdamW, rate: float) -> None:
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = rate
+
+
+def num_steps(optimizer: torch.optim.AdamW | None) -> int:
+    """Number of steps so far, which the bias correction counts."""
+    assert optimizer is not None
+    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
+
+
+def set_num_steps(optimizer: torch.optim.AdamW | None, count: int) -> None:
+    assert optimizer is not None
+    for state in optimizer.state.values():
+        state["step"].fill_(count)
+
+
 def learning_rate(config: OptimizerConfig, update: int, max_steps: int) -> float:
     """Rate of an update, counted from 0.
 

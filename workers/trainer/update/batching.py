@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.update.sequences import TEMPERATURES, sequences_of, shapes_of
+from penstock.workers.trainer.update.sequences import TEMPERATURES, select, sequences_of, shapes_of
 
 MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
@@ -219,14 +219,10 @@ def split_rows(batch: MicroBatch, values_N: Tensor) -> list[np.ndarray]:
     return np.split(values_N.detach().float().cpu().numpy(), bounds)
 
 
-def _at(arrays: list[np.ndarray], positions: np.ndarray) -> list[np.ndarray]:
-    return [arrays[position] for position in positions.tolist()]
-
-
 def _column(rows: Rows, name: str, positions: np.ndarray, mask_BT: np.ndarray) -> Tensor:
     if not _is_ragged(rows, name):
         return torch.from_numpy(rows.values(name)[positions].astype(np.float32))
-    arrays = _at(rows.arrays(name), positions)
+    arrays = select(rows.arrays(name), positions)
     for position, array, length in zip(positions.tolist(), arrays, mask_BT.sum(axis=1).tolist(), strict=True):
         if len(array) != length:
             raise DataError(
@@ -244,7 +240,7 @@ def _temperatures(rows: Rows, positions: np.ndarray) -> dict[str, Any]:
     bit changes."""
     if TEMPERATURES not in rows:
         return {}
-    values_N = np.concatenate(_at(rows.arrays(TEMPERATURES), positions))
+    values_N = np.concatenate(select(rows.arrays(TEMPERATURES), positions))
     if len(values_N) == 0 or (values_N == values_N[0]).all():
         return {"temperature": float(values_N[0]) if len(values_N) else None}
     return {"temperatures_N": torch.from_numpy(values_N)}

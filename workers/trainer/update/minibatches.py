@@ -95,7 +95,7 @@ class LossInputs:
 
 
 @dataclass(frozen=True)
-class Cutter:
+class Batcher:
     """Cuts the rows of one rank. Both methods are collective, and raise `DataError` for a row that does not fit the
     model."""
 

@@ -70,8 +70,8 @@ def shapes_of(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 def sequences_of(rows: Rows, positions: np.ndarray) -> Sequences:
     """Sequences of the rows at these positions."""
-    responses = _at(rows.arrays("response_ids"), positions)
-    contexts = _at(rows.arrays(context_column(rows)), positions)
+    responses = select(rows.arrays("response_ids"), positions)
+    contexts = select(rows.arrays(context_column(rows)), positions)
     num_sampled_B = np.array([len(ids) for ids in responses], dtype=np.int64)
     if not are_trajectories(rows):
         num_prompt = np.array([len(ids) for ids in contexts], dtype=np.int64)
@@ -80,7 +80,7 @@ def sequences_of(rows: Rows, positions: np.ndarray) -> Sequences:
         token_ids = [np.concatenate(pair) for pair in zip(contexts, responses, strict=True)]
         return Sequences(token_ids, num_sampled_B, row_N, num_prompt[row_N] + np.arange(len(row_N)) - first_N)
     token_ids, sequences, places = [], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for context, response, spans in zip(contexts, responses, _at(rows.arrays(SPANS), positions), strict=True):
+    for context, response, spans in zip(contexts, responses, select(rows.arrays(SPANS), positions), strict=True):
         for ids, sampled in _segments(context, response, spans):
             sequences.append(np.full(len(sampled), len(token_ids), np.int64))
             places.append(sampled)
@@ -138,7 +138,8 @@ def _without_prompt(rows: Rows, position: int) -> DataError:
     )
 
 
-def _at(arrays: Sequence[np.ndarray], positions: np.ndarray) -> list[np.ndarray]:
+def select(arrays: Sequence[np.ndarray], positions: np.ndarray) -> list[np.ndarray]:
+    """The arrays at these positions."""
     return [arrays[position] for position in positions.tolist()]
 
 
