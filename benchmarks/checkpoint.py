@@ -84,15 +84,15 @@ class Side:
         start = time.perf_counter()
         self.state.begin(str(target))
         files = self.state.finish() if wait else []
-        blocked, waited = time.perf_counter() - start, self.state.waited_s
+        blocked, waited = time.perf_counter() - start, self.state.saver.waited_s
         update = self.update()
-        blocked += self.state.waited_s - waited
+        blocked += self.state.saver.waited_s - waited
         with_update = time.perf_counter() - start
         files = files or self.state.finish()
         total = time.perf_counter() - start
         return {"alone_s": alone, "blocked_s": blocked, "update_s": update, "with_update_s": with_update,
-                "total_s": total, "copy_s": self.state.copied_s, "bytes": float(sum(file.num_bytes for file in files))
-                }  # fmt: skip
+                "total_s": total, "copy_s": self.state.saver.copied_s,
+                "bytes": float(sum(file.num_bytes for file in files))}  # fmt: skip
 
     def keep(self) -> float:
         """Make a copy in shared memory. Returns seconds; not a number without room for two."""

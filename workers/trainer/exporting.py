@@ -3,8 +3,8 @@
     one rank      model.safetensors
     several       model-00001-of-00002.safetensors, …, one a rank, and by rank 0 model.safetensors.index.json
 
-Tensors are divided among the ranks by bytes. One after the other is gathered on the rank that writes it, so that no
-rank ever holds more of the model than its own elements and one tensor, and each sends what it has of it once. Ranks on
+Tensors are divided among the ranks by bytes, and gathered one after the other on the rank that writes them. So no rank
+ever holds more of the model than its own elements and one whole tensor, and each element is sent once at most. Ranks on
 several machines write into a directory that all of them see, or each into one of its own, which the driver collects.
 What an earlier export left there goes when all files have been written; the index comes last.
 """

@@ -1,5 +1,4 @@
-"""The measurements of its steps that a rank notes in `Meters`, after each, and the floating-point operations that it
-counts for them.
+"""A rank's measurements of each step, noted in `Meters`, and the floating-point operations (FLOPs) of an update.
 
 A token costs 6 for each parameter, 2 forward and 4 backward (Kaplan et al., 2001.08361), and its attention 12 l h q t
 more, of l layers whose heads have h q together, in a sequence of t tokens (PaLM, 2204.02311, appendix B). With adapters
@@ -32,6 +31,8 @@ SLOWER = {"PCIe", "NVL"}
 
 @dataclass(frozen=True)
 class ModelSize:
+    """The numbers of a model that its FLOPs depend on."""
+
     num_parameters: int
     num_layers: int
     width: int

@@ -42,29 +42,19 @@ class TrainingState:
         self._preparation = preparation
         self._trainers = dict(trainers)
         self._ranks = next(iter(self._trainers.values())).ranks
-        self._saver = Saver(self._ranks, timeout_s)
+        self.saver = Saver(self._ranks, timeout_s)
         for trainer in self._trainers.values():
-            trainer.before_optimizer_step = self._saver.wait_until_copied
+            trainer.before_optimizer_step = self.saver.wait_until_copied
 
     def begin(self, directory: str) -> bool:
         """Save the present state; training may go on. False: an earlier one is still being written. Collective. Raises
         `DataflowError` for what a function carries and no checkpoint can keep."""
-        return self._saver.begin(self._pieces(), directory, self.carried())
-
-    @property
-    def copied_s(self) -> float:
-        """Seconds that the last copy took."""
-        return self._saver.copied_s
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds for which copies have held up optimizer steps, in all."""
-        return self._saver.waited_s
+        return self.saver.begin(self._pieces(), directory, self.carried())
 
     def finish(self) -> list[SavedFile]:
         """Wait for what `begin` started; return the files that this rank wrote. Raises `CheckpointError`,
         `DeadlineExceeded`."""
-        return self._saver.finish()
+        return self.saver.finish()
 
     def load(self, directory: str, files: Sequence[SavedFile] = ()) -> None:
         """Go on from a checkpoint, whatever the number of ranks that wrote it. `files`: what is in it, to be checked
@@ -81,7 +71,7 @@ class TrainingState:
         return self._preparation.carried() if self._preparation is not None else states_to_text({}, {})
 
     def pieces_of_rank(self) -> list[Piece]:
-        """All pieces that this rank would go on from, also what other ranks have alike; in the order of `targets`. They
+        """All pieces of this rank's state, including those that other ranks have too, in the order of `targets`. They
         share memory with the trainers."""
         return [*self._of_engines(), *_of_counters(self._counters()), self._random()]
 

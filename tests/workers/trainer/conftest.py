@@ -14,6 +14,7 @@ from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfi
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.engines import deepspeed_runtime
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
 
@@ -104,6 +105,14 @@ def make_trainer(model_path: str, engine_options: dict[str, Any]) -> Iterator[Ca
 
 
 @pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """This process as the only rank."""
+    alone = Ranks.join(TrainerConfig())
+    yield alone
+    alone.leave()
+
+
+@pytest.fixture
 def weights_of() -> Callable[[PolicyTrainer], dict[str, torch.Tensor]]:
     return copy_of_weights
 
@@ -116,6 +125,13 @@ def copy_of_weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     return tmp_path
+
+
+def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Assert that tensors are equal, bit for bit."""
+    assert ours.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(ours[name], values), name
 
 
 def whole_state(trainer: PolicyTrainer) -> dict[str, Tensor]:

@@ -1,10 +1,10 @@
 """Plain data: values as JSON and back, exactly, and nothing else. The text that is read cannot run code, whatever its
-source. Of such are the states that per-batch functions carry from step to step (`Dataflow.compute(state=…)`).
+source. The states that per-batch functions carry from step to step (`Dataflow.compute(state=…)`) are plain data.
 
 `encode` takes None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, dict, numpy arrays and scalars
-of numbers, and torch tensors on the CPU; anything else it refuses by the place where it lies. `decode` gives equal
-values of the same types and dtypes. Made for files that outlive a process, and for messages of less trusted processes;
-large arrays have better forms (Arrow, safetensors).
+of numbers, and torch tensors on the CPU. It refuses anything else, and names its place in the value. `decode` gives
+equal values of the same types and dtypes. Made for files that outlive a process, and for messages of less trusted
+processes; large arrays have better forms (Arrow, safetensors).
 
     {"loss": (0.5, nan)}  ─▶  {"dict": [["loss", {"tuple": [0.5, {"float": "7ff8000000000000"}]}]]}
 

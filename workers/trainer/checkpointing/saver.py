@@ -59,6 +59,7 @@ class Save:
         """Set once the save's thread has released the copies and its files."""
         self.result: Future[list[SavedFile]] = Future()
         self.is_asked = False
+        """True once its result was asked for."""
         self.in_step = False
         """True once all ranks have gone through the same collectives."""
 

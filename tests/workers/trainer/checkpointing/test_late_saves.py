@@ -9,7 +9,6 @@ import struct
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,13 +25,6 @@ from tests.rank_processes import run_ranks
 
 NUM_ELEMENTS = 50_000
 """More than a pipe holds."""
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    alone = Ranks.join(TrainerConfig())
-    yield alone
-    alone.leave()
 
 
 def holding(value: float) -> list[Piece]:

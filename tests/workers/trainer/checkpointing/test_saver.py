@@ -15,7 +15,6 @@ from fsspec.implementations.local import LocalFileSystem
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import CheckpointError
 from penstock.conf.model import FreshModelConfig
-from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.checkpointing.saver import Saver
@@ -36,13 +35,6 @@ def everything(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    alone = Ranks.join(TrainerConfig())
-    yield alone
-    alone.leave()
 
 
 @pytest.fixture
@@ -84,10 +76,10 @@ def test_a_second_checkpoint_uses_the_first_ones_copies(trained: PolicyTrainer, 
     state = TrainingState({"policy": trained})
     state.begin(str(tmp_path / "1"))
     state.finish()
-    first = {name: copy.data_ptr() for name, copy in state._saver._copies.items()}
+    first = {name: copy.data_ptr() for name, copy in state.saver._copies.items()}
     state.begin(str(tmp_path / "2"))
     state.finish()
-    assert {name: copy.data_ptr() for name, copy in state._saver._copies.items()} == first
+    assert {name: copy.data_ptr() for name, copy in state.saver._copies.items()} == first
 
 
 def test_files_are_listed_with_size_and_checksum(trained: PolicyTrainer, tmp_path: Path) -> None:

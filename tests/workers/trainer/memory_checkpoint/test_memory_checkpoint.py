@@ -26,7 +26,7 @@ from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
-from tests.workers.trainer.conftest import ENGINES, random_rows
+from tests.workers.trainer.conftest import ENGINES, assert_same, random_rows
 
 Make = Callable[..., PolicyTrainer]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -127,12 +127,6 @@ def test_a_new_rank_goes_on_from_the_copy_bit_for_bit(make_rank: Callable[..., R
     assert_same(anew.everything(), expected)
     assert anew.checkpoint.save(3) is None
     assert steps_there(tmp_path, 0) == [2, 3]
-
-
-def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    for name, values in expected.items():
-        assert torch.equal(ours[name], values), name
 
 
 def test_an_earlier_step_is_as_good_and_those_after_it_count_no_more(

@@ -10,7 +10,7 @@ import torch
 
 from penstock.workers.fresh_model import build_fresh_model
 from tests.rank_processes import run_ranks
-from tests.workers.trainer.conftest import FRESH
+from tests.workers.trainer.conftest import FRESH, assert_same
 from tests.workers.trainer.several_ranks import ranks_killed as ranks
 
 pytestmark = pytest.mark.slow
@@ -33,12 +33,6 @@ def lives(tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> P
 @cache
 def result(directory: Path, life: str, rank: int) -> dict[str, Any]:
     return torch.load(directory / f"{life}.{rank}.pt")
-
-
-def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    for name, values in expected.items():
-        assert torch.equal(ours[name], values), name
 
 
 @pytest.mark.parametrize("rank", RANKS)
