@@ -57,6 +57,7 @@ class Ranks:
         """
         on_gpu = config.num_gpus_per_rank > 0
         timeout = timedelta(seconds=config.collective_timeout_s)
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         owned = not dist.is_initialized()
         if owned:
             if num_ranks > 1 and address is None:
@@ -78,7 +79,6 @@ class Ranks:
                 f"trainer.num_ranks={num_ranks}, but this process is already one of {dist.get_world_size()} ranks. "
                 "Start each rank in a process of its own."
             )
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         ranks = cls(rank, num_ranks, device, owned, timeout, config.ranks_per_row)
         if ranks.num_peers > 1:
             ranks.data_ranks = ranks.process_group(ranks.num_peers, ranks.num_data_ranks)

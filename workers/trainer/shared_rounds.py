@@ -22,25 +22,16 @@ HAVE, CLOSED, OVER, UNREADABLE, FAILED = range(5)
 
 
 class Peers(Protocol):
-    """This rank among the ranks of its model (`ranks.py`)."""
+    """This rank among the ranks of its model: `ranks.Ranks`, or `Alone`."""
 
     @property
     def rank(self) -> int: ...
     @property
-    def data_rank(self) -> int:
-        """Index of this rank's share of the rows; several ranks may have the same."""
-        ...
-
+    def data_rank(self) -> int: ...
     @property
-    def num_data_ranks(self) -> int:
-        """Number of shares."""
-        ...
-
+    def num_data_ranks(self) -> int: ...
     @property
-    def reports_rows(self) -> bool:
-        """False for a rank whose rows another rank reports."""
-        ...
-
+    def reports_rows(self) -> bool: ...
     def gather_ranks(self, value: Any) -> list[Any]: ...
 
 
@@ -50,8 +41,11 @@ class Alone:
 
     rank: int = 0
     data_rank: int = 0
+    """Index of this rank's share of the rows; several ranks may have the same."""
     num_data_ranks: int = 1
+    """Number of shares."""
     reports_rows: bool = True
+    """False for a rank whose rows another rank reports."""
 
     def gather_ranks(self, value: Any) -> list[Any]:
         return [value]

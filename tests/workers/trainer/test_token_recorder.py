@@ -23,7 +23,7 @@ from penstock.workers.trainer.update.sequences import without_old_turns
 from penstock.workers.trainer.worker import TrainerWorker
 from tests.workers.histories import turn
 from tests.workers.trainer.test_worker import fill, flow, make_store
-from tests.workers.trainer.update.test_old_turns import TOKENS, rows_of
+from tests.workers.trainer.update.test_sequences import TOKENS, rows_of
 
 Make = Callable[..., PolicyTrainer]
 MakeRows = Callable[..., Rows]

@@ -174,7 +174,7 @@ def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> Non
 
 
 @pytest.mark.parametrize("answer", [None, "no room"])
-def test_the_state_is_copied_after_the_update_and_before_the_report_on_its_round(
+def test_the_state_is_copied_after_the_update_and_before_the_report_of_it(
     make_trainer: Make, answer: str | None
 ) -> None:
     """With the report its round can end."""
