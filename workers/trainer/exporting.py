@@ -38,17 +38,9 @@ from penstock.workers.whole_files import part_of, write_whole
 ADVICE = "Make room, or make the model of a checkpoint elsewhere: penstock export CHECKPOINT DIRECTORY."
 ADAPTER_FOLDER = "adapter"
 WEIGHT_FILES = (
-    "*.safetensors",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.gguf",
-    "*.index.json",
-    "*.h5",
-    "*.msgpack",
-    "manifest*.json",
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "*.h5", "*.msgpack", "manifest*.json",
     ADAPTER_FOLDER,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,7 @@ class TrainingState:
     """Lifecycle: made over started trainers, by name; then any of its methods, on all ranks alike."""
 
     def __init__(
-        self,
-        trainers: Mapping[str, PolicyTrainer],
-        timeout_s: float = 1800.0,
-        preparation: Preparation | None = None,
+        self, trainers: Mapping[str, PolicyTrainer], timeout_s: float = 1800.0, preparation: Preparation | None = None
     ) -> None:
         """`preparation`: stages whose functions carry something from step to step."""
         self._preparation = preparation

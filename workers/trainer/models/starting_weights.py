@@ -153,9 +153,7 @@ def take_weights(lm: nn.Module, chosen: Callable[[str], bool]) -> dict[str, Tens
 
 
 def replace_parameters(
-    module: nn.Module,
-    chosen: Callable[[str, nn.Parameter], bool],
-    make: Callable[[str, nn.Parameter], nn.Parameter],
+    module: nn.Module, chosen: Callable[[str, nn.Parameter], bool], make: Callable[[str, nn.Parameter], nn.Parameter]
 ) -> None:
     """Put what `make` returns in the places of chosen parameters, under all names of each."""
     places = defaultdict(list)

@@ -163,12 +163,7 @@ class Tiles:
     """
 
     def __init__(
-        self,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        scale: float | Tensor,
-        budget_bytes: int,
+        self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, scale: float | Tensor, budget_bytes: int
     ) -> None:
         """`scale`: one over the temperature, of all tokens or of each, `[N]`."""
         self._hidden_NH, self._weight_VH, self._bias_V, self._scale = hidden_NH, weight_VH, bias_V, scale

@@ -75,10 +75,7 @@ class LossInputs:
         return "group_ids" in self.provided
 
     def call(
-        self,
-        batch: MicroBatch,
-        totals: BatchTotals,
-        of_model: Mapping[str, Any],
+        self, batch: MicroBatch, totals: BatchTotals, of_model: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's contribution to the loss, `[]` with gradient, and to each metric. `of_model`: the
         model's outputs, by the names that a loss has for them. Raises `DataflowError` if this model lacks an output

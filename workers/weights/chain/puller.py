@@ -32,14 +32,7 @@ class Puller:
     """Receives one chain of one version. Lifecycle: `run`, in a thread; it returns when the chain is complete or its
     transfer over."""
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        source: str,
-        token: bytes,
-        service: int,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, transfer: Transfer, source: str, token: bytes, service: int, counters: Counters) -> None:
         self._transfer, self._source, self._pull = transfer, source, transfer.pulls[source]
         self._token, self._service, self._counters = token, service, counters
 
@@ -67,10 +60,7 @@ class Puller:
         reparented = pull.reparented
         try:
             timeout_s = min(MOST_CONNECT_S, self._remaining_s())
-            with (
-                connect(address, self._service, self._token, timeout_s) as connection,
-                transfer.using(connection),
-            ):
+            with connect(address, self._service, self._token, timeout_s) as connection, transfer.using(connection):
                 pull.connected(time.monotonic())
                 self._follow(connection)
         except TimeoutError:

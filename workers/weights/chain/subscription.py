@@ -99,13 +99,7 @@ def from_bits(bits: bytes, num_chunks: int) -> set[int]:
 class Server:
     """The service of one subscription. Lifecycle: `run`, which returns when all is sent or the transfer is over."""
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        subscribe: Subscribe,
-        heartbeat_s: float,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, transfer: Transfer, subscribe: Subscribe, heartbeat_s: float, counters: Counters) -> None:
         self._transfer, self._source, self._heartbeat_s = transfer, subscribe.source, heartbeat_s
         self._counters = counters
         wanted = from_bits(subscribe.wanted, len(transfer.plan.chunks))

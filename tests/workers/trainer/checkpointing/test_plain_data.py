@@ -29,9 +29,7 @@ TENSORS = st.builds(
 KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.tuples(st.integers(), st.text())
 LEAVES = KEYS | st.floats() | ARRAYS | SCALARS | TENSORS
 VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner),
-    max_leaves=8,
+    LEAVES, lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner), max_leaves=8
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -68,9 +68,7 @@ def test_every_engine_gets_the_same(make_side: Callable[..., Side], name: str) -
             assert torch.equal(tensor, other)
 
 
-def test_a_sleeping_engine_wakes_its_weights_before_a_stream_and_cache_after_it(
-    make_side: Callable[..., Side],
-) -> None:
+def test_a_sleeping_engine_wakes_its_weights_before_a_stream_and_cache_after_it(make_side: Callable[..., Side]) -> None:
     """An engine on a GPU that it shares with others."""
     side = make_side("ipc", num_gpus_per_worker=0.5)
     (engine,) = side.engines
