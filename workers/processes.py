@@ -122,7 +122,8 @@ def dump(process: ProcessId, directory: str | Path, name: str, py_spy: str | Non
         text = spied if spied is not None else _written(process, _path(directory, process))
     except (ProcessLookupError, FileNotFoundError):
         text = "it has ended meanwhile."
-    return _shortened(f"{name}, process {process.pid} ({_status(process.pid)}):\n{text}")
+    text = f"{name}, process {process.pid} ({_status(process.pid)}):\n{text}"
+    return text.encode()[:MAX_BYTES].decode(errors="ignore")
 
 
 def _with_children(pid: int) -> list[psutil.Process]:
@@ -183,7 +184,3 @@ def _status(pid: int) -> str:
         return str(psutil.Process(pid).status())
     except psutil.Error:
         return "gone"
-
-
-def _shortened(text: str) -> str:
-    return text.encode()[:MAX_BYTES].decode(errors="ignore")

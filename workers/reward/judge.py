@@ -69,7 +69,8 @@ async def judge(
     asked = [url, model, temperature, messages]
     known = _verdicts[asked]
     if known is None:
-        options: dict[str, Any] = {"response_format": _format(by)} if structured else {}
+        form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": by.schema, "strict": True}}
+        options: dict[str, Any] = {"response_format": form} if structured else {}
         one = _of_this_loop(url, key)
         async with one.turns:
             said = await one.client.chat.completions.create(
@@ -77,10 +78,6 @@ async def judge(
             )
         known = _verdicts[asked] = by.score(said.choices[0].message.content or "")
     return known
-
-
-def _format(rubric: Rubric) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "verdict", "schema": rubric.schema, "strict": True}}
 
 
 def _of_this_loop(url: str, key: str) -> _Judge:

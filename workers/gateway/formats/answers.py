@@ -167,7 +167,7 @@ def _loaded(text: str) -> Any:
     try:
         return strict_json(text)
     except ValueError as error:
-        return Unreadable(_not_json(error))
+        return Unreadable(f"The call is no JSON: {error}.")
 
 
 def strict_json(text: str) -> Any:
@@ -191,10 +191,6 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is no number of JSON")
     return value
-
-
-def _not_json(error: ValueError) -> str:
-    return f"The call is no JSON: {error}."
 
 
 def _of_python(node: ast.expr, tools: Tools) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class _AssistantMessage:
         if kind == "message":
             self._text = content_text(item, "content", (*TEXTS, "refusal"), between="")
         elif kind == "reasoning":
-            self._thinking = _reasoning_text(item)
+            self._thinking = content_text(item, "content", ("reasoning_text", "text"), between="")
         else:
             arguments = arguments_of(item, "arguments")
             self._calls.append(tool_call(item.need_text("call_id"), item.need_text("name"), arguments))
@@ -164,10 +164,6 @@ class _AssistantMessage:
         message = assistant(self._text or "", self._thinking, self._calls)
         self._thinking, self._text, self._calls = None, None, []
         return [message]
-
-
-def _reasoning_text(item: Fields) -> str:
-    return content_text(item, "content", ("reasoning_text", "text"), between="")
 
 
 def _other_message(kind: str, item: Fields) -> dict[str, Any]:
