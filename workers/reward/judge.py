@@ -21,7 +21,7 @@ from typing import Any
 from penstock.workers.reward.registry import reward
 from penstock.workers.reward.rubric import Rubric, Verdicts
 
-SIDE_BY_SIDE = 16
+MAX_REQUESTS = 16
 """Number of requests of a reward process at once."""
 
 
@@ -30,7 +30,7 @@ class _Judge:
     """The client of one event loop and one server."""
 
     client: Any
-    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SIDE_BY_SIDE))
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_REQUESTS))
 
 
 _judges: dict[tuple[asyncio.AbstractEventLoop, str], _Judge] = {}
@@ -72,7 +72,7 @@ async def judge(
         form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": by.schema, "strict": True}}
         options: dict[str, Any] = {"response_format": form} if structured else {}
         one = _of_this_loop(url, key)
-        async with one.turns:
+        async with one.places:
             said = await one.client.chat.completions.create(
                 model=model, messages=messages, temperature=temperature, max_tokens=max_tokens, **options
             )

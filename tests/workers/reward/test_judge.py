@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from penstock.workers.reward import judge as judges
-from penstock.workers.reward.judge import SIDE_BY_SIDE, judge
+from penstock.workers.reward.judge import MAX_REQUESTS, judge
 from penstock.workers.reward.registry import RewardSpec
 
 
@@ -79,11 +79,11 @@ def test_points_become_a_reward_and_nothing_is_asked_twice() -> None:
 def test_responses_are_asked_about_side_by_side_but_not_all_at_once() -> None:
     async def scenario() -> int:
         async with serving() as (server, url):
-            texts = ["x" * (index % 11) + " " * index for index in range(3 * SIDE_BY_SIDE)]
+            texts = ["x" * (index % 11) + " " * index for index in range(3 * MAX_REQUESTS)]
             await asyncio.gather(*(judge(text, TASK, url=url, model="j", high=100.0) for text in texts))
             return server.most
 
-    assert 1 < asyncio.run(scenario()) <= SIDE_BY_SIDE
+    assert 1 < asyncio.run(scenario()) <= MAX_REQUESTS
 
 
 def test_an_answer_that_is_no_verdict_is_an_error_and_no_zero() -> None:
