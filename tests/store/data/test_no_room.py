@@ -96,6 +96,7 @@ def test_a_batch_without_room_is_refused_by_the_keys_that_mend_it(tmp_path: Path
     """The store goes on."""
     body = """
 from tests.store.driver import make_spec
+from tests.store.invariants import check_invariants
 from tests.store.visitors import visit
 from penstock.store.service.store import Store
 
