@@ -83,7 +83,7 @@ def ray_address(warm_python: list[str]) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def driver_environment(ray_address: str) -> dict[str, str]:
-    """Of drivers in processes of their own, for the same cluster."""
+    """The environment for drivers in processes of their own, for the same cluster."""
     return {**os.environ, "RAY_ADDRESS": ray_address}
 
 

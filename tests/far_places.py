@@ -16,7 +16,7 @@ class Flaky(MemoryFileSystem):
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     refused: ClassVar[dict[str, Exception]] = {}
-    """By the last part of a name, or `*`."""
+    """Errors by the last part of a name, or by `*` for all names."""
     hangs: ClassVar[threading.Event] = threading.Event()
     """Cleared: nothing ends."""
     written: ClassVar[list[str]] = []

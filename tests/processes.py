@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from penstock.workers.processes import ProcessId
 
 GONE_S = 300.0
-"""For what must come, and comes at once on a machine that is not busy."""
+"""Deadline of what must come, and comes at once on a machine that is not busy."""
 ENDED = "0"
 """When a process has started, as its proof says it, that had ended by then."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 def let_files_grow_to(num_bytes: int) -> None:
-    """Of all files of this process, until it is said otherwise. -1: as they like."""
+    """Limit the size of all files of this process, until it is said otherwise. -1: no limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if num_bytes < 0 else num_bytes, hard))
 

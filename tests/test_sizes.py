@@ -1,4 +1,5 @@
-"""The house rules about sizes, which keep the code readable: files, functions, constructors, names of tests."""
+"""The house rules about sizes, which keep the code readable: files, functions, constructors, names of tests. And how
+many files of tests look at what is private."""
 
 import ast
 from collections.abc import Iterator
@@ -61,3 +62,45 @@ def test_no_name_of_a_test_is_long() -> None:
     ]
     assert len(names) > 1000
     assert [f"{file.relative_to(ROOT)}: {name}" for file, name in names if len(name) > MOST_OF_NAME] == []
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """Private names that a file defines: functions, classes, variables, attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            name = node.attr
+        else:
+            continue
+        if name.startswith("_") and not name.startswith("__"):
+            yield name
+
+
+def foreign_names(tree: ast.AST) -> Iterator[str]:
+    """Names that a file uses of others: attributes of anything but `self`, imports, and what it patches."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not is_self(node.value):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock"):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            if ast.unparse(node.func).endswith(("setattr", "getattr", "object")):
+                yield from (text.rpartition(".")[2] for text in texts if isinstance(text, str))
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_few_tests_use_private_names_of_the_product() -> None:
+    private = {name for file in files() for name in own_names(ast.parse(file.read_text()))}
+    prying = []
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        if names := private & set(foreign_names(tree)) - set(own_names(tree)):
+            prying.append(f"{file.relative_to(ROOT)}: {', '.join(sorted(names))}")
+    assert len(prying) <= MOST_THAT_PRY, "\n".join(prying)

@@ -56,7 +56,7 @@ class LoopAhead(asyncio.SelectorEventLoop):
 
 
 def run_ahead(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, for what calls `put_forward`."""
+    """Run a coroutine as `asyncio.run` does. It may call `put_forward`."""
     with asyncio.Runner(loop_factory=LoopAhead) as runner:
         return runner.run(main)
 
@@ -69,6 +69,6 @@ async def put_forward(seconds: float) -> None:
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in no time."""
+    """Run a coroutine as `asyncio.run` does, in no time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -41,7 +41,7 @@ def run(path: str, arguments: list[str]) -> int:
 
 
 def _is_open(file: int) -> bool:
-    """And would be, in a program that this one is replaced by."""
+    """Whether a descriptor is open, and would be open in a program that replaces this one."""
     try:
         return os.get_inheritable(file)
     except OSError:

@@ -49,11 +49,11 @@ START_S = 900.0
 MAX_REQUEST = 1 << 17
 MAX_FILES = 64
 STARTED: list["subprocess.Popen[bytes]"] = []
-"""By this process: it does not wait for them."""
+"""Processes that this process started. It does not wait for them."""
 USERS = 0x10000000
 """The kernel's flag of a namespace of users: who mounts without being root is in one."""
 HIGH = 512
-"""Of descriptors beyond those that a program is started with."""
+"""Least number of descriptors beyond those that a program is started with."""
 MODULES = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -305,7 +305,7 @@ def _end_with(caller: socket.socket) -> None:
 
 
 def use_warm_workers(ray_params: Any, head: bool) -> None:
-    """For `RAY_START_HOOK`: have the node that `ray start` is about to start set up warm workers."""
+    """Have the node that `ray start` is about to start set up warm workers. For `RAY_START_HOOK`."""
     ray_params.setup_worker_path = CLIENT
 
 

@@ -61,7 +61,7 @@ class JudgePool:
         self._spec, self._rubric = spec, Rubric(rubric, low, high)
         structure = {"json": self._rubric.schema} if structured else None
         self._sampling = Sampling(temperature=temperature, max_tokens=max_tokens, seed=0, structure=structure)
-        self._verdicts = Verdicts()
+        self.verdicts = Verdicts()
         self._clock = BusyClock()
         self._engine: RolloutEngine | None = None
         self._form: Format | None = None
@@ -118,7 +118,7 @@ class JudgePool:
         for a response that the judge has no room for."""
         assert self._engine is not None
         assert self._form is not None
-        known = self._verdicts[messages]
+        known = self.verdicts[messages]
         if known is None:
             prompt_ids = self._form.prompt_ids(messages, ())
             room = self._spec.config.max_model_len - len(prompt_ids)
@@ -130,5 +130,5 @@ class JudgePool:
             sampling = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room))
             (answer,) = await self._engine.generate(prompt_ids, 1, sampling)
             said = self._form.read(answer.token_ids, (), prompt_ids).message
-            known = self._verdicts[messages] = self._rubric.score(str(said["content"]))
+            known = self.verdicts[messages] = self._rubric.score(str(said["content"]))
         return known

@@ -36,13 +36,13 @@ class Problems:
         self.task, self.options, self.seed, self.size = task, dict(options or {}), seed, size
         self.exclude = frozenset(exclude)
         self._spares: dict[int, Any] = {}
-        self._dataset = self._spare(0)
+        self.dataset = self._spare(0)
 
     def __len__(self) -> int:
         return self.size
 
     def questions(self) -> frozenset[str]:
-        return frozenset(str(self._dataset[index]["question"]) for index in range(self.size))
+        return frozenset(str(self.dataset[index]["question"]) for index in range(self.size))
 
     def entry(self, index: int) -> dict[str, Any]:
         """The `question`, `answer` and `metadata` of problem `index`. `DataError`: all its replacements are held

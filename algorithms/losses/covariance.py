@@ -36,7 +36,7 @@ def clip_cov(
     """Clip-Cov, 2505.22617: PPO's loss, without the tokens chosen at random from those with
     `lowest < c < highest` that PPO has not clipped already; `share` of all tokens, at least one.
 
-    The draw is a fixed function of the tokens' old log-probabilities (`_pseudo_random`): no state, the same after a
+    The draw is a fixed function of the tokens' old log-probabilities (`pseudo_random`): no state, the same after a
     resume, and in whatever order the rows come. Metrics: `clip_fraction` (PPO's), `cov_fraction` (of tokens dropped).
     """
     if lowest > highest:
@@ -45,7 +45,7 @@ def clip_cov(
     loss, is_clipped = pessimistic(ratio, advantage, clip_low, clip_high)
     cov = token_covariance(new, advantage, mask)
     candidates = mask & (cov > lowest) & (cov < highest) & (is_clipped == 0)
-    dropped = _largest(torch.where(candidates, _pseudo_random(old), -1.0), _number(mask, share)) & candidates
+    dropped = _largest(torch.where(candidates, pseudo_random(old), -1.0), _number(mask, share)) & candidates
     return torch.where(dropped, 0.0, loss), {"clip_fraction": is_clipped, "cov_fraction": dropped.float()}
 
 
@@ -91,7 +91,7 @@ def _largest(score: Tensor, number: int) -> Tensor:
     return chosen.view_as(score)
 
 
-def _pseudo_random(logprobs: Tensor) -> Tensor:
+def pseudo_random(logprobs: Tensor) -> Tensor:
     """A number in [0, 1) a token, spread evenly and unrelated to how large the log-probability is: the digits of its
     sine from the fourth on."""
     return (logprobs.double() * 12.9898).sin().mul(43758.5453).frac().abs().to(logprobs.dtype)

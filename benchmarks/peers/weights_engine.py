@@ -78,7 +78,7 @@ class Engine:
 
     async def load_bucket(self, request: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
-        llm = self.engine._llm
+        llm = self.engine.llm
         if request["first"]:
             await llm.pause_generation(mode="keep", clear_cache=True)
             self._paused_at = start

@@ -58,7 +58,8 @@ class StoreClient:
     def __init__(self, handle: "Store | Any", node: str | None = None) -> None:
         """Connect to `handle`: a `Store` in this process, an endpoint of one on this machine, or the handle of the Ray
         actor around one. `node`: Ray's id of this machine; None: to be asked for."""
-        self._name = uuid.uuid4().hex
+        self.name = uuid.uuid4().hex
+        """Unique name of this end."""
         self._tickets = itertools.count()
         self._connect(handle, node)
         self._columns: dict[str, Column] = {}
@@ -68,10 +69,10 @@ class StoreClient:
         """True once this client asks for no more leases."""
 
     def _connect(self, handle: "Store | Any", node: str | None) -> None:
-        self._link = link_to(handle, self._name, node)
-        self._calls = CallBatcher(self._link)
-        self._puts_out = PutBatcher(self._link, self._name)
-        self._heartbeat = Heartbeat()
+        self.link = link_to(handle, self.name, node)
+        self._calls = CallBatcher(self.link)
+        self._puts_out = PutBatcher(self.link, self.name)
+        self.heartbeat = Heartbeat()
         self._known: StoreSpec | None = None
 
     async def put_groups(self, groups: Sequence[Values]) -> list[int]:
@@ -100,7 +101,7 @@ class StoreClient:
     async def become_source(self) -> int:
         """Make this client the only source of groups. A client that put groups before is refused from now on, and its
         groups that wait are withdrawn. Returns how many groups were put so far: the number of the next one."""
-        return int(await self._link.call("become_source", self._name))
+        return int(await self.link.call("become_source", self.name))
 
     async def lease(
         self, stage: str, max_units: int, owner: str, *, max_held: int = 0, num_peers: int = 1
@@ -129,12 +130,12 @@ class StoreClient:
         """
         await self.spec()
         owner = owner or f"{stage} ranks"
-        granted: Granted | None = await self._link.call("lease_shared", stage, round, rank, num_ranks, max_units, owner)
+        granted: Granted | None = await self.link.call("lease_shared", stage, round, rank, num_ranks, max_units, owner)
         if granted is None:
             return None
         lease = SharedLease(granted.lease_id, stage, await self._rows(granted), round, rank, granted.version)
         if self._stages[stage].unit != "batch":  # a batch in training does not run out
-            self._heartbeat.hold(lease.id, ids_of(lease.rows.row_ids))
+            self.heartbeat.hold(lease.id, ids_of(lease.rows.row_ids))
         return lease
 
     async def complete_shared(self, share: Share) -> None:
@@ -151,7 +152,7 @@ class StoreClient:
 
         `epoch`: that of the command that drives the run (`store/epoch.py`). An older one is refused.
         """
-        return int(await self._link.call("settle", stage, epoch))
+        return int(await self.link.call("settle", stage, epoch))
 
     async def write(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> None:
         """Write results of some rows of a lease.
@@ -165,20 +166,20 @@ class StoreClient:
             await self._calls.call("write", write)
         except LeaseExpired as error:
             if isinstance(error, LeaseSuperseded):
-                self._heartbeat.finished(lease.id, write.row_ids)
+                self.heartbeat.finished(lease.id, write.row_ids)
             else:
-                self._heartbeat.unhold(lease.id)
+                self.heartbeat.unhold(lease.id)
             raise
         if set(self._stages[lease.stage].writes) <= columns.keys():
-            self._heartbeat.finished(lease.id, write.row_ids)
+            self.heartbeat.finished(lease.id, write.row_ids)
 
     async def superseded(self) -> list[tuple[int, int]] | None:
         """Wait until others have written groups that this client samples too. Returns leases and groups; None once
         closed."""
-        superseded: list[tuple[int, int]] | None = await self._link.call("superseded", self._name)
+        superseded: list[tuple[int, int]] | None = await self.link.call("superseded", self.name)
         size = (await self.spec()).group_size
         for lease_id, group in superseded or ():
-            self._heartbeat.finished(lease_id, range(group * size, (group + 1) * size))
+            self.heartbeat.finished(lease_id, range(group * size, (group + 1) * size))
         return superseded
 
     async def until_closed(self) -> None:
@@ -200,11 +201,11 @@ class StoreClient:
         """End these rows here, counted under dropped/<reason>; `detail` is kept for `describe`."""
         rows = ids_of(row_ids)
         await self._calls.call("drop", lease.id, lease.stage, rows, reason, detail)
-        self._heartbeat.finished(lease.id, rows)
+        self.heartbeat.finished(lease.id, rows)
 
     async def release(self, lease: Lease) -> None:
         """Give the unfinished rows back. For a train lease: its step was lost, and its groups form a batch again."""
-        self._heartbeat.unhold(lease.id)
+        self.heartbeat.unhold(lease.id)
         await self._calls.call("release", lease.id)
 
     async def renew(self, lease: Lease) -> None:
@@ -215,7 +216,7 @@ class StoreClient:
     async def abandon(self, owner: str) -> int:
         """Take back the leases of an owner that died, at once (except a batch in training). Returns how many they
         were."""
-        return int(await self._link.call("abandon", owner))
+        return int(await self.link.call("abandon", owner))
 
     async def move(self, handle: "Store | Any") -> None:
         """Speak to another store from now on, which takes the place of one that is gone."""
@@ -226,21 +227,21 @@ class StoreClient:
         """Tell a store that was restored in another one's place what was trained, before a batch is asked for. `steps`:
         ids of the rows trained since what it knows, by step. `version`: the last published. What was not trained comes
         again. `epoch`: as in `settle`."""
-        await self._link.call("catch_up", [list(map(int, rows)) for rows in steps], version, epoch)
+        await self.link.call("catch_up", [list(map(int, rows)) for rows in steps], version, epoch)
 
     async def lost(self, node: str) -> None:
         """Report that a node, by Ray's id, is gone, with the large batches that were written there: they are made
         again."""
-        await self._link.call("lost", node)
+        await self.link.call("lost", node)
 
     async def published(self, version: int, epoch: int = 0) -> None:
         """Report that all engines serve `version`: the groups trained by steps up to it return their credits. `epoch`:
         as in `settle`."""
-        await self._link.call("published", version, epoch)
+        await self.link.call("published", version, epoch)
 
     async def last_batch(self, columns: Sequence[str] | None = None) -> Rows:
         """Return the rows of the batch trained last (none before the first), by row id. `columns`: None for all."""
-        granted = await self._link.call("last_batch", None if columns is None else list(columns))
+        granted = await self.link.call("last_batch", None if columns is None else list(columns))
         return await self._rows(granted)
 
     async def snapshot(self, root: str, number: int, keep: int = 2, is_apart: bool = False) -> str:
@@ -250,57 +251,57 @@ class StoreClient:
         `keep`: so many of the newest snapshots stay. `is_apart`: of this moment, and the last `cut` stays for another
         call. Restored by `Store(..., restore=path)`.
         """
-        return str(await self._link.call("snapshot", root, number, keep, is_apart))
+        return str(await self.link.call("snapshot", root, number, keep, is_apart))
 
     async def batch_ready(self) -> bool:
         """Wait until as many groups are complete as the next step takes. Returns False when the store is closed."""
-        return bool(await self._link.call("batch_ready"))
+        return bool(await self.link.call("batch_ready"))
 
     async def cut(self) -> int:
         """Take the store's state of this moment, for the next `snapshot` to write. Returns how many groups were put so
         far."""
-        return int(await self._link.call("cut"))
+        return int(await self.link.call("cut"))
 
     async def stats(self) -> dict[str, float]:
         """Return numbers for the metrics: store/*, dropped/*, completed/*, staleness/*; counts are cumulative."""
-        return dict(await self._link.call("stats"))
+        return dict(await self.link.call("stats"))
 
     async def describe(self) -> dict[str, Any]:
         """Return rows by stage and state, the oldest group, the owner of each lease, waiting requests, and the last
         drops."""
-        return dict(await self._link.call("describe"))
+        return dict(await self.link.call("describe"))
 
     async def work(self) -> dict[str, Any]:
         """Return which worker has worked on what since the last call of any client: see `WorkLog.take`."""
-        work = dict(await self._link.call("work"))
+        work = dict(await self.link.call("work"))
         while work.pop("more"):
-            told = dict(await self._link.call("work"))
+            told = dict(await self.link.call("work"))
             work = told | {kind: work[kind] + told[kind] for kind in ("leases", "admitted", "missed")}
         return work
 
     async def close(self, reason: str = "closed") -> None:
         """Close the store: waiting leases return None, waiting producers raise `StoreClosed`."""
-        await self._link.call("close", reason)
+        await self.link.call("close", reason)
 
     async def retire(self) -> None:
         """Ask for no more leases: requests that wait, and all later ones, return None. What is held may be finished."""
         self.has_retired = True
         if self._known is not None:  # else nothing was asked
-            await self._link.call("retire", self._name)
+            await self.link.call("retire", self.name)
 
     async def leave(self) -> None:
         """Leave the store as if this process had ended: what it holds goes back, and what waits for a store of another
         process raises `PartnerGone`. A second time changes nothing."""
-        self._heartbeat.stop()
-        await self._link.leave()
+        self.heartbeat.stop()
+        await self.link.leave()
 
     async def spec(self) -> StoreSpec:
         """Return the store's columns, stages and bounds; asked for once."""
         if self._known is None:
-            spec: StoreSpec = await self._link.call("spec")
+            spec: StoreSpec = await self.link.call("spec")
             self._columns = {column.name: column for column in spec.columns}
             self._stages = {stage.name: stage for stage in spec.stages}
-            self._heartbeat.begin(self._link.lease_renewer(), spec.lease_timeout_s)
+            self.heartbeat.begin(self.link.lease_renewer(), spec.lease_timeout_s)
             self._known = spec
         return self._known
 
@@ -322,15 +323,15 @@ class StoreClient:
         """Ask once. Whatever goes wrong, no request is left waiting and nothing is left leased."""
         if self.has_retired:
             return None
-        request = replace(request, client=self._name, ticket=next(self._tickets))
-        self._heartbeat.asked(request.ticket)
+        request = replace(request, client=self.name, ticket=next(self._tickets))
+        self.heartbeat.asked(request.ticket)
         try:
-            granted: list[Granted] | None = await self._link.call("lease", request)
+            granted: list[Granted] | None = await self.link.call("lease", request)
             if granted is None:
                 return None
-            leases = [Lease(one.lease_id, request.stage, rows) for one, rows in await self._read(granted)]
+            leases = [Lease(one.lease_id, request.stage, rows) for one, rows in await self.read(granted)]
             for lease in leases:
-                self._heartbeat.hold(lease.id, ids_of(lease.rows.row_ids))
+                self.heartbeat.hold(lease.id, ids_of(lease.rows.row_ids))
             return leases
         except BaseException:
             undoing = asyncio.ensure_future(self._withdraw(request))
@@ -338,7 +339,7 @@ class StoreClient:
             undoing.add_done_callback(self._undoing.discard)
             raise
         finally:
-            self._heartbeat.answered(request.ticket)
+            self.heartbeat.answered(request.ticket)
 
     async def _withdraw(self, request: LeaseRequest) -> None:
         """Withdraw a request whose answer has no reader any more: what it brings, or would bring, goes back. If the
@@ -346,7 +347,7 @@ class StoreClient:
         with suppress(StoreError, WorkerDied):
             await self._calls.call("withdraw", request.stage, request.client, request.ticket)
 
-    async def _read(self, granted: list[Granted]) -> list[tuple[Granted, Rows]]:
+    async def read(self, granted: list[Granted]) -> list[tuple[Granted, Rows]]:
         """Read all payloads, or tell the store that none is read."""
         read: list[tuple[Granted, Rows]] = []
         try:
@@ -354,11 +355,11 @@ class StoreClient:
                 read.append((one, await self._rows(one)))
         finally:
             for one in granted[len(read) + 1 :]:  # after one that cannot be read
-                self._link.skip(one.payload.refs)
+                self.link.skip(one.payload.refs)
         return read
 
     async def _rows(self, granted: Granted) -> Rows:
-        return assemble(await self._link.fetch(granted.payload), granted.names, [])
+        return assemble(await self.link.fetch(granted.payload), granted.names, [])
 
     async def _prepare(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> Write:
         spec = await self.spec()
@@ -368,7 +369,7 @@ class StoreClient:
                 said = f"stage {lease.stage!r} writes column {name!r}, which the dataflow lacks"
                 raise UnknownColumn(f"{said}{suggest(name, self._columns)}")
         batch, facts, slot = await self._encode(spec, columns, rows)
-        sent = await self._link.ship(batch, spec.inline_bytes, slot)
+        sent = await self.link.ship(batch, spec.inline_bytes, slot)
         return Write(lease.id, lease.stage, rows, batch.schema.names, sent, facts)
 
     async def _encode(
@@ -376,7 +377,7 @@ class StoreClient:
     ) -> tuple[pa.RecordBatch, Facts, Slot | None]:
         """Encode columns. Large ones are joined in shared memory, where that can be."""
         size = size_of(columns)
-        slot = await self._link.reserve(size + size // 32 + OVERHEAD_BYTES) if size > spec.inline_bytes else None
+        slot = await self.link.reserve(size + size // 32 + OVERHEAD_BYTES) if size > spec.inline_bytes else None
         if slot is None:
             return (*encode(self._columns, columns, rows, by_newest=spec.old_turns_are_context), None)
         try:

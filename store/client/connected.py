@@ -67,7 +67,7 @@ class Connected:
         `writing`: its directories of segments."""
         self._endpoint, self._client = endpoint, client
         self._calls = calls
-        self._wire = Wire(self._on_message, self._on_lost)
+        self.wire = Wire(self._on_message, self._on_lost)
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         """Method and caller of each call that has no answer yet."""
@@ -85,7 +85,7 @@ class Connected:
         number, request = next(self._numbers), self._calls.request(method, args)
         ended = self._mappings.ended()
         try:
-            self._wire.send(MESSAGE, ClientMessage(number, request, ended))
+            self.wire.send(MESSAGE, ClientMessage(number, request, ended))
         except NotPlainData:
             self._mappings.skip(ended)  # they are with the next call
             raise
@@ -132,7 +132,7 @@ class Connected:
 
     async def leave(self) -> None:
         self._lost = self._lost or PartnerGone(HAS_LEFT)
-        self._wire.abort()
+        self.wire.abort()
 
     def is_remote(self, placed: Placed) -> bool:
         return placed.node != self._node
@@ -148,8 +148,8 @@ class Connected:
         """Tell the store which readings have ended, where no call has taken that along: the store would hold on to
         their files."""
         ended = self._mappings.ended()
-        if ended and self._wire.is_open:
-            self._wire.send(MESSAGE, ClientMessage(0, None, ended))
+        if ended and self.wire.is_open:
+            self.wire.send(MESSAGE, ClientMessage(0, None, ended))
 
     def _apply_notice(self, notice: Notice) -> None:
         """Apply what the store says of segments."""
@@ -161,7 +161,7 @@ class Connected:
     def _on_message(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
         if kind != ANSWER:
             raise Malformed(f"the store sends a message of kind {kind}.")
-        heard = self._wire.codec.decode(Answer[Raw], body, area)
+        heard = self.wire.codec.decode(Answer[Raw], body, area)
         if heard.notice is not None:
             self._apply_notice(heard.notice)
         if heard.number is None:
@@ -171,7 +171,7 @@ class Connected:
         method, answer = self._answers[heard.number]
         value = None
         if heard.error is None:
-            value = self._wire.codec.decode(self._calls.result(method), heard.value, area)
+            value = self.wire.codec.decode(self._calls.result(method), heard.value, area)
         del self._answers[heard.number]
         if answer.done():
             self.skip(refs_of(value))  # nobody will read it: the use that the store has counted ends
@@ -216,8 +216,8 @@ class OverSocket(Connected):
             connection = peers.connect(Path(endpoint.path))
         except OSError:
             return None
-        await asyncio.get_running_loop().create_unix_connection(lambda: link._wire, sock=connection)
-        link._wire.send(HELLO, Hello(client))
+        await asyncio.get_running_loop().create_unix_connection(lambda: link.wire, sock=connection)
+        link.wire.send(HELLO, Hello(client))
         return link
 
     def lease_renewer(self) -> LeaseRenewer:
@@ -255,8 +255,8 @@ class OverTcp(Connected):
                     ) from None
             await asyncio.sleep(random.uniform(0, LONGEST_PAUSE_S))
         connection.socket.setblocking(False)
-        await asyncio.get_running_loop().create_connection(lambda: link._wire, sock=connection.socket)
-        link._wire.send(HELLO, Hello(client, link._node or ""))
+        await asyncio.get_running_loop().create_connection(lambda: link.wire, sock=connection.socket)
+        link.wire.send(HELLO, Hello(client, link._node or ""))
         return link
 
     def lease_renewer(self) -> LeaseRenewer:

@@ -75,31 +75,31 @@ class Store:
         self._clock = clock
         self.segments = segments
         self._intake = Intake(spec, segments)
-        self._blocks = Blocks(spec.columns, spec.group_size, self._intake.free)
+        self.blocks = Blocks(spec.columns, spec.group_size, self._intake.free)
         loaded = None if restore is None else snapshot.load(restore, spec)
         self.ledger = Ledger(spec) if loaded is None else loaded.ledger
         if loaded is not None:
-            snapshot.refill(self._blocks, loaded, lambda batch: self._intake.block(Inline(batch), batch.num_rows))
+            snapshot.refill(self.blocks, loaded, lambda batch: self._intake.block(Inline(batch), batch.num_rows))
         self._reads = {stage.name: stage.reads for stage in spec.stages}
         self._node, self._port = node, port
         self._server: Server | None = None
         self._clients = Clients(self.ledger)
-        self._pump = pump = Pump(self._blocks)
+        self._pump = pump = Pump(self.blocks)
         self._work = work = WorkLog()
-        self._puts = Puts(self.ledger, self._blocks, self._intake, clock, pump.wake_puts, pump.carry_out, work.admitted)
+        self.puts = Puts(self.ledger, self.blocks, self._intake, clock, pump.wake_puts, pump.carry_out, work.admitted)
         crosses_nodes = segments is not None and segments.nodes.by_id
-        locality = Locality(self.ledger, self._blocks, segments) if segments is not None and crosses_nodes else None
-        self._waiters = waiters = Waiters(self.ledger, self._clients, self._puts, pump, locality, clock)
-        self._consumers, self._ranks = waiters.consumers, waiters.ranks
+        locality = Locality(self.ledger, self.blocks, segments) if segments is not None and crosses_nodes else None
+        self._waiters = waiters = Waiters(self.ledger, self._clients, self.puts, pump, locality, clock)
+        self.consumers, self._ranks = waiters.consumers, waiters.ranks
         self._last_drops: deque[str] = deque(maxlen=LAST_DROPS)
         self._closed: str | None = None
         self._epoch = Epoch()
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that the store lives in."""
-        self._saving = Saving(self.ledger, self._blocks, segments)
+        self._saving = Saving(self.ledger, self.blocks, segments)
         self._losing: asyncio.Task[None] | None = None
         """The task that loses what lay on nodes that are gone, some groups at a time."""
-        self._meter = StoreMeter(self.ledger, meters or Meters())
+        self.meter = StoreMeter(self.ledger, meters or Meters())
 
     async def spec(self) -> StoreSpec:
         self.loop = asyncio.get_running_loop()
@@ -112,7 +112,7 @@ class Store:
             path = self.segments.directory / "socket"
             self._server = Server(self, calls_of(Store), self.segments, path, self._port)
             await self._server.start()
-            self._meter.start()
+            self.meter.start()
         return self._server.endpoint(self._node)
 
     async def left(self, client: str) -> None:
@@ -144,23 +144,23 @@ class Store:
         `tickets`: of each group, for `withdraw_put`; one that was withdrawn in time has the number `WITHDRAWN`.
         `client` has one call of this kind under way at a time.
         """
-        return await self._puts.put(names, sent, facts, client, tickets)
+        return await self.puts.put(names, sent, facts, client, tickets)
 
     async def withdraw_put(self, client: str, ticket: int) -> None:
         """Withdraw the groups of that ticket that are not admitted yet. Those that are stay."""
-        self._puts.withdraw(client, ticket)
+        self.puts.withdraw(client, ticket)
 
     async def become_source(self, client: str) -> int:
         """Make this client the only source of groups: what others have put and is not admitted yet never will be.
         Returns how many groups were put so far, which is final."""
-        self._puts.become_source(client)
+        self.puts.become_source(client)
         return self.ledger.residents.next_group
 
     async def lease(self, request: LeaseRequest) -> list[Granted] | None:
         """Wait for at least one free unit, and lease it. None when the store is closed, or the request was
         withdrawn."""
         self.ledger.residents.stage(request.stage)
-        consumers = self._consumers[request.stage]
+        consumers = self.consumers[request.stage]
         if not self._clients.asked(request):
             return None
 
@@ -173,7 +173,7 @@ class Store:
         asked = self._clock()
         granted = await consumers.wait(take, request)
         if granted is not None:
-            self._meter.waited(request.stage, self._clock() - asked)
+            self.meter.waited(request.stage, self._clock() - asked)
         return granted
 
     async def superseded(self, client: str) -> list[tuple[int, int]] | None:
@@ -183,7 +183,7 @@ class Store:
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:
         """Withdraw the request of that ticket: its call returns None, and what it was given goes back."""
         self.ledger.residents.stage(stage)
-        self._consumers[stage].withdraw(client, ticket)
+        self.consumers[stage].withdraw(client, ticket)
         self._release_all(self._clients.given(client, (ticket,)))
 
     async def retire(self, client: str) -> None:
@@ -213,7 +213,7 @@ class Store:
         granted = await self._ranks[stage].wait(take)
         if granted is None:
             return take()
-        self._meter.waited(stage, self._clock() - asked)
+        self.meter.waited(stage, self._clock() - asked)
         return granted
 
     async def settle(self, stage: str, epoch: int) -> int:
@@ -236,14 +236,14 @@ class Store:
     async def write(self, one: Write) -> None:
         """Write results: see `Ledger.write`."""
         block = self._intake.block(await self._intake.ready(one.sent), len(one.row_ids))
-        self._blocks.pin(block)
+        self.blocks.pin(block)
         try:
             kept, effects = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
-            self._blocks.add_rows(one.row_ids, kept, block, one.names)
+            self.blocks.add_rows(one.row_ids, kept, block, one.names)
             self._work.wrote(one.lease_id, self._groups_of(one.row_ids), len(one.row_ids))
             self._pump.carry_out(effects)
         finally:
-            self._blocks.unpin(block)
+            self.blocks.unpin(block)
 
     async def drop(self, lease_id: int, stage: str, row_ids: list[int], reason: str, detail: str) -> None:
         self._pump.carry_out(self.ledger.drop(lease_id, stage, row_ids, reason))
@@ -282,7 +282,7 @@ class Store:
         lost = self.segments.node_lost(node) if self.segments is not None else None
         if lost is not None:
             self._intake.lost_nodes.add(lost)
-            self._blocks.mark_gone(lambda placed: placed.node == lost)
+            self.blocks.mark_gone(lambda placed: placed.node == lost)
             self._losing = asyncio.get_running_loop().create_task(self._lose(self._losing))
         if self._losing is not None:
             await asyncio.shield(self._losing)  # it goes on if who has told of it is gone
@@ -290,7 +290,7 @@ class Store:
     async def _lose(self, before: "asyncio.Task[None] | None") -> None:
         if before is not None:
             await asyncio.wait([before])
-        for cells in self._blocks.lost():
+        for cells in self.blocks.lost():
             self._pump.carry_out(self.ledger.lost(cells, self._clock()))
             await asyncio.sleep(0)  # who is given lost rows meanwhile cannot read them, and asks again
 
@@ -311,7 +311,7 @@ class Store:
         """Return the batch trained last, less rows that are lost. `names`: None for all that they have. Raises
         `UnknownColumn`."""
         rows = self.ledger.last_batch()
-        chosen = tuple(self._blocks.columns_of(rows) if names is None else names)
+        chosen = tuple(self.blocks.columns_of(rows) if names is None else names)
         for name in chosen:
             if name not in self._intake.columns:
                 there = ", ".join(self._intake.columns)
@@ -332,9 +332,9 @@ class Store:
 
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)
-        numbers["store/waiting_producers"] = len(self._puts)
+        numbers["store/waiting_producers"] = len(self.puts)
         numbers["store/waiting_consumers"] = len(self._waiters)
-        numbers["store/blocks"] = self._blocks.num_blocks
+        numbers["store/blocks"] = self.blocks.num_blocks
         if self.segments is not None:
             numbers |= of_segments(self.segments)
         if self._server is not None:
@@ -349,7 +349,7 @@ class Store:
         return {
             **await describe(self.ledger, self._clock(), self._work.since),
             **self._waiters.describe(),
-            "blocks": {"count": self._blocks.num_blocks, "bytes": self._blocks.bytes},
+            "blocks": {"count": self.blocks.num_blocks, "bytes": self.blocks.bytes},
             "closed": self._closed,
             "last_drops": list(self._last_drops),
             "process": {"pid": os.getpid(), "cpu_s": time.process_time()},
@@ -359,7 +359,7 @@ class Store:
         """End waiting calls; results under leases are still taken. A second time changes nothing."""
         if self._closed is None:
             self._closed = reason
-        self._meter.close()
+        self.meter.close()
         if self._server is not None:
             self._server.close()
         self._waiters.close(self._closed)
@@ -375,7 +375,7 @@ class Store:
     ) -> Granted:
         names = self._reads[stage] if names is None else names
         self._pump.schedule()
-        return Granted(lease_id, stage, names, gather(self._blocks, rows, names), version)
+        return Granted(lease_id, stage, names, gather(self.blocks, rows, names), version)
 
     def _groups_of(self, row_ids: Sequence[int]) -> set[int]:
         size = self._spec.group_size

@@ -35,7 +35,7 @@ OPTIONS = {
 
 
 def no_ties(mask):
-    """Of two tokens the covariances are equal, and of one row all are zero: whose is the largest is anybody's guess."""
+    """Two tokens have equal covariances, and those of one row are all zero, so that no token has the largest."""
     return mask.sum() > 2 and mask.any(dim=-1).sum() > 1
 
 

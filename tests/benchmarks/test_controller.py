@@ -1,4 +1,4 @@
-"""That the played fleet serves the real controller; what two steps with eight engines cost means little."""
+"""The benchmark's fleet serves the real controller. The seconds of two steps with eight engines are not judged."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""That both benchmarks of many machines run and write what they promise; what they measure is not judged here."""
+"""Both benchmarks of many machines run and write what they promise. Their figures are not judged here."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""That the benchmark runs; how long calls of a store of two thousand rows take means little."""
+"""The benchmark runs. The seconds of calls of a store of two thousand rows are not judged."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""That the benchmark runs, and that the second engine is asked; what it measures in two steps means little."""
+"""The benchmark runs, and the second engine is asked. The figures of two steps are not judged."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""That the benchmark runs and writes its file; what it measures in a minute means little."""
+"""The benchmark runs and writes its file. The figures of one minute are not judged."""
 
 import pytest
 

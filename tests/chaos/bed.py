@@ -1,4 +1,4 @@
-"""Where a disturbed run lives: what starts and ends processes there. Used by `disturbance.py`."""
+"""The places where disturbed runs live: one machine or several. They start and end processes there."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ class Bed(Protocol):
     def power(self, machine: int) -> None: ...
 
     def rest(self) -> None:
-        """Until nothing that was begun goes on."""
+        """Wait until everything that was begun is over."""
         ...
 
 

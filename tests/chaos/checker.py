@@ -29,16 +29,17 @@ was started again."""
 
 @dataclass(frozen=True)
 class Promises:
-    """Of one run."""
+    """Promises of one run."""
 
     num_steps: int
     groups_per_step: int
     group_size: int
     max_staleness: int
     noticed_s: dict[str, float]
-    """Within which a fault is noticed, by how it was done."""
+    """Seconds within which a fault is noticed, by how it was done."""
     start_s: float
-    """So much later where a run was just starting: who has started and dies is missed once all others have, too."""
+    """Further seconds where the run was just starting: an actor that has started and dies is missed once all others
+    have started, too."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Answer:
     started again and has gone on with the actors, `command` for one that has started all anew; `over` where the run had
     done its work; `nothing` for a cable that was out."""
     seconds: float
-    """That the answer took."""
+    """Seconds that the answer took."""
     was_starting: bool
     """The run was."""
 

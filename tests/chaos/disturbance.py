@@ -1,4 +1,4 @@
-"""One run, and what is done to it. Used by the tests of this folder."""
+"""One run, and what is done to it."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ from tests.chaos.bed import Bed
 from tests.chaos.plan import COMMAND, CUT, KILL, POWER, Fault
 
 STEP_S = 240.0
-"""For the run's next step, and for its end after the last one."""
+"""Deadline of the run's next step, and of its end after the last step."""
 TRIES, PAUSE_S = 60, 0.5
 """Looks for a member that is just being replaced."""
 
@@ -28,7 +28,7 @@ class Done:
     who: str
     how: str
     step: int
-    """That the run had made."""
+    """Last step that the run had made."""
     at: float
     """Seconds, by the wall clock of the machine that the run was started on."""
 
@@ -95,7 +95,7 @@ class Disturbed:
         return Done(who, how, step, at)
 
     def _follow(self, run: "subprocess.Popen[str]", step: int | None = None) -> None:
-        """Until it has made so many steps, or has ended."""
+        """Wait until the run has made so many steps, or has ended."""
         last, deadline = -1, 0.0
         while run.poll() is None:
             now = self._num_steps()
@@ -109,7 +109,8 @@ class Disturbed:
     def _signal(
         self, who: str, number: signal.Signals, run: "subprocess.Popen[str]", finder: "subprocess.Popen[str]"
     ) -> tuple[str, float]:
-        """To a member, once it is there: another's death may have just taken it along. Who it was, and when."""
+        """Send a signal to a member, once it is there: another's death may have just taken it along. Return who it was,
+        and when."""
         for _ in range(TRIES):
             self._check_runs(run)
             found = self._asked(finder, who)

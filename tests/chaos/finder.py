@@ -1,5 +1,5 @@
 """Says which process each member of a run is: a program of its own, on any machine of the run's cluster, that is asked
-line by line. Started by `disturbance.py`.
+line by line.
 
     {"directory": "runs/x", "who": "Rollout-1"}  ─▶  {"who": "Rollout-1", "pid": 4711, "ip": "10.0.0.2"}
                                                       or {"why_not": "…"}

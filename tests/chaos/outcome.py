@@ -25,7 +25,7 @@ def note(answers: Iterable[Answer]) -> None:
 
 
 def table(answers: Sequence[dict[str, Any]]) -> str:
-    """In Markdown: how often each was done, how it was answered, and after how many seconds."""
+    """A Markdown table: how often each fault was done, how it was answered, and after how many seconds."""
     of: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for answer in answers:
         of[role_of(answer["done"]["who"]), answer["done"]["how"]].append(answer)

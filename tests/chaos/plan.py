@@ -1,4 +1,4 @@
-"""What is done to a run, and when: drawn from a seed. Carried out by `disturbance.py`."""
+"""Faults of a run and their moments, drawn from a seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Fault:
     step: int
     delay_s: float
     after: str = ""
-    """In the run's directory."""
+    """A file in the run's directory."""
 
 
 def draw(seed: int, targets: Sequence[Target], num_steps: int, last: Sequence[Target] = ()) -> list[Fault]:

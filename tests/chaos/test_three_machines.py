@@ -43,7 +43,7 @@ MORE = [
     Target("Prompts", KILL), Target("Compute-group_advantage", KILL), Target("Store", KILL), Target("Agent", KILL),
     Target("Agent", STOP),
 ]  # fmt: skip
-"""Of `make chaos` only: `test_one_machine.py` has them, too."""
+"""Faults for `make chaos` only: `test_one_machine.py` has them, too."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Layout:
     """Who is where."""
 
     cpus: list[int]
-    """Of each machine."""
+    """CPUs of each machine."""
     words: list[str]
     places: dict[str, str]
     targets: list[Target]
@@ -81,7 +81,8 @@ LAYOUTS = [
         2,
     ),
 ]  # fmt: skip
-"""In turns; the second one is of `make chaos` only: `tests/machines/test_lost_nodes.py` has the heart of it."""
+"""Layouts, used in turn. The second is for `make chaos` only: `tests/machines/test_lost_nodes.py` tests its main
+point."""
 Go = Callable[..., tuple[Path, list[Done]]]
 
 

@@ -119,7 +119,7 @@ def test_a_heartbeat_must_be_able_to_come_in_time():
                        ([f"stop {number}" for number in range(65)], "64 of them")],
 )  # fmt: skip
 def test_stop_strings_that_no_engine_can_take_are_refused_by_their_key(stop, said):
-    """As `Sampling` refuses them, which would be within an actor."""
+    """The configuration refuses what `Sampling` would refuse only within an actor."""
     with pytest.raises(ConfigError, match=rf"^rollout\.sampling\.stop=.*{said}"):
         SamplingConfig(stop=stop)
     with pytest.raises(SamplingError, match=rf"^stop=.*{said}"):

@@ -1,4 +1,4 @@
-"""Which transport a configuration gets, and which it cannot have."""
+"""The transport that a configuration gets, and those that it cannot have."""
 
 import pytest
 from hypothesis import given

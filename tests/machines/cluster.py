@@ -34,7 +34,7 @@ class MachinesUnavailable(RuntimeError):
 
 
 class Cluster:
-    """Machines, numbered from 1. Made by `machines`."""
+    """Machines, numbered from 1."""
 
     def __init__(self, members: Sequence[Machine]) -> None:
         self._members = list(members)

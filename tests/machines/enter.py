@@ -12,7 +12,7 @@ import sys
 from typing import NoReturn
 
 KINDS = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "pid": 0x20000000, "net": 0x40000000, "time": 0x80}
-"""Of namespaces, by the names of the options of `unshare`: the kernel's flags `CLONE_NEW…`."""
+"""Flags `CLONE_NEW…` of the kernel, by the names that `unshare` gives to its options."""
 PR_SET_PDEATHSIG = 1
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 NOT_STARTED = 127
@@ -32,7 +32,7 @@ def join(process: int, kinds: int) -> None:
 
 
 def _become(directory: str, command: list[str]) -> NoReturn:
-    """Of the child: be the command."""
+    """Become the command, in the child."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         os.chdir(directory)

@@ -22,7 +22,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount(source: str, target: str, kind: str = "none", flags: int = 0, options: str = "") -> None:
-    """As `man 2 mount` has it."""
+    """Mount a file system, with the arguments of `man 2 mount`."""
     if libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()):
         number = ctypes.get_errno()
         raise OSError(number, f"mounting {source} at {target}: {os.strerror(number)}")

@@ -1,4 +1,4 @@
-"""One machine of a cluster: its processes, and the cable between it and the switch. Made by `cluster.py`."""
+"""One machine of a cluster: its processes, and the cable between it and the switch."""
 
 import os
 import subprocess

@@ -27,7 +27,7 @@ PYTHON = (f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_in
 """Starts in 10 ms: the programs here use the standard library only."""
 START_S, END_S = 30.0, 30.0
 OUTPUT_CHARACTERS = 4000
-"""In an error, of each stream."""
+"""Characters of each stream that an error shows."""
 Stream = int | IO[Any] | None
 
 
@@ -166,6 +166,6 @@ class Namespaces:
 
 
 def _end_of(output: str | bytes | None) -> str:
-    """Of what a command has printed; after a timeout Python has it as bytes."""
+    """The end of a command's output. After a timeout Python has the output as bytes."""
     text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
     return text[-OUTPUT_CHARACTERS:]

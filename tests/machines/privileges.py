@@ -1,4 +1,4 @@
-"""Whether this process may make machines. Asked by `tests/conftest.py`, `cluster.py` and benchmarks."""
+"""Whether this process may make machines."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from functools import cache
 
 NEEDS = "root (CAP_SYS_ADMIN and CAP_NET_ADMIN), and the kernel's bridge, veth and tbf"
 TOOLS = {"unshare": "util-linux", "ip": "iproute2", "tc": "iproute2"}
-"""And the package of Debian that has it."""
+"""Commands, and the package of Debian that has each."""
 PROBE = """
 ip link add br0 type bridge
 ip link add p1 type veth peer name eth0
@@ -19,7 +19,7 @@ OPTIONS = ("--net", "--mount", "--pid", "--ipc", "--uts", "--time", "--monotonic
 
 @cache
 def what_is_missing() -> str | None:
-    """In words; None if nothing is."""
+    """What is missing, in words. None: nothing is."""
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
             return f"the command {tool!r} of the package {package}"

@@ -1,4 +1,4 @@
-"""Ray on the machines of a cluster, by the commands that users type. Called by `Cluster.start_ray`."""
+"""Ray on the machines of a cluster, by the commands that users type."""
 
 import secrets
 import sys
@@ -14,7 +14,7 @@ PORT = 6379
 OBJECT_STORE_BYTES = 200 * 2**20
 START_S = 900.0
 TOKEN = "/tmp/ray_token"
-"""Of each machine, in its own `/tmp`."""
+"""File with Ray's token on each machine, in the machine's own `/tmp`."""
 RAY = ("-m", "ray.scripts.scripts")
 """What the command `ray` runs."""
 HEAD = ("--head", "--port", str(PORT))
@@ -27,13 +27,13 @@ QUIET = {
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
-"""As the cluster of the other tests has it (`ray_cluster.py`)."""
+"""Settings that the cluster of the other tests has as well (`ray_cluster.py`)."""
 SOON = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "4",
 }
-"""For a head that takes a machine without power for dead after some seconds, instead of a minute."""
+"""Settings of a head that takes a machine without power for dead after some seconds, instead of a minute."""
 COUNT = """
 import sys, time
 from ray._raylet import GcsClient

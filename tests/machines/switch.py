@@ -1,4 +1,4 @@
-"""The switch that joins the machines: a bridge in a network of its own. Used by `cluster.py` and `machine.py`.
+"""The switch that joins the machines: a bridge in a network of its own.
 
     machine 1: eth0 ──── p1 ┐
     machine 2: eth0 ──── p2 ┼ br0 10.77.0.254
@@ -20,12 +20,12 @@ LEAST_BURST_BYTES = 512 * 1024
 """Packets have up to 64 KiB before the kernel segments them: with little more, `tbf` is far slower than its rate."""
 BURST_S = 0.01
 QUEUE_MS = 50
-"""Of packets that wait for their turn; what comes on top is dropped, as by a real switch."""
+"""Longest queue of packets that wait for their turn. Further packets are dropped, as by a real switch."""
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def address_of(number: int) -> str:
-    """Of machine `number`, counted from 1."""
+    """The address of machine `number`, counted from 1."""
     return f"{NETWORK}.{number}"
 
 
@@ -34,7 +34,7 @@ def port_of(number: int) -> str:
 
 
 def bits_per_s(rate: str) -> float:
-    """Of a rate as `tc` takes it, such as `200mbit` or `2.5gbit`."""
+    """Bits a second of a rate as `tc` takes it, such as `200mbit` or `2.5gbit`."""
     if (match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)) is None or not float(match[1]):
         raise ValueError(f"{rate!r} is no rate: write it like 200mbit or 2.5gbit")
     return float(match[1]) * UNITS[match[2]]

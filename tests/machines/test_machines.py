@@ -52,7 +52,7 @@ way_out = socket.socket(type=socket.SOCK_DGRAM)
 way_out.connect(("192.0.2.1", 1))
 print(way_out.getsockname()[0])
 """
-"""As Ray and others find out, which works where there is a default route."""
+"""Program that finds this machine's address as Ray and others do, which works where there is a default route."""
 BIND = """
 import socket, time
 listener = socket.socket(socket.AF_UNIX)

@@ -40,7 +40,7 @@ def test_machines_form_one_cluster_whose_workers_are_forks(ray_machines, warm_py
 
 
 @pytest.mark.parametrize("environment", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "of-another-cluster"}])
-def test_who_has_not_its_token_is_turned_away(ray_machines, warm_python, environment) -> None:
+def test_a_connection_without_the_clusters_token_is_refused(ray_machines, warm_python, environment) -> None:
     status = [*warm_python, "-m", "ray.scripts.scripts", "status"]
     with pytest.raises(CommandFailed, match="InvalidAuthToken"):
         ray_machines[2].run(status, env=environment)

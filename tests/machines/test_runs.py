@@ -15,11 +15,11 @@ from tests.orchestrator.conftest import SMALL_MODEL
 pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
 
 MODEL = "/tmp/model"
-"""On the first machine alone, where the driver is."""
+"""The model, on the first machine alone, where the driver is."""
 OWN_DISK = "/tmp/runs"
-"""Where other machines have another disk."""
+"""A folder for which the machines have disks of their own."""
 CPUS = 1
-"""Of each machine: a rank or an engine."""
+"""CPUs of each machine, for a rank or an engine."""
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_ranks_that_do_not_see_the_drivers_disk_save_there_and_go_on_from_there(
 
 
 def test_nothing_is_left_on_any_machine(cluster):
-    """After all the runs above. The last one here."""
+    """After all the runs above, so that this test comes last."""
     for machine in cluster:
         left = machine.run(["sh", "-c", "ls -d /dev/shm/penstock-* /tmp/penstock-* 2>/dev/null || true"]).stdout
         assert not left, f"machine {machine.number}: {left}"

@@ -21,7 +21,7 @@ TOKEN = new_token()
 ECHO, HAND_OVER = 1, 2
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
-"""For what comes at once on a machine that is not busy."""
+"""Deadline of what comes at once on a machine that is not busy."""
 
 
 def echo(connected: socket.socket) -> None:
@@ -85,7 +85,7 @@ def test_a_stranger_gets_no_byte(listener: Listener) -> None:
                 assert visitor.recv(1) == b""
 
 
-def test_one_that_says_nothing_is_hung_up_on() -> None:
+def test_a_silent_connection_is_closed() -> None:
     with (
         Listener(HOST, TOKEN, {ECHO: echo}, handshake_s=0.1) as listener,
         socket.create_connection((HOST, listener.address.port), PATIENCE_S) as visitor,
@@ -140,7 +140,7 @@ def test_the_oldest_stranger_of_the_address_with_most_leaves() -> None:
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
-def test_who_leaves_is_the_oldest_of_those_that_take_most(most: int, moves: list[tuple[int, bool]]) -> None:
+def test_the_oldest_stranger_of_the_host_with_most_has_to_leave(most: int, moves: list[tuple[int, bool]]) -> None:
     pending, there = PendingHandshakes[int](most), list[tuple[int, int]]()
     for number, (host, goes) in enumerate(moves):
         if goes and there:
@@ -158,7 +158,7 @@ def test_who_leaves_is_the_oldest_of_those_that_take_most(most: int, moves: list
 
 
 def test_a_server_of_another_run_is_found_out() -> None:
-    """It answers the hello with what it has."""
+    """The server answers the hello with a token of its own."""
     with socket.create_server((HOST, 0)) as impostor:
 
         def answer() -> None:

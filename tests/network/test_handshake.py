@@ -29,10 +29,11 @@ def test_a_client_without_the_token_is_not_answered() -> None:
 
 
 def test_a_server_without_the_token_is_found_out() -> None:
-    client, impostor = ClientHandshake(TOKEN, 7), ServerHandshake(new_token())
-    impostor._nonces = b"whatever"
-    with pytest.raises(NotAuthenticated, match="another run"):
-        client.finish(bytes(REPLY.size))
+    other = new_token()
+    client, impostor = ClientHandshake(TOKEN, 7), ServerHandshake(other)
+    for reply in (bytes(REPLY.size), impostor.reply(ClientHandshake(other, 7).hello)):
+        with pytest.raises(NotAuthenticated, match="another run"):
+            client.finish(reply)
 
 
 def test_a_hello_that_is_repeated_comes_to_nothing() -> None:

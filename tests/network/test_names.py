@@ -29,7 +29,7 @@ def test_a_file_has_no_folder_in_its_name_unless_folders_are_allowed() -> None:
 
 @given(st.lists(st.sampled_from(["a", ".", "..", "", "/", "b c", "\0", "~"]), max_size=6).map("/".join))
 @example("a//b")
-def test_whatever_the_name_its_path_lies_below_or_there_is_none(name: str) -> None:
+def test_paths_of_any_name_lie_below_the_directory_or_are_refused(name: str) -> None:
     root = Path("/run/of/us")
     try:
         path = below(root, name)

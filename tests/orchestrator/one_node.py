@@ -1,18 +1,9 @@
 """All of a run's actors on one node, for fleets that are none."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
-
-
-class QuietAgent:
-    """Answers what the weight sync asks of an agent where nothing crosses between nodes."""
-
-    class reclaim_versions:  # noqa: N801
-        @staticmethod
-        async def remote() -> None:
-            pass
+from tests.fakes.actors import FakeHandle
 
 
 class Everybody(Mapping[str, str]):
@@ -31,6 +22,5 @@ class Everybody(Mapping[str, str]):
         return 0
 
 
-def on_one_node(agent: Any = QuietAgent) -> RelayNodes:
-    """`agent`: its handle."""
-    return RelayNodes(Everybody(), {"node": ("Agent", agent)}, {})
+def on_one_node(agent: FakeHandle | None = None) -> RelayNodes:
+    return RelayNodes(Everybody(), {"node": ("Agent", agent or FakeHandle())}, {})

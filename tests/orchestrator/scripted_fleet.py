@@ -16,7 +16,7 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import PartnerGone, WorkerDied
+from penstock.conf.errors import PartnerGone
 from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
 from penstock.orchestrator.cluster.nodes.memory_checkpoints import StateNodes
@@ -45,61 +45,12 @@ from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
 from penstock.workers.serving import Serving
 from penstock.workers.trainer.report import StepReport, TrainedRows
+from tests.fakes.actors import FakeHandle
 from tests.orchestrator.one_machine import OneMachine
 from tests.orchestrator.one_node import on_one_node
 from tests.orchestrator.scripted_store import MortalStore, ScriptedStoreProcess
 
 Pause = Callable[[float], Awaitable[None]]
-
-
-class Handle:
-    """An actor's handle: `handle.method.remote(...)` starts the call. After `kill` nothing answers any more."""
-
-    outlives_callers = False
-    """Calls go on when nobody waits for them any more: the caller has died."""
-
-    def __init__(self, name: str, member: Any) -> None:
-        self._name, self._member = name, member
-        self._calls: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}
-        self.is_dead = False
-
-    def kill(self) -> None:
-        self.is_dead = True
-        for task, answer in self._calls.items():
-            task.cancel()
-            if not answer.done():
-                answer.set_exception(WorkerDied(f"{self._name} has died"))
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._member, name)
-
-        class Method:
-            @staticmethod
-            def remote(*arguments: Any) -> "asyncio.Future[Any]":
-                return self._called(method, arguments)
-
-        return Method
-
-    def _called(self, method: Callable[..., Any], arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if self.is_dead:
-            answer.set_exception(WorkerDied(f"{self._name} has died"))
-            return answer
-
-        def ended(task: "asyncio.Task[Any]") -> None:
-            self._calls.pop(task, None)
-            if answer.done() or task.cancelled():
-                return
-            if (error := task.exception()) is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(task.result())
-
-        task = asyncio.ensure_future(method(*arguments))
-        self._calls[task] = answer
-        answer.add_done_callback(lambda done: task.cancel() if done.cancelled() and not self.outlives_callers else None)
-        task.add_done_callback(ended)
-        return answer
 
 
 class Member:
@@ -112,7 +63,7 @@ class Member:
         return Said(SERVING, 0.0)
 
     async def process(self, stacks: str) -> None:
-        """It has none."""
+        """Nothing: it has no process."""
 
 
 class Agent(Member):
@@ -268,7 +219,7 @@ class ScriptedFleet(OneMachine):
         self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
         super().__init__(self.role)
         self._pause, self._joined = pause, 0
-        self._later: dict[str, tuple[Handle, list[str]]] = {}
+        self._later: dict[str, tuple[FakeHandle, list[str]]] = {}
         """Agents of nodes that joined, and the members on them."""
         size, num_ranks = flow.samples_per_prompt, config.trainer.num_ranks
         self._makers: dict[str, tuple[str, Callable[[], Member]]] = {}
@@ -291,7 +242,7 @@ class ScriptedFleet(OneMachine):
                 values = _column(stage.writes[0].name)
                 make = partial(_stage, stage.name, values, pause)
                 self._is("compute", f"Compute-{stage.name}", make)
-        self._handles = {name: Handle(name, make()) for name, (_, make) in self._makers.items()}
+        self._handles = {name: FakeHandle(make(), name) for name, (_, make) in self._makers.items()}
 
     def _is(self, role: str, name: str, make: Callable[[str], Member]) -> None:
         self._makers[name] = role, partial(make, name)
@@ -342,7 +293,7 @@ class ScriptedFleet(OneMachine):
         return None
 
     def strike(self, name: str) -> bool:
-        """As a machine does that breaks. Nobody is told but those who call it. False: it was dead already."""
+        """End a member as a broken machine does: only its callers hear of it. False: it was dead already."""
         if name not in self._handles:
             return False
         self._handles[name].kill()
@@ -359,7 +310,7 @@ class ScriptedFleet(OneMachine):
 
     async def replace(self, names: Sequence[str]) -> list[tuple[str, Any]]:
         await self._pause(20.0)
-        return [(name, Handle(name, self._makers[name][1]())) for name in names]
+        return [(name, FakeHandle(self._makers[name][1](), name)) for name in names]
 
     def add(self, members: list[tuple[str, Any]]) -> None:
         self._handles |= dict(members)
@@ -415,7 +366,7 @@ class ScriptedFleet(OneMachine):
         while node in self._later and self._later[node][0].is_dead:
             node += "-again"
         if node not in self._later:
-            self._later[node] = Handle(f"Agent-{node}", Agent()), []
+            self._later[node] = FakeHandle(Agent(), f"Agent-{node}"), []
         self._later[node][1].append(name)
         self.on_node()
         return name

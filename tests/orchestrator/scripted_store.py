@@ -1,4 +1,4 @@
-"""A store that can die in the process that it is in, and what a fleet does then. Used by `scripted_fleet.py`."""
+"""A store that can die in the process that it is in, and what a fleet does then."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -30,7 +30,7 @@ class MortalStore(Store):
         return method if name not in (*CALLS, MANY) else lambda *arguments: self._mortal(method(*arguments))
 
     async def _mortal(self, call: Awaitable[Any]) -> Any:
-        """Its result, or the news of the death."""
+        """The result of a call, or the news of the death."""
         death, calling = self._deaths(), asyncio.ensure_future(call)
         try:
             await asyncio.wait({death, calling}, return_when=asyncio.FIRST_COMPLETED)

@@ -132,7 +132,7 @@ def test_sigterm_lets_what_goes_on_come_to_its_end(monkeypatch: pytest.MonkeyPat
     assert ended == ["the run"]
 
 
-def test_in_the_background_ctrl_c_stays_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_background_ctrl_c_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         assert run_with(monkeypatch, raising(WorkerDied("x"))) == 1

@@ -1,4 +1,4 @@
-"""Which rows each rank of a session's trainer gets."""
+"""The rows that each rank of a session's trainer gets."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ class Victim:
         )
 
     def wait_until(self, happened: Callable[[], object], timeout_s: float = 900) -> None:
-        """Or it has ended."""
+        """Wait until it is so, or the command has ended."""
         deadline = time.monotonic() + timeout_s
         while not happened() and self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)

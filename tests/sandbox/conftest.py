@@ -16,7 +16,7 @@ from penstock.workers.sandbox.worker import Worker
 
 LIMITS: dict[str, Any] = {"cpu_s": 1, "memory_mib": 256, "num_processes": 16, "tmp_mib": 8, "tmp_files": 64}
 ATTACK_S = 1.5
-"""By the clock: what an attack gets done, it gets done at once. Who comes after it has as long as usual."""
+"""Seconds of wall clock: what an attack gets done, it gets done at once. The code after it has as long as usual."""
 HUNGRY = """
 import os, time
 for _ in range(3):
@@ -74,7 +74,7 @@ class Group:
 
 def worker_of(fence: BlockingSandbox) -> Worker:
     """The fence that stands ready."""
-    (worker,) = fence._sandbox._all
+    (worker,) = fence.sandbox.alive
     return worker
 
 

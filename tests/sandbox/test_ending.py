@@ -33,7 +33,7 @@ from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
 async def main():
     async with Sandbox(Limits(wall_s=600)) as sandbox:
-        (worker,) = sandbox._all
+        (worker,) = sandbox.alive
         print(worker.keeper, worker.process.pid, flush=True)
         await sandbox.run_python("import os, time\\nos.fork() or os.setsid()\\ntime.sleep(600)")
 asyncio.run(main())
@@ -48,9 +48,9 @@ print(1)
 
 
 def signal_keeper(worker: Worker, number: int) -> ProcessId:
-    """By its handle: nobody else is ever meant."""
+    """Send the keeper a signal by its handle, so that no other process is ever meant."""
     keeper = ProcessId.of(worker.keeper)
-    signal.pidfd_send_signal(worker._handle, number)
+    signal.pidfd_send_signal(worker.handle, number)
     return keeper
 
 
@@ -84,7 +84,7 @@ async def busy_worker(sandbox: Sandbox, other_than: int = 0) -> Worker:
     """The worker that runs something, with another keeper than that one."""
     async with asyncio.timeout(GONE_S):
         while True:
-            for worker in sandbox._all:
+            for worker in sandbox.alive:
                 if worker.keeper not in (0, other_than) and descendants(worker.keeper):
                     return worker
             await asyncio.sleep(0.02)
@@ -120,7 +120,7 @@ def test_when_the_pool_kills_a_reward_process_nothing_is_left():
         sleeping = f"```python\n{ASLEEP}\n```"
         task = json.dumps({"function": "f", "tests": [{"input": [], "output": 1}]})
         async with RewardPool(RewardSpec.of("python_tests"), timeout_s=GONE_S) as pool:
-            (process,) = pool._alive
+            (process,) = pool.alive
             score = asyncio.create_task(pool.score([sleeping], [task]))
             processes = seen(wait_for_children(process.child.pid))
             await put_forward(2 * GONE_S)
@@ -154,7 +154,7 @@ async def test_an_execution_whose_fence_is_killed_is_made_once_more():
         signal_keeper(worker, signal.SIGKILL)
         await tell(await busy_worker(sandbox, other_than=worker.keeper))
         assert (await running).stdout == "1\n"
-        (worker,) = sandbox._all
+        (worker,) = sandbox.alive
         wait_until_gone([signal_keeper(worker, signal.SIGKILL)])  # while nothing runs
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
         running = asyncio.create_task(sandbox.run_python(ASLEEP))
@@ -183,7 +183,7 @@ async def test_closing_ends_what_runs():
 async def test_a_keeper_that_does_not_answer_is_taken_down(monkeypatch):
     monkeypatch.setattr("penstock.workers.sandbox.worker.GRACE_S", 0.2)
     async with Sandbox() as sandbox:
-        (worker,) = sandbox._all
+        (worker,) = sandbox.alive
         keeper = signal_keeper(worker, signal.SIGSTOP)
         assert (await sandbox.run_python("print(1)", wall_s=0.2)).reason == "timeout_wall"
         wait_until_gone([keeper])
@@ -193,11 +193,11 @@ async def test_a_keeper_that_does_not_answer_is_taken_down(monkeypatch):
 LEAVER = """
 import asyncio
 from penstock.workers.sandbox.sandbox import BlockingSandbox
-from penstock.workers.environments.toolbox import _sandboxes, python
+from penstock.workers.environments.toolbox import python, sandboxes
 sandbox = BlockingSandbox()
 sandbox.start()
 asyncio.run(python("1"))
-workers = [*sandbox._sandbox._all, *(worker for one in _sandboxes.values() for worker in one._all)]
+workers = [*sandbox.sandbox.alive, *(worker for one in sandboxes.values() for worker in one.alive)]
 print([str(directory) for worker in workers if worker.cgroup for directory in worker.cgroup.directories])
 print([worker.keeper for worker in workers])
 """
@@ -215,7 +215,7 @@ def test_a_process_that_ends_without_closing_leaves_no_cgroup():
 async def test_a_closed_sandbox_leaves_no_process_and_no_cgroup():
     async with Sandbox(num_workers=2) as sandbox:
         await asyncio.gather(*(sandbox.run_python("import time\ntime.sleep(0.2)") for _ in range(2)))
-        workers: list[Worker] = list(sandbox._all)
+        workers: list[Worker] = list(sandbox.alive)
         assert len(workers) == 2
         groups = [directory for worker in workers if worker.cgroup for directory in worker.cgroup.directories]
         keepers = seen(worker.keeper for worker in workers)

@@ -36,7 +36,7 @@ async def refused(marker: Path, machine: Machine | None = None, limits: Limits |
     sandbox = Sandbox(limits, machine=machine)
     with pytest.raises(SandboxUnavailable) as caught:
         await sandbox.run_python(f"open({str(marker)!r}, 'w')")
-    assert not sandbox._all
+    assert not sandbox.alive
     assert not marker.exists()
     return str(caught.value)
 
@@ -171,7 +171,7 @@ async def test_a_machine_whose_calls_are_not_listed_is_refused(marker, monkeypat
 
 @in_a_loop
 async def test_where_a_cgroup_is_required_and_there_is_none_nothing_runs(marker, monkeypatch):
-    monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
+    monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
     limits = Limits.of(SandboxConfig(require_cgroup=True))
     said = await refused(marker, limits=limits)
     assert "sandbox.require_cgroup=true" in said
@@ -208,7 +208,7 @@ async def test_a_later_fence_that_is_given_no_cgroup_is_tried_and_told_too(monke
 
 @in_a_loop
 async def test_a_watch_that_sees_nothing_is_found_out_before_anything_runs(marker, monkeypatch):
-    monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
+    monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
     monkeypatch.setattr(check, "descendants", lambda pid: [])  # a kernel without CONFIG_PROC_CHILDREN
     monkeypatch.setattr(check, "SEEN_S", 0.2)
     said = await refused(marker)
@@ -225,7 +225,7 @@ async def test_a_reward_that_needs_a_fence_is_refused_before_the_first_sample(tm
 
 
 def test_a_reward_is_refused_before_any_sample_where_its_own_limits_do_not_hold(monkeypatch):
-    monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
+    monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
     for name in ("python_tests", "sql_result"):
         spec = RewardSpec.of(name, {"limits": {"require_cgroup": True}})
         spec.resolve()
@@ -233,7 +233,7 @@ def test_a_reward_is_refused_before_any_sample_where_its_own_limits_do_not_hold(
             spec.warm()
 
 
-def test_a_limit_that_is_none_is_refused_by_name():
+def test_an_unknown_or_bad_limit_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"reward.options.limits.memory: .*memory_mib"):
         sandbox({"memory": 5})
     with pytest.raises(ConfigError, match=r"reward.options.limits=.*Limits are numbers"):

@@ -111,15 +111,15 @@ def test_a_loop_of_the_event_loop_is_not_disturbed_by_a_response_that_is_one():
     assert asyncio.new_event_loop().is_running() is False
 
 
-def test_what_is_expected_never_goes_in(fence, monkeypatch):
+def test_expected_results_never_enter_the_fence(fence, monkeypatch):
     sent = []
-    execute = type(fence._sandbox)._execute
+    execute = type(fence.sandbox).execute
 
     async def watched(self, request, stdin, wall_s):
         sent.append(json.dumps(request) + stdin.decode())
         return await execute(self, request, stdin, wall_s)
 
-    monkeypatch.setattr(type(fence._sandbox), "_execute", watched)
+    monkeypatch.setattr(type(fence.sandbox), "execute", watched)
     calls = {"function": "f", "tests": [{"input": [1], "output": "EXPECTED"}]}
     programs = {"tests": [{"stdin": "1", "stdout": "EXPECTED"}]}
     assert python_tests("def f(x): return 'EXP' + 'ECTED'", calls, limits=LIMITS) == 1.0

@@ -61,21 +61,21 @@ def solve(x):
 
 @pytest.fixture
 def without_cgroup(monkeypatch):
-    monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
+    monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
 
 
 @in_a_loop
 async def test_without_a_cgroup_the_watch_bounds_memory(without_cgroup):
     async with Sandbox(LIMITS) as sandbox:
-        assert [one.cgroup for one in sandbox._all] == [None]
+        assert [one.cgroup for one in sandbox.alive] == [None]
         assert "no control group" in sandbox.enforced
         assert (await sandbox.run_python(HUNGRY)).reason == "memory"
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
 
 
 @in_a_loop
-async def test_without_a_cgroup_what_cannot_be_looked_into_counts_whole(without_cgroup, monkeypatch):
-    """As for root without `CAP_SYS_PTRACE`, and for code that has become a program that nobody may read."""
+async def test_without_a_cgroup_unreadable_processes_count_whole(without_cgroup, monkeypatch):
+    """This happens to root without `CAP_SYS_PTRACE`, and with code that has become a program that nobody may read."""
     read_text = Path.read_text
 
     def refused(path, *arguments, **more):
@@ -93,7 +93,7 @@ async def test_without_a_cgroup_what_cannot_be_looked_into_counts_whole(without_
 @in_a_loop
 async def test_buffers_of_sockets_are_memory(has_cgroup, monkeypatch):
     if not has_cgroup:
-        monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
+        monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
     async with Sandbox(LIMITS) as sandbox:
         assert (await sandbox.run_python(BUFFERS)).reason == "memory"
         assert (await sandbox.run_python("import asyncio\nasyncio.run(asyncio.sleep(0))\nprint(1)")).stdout == "1\n"
@@ -111,7 +111,7 @@ def solve():
 
 @in_a_loop
 async def test_without_a_cgroup_a_socket_inside_has_the_buffer_that_is_counted(without_cgroup):
-    """And no larger one: what a machine would let it have (net.core.wmem_max) may be a hundred MiB."""
+    """The socket has no larger buffer: the machine's limit (net.core.wmem_max) may be a hundred MiB."""
     async with Sandbox(LIMITS) as sandbox:
         assert await sandbox.call(BUFFER, "solve", [[]]) == [Value(usage.buffer_bytes())]
 
@@ -133,7 +133,7 @@ async def test_without_a_cgroup_no_memory_is_given_that_the_watch_does_not_see(w
 @in_a_loop
 async def test_the_time_of_children_that_nobody_waits_for_is_counted(has_cgroup, monkeypatch):
     if not has_cgroup:
-        monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
+        monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
     async with Sandbox(LIMITS) as sandbox:
         outcome = await sandbox.run_python(UNREAPED)
         assert outcome.reason == "timeout_cpu", outcome
@@ -145,7 +145,7 @@ async def test_the_time_of_children_that_nobody_waits_for_is_counted(has_cgroup,
 @in_a_loop
 async def test_the_time_of_children_that_were_waited_for_is_counted_once(has_cgroup, monkeypatch):
     if not has_cgroup:
-        monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
+        monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
     async with Sandbox(LIMITS) as sandbox:
         outcome = await sandbox.run_python(WAITED_FOR)
         assert outcome.reason == "exited", outcome
@@ -167,18 +167,18 @@ class Told(Worker):
 
 
 @in_a_loop
-async def test_what_memory_ran_out_for_is_run_once_more_behind_a_new_fence(monkeypatch):
+async def test_out_of_memory_is_run_again_behind_a_new_fence(monkeypatch):
     """The first, which is innocent, was charged for what one before it had left."""
     Told.ran = 0
     monkeypatch.setattr("penstock.workers.sandbox.sandbox.Worker", Told)
     monkeypatch.setattr("penstock.workers.sandbox.sandbox.check", passes)
     async with Sandbox(LIMITS, num_workers=2) as sandbox:
         await sandbox.run_python("print(1)")
-        (first,) = sandbox._all
+        (first,) = sandbox.alive
         assert (await sandbox.run_python("print(2)")).stdout == "2\n"
         assert Told.ran == 3
-        assert first not in sandbox._all
-        assert [one.num_executions for one in sandbox._all] == [1]
+        assert first not in sandbox.alive
+        assert [one.num_executions for one in sandbox.alive] == [1]
 
 
 async def passes(worker: Worker, machine: Machine) -> None:
@@ -186,23 +186,23 @@ async def passes(worker: Worker, machine: Machine) -> None:
 
 
 @in_a_loop
-async def test_what_runs_out_of_memory_behind_a_new_fence_is_not_run_again(monkeypatch):
-    """And those of its processes that the kernel has left are not waited for."""
+async def test_out_of_memory_behind_a_new_fence_is_not_run_again(monkeypatch):
+    """Processes that the kernel has left are not waited for."""
     monkeypatch.setattr("penstock.workers.sandbox.sandbox.check", passes)
     async with Sandbox(LIMITS) as sandbox:
-        (first,) = sandbox._all
+        (first,) = sandbox.alive
         outcome = await sandbox.run_python(HUNGRY)
         assert (outcome.reason, outcome.exit_code) == ("memory", -9), "it would have gone on for half a minute"
-        assert not sandbox._all, "its fence is not used again"
+        assert not sandbox.alive, "its fence is not used again"
         assert first.num_executions == 1
 
 
 @in_a_loop
-async def test_what_is_held_of_tmp_after_the_end_costs_the_fence_and_not_the_result():
+async def test_a_tmp_that_stays_busy_after_the_end_costs_the_fence_not_the_result():
     """What is held here by this process was held by descriptors under way between sockets, while code could send
     these: /tmp could not be unmounted, and the code was run a second time."""
     async with Sandbox(LIMITS) as sandbox:
-        (first,) = sandbox._all
+        (first,) = sandbox.alive
         running = asyncio.create_task(sandbox.call(WAITS_FOR_A_BYTE, "solve", [[7]]))
         while not os.path.exists(held := f"/proc/{first.keeper}/root/tmp/held"):
             await asyncio.sleep(0.01)
@@ -211,11 +211,11 @@ async def test_what_is_held_of_tmp_after_the_end_costs_the_fence_and_not_the_res
             file.write(b"x")
             assert await running == [Value(7)]
         assert not first.is_open
-        assert not sandbox._all
+        assert not sandbox.alive
         assert await sandbox.call("def f(): return 1", "f", [[]]) == [Value(1)]
 
 
-def test_the_watch_counts_what_rises_and_forgets_what_is_lost(monkeypatch):
+def test_the_watch_counts_rising_times_and_forgets_lost_processes(monkeypatch):
     """1 and 2 run; 2 ends unseen; 1 goes on; 1 waits for a 3 that has been seen."""
     looks = [{1: (0.5, 0), 2: (1.0, 0)}, {1: (0.75, 0)}, {1: (1.0, 0), 3: (2.0, 0)}, {1: (1.25, 2.25)}]
     now: dict[int, tuple[float, float]] = {}

@@ -92,7 +92,7 @@ def test_no_socket_of_any_family_is_made_even_by_ctypes(reached, family):
 @pytest.mark.parametrize("family", [2, 10, 16, 40], ids=["inet", "inet6", "netlink", "vsock"])
 @pytest.mark.parametrize("kind", [1, 2, 3, 5], ids=["stream", "dgram", "raw", "seqpacket"])
 def test_no_pair_of_another_family_is_made(fence, family, kind):
-    """By the filter: EPERM comes before the kernel looks for the family, whose module it might load."""
+    """The filter refuses it: EPERM comes before the kernel looks for the family, whose module it might load."""
     attack = f"try:\n        return call({(53, 199)[COLUMN]}, {family}, {kind}, 0, (ctypes.c_int * 2)())"
     source = f"{PRELUDE}\ndef attack():\n    {attack}\n    except OSError as error:\n        return error.errno"
     assert fence.call(source, "attack", [[]]) == [Value(errno.EPERM)]
@@ -309,7 +309,7 @@ def test_no_other_process_is_seen_or_hit(reached):
     reached("os.kill(-1, 9)")
 
 
-def test_what_it_is_given_cannot_be_changed(reached):
+def test_the_input_cannot_be_changed(reached):
     assert not reached("os.write(0, b'x')")
     assert not reached("os.ftruncate(0, 1 << 30)")
 

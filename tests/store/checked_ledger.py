@@ -24,7 +24,7 @@ class View:
         self.open = {lease.id: (lease.stage, dict(lease.open)) for lease in residents.leases.held.values()}
         self.may_form = [rounds.may_form(stage) for stage in stages]
         self.rounds = [
-            {(number, made.ended, made.void) for number, made in rounds._rounds.get(stage.name, {}).items()}
+            {(made.number, made.ended, made.void) for made in rounds.by_lease.values() if made.stage == stage.name}
             for stage in stages
         ]
         self.formed = rounds.formed
@@ -74,7 +74,8 @@ def check(before: View, after: View, effects: Effects, all_rows: int) -> None:
 
 
 class CheckedLedger(Ledger):
-    """Its events return their results without the effects, which have been checked. `freed`: all of it so far."""
+    """A ledger whose events return their results without the effects, which have been checked. `freed`: all that was
+    freed so far."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -20,7 +20,7 @@ class Recorder:
 
 
 def frame(message: Any, kind: int = 0) -> bytes:
-    """As it is sent."""
+    """A message as it is sent."""
     recorder = Recorder()
     sender = Wire(lambda *_: None, lambda _: None)
     sender.connection_made(recorder)  # type: ignore[arg-type]
@@ -29,7 +29,7 @@ def frame(message: Any, kind: int = 0) -> bytes:
 
 
 def read(data: bytes, chunk: int, on_message: OnMessage) -> Recorder:
-    """In pieces of at most `chunk` bytes, as asyncio does; the transport, which may have been aborted."""
+    """Read in pieces of at most `chunk` bytes, as asyncio does. Return the transport, which may have been aborted."""
     recorder, left = Recorder(), memoryview(data)
     receiver = Wire(on_message, lambda _: None)
     receiver.connection_made(recorder)  # type: ignore[arg-type]

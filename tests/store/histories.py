@@ -30,7 +30,7 @@ from tests.store.lineage import Lineage
 WORKED = ("rollout", "reward", "reference", "group_advantage")
 NODES = 3
 MEDIAN_S = 0.5
-"""That groups take in these histories, as far as the store knows at their beginning."""
+"""Seconds that groups take in these histories, as far as the store knows at their beginning."""
 SHARED = WORKED[1:]
 """Stages whose rows are shared by ranks in these histories; rollout could be as well, but no engine does that."""
 
@@ -74,7 +74,7 @@ class Histories(RuleBasedStateMachine):
         self.ledger = self.driver.ledger
         self.know_the_median()
         self.least_limit_s = math.inf
-        """Of all looks for groups that are slow: one that was, stays it when the median grows."""
+        """Least limit of all looks for slow groups. A group that was slow stays slow when the median grows."""
         self.now = 0.0
         self.lineage = Lineage(self.spec)
         self.nodes = nodes
@@ -94,15 +94,15 @@ class Histories(RuleBasedStateMachine):
         self.snapshot: tuple[Any, Any, int, dict[int, int], Lineage] | None = None
         """The newest, the step that it was taken after, and what was known of its rows."""
         self.cuts: list[tuple[LedgerCut, Any]] = []
-        """Under way, each with what it is to be."""
+        """Cuts under way, each with what it is to be."""
         self.round = 0
         self.served = 0
         self.shared: Counter[str] = Counter()
-        """By stage: the number of the next round outside of training."""
+        """Number of the next round, by stage; training has none here."""
         self.rounds: list[tuple[Round, list[list[int]]]] = []
         """Those that were formed since the last restart, and each rank's share at first."""
         self.revoked: dict[int, set[int]] = {}
-        """By lease: rows that were taken from it, since values were lost."""
+        """Rows that were taken from each lease, since values were lost."""
         self.again: list[list[int]] = []
         """Groups of batches that were taken back: the last one is formed again as it was, if it can be."""
 
@@ -124,7 +124,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), all_columns=st.booleans())
     def write(self, data: st.DataObject, all_columns: bool) -> None:
-        """By anybody who ever had a lease, of any of its rows, whether already written or not."""
+        """Write, by anybody who ever had a lease, any of its rows, whether already written or not."""
         lease, stage, rows = data.draw(st.sampled_from(self.leases[-8:]))
         some = data.draw(st.lists(st.sampled_from(rows), unique=True, min_size=1))
         columns = self.driver.writes[stage]
@@ -411,7 +411,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """From a snapshot taken now. Leases of before come back as late writers."""
+        """Restart from a snapshot taken now. Leases of before come back as late writers."""
         self.restore(*self.state())
 
     @rule()
@@ -432,8 +432,8 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.snapshot)
     @rule(num_late=st.integers(0, 2), count=st.integers(0, 3))
     def replace_the_store(self, num_late: int, count: int) -> None:
-        """By one that has the newest snapshot, and hears what was trained since, of some steps when work has begun.
-        Nobody's lease is known to it."""
+        """Replace the store by one that has the newest snapshot and hears what was trained since, of some steps when
+        work has begun. It knows nobody's lease."""
         assert self.snapshot is not None
         values, groups, step, sampled, lineage = self.snapshot
         self.sampled, self.lineage = dict(sampled), deepcopy(lineage)

@@ -20,12 +20,12 @@ class Lineage:
         self._columns = [column.name for column in spec.columns]
         self._serial = 0
         self.values: dict[Cell, int] = {}
-        """Which value is there: each has a number of its own."""
+        """Number of the value that is in each cell. Each value has a number of its own."""
         self._node: dict[Cell, int] = {}
         self._sources: dict[Cell, dict[Cell, int]] = {}
         """The values that a value was computed from."""
         self._given: dict[int, dict[Cell, int]] = {}
-        """By lease: what its owner has read."""
+        """Cells that the owner of each lease has read, with their values."""
 
     def admitted(self, ledger: Ledger, group: int, node: int) -> None:
         for row in row_ids(group, ledger.residents.all_rows, self._spec.group_size):

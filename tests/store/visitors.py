@@ -22,7 +22,7 @@ from tests.store.driver import make_spec
 from tests.store.invariants import check_invariants
 
 WAYS = {"in process": InProcess, "socket": OverSocket, "tcp": OverTcp}
-"""From a client to its store."""
+"""Ways from a client to its store."""
 
 
 class RemoteNode:
@@ -93,7 +93,7 @@ async def visit_by(way: str, store: Store, endpoint: Endpoint) -> tuple[StoreCli
 
 async def linked(client: StoreClient) -> Link:
     await client.spec()
-    link = client._link
+    link = client.link
     if not isinstance(link, Lazy):
         return link
     assert link.found is not None
@@ -108,7 +108,7 @@ async def until(holds: Callable[[], bool], pause_s: float = 0.005) -> None:
 
 
 def unseen(endpoint: Endpoint) -> Endpoint:
-    """As a machine or a container sees it that has other directories."""
+    """The endpoint as a machine or a container sees it that has other directories."""
     return replace(endpoint, path="/not/here", segments=("/not", "/here"))
 
 

@@ -101,7 +101,7 @@ def test_waits_of_others_are_in_ones_own_time() -> None:
 
 
 def test_a_wait_on_another_loop_touches_no_time_of_this_one() -> None:
-    """Of a tool that is a plain function, in its thread."""
+    """The tool is a plain function, in its own thread."""
 
     async def waits() -> str:
         with waiting():

@@ -125,7 +125,7 @@ def test_a_random_model_judges_within_the_range_when_it_is_held_to_the_schema(mo
         try:
             responses = [f"It is {number}." for number in range(6)]
             first = await pool.score(responses, [TASK] * 6)
-            pool._verdicts.clear()
+            pool.verdicts.clear()
             return first, await pool.score(responses[::-1], [TASK] * 6)
         finally:
             await pool.close()

@@ -42,7 +42,7 @@ def test_verifiers_give_full_marks_to_the_answer_after_a_trip_through_json(task)
     problems = Problems(task, seed=5, size=4)
     entry = problems.entry(2)
     row = json.loads(json.dumps({"prompt": entry["question"], **problems.extra(entry)}))
-    assert verify(str(entry["answer"]), row) == problems._dataset.score_answer(entry["answer"], entry) == 1.0
+    assert verify(str(entry["answer"]), row) == problems.dataset.score_answer(entry["answer"], entry) == 1.0
 
 
 def test_tuples_survive_json():

@@ -163,7 +163,7 @@ def test_an_engine_goes_on_with_another_store_and_gives_up_what_was_in_flight() 
 
 @pytest.mark.parametrize(("drain_s", "finished"), [(10.0, 4), (0.0, 0)])
 def test_who_drains_finishes_what_it_can_in_time_and_gives_back_the_rest(drain_s: float, finished: int) -> None:
-    """It takes nothing more."""
+    """A worker that drains takes nothing more."""
 
     async def body(store: Store, client: StoreClient) -> None:
         engine = Watched(TimeModel(latency_s=0.2))

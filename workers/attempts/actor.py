@@ -73,7 +73,7 @@ class Environments(ServingActor):
         self._pool = EnginePool(ask, spec.rollout.generate_timeout_s)
         self._keys = AttemptKeys()
         self._server = HttpServer(self._keys)
-        self._runner: AttemptRunner | None = None
+        self.runner: AttemptRunner | None = None
         self._worker: EnvironmentWorker | None = None
         self._others = children()  # of this process, which the environment did not start
 
@@ -95,7 +95,7 @@ class Environments(ServingActor):
         environment = make_environment(config, spec.imports)
         port = config.gateway.port + spec.index if config.gateway.port else 0
         self._keys.base_url = await self._server.start(config.gateway.host, port)
-        self._runner = AttemptRunner(
+        self.runner = AttemptRunner(
             environment, config, make_sampler, self._keys, counts=self._counts, meters=exported(spec.origin)
         )  # fmt: skip
         sampling = spec.rollout.sampling
@@ -104,7 +104,7 @@ class Environments(ServingActor):
             spec.group_size, config.max_attempts, spec.num_peers,
         )  # fmt: skip
         errors = ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment")
-        self._worker = EnvironmentWorker(self._runner, intake, errors, spec.columns)
+        self._worker = EnvironmentWorker(self.runner, intake, errors, spec.columns)
         await super().start()
 
     async def engines(self, members: Sequence[tuple[str, Any]]) -> None:
@@ -115,15 +115,15 @@ class Environments(ServingActor):
         self, engines: Sequence[tuple[str, Any]], tasks: Sequence[str], samplings: Sequence[Sequence[Sampling]]
     ) -> list[list[Played]]:
         """Play a group of attempts at each task (the `task` column), one for each of its samplings. For evaluation."""
-        assert self._runner is not None
-        runner = self._runner
+        assert self.runner is not None
+        runner = self.runner
         await self.engines(engines)
         groups = (runner.group(Task.from_json(task), own) for task, own in zip(tasks, samplings, strict=True))
         return [[Played.of(attempt) for attempt in group] for group in await asyncio.gather(*groups)]
 
     async def progress(self) -> Progress:
         """Attempts played, and those under way. May be called at any time."""
-        runner = self._runner
+        runner = self.runner
         return self._phases.progress(runner.num_done, runner.num_in_flight) if runner is not None else Progress("", 0.0)
 
     async def stats(self) -> dict[str, float]:
@@ -135,8 +135,8 @@ class Environments(ServingActor):
 
     async def close(self) -> None:
         await self._server.stop()
-        if self._runner is not None:
-            await self._runner.close()
+        if self.runner is not None:
+            await self.runner.close()
         end_children(but=self._others)
 
     async def _serve(self, store: StoreClient) -> None:

@@ -74,10 +74,10 @@ class AttemptRunner:
         for kind in table.OUTCOMES:
             self._meters.add(table.ENVIRONMENT_ATTEMPTS, 0, outcome=kind)
         self.environment = environment
-        self._config, self._make_sampler, self._keys = config, make_sampler, keys
+        self._config, self.make_sampler, self._keys = config, make_sampler, keys
         self._threads = ToolThreads(config.tool_threads)
         self._places = asyncio.Semaphore(config.max_attempts)
-        self._counts = counts if counts is not None else Counter()
+        self.counts = counts if counts is not None else Counter()
         self._sandboxes: dict[Limits, Sandbox] = {}
         self.num_in_flight = self.num_done = 0
         """Numbers of attempts."""
@@ -89,9 +89,9 @@ class AttemptRunner:
             return await self._attempt(task, sampling)
 
     async def _attempt(self, task: Task, sampling: Sampling) -> Trajectory:
-        sampler = self._make_sampler(sampling)
+        sampler = self.make_sampler(sampling)
         base_url, key = self._keys.admit(sampler)
-        ctx = Context(sampler, base_url, key, self._toolbox, self._sandbox, self._counts)
+        ctx = Context(sampler, base_url, key, self._toolbox, self._sandbox, self.counts)
         self.num_in_flight += 1
         began = time.perf_counter()
         try:
@@ -103,13 +103,13 @@ class AttemptRunner:
             self._keys.dismiss(key)
         if outcome.is_trained and not sampler.turns:
             outcome = AttemptOutcome(FAILED, "no_turn", "the environment had the policy sample nothing")
-        self._counts["turns_cut"] += sum(turn.is_cut for turn in sampler.turns)
-        self._counts[f"attempts_{outcome.kind}"] += 1
+        self.counts["turns_cut"] += sum(turn.is_cut for turn in sampler.turns)
+        self.counts[f"attempts_{outcome.kind}"] += 1
         self._meters.add(table.ENVIRONMENT_ATTEMPTS, outcome=outcome.kind)
         self._meters.add(table.ENVIRONMENT_TURNS, len(sampler.turns))
         self._meters.observe(table.ENVIRONMENT_ATTEMPT, time.perf_counter() - began)
         if outcome.kind == TRUNCATED:
-            self._counts[f"truncated_by_{outcome.reason}"] += 1
+            self.counts[f"truncated_by_{outcome.reason}"] += 1
         return Trajectory(
             sampler.turns, outcome, ctx.total_reward, dict(ctx.turn_rewards), _said(sampler, outcome, ctx.total_reward)
         )
@@ -181,7 +181,7 @@ class AttemptRunner:
         playing.cancel()
         await asyncio.wait([playing], timeout=GRACE_S)
         if not playing.done():
-            self._counts["attempts_stuck"] += 1
+            self.counts["attempts_stuck"] += 1
         retrieve_failure(playing)
 
     async def close(self) -> None:
@@ -198,7 +198,7 @@ class AttemptRunner:
         return self._sandboxes[limits]
 
     def _toolbox(self, tools: Any) -> Toolbox:
-        return Toolbox(tools, self._config, self._threads, self._counts)
+        return Toolbox(tools, self._config, self._threads, self.counts)
 
 
 async def _compared(score: Callable[..., Any], task: Task, attempts: list[Trajectory]) -> list[float]:

@@ -44,7 +44,7 @@ class Child:
     """
 
     def __init__(self, started: Started) -> None:
-        self._process, self._stdin, self._stdout = started.process, started.stdin, started.stdout
+        self.process, self._stdin, self._stdout = started.process, started.stdin, started.stdout
         self._reading = started.reading
         self._stderr = b""
         self._listening = asyncio.create_task(self._read_errors(started.stderr))
@@ -69,12 +69,12 @@ class Child:
     @property
     def exit_code(self) -> int | None:
         """The exit code; None while the process runs."""
-        if self._process.returncode is not None:
-            return self._process.returncode
+        if self.process.returncode is not None:
+            return self.process.returncode
         try:
-            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # children of this process are waited for by themselves
-            return self._process.poll()
+            return self.process.poll()
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -88,7 +88,7 @@ class Child:
         try:
             return await self._stdout.readline()
         except ValueError:
-            self._kill()
+            self.kill_group()
             return b""
 
     async def say(self, line: bytes) -> None:
@@ -104,7 +104,7 @@ class Child:
         reading = asyncio.create_task(_read(self._stdout, heard, most))
         try:
             await self.ended()
-            self._kill()  # the rest of its group: then stdout ends, unless somebody has left the group
+            self.kill_group()  # the rest of its group: then stdout ends, unless somebody has left the group
             await asyncio.wait([reading], timeout=LEAVE_S)
         finally:
             sending.cancel()
@@ -117,16 +117,16 @@ class Child:
             self._stdin.close()
             await self.ended(LEAVE_S)
         finally:
-            self._kill()
+            self.kill_group()
             self._listening.cancel()
         await self.ended(LEAVE_S)
-        self._process.poll()
+        self.process.poll()
         for pipe in self._reading:  # nobody reads them any more
             pipe.close()
 
     def kill(self) -> None:
         if not self.has_ended:
-            self._kill()
+            self.kill_group()
 
     async def ending(self, timeout_s: float = SOON_S) -> str:
         """A text on how the process has ended, and its last output. `timeout_s`: its streams end before itself."""
@@ -145,11 +145,11 @@ class Child:
                 while self.exit_code is None:
                     await asyncio.sleep(0.01)
 
-    def _kill(self) -> None:
+    def kill_group(self) -> None:
         """Kill the process with its group, unless it was waited for: then the number may be another's."""
-        if self.exit_code is None or self._process.returncode is None:
+        if self.exit_code is None or self.process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     async def _send_all(self, said: bytes) -> None:
         """Send a message, which the process need not read."""

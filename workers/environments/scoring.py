@@ -41,7 +41,7 @@ class Scoring:
         spec = replace(spec, imports=tuple(absolute(file) for file in files))
         spec.check()
         self._function = function if isinstance(function, str) else name_of(function)
-        self._pool = RewardPool(spec, num_processes=NUM_PROCESSES, timeout_s=timeout_s)
+        self.pool = RewardPool(spec, num_processes=NUM_PROCESSES, timeout_s=timeout_s)
         self._starting: asyncio.Future[None] | None = None
 
     async def score(self, answer: Any, task: Mapping[str, Any]) -> float:
@@ -49,14 +49,14 @@ class Scoring:
         `DataError` where the function raises, hangs or gives no number: the attempt has failed then, and is not trained
         as a wrong one. Waiting for a free process does not use the attempt's own time."""
         if self._starting is None:
-            self._starting = asyncio.ensure_future(self._pool.start())
+            self._starting = asyncio.ensure_future(self.pool.start())
         with waiting():
             await asyncio.shield(self._starting)
-        (found,) = await self._pool.score([answer], [json.dumps(dict(task), default=str)])
+        (found,) = await self.pool.score([answer], [json.dumps(dict(task), default=str)])
         if isinstance(found, RewardError):
             raise DataError(f"reward {self._function} cannot score this answer: {found.kind}: {found.text}")
         return float(found)
 
     async def aclose(self) -> None:
         if self._starting is not None:
-            await self._pool.close()
+            await self.pool.close()

@@ -33,7 +33,7 @@ from penstock.workers.trajectory import ToolCall, Turn
 
 MAX_CHARACTERS = 8_000
 """Largest number of characters that the tool `python` returns: a model pays for each of them."""
-_sandboxes: dict[tuple[asyncio.AbstractEventLoop, Limits], Sandbox] = {}
+sandboxes: dict[tuple[asyncio.AbstractEventLoop, Limits], Sandbox] = {}
 
 
 class DescribedFunction:
@@ -194,7 +194,7 @@ async def python(code: str) -> str:
 
 
 async def _python_within(timeout_s: float, limits: Limits, code: str) -> str:
-    sandbox = _sandbox(limits)
+    sandbox = sandbox_of(limits)
     outcome = await sandbox.run_python(code, wall_s=timeout_s)
     if outcome.reason == "timeout_wall" and timeout_s < sandbox.limits.wall_s:
         raise TookTooLong(f"it took longer than {timeout_s:g} s")
@@ -206,19 +206,19 @@ LIMITED: Mapping[Any, Callable[..., Awaitable[Any]]] = {python: _python_within}
 then on and the limits of code. They raise `TookTooLong`."""
 
 
-def _sandbox(limits: Limits) -> Sandbox:
+def sandbox_of(limits: Limits) -> Sandbox:
     """The sandbox of this event loop, with a worker a core. Sandboxes of loops that are closed are closed, too."""
-    for key in [key for key in _sandboxes if key[0].is_closed()]:
-        _sandboxes.pop(key).close()
+    for key in [key for key in sandboxes if key[0].is_closed()]:
+        sandboxes.pop(key).close()
     key = asyncio.get_running_loop(), limits
-    if key not in _sandboxes:
-        _sandboxes[key] = Sandbox(limits, num_workers=os.cpu_count() or 1)
-    return _sandboxes[key]
+    if key not in sandboxes:
+        sandboxes[key] = Sandbox(limits, num_workers=os.cpu_count() or 1)
+    return sandboxes[key]
 
 
 @atexit.register
 def _close() -> None:
-    for sandbox in _sandboxes.values():
+    for sandbox in sandboxes.values():
         sandbox.close()
 
 

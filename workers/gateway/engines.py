@@ -40,7 +40,7 @@ class EnginePool:
         self._members: dict[str, Any] = {}
         self._in_flight: dict[str, int] = {}
         self._failed: dict[str, float] = {}
-        self._of: WeakKeyDictionary[object, str] = WeakKeyDictionary()
+        self.engine_of: WeakKeyDictionary[object, str] = WeakKeyDictionary()
         """The engine that each conversation was on, as long as the conversation exists."""
         self._changed = asyncio.Event()
         self.num_again = 0
@@ -61,7 +61,7 @@ class EnginePool:
         deadline = self._clock() + self._timeout_s
         while True:
             name = await self._chosen(conversation, deadline)
-            self._of[conversation] = name
+            self.engine_of[conversation] = name
             self._in_flight[name] = self._in_flight.get(name, 0) + 1
             try:
                 async with asyncio.timeout(max(0.0, deadline - self._clock())):
@@ -78,7 +78,7 @@ class EnginePool:
                 self._in_flight[name] -= 1
 
     async def _chosen(self, conversation: object, deadline: float) -> str:
-        while not (able := self._able()):
+        while not (able := self.able()):
             left = deadline - self._clock()
             if left <= 0:
                 raise DeadlineExceeded(f"no engine was there to sample a turn within {self._timeout_s:g} s.")
@@ -87,14 +87,14 @@ class EnginePool:
                 await asyncio.wait_for(changed.wait(), min(left, FAILED_S))
             except TimeoutError:
                 continue
-        least = min(able, key=lambda name: (self._load(name), able.index(name)))
-        own = self._of.get(conversation)
-        return own if own in able and self._load(own) <= self._load(least) + SLACK else least
+        least = min(able, key=lambda name: (self.load(name), able.index(name)))
+        own = self.engine_of.get(conversation)
+        return own if own in able and self.load(own) <= self.load(least) + SLACK else least
 
-    def _able(self) -> list[str]:
+    def able(self) -> list[str]:
         """Engines that did not fail just now."""
         now = self._clock()
         return [name for name in self._members if now - self._failed.get(name, -FAILED_S) >= FAILED_S]
 
-    def _load(self, name: str) -> int:
+    def load(self, name: str) -> int:
         return self._in_flight.get(name, 0)

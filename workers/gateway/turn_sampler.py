@@ -71,13 +71,13 @@ class TurnSampler:
         """`sampling`: of the run, with the attempt's seed. `counts`: counters of the whole actor, for metrics.
         `clients_sample`: a client's options take precedence over the run's `DISTRIBUTION`, unless that is greedy, as in
         evaluation."""
-        self._engines, self._form, self._sampling, self._limits = engines, form, sampling, limits
-        self._counts = counts if counts is not None else Counter()
+        self.engines, self._form, self._sampling, self._limits = engines, form, sampling, limits
+        self.counts = counts if counts is not None else Counter()
         self._clients_sample = clients_sample
         self._answered: dict[Key, _Answered] = {}
         self._by_request: dict[Key, Turn] = {}
         self._turns: dict[int, Turn] = {}
-        self._num_asked = self._num_untrained = self._num_under_way = 0
+        self._num_asked = self._num_untrained = self.num_under_way = 0
         self._over: Exception | None = None
         self._too_long: LimitReached | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
@@ -116,14 +116,14 @@ class TurnSampler:
         """
         request = history_key(messages, tools) + repr(sorted(options.items())).encode()
         if is_retry and request in self._by_request:
-            self._counts["retries_answered"] += 1
+            self.counts["retries_answered"] += 1
             return self._by_request[request]
         self._check_open()
         self.active_since = time.monotonic()
         options = self._accepted(options) if is_client else options
         if not train:
             return await self._untrained(messages, tools, options)
-        if len(self._turns) + self._num_under_way >= self._limits.max_turns:
+        if len(self._turns) + self.num_under_way >= self._limits.max_turns:
             text = f"the attempt has had {self._limits.max_turns} turns (environment.max_turns)"
             raise self._truncated("turns", text)
         number = self._num_asked
@@ -131,11 +131,11 @@ class TurnSampler:
         sampling = self._sampling_of(options, turn_seed(self._sampling.seed, number))
         sampling = self._within_limits(sampling, len(prompt_ids))
         self._num_asked += 1
-        self._num_under_way += 1
+        self.num_under_way += 1
         try:
             turn = await self._until_over(self._turn(number, parent, prompt_ids, sampling, tools, options))
         finally:
-            self._num_under_way -= 1
+            self.num_under_way -= 1
         self._turns[number] = turn
         self._count_distribution(options)
         self._too_long = None
@@ -152,7 +152,7 @@ class TurnSampler:
     def forget(self, turn: Turn) -> None:
         """Forget a turn whose answer never reached its client, as if it had not been sampled."""
         if self._turns.pop(turn.id, None) is not None:
-            self._counts["turns_abandoned"] += 1
+            self.counts["turns_abandoned"] += 1
             self._answered = {key: value for key, value in self._answered.items() if value.turn is not turn}
             self._by_request = {key: value for key, value in self._by_request.items() if value is not turn}
 
@@ -176,7 +176,7 @@ class TurnSampler:
         except asyncio.CancelledError:
             if self._over is not None and not _is_cancelled():
                 raise AttemptOver(str(self._over)) from None
-            self._counts["turns_abandoned"] += 1
+            self.counts["turns_abandoned"] += 1
             raise
         finally:
             self._in_flight.discard(task)
@@ -191,11 +191,11 @@ class TurnSampler:
         tools: Tools,
         options: Any,
     ) -> Turn:
-        completion = await self._engines.sample(prompt_ids, sampling, self)
+        completion = await self.engines.sample(prompt_ids, sampling, self)
         read = self._form.read(completion.token_ids, tools, prompt_ids, number)
-        self._counts["turns"] += 1
-        self._counts["calls"] += len(read.calls)
-        self._counts["calls_unreadable"] += bool(read.problem)
+        self.counts["turns"] += 1
+        self.counts["calls"] += len(read.calls)
+        self.counts["calls_unreadable"] += bool(read.problem)
         stops = sampling.stop if completion.finish_reason == "stop" else ()
         message, stopped_by = _without_stop(read.message, stops)
         return Turn(
@@ -227,10 +227,10 @@ class TurnSampler:
             before += [answered.turn.message, *new]
             if ids is not None:
                 return answered.turn, before, ids
-            self._counts["rewritten_by_template"] += 1
+            self.counts["rewritten_by_template"] += 1
             return None, before, self._form.prompt_ids(before, tools)
         if self._turns and any(message.get("role") == "assistant" for message in messages):
-            self._counts["rewritten_by_client"] += 1
+            self.counts["rewritten_by_client"] += 1
         return None, list(messages), self._form.prompt_ids(messages, tools)
 
     def _sampling_of(self, options: Mapping[str, Any], seed: int | None) -> Sampling:
@@ -251,16 +251,16 @@ class TurnSampler:
         if self._clients_sample and self._sampling.temperature > 0:
             return dict(options)
         for name in DISTRIBUTION:
-            self._counts[f"ignored_{name}"] += options.get(name) not in (None, getattr(self._sampling, name))
+            self.counts[f"ignored_{name}"] += options.get(name) not in (None, getattr(self._sampling, name))
         return {name: value for name, value in options.items() if name not in DISTRIBUTION}
 
     def _count_distribution(self, options: Mapping[str, Any]) -> None:
         """Count turns whose log-probabilities the trainer cannot reproduce at any temperature."""
         others = [name for name in DISTRIBUTION if options.get(name) not in (None, getattr(self._sampling, name))]
         is_greedy = "temperature" in others and options["temperature"] == 0
-        self._counts["turns_greedy"] += is_greedy
-        self._counts["turns_narrowed"] += not is_greedy and any(name != "temperature" for name in others)
-        self._counts["turns_structured"] += options.get("structure") is not None
+        self.counts["turns_greedy"] += is_greedy
+        self.counts["turns_narrowed"] += not is_greedy and any(name != "temperature" for name in others)
+        self.counts["turns_structured"] += options.get("structure") is not None
 
     def _within_limits(self, sampling: Sampling, num_prompt: int) -> Sampling:
         room = self._limits.max_model_len - num_prompt

@@ -34,7 +34,7 @@ class _Judge:
 
 
 _judges: dict[tuple[asyncio.AbstractEventLoop, str], _Judge] = {}
-_verdicts = Verdicts()
+VERDICTS = Verdicts()
 
 
 def _warm(_options: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ async def judge(
     by = Rubric(rubric, low, high)
     messages = by.messages(response, task)
     asked = [url, model, temperature, messages]
-    known = _verdicts[asked]
+    known = VERDICTS[asked]
     if known is None:
         form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": by.schema, "strict": True}}
         options: dict[str, Any] = {"response_format": form} if structured else {}
@@ -76,7 +76,7 @@ async def judge(
             said = await one.client.chat.completions.create(
                 model=model, messages=messages, temperature=temperature, max_tokens=max_tokens, **options
             )
-        known = _verdicts[asked] = by.score(said.choices[0].message.content or "")
+        known = VERDICTS[asked] = by.score(said.choices[0].message.content or "")
     return known
 
 

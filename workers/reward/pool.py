@@ -46,7 +46,8 @@ class RewardPool:
         self.last_loss = ""
         """The reason why a process was lost last: "timeout" or "crash"."""
         self._idle: asyncio.Queue[RewardProcess | PenstockError] = asyncio.Queue()
-        self._alive: set[RewardProcess] = set()
+        self.alive: set[RewardProcess] = set()
+        """Processes that have started, idle ones too."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._largest_batch = 2**31
         self._busy_of_dead_s = 0.0
@@ -76,9 +77,9 @@ class RewardPool:
     async def close(self) -> None:
         """Kill the processes. Calls in progress are cancelled."""
         await cancel_all(list(self._tasks))
-        for process in self._alive:
+        for process in self.alive:
             process.kill()
-        self._alive.clear()
+        self.alive.clear()
 
     @property
     def num_lanes(self) -> int:
@@ -88,7 +89,7 @@ class RewardPool:
     @property
     def busy_s(self) -> float:
         """Seconds that processes spent scoring, added up."""
-        return self._busy_of_dead_s + sum(process.busy_s for process in self._alive)
+        return self._busy_of_dead_s + sum(process.busy_s for process in self.alive)
 
     async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[RewardResult]:
         """Score responses: a result for each, in order."""
@@ -139,7 +140,7 @@ class RewardPool:
 
     async def _score_batch(self, batch: list[Item], ready: Results) -> list[list[Item]]:
         """Score in one process and return the batches that are still to do, none unless the process was lost."""
-        process = await self._take()
+        process = await self.take()
         unscored = dict(enumerate(batch))
         whole = False
 
@@ -154,7 +155,7 @@ class RewardPool:
         except WorkerDied as error:
             lost = RewardError("crash", str(error))
         finally:
-            self._give_back(process, whole)
+            self.give_back(process, whole)
         if not unscored:
             return []
         left = list(unscored.values())
@@ -165,7 +166,7 @@ class RewardPool:
             return [left[1:]] if left[1:] else []
         return [[item] for item in left]
 
-    async def _take(self) -> RewardProcess:
+    async def take(self) -> RewardProcess:
         """Take an idle process; one that ended while it was idle is replaced, and no sample blamed."""
         while True:
             with waiting():
@@ -175,13 +176,13 @@ class RewardPool:
                 raise process
             if process.is_alive:
                 return process
-            self._give_back(process, whole=False)
+            self.give_back(process, whole=False)
 
-    def _give_back(self, process: RewardProcess, whole: bool) -> None:
+    def give_back(self, process: RewardProcess, whole: bool) -> None:
         if whole:
             self._idle.put_nowait(process)
             return
-        self._alive.discard(process)
+        self.alive.discard(process)
         self._busy_of_dead_s += process.busy_s
         process.kill()
         self.replaced += 1
@@ -189,7 +190,7 @@ class RewardPool:
 
     async def _start_one(self) -> None:
         process = await RewardProcess.start(self.spec, self.timeout_s, self.start_timeout_s)
-        self._alive.add(process)
+        self.alive.add(process)
         self._idle.put_nowait(process)
 
     async def _replace(self) -> None:

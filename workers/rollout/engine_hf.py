@@ -45,7 +45,7 @@ class HfEngine:
         self._version = spec.version
         self._base: dict[str, torch.Tensor] = {}
         """Starting weights that adapters change."""
-        self._model: Any = None
+        self.model: Any = None
         self._tokenizer: Any = None
         self._eos_ids: frozenset[int] = frozenset()
         self._interrupts: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -97,12 +97,12 @@ class HfEngine:
         executor = self._executor()
         self._awake.clear()
         if self._config.num_gpus_per_worker:
-            await asyncio.get_running_loop().run_in_executor(executor, self._model.to, "cpu")
+            await asyncio.get_running_loop().run_in_executor(executor, self.model.to, "cpu")
 
     async def wake(self) -> None:
         executor = self._executor()
         if self._config.num_gpus_per_worker:
-            await asyncio.get_running_loop().run_in_executor(executor, self._model.to, "cuda")
+            await asyncio.get_running_loop().run_in_executor(executor, self.model.to, "cuda")
         self._awake.set()
 
     async def version(self) -> int:
@@ -128,12 +128,12 @@ class HfEngine:
         dtype = getattr(torch, self._config.dtype)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self._spec.model_path)
-            self._model = AutoModelForCausalLM.from_pretrained(self._spec.model_path, dtype=dtype).eval()
+            self.model = AutoModelForCausalLM.from_pretrained(self._spec.model_path, dtype=dtype).eval()
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={self._spec.model_path}: the hf engine cannot load it: {error}") from None
         if self._config.num_gpus_per_worker:
-            self._model.to("cuda")
-        generation = self._model.generation_config.eos_token_id
+            self.model.to("cuda")
+        generation = self.model.generation_config.eos_token_id
         eos_ids = generation if isinstance(generation, list) else [generation]
         self._eos_ids = frozenset(token for token in (*eos_ids, self._tokenizer.eos_token_id) if token is not None)
 
@@ -149,11 +149,11 @@ class HfEngine:
         uniforms = None if sampling.temperature == 0 else draw_uniforms(num_samples, num_tokens, sampling.seed)
         responses = [_Response() for _ in range(num_samples)]
         active = list(range(num_samples))
-        cache = DynamicCache(config=self._model.config)
-        inputs = torch.tensor([list(prompt_ids)], device=self._model.device)
+        cache = DynamicCache(config=self.model.config)
+        inputs = torch.tensor([list(prompt_ids)], device=self.model.device)
         for position in range(num_tokens):
             self._run_interrupts()
-            logits_BV = self._model(input_ids=inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            logits_BV = self.model(input_ids=inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
             if position == 0:
                 cache.batch_repeat_interleave(num_samples)
                 logits_BV = logits_BV.expand(num_samples, -1)
@@ -166,10 +166,10 @@ class HfEngine:
             if not going_on or (is_over is not None and is_over.is_set()):
                 break
             if len(going_on) < len(active):
-                cache.batch_select_indices(torch.tensor(going_on, device=self._model.device))
+                cache.batch_select_indices(torch.tensor(going_on, device=self.model.device))
                 active = [active[index] for index in going_on]
                 chosen_B = chosen_B[going_on]
-            inputs = chosen_B[:, None].to(self._model.device)
+            inputs = chosen_B[:, None].to(self.model.device)
         self._tokens_in_flight -= sum(len(response.token_ids) for response in responses)
         return [self._completion(response) for response in responses]
 
@@ -230,11 +230,11 @@ class HfEngine:
         `WeightError`."""
         mapped = MappedWeights(open_publication(publication))
         mapped.verify()
-        state = self._model.state_dict()
+        state = self.model.state_dict()
         missing: list[str] = []
         if self._adapter is None:
             shapes = {name: place.shape for name, place in mapped.manifest.layout.by_name.items()}
-            tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
+            tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
             missing = sorted(name for name in state if name not in shapes and name not in tied)
         else:
             layers = layer_shapes(mapped.manifest, self._adapter)
@@ -249,7 +249,7 @@ class HfEngine:
 
     @torch.inference_mode()
     def _exchange(self, mapped: MappedWeights, version: int) -> None:
-        state = self._model.state_dict()
+        state = self.model.state_dict()
         for name, tensor in mapped.tensors() if self._adapter is None else self._merged(mapped, state):
             state[name].copy_(tensor)
         self._version = version

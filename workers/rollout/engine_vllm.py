@@ -58,7 +58,7 @@ class VllmEngine(VllmProcesses):
         self._inbox = Inbox(spec.phase_timeout_s)
         self._tokenizer: Any = None
         self._request_ids = itertools.count()
-        self._in_flight = 0
+        self.num_in_flight = 0
         self._num_tokens = 0
         """Tokens of requests that have ended."""
         self._admission = asyncio.Event()
@@ -80,7 +80,7 @@ class VllmEngine(VllmProcesses):
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Sample the responses to a prompt. Raises `PromptRefused` for a prompt that leaves no room for a response,
         `DataError` for another request that vLLM does not take, `WorkerDied` when the engine is gone."""
-        self._check_alive()
+        self.check_alive()
         if not 0 < len(prompt_ids) < self._config.max_model_len:
             raise PromptRefused(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
@@ -89,12 +89,12 @@ class VllmEngine(VllmProcesses):
         await self._awake.wait()
         while not self._admission.is_set():  # another load may have begun between the event and this task's turn
             await self._admission.wait()
-        self._check_alive()
-        self._in_flight += 1
+        self.check_alive()
+        self.num_in_flight += 1
         try:
             output = await self._request(list(prompt_ids), num_samples, sampling)
         finally:
-            self._in_flight -= 1
+            self.num_in_flight -= 1
         self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         return [completion_of(sample, self._tokenizer, detokenized=bool(sampling.stop)) for sample in output.outputs]
 
@@ -105,7 +105,7 @@ class VllmEngine(VllmProcesses):
         loaded, and no writer takes the file meanwhile. Raises `WeightError`, `DeadlineExceeded` (naming the phase),
         `WorkerDied`.
         """
-        self._check_alive()
+        self.check_alive()
         async with self._loading:
             self.phase_seconds = {}
             opened = await self._open(delivery) if isinstance(delivery, Publication) else None
@@ -123,51 +123,51 @@ class VllmEngine(VllmProcesses):
     async def connect(self, init_info: Info) -> None:
         """Connect to the trainer, where weights are streamed. Returns when both are connected; raises as `load`
         does."""
-        self._check_alive()
-        call = self._llm.init_weight_transfer_engine(init_request(init_info))
+        self.check_alive()
+        call = self.llm.init_weight_transfer_engine(init_request(init_info))
         await self._in_time("connecting to the trainer", call, self._spec.phase_timeout_s, PHASE_KEY)
 
     async def deliver(self, part: Part) -> None:
         """Take a part of a streamed version; returns when it is loaded, or raises why not."""
-        self._check_alive()
+        self.check_alive()
         await self._inbox.put(part)
 
     async def sleep(self) -> None:
         """Leave the device. On a shared GPU, the weights go to the host's memory and the KV cache is released (vLLM's
         level 1). A CPU has nothing to give back."""
-        self._check_alive()
+        self.check_alive()
         self._awake.clear()
         if shares_gpu(self._config):
             self._has_weights = False
-            await self._in_time("sleep", self._llm.sleep(level=1), self._spec.phase_timeout_s, PHASE_KEY)
+            await self._in_time("sleep", self.llm.sleep(level=1), self._spec.phase_timeout_s, PHASE_KEY)
 
     async def wake(self) -> None:
-        self._check_alive()
+        self.check_alive()
         if shares_gpu(self._config):
             tags = ["kv_cache"] if self._has_weights else None
-            await self._in_time("wake", self._llm.wake_up(tags), self._spec.phase_timeout_s, PHASE_KEY)
+            await self._in_time("wake", self.llm.wake_up(tags), self._spec.phase_timeout_s, PHASE_KEY)
         self._has_weights = True
         self._awake.set()
 
     async def _wake_weights(self) -> None:
         """Bring the weights into memory that a version can be written to, while the trainer still has the rest of the
         device."""
-        await self._llm.wake_up(["weights"])
+        await self.llm.wake_up(["weights"])
         self._has_weights = True
 
     async def use_threads(self, num_threads: int) -> None:
         """Compute with this number of threads from the next decode step on. For the CPU build."""
-        self._check_alive()
-        call = self._llm.collective_rpc("use_threads", args=(num_threads,))
+        self.check_alive()
+        call = self.llm.collective_rpc("use_threads", args=(num_threads,))
         await self._in_time(f"use of {num_threads} threads", call, self._spec.phase_timeout_s, PHASE_KEY)
 
     async def version(self) -> int:
         """The version that the engine process reports."""
-        self._check_alive()
-        return int(await self._llm.get_weight_version())
+        self.check_alive()
+        return int(await self.llm.get_weight_version())
 
     def sampled(self) -> Sampled:
-        now = sampled_so_far(self._llm.output_processor) if self._llm is not None else Sampled(0, 0)
+        now = sampled_so_far(self.llm.output_processor) if self.llm is not None else Sampled(0, 0)
         waiting = min(self._stats.num_waiting, now.num_in_flight) if self._stats is not None else 0
         return Sampled(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens, waiting)
 
@@ -175,8 +175,8 @@ class VllmEngine(VllmProcesses):
 
     async def _create(self) -> None:
         await asyncio.to_thread(self._build)
-        self._tokenizer = self._llm.get_tokenizer()
-        await self._llm.update_weight_version(str(self._version))
+        self._tokenizer = self.llm.get_tokenizer()
+        await self.llm.update_weight_version(str(self._version))
 
     async def _warm_up(self) -> None:
         """Run the first request with log-probabilities and the first seeded one, each of which compiles a kernel for
@@ -196,7 +196,7 @@ class VllmEngine(VllmProcesses):
         output = None
         try:
             parameters = sampling_params(num_samples, sampling)
-            async for latest in self._llm.generate(
+            async for latest in self.llm.generate(
                 {"prompt_token_ids": prompt_ids}, parameters, request_id=request_id,
                 lora_request=self._lora_request(), priority=sampling.priority,
             ):  # fmt: skip
@@ -206,7 +206,7 @@ class VllmEngine(VllmProcesses):
         except EngineGenerateError as error:  # while it lives, it is this request's alone
             if self._is_gone():
                 raise self._died(error.__cause__ or error) from None
-            await self._llm.abort(request_id)  # else vLLM keeps what it has noted of it
+            await self.llm.abort(request_id)  # else vLLM keeps what it has noted of it
             raise DataError(f"vLLM cannot take the request: {error.__cause__!r:.300}") from None
         except (ValueError, VLLMClientError) as error:  # such as a schema or a grammar that cannot be followed
             raise DataError(f"vLLM refuses the request: {error}") from None
@@ -228,19 +228,19 @@ class VllmEngine(VllmProcesses):
         it."""
         info = {"directory": publication.directory, "version": publication.version}
         mapped = await self._phase(publication, "open", asyncio.to_thread(mapped_publication, publication))
-        await self._phase(publication, "prepare", self._llm.init_weight_transfer_engine(init_request(info)))
+        await self._phase(publication, "prepare", self.llm.init_weight_transfer_engine(init_request(info)))
         await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
         return Opened(mapped, info | {"verified_inode": mapped.inode})
 
     async def _exchange(self, delivery: Delivery, opened: Opened | None) -> None:
         """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`."""
         version = str(delivery.version)
-        paused = self._in_flight > 0
+        paused = self.num_in_flight > 0
         if paused:
             await self._pause(delivery)
         try:
             if not paused:  # nobody to preempt: all there is to do is to drop the prefixes cached under the old weights
-                await self._phase(delivery, "pause", self._llm.reset_prefix_cache())
+                await self._phase(delivery, "pause", self.llm.reset_prefix_cache())
             await self._begin(delivery)
         except PenstockError:
             if paused:
@@ -249,7 +249,7 @@ class VllmEngine(VllmProcesses):
         try:
             async with self._loaded(delivery, opened):
                 await self._finish(delivery)
-                served = await self._phase(delivery, "version", self._llm.get_weight_version())
+                served = await self._phase(delivery, "version", self.llm.get_weight_version())
                 if served != version:
                     raise WeightError(f"weight sync to version {version}: the engine says it serves {served!r}.")
         except PenstockError as error:
@@ -272,25 +272,25 @@ class VllmEngine(VllmProcesses):
                 yield
 
     async def _begin(self, delivery: Delivery) -> None:
-        await self._phase(delivery, "start", self._llm.start_weight_update())
+        await self._phase(delivery, "start", self.llm.start_weight_update())
 
     async def _finish(self, delivery: Delivery) -> None:
-        call = self._llm.finish_weight_update(weight_version=str(delivery.version))
+        call = self.llm.finish_weight_update(weight_version=str(delivery.version))
         await self._phase(delivery, "finish", call)
 
     async def _load_part(self, delivery: Delivery, info: Info) -> None:
-        await self._phase(delivery, "load", self._llm.update_weights(update_request(info)))
+        await self._phase(delivery, "load", self.llm.update_weights(update_request(info)))
 
     async def _pause(self, delivery: Delivery) -> None:
         try:
-            await self._phase(delivery, "pause", self._llm.pause_generation(mode="keep", clear_cache=True))
+            await self._phase(delivery, "pause", self.llm.pause_generation(mode="keep", clear_cache=True))
         except PenstockError:
             await self._resume(delivery)
             raise
 
     async def _resume(self, delivery: Delivery) -> None:
         try:
-            await self._phase(delivery, "resume", self._llm.resume_generation())
+            await self._phase(delivery, "resume", self.llm.resume_generation())
         except PenstockError as error:
             self._broken = str(error)
             raise

@@ -58,7 +58,7 @@ class VllmAdapterEngine(VllmEngine):
         self._layers = await asyncio.to_thread(adapted_layers, self._spec.model_path, self._adapter)
         self._folder.stage_zeros(self._version, layout_of(self._layers, self._adapter, self._config.dtype))
         await super()._create()
-        call = self._llm.add_lora(self._lora_request())
+        call = self.llm.add_lora(self._lora_request())
         try:
             await self._in_time("adapter", call, self._config.start_timeout_s, "rollout.start_timeout_s")
         except WeightError as error:
@@ -95,10 +95,10 @@ class VllmAdapterEngine(VllmEngine):
         """Do nothing: vLLM checks the new adapter before it drops the old one."""
 
     async def _load_part(self, delivery: Delivery, info: Info) -> None:
-        await self._phase(delivery, "load", self._llm.add_lora(self._request_of(delivery.version, in_place=True)))
+        await self._phase(delivery, "load", self.llm.add_lora(self._request_of(delivery.version, in_place=True)))
 
     async def _finish(self, delivery: Delivery) -> None:
-        await self._phase(delivery, "finish", self._llm.update_weight_version(str(delivery.version)))
+        await self._phase(delivery, "finish", self.llm.update_weight_version(str(delivery.version)))
         self._folder.keep_only(delivery.version)
 
 

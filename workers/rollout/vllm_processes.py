@@ -43,7 +43,8 @@ class VllmProcesses:
     def __init__(self, spec: EngineSpec, meters: Meters | None = None) -> None:
         """`meters`: for vLLM's statistics after each step; None: it gathers none."""
         self._spec, self._config, self._meters = spec, spec.config, meters
-        self._llm: Any = None
+        self.llm: Any = None
+        """vLLM's own engine, from `start` to `close`."""
         self._stats: Any = None
         """The `VllmStats`, once the engine is started with meters."""
         self._broken: str | None = None
@@ -58,7 +59,7 @@ class VllmProcesses:
 
             try:
                 arguments = AsyncEngineArgs(**engine_arguments(self._spec))
-                self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=self._stat_loggers())
+                self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=self._stat_loggers())
             except (RuntimeError, ValueError, OSError) as error:
                 told = explained(str(error), self._output.tail())
                 raise ResourceError(
@@ -76,7 +77,7 @@ class VllmProcesses:
         return [self._stats.logger]
 
     async def close(self) -> None:
-        llm, self._llm = self._llm, None
+        llm, self.llm = self.llm, None
         self._broken = self._broken or "it was closed"
         if llm is not None:
             llm.shutdown()  # blocks on purpose: its output task must not run and report the end as a failure
@@ -85,7 +86,7 @@ class VllmProcesses:
             gc.collect()  # a cycle would keep it until the interpreter ends, when its __del__ prints an error
 
     def _is_gone(self) -> bool:
-        return self._llm is None or self._llm.errored
+        return self.llm is None or self.llm.errored
 
     async def _in_time(self, what: str, call: Awaitable[T], timeout_s: float, key: str) -> T:
         """Return the call's result. Raises `DeadlineExceeded` naming `what`; the engine's own failures as
@@ -100,7 +101,7 @@ class VllmProcesses:
         except PenstockError:
             raise
         except Exception as error:  # noqa: BLE001 - vLLM reports failures of its processes as bare Exceptions with text
-            if self._llm is not None and self._llm.errored:
+            if self.llm is not None and self.llm.errored:
                 raise self._died(error) from None
             raise WeightError(f"{what}: {error}") from None
 
@@ -109,8 +110,8 @@ class VllmProcesses:
         told = explained(str(reason), self._output.tail())
         return WorkerDied(f"the vLLM engine for {self._spec.model_path} is gone: {told}")
 
-    def _check_alive(self) -> None:
-        if self._broken is not None or self._llm is None:
+    def check_alive(self) -> None:
+        if self._broken is not None or self.llm is None:
             reason = self._broken or "it was never started"
             raise WorkerDied(f"the vLLM engine for {self._spec.model_path} is not serving: {reason}.")
 

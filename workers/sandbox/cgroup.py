@@ -51,7 +51,7 @@ class Cgroup:
     @classmethod
     def make(cls, pid: int, limits: Limits) -> "Cgroup":
         """Make a group. `pid`: for systemd, which makes no group without a process. Raises `OSError`."""
-        memory, own = _own_group("memory"), _own_group("")
+        memory, own = own_group("memory"), own_group("")
         bounds = (limits.memory_bytes + KEEPER_BYTES, limits.num_processes + KEEPER_PROCESSES)
         if memory is not None:
             return _of_version_1(memory, *bounds)
@@ -108,7 +108,7 @@ def _of_version_1(memory: tuple[Path, Path], memory_bytes: int, processes: int) 
         _made(memory[0], {"memory.limit_in_bytes": memory_bytes}, {"memory.memsw.limit_in_bytes": memory_bytes})
     ]
     for controller, settings in (("pids", {"pids.max": processes}), ("cpuacct", {})):
-        if (own := _own_group(controller)) is not None:
+        if (own := own_group(controller)) is not None:
             with suppress(OSError):
                 directories.append(_made(own[0], settings))
     try:
@@ -153,7 +153,7 @@ def _made(parent: Path, settings: Mapping[str, int], if_there: Mapping[str, int]
     return directory
 
 
-def _own_group(controller: str) -> tuple[Path, Path] | None:
+def own_group(controller: str) -> tuple[Path, Path] | None:
     """Directory of this process's group in the hierarchy of a controller, and where that is mounted; of version 2 if
     the name is empty."""
     path = next((path for names, path in _memberships() if controller in names.split(",")), None)

@@ -64,12 +64,13 @@ class Sandbox:
         """A text that says which limits hold here, once a first fence stands: those of the weakest so far."""
         self._is_closed = False
         self._starting = asyncio.Lock()
-        self._workers: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
+        self.places: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
         """Idle workers; None: one that is to be started."""
         self._num_workers = num_workers
-        self._all: set[Worker] = set()
+        self.alive: set[Worker] = set()
+        """Workers whose fence stands, idle ones too."""
         for _ in range(num_workers):
-            self._workers.put_nowait(None)
+            self.places.put_nowait(None)
 
     @classmethod
     def of(cls, config: SandboxConfig) -> "Sandbox":
@@ -90,14 +91,14 @@ class Sandbox:
     def close(self) -> None:
         """Take all fences down, with what runs in them."""
         self._is_closed = True
-        for worker in self._all:
+        for worker in self.alive:
             worker.close()
-        self._all.clear()
+        self.alive.clear()
 
     async def run_python(self, source: str, stdin: str | bytes = b"", wall_s: float | None = None) -> ProgramOutcome:
         """Run a program as `python FILE < STDIN`. `wall_s`: a deadline below that of the limits."""
         typed = stdin.encode(errors="surrogateescape") if isinstance(stdin, str) else stdin
-        return outcome_of(await self._execute({"source": source}, typed, wall_s), self.limits)
+        return outcome_of(await self.execute({"source": source}, typed, wall_s), self.limits)
 
     async def call(
         self, source: str, function: str, calls: Sequence[Sequence[Any]], wall_s: float | None = None
@@ -108,9 +109,9 @@ class Sandbox:
         Returns one result for each call. What ends the process fails the calls that come after it, too.
         """
         request = {"source": source, "function": function, "calls": [list(arguments) for arguments in calls]}
-        return results_of(await self._execute(request, b"", wall_s), len(calls), self.limits)
+        return results_of(await self.execute(request, b"", wall_s), len(calls), self.limits)
 
-    async def _execute(self, request: dict[str, Any], stdin: bytes, wall_s: float | None) -> Ending:
+    async def execute(self, request: dict[str, Any], stdin: bytes, wall_s: float | None) -> Ending:
         """Execute a request. It is made once more, behind a new fence, for an end that others may have caused: a
         process may have killed the fence, or the missing memory may be what an earlier execution behind it had and the
         kernel frees late.
@@ -133,12 +134,12 @@ class Sandbox:
         if self._is_closed:
             raise NotStarted("Sandbox: it is closed. Make another.")
         with waiting():
-            worker = await self._workers.get()
+            worker = await self.places.get()
         kept: Worker | None = None
         try:
             if worker is not None and new and worker.num_executions:
                 worker.close()
-                self._all.discard(worker)
+                self.alive.discard(worker)
                 worker = None
             if worker is None:
                 with waiting():
@@ -148,13 +149,13 @@ class Sandbox:
         finally:
             if kept is None and worker is not None:
                 worker.close()
-                self._all.discard(worker)
-            self._workers.put_nowait(kept)
+                self.alive.discard(worker)
+            self.places.put_nowait(kept)
 
     async def _started(self) -> Worker:
         machine = self._machine = self._machine or Machine.here()
         worker = await Worker.start(machine, self.limits, rehearse=self.reuse)
-        self._all.add(worker)
+        self.alive.add(worker)
         try:
             async with self._starting:
                 has_cgroup = worker.cgroup is not None
@@ -166,7 +167,7 @@ class Sandbox:
                         _LOG.warning("sandbox: %s. docs/sandbox.md says how to be given one", self.enforced)
         except BaseException:
             worker.close()
-            self._all.discard(worker)
+            self.alive.discard(worker)
             raise
         return worker
 
@@ -177,29 +178,29 @@ class BlockingSandbox:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._loop = asyncio.new_event_loop()  # not the thread's: the reward may be called by code that has one
-        self._sandbox = Sandbox(limits, num_workers=1)
-        self._end = weakref.finalize(self, self._sandbox.close)  # at this process's exit, if not before
+        self.sandbox = Sandbox(limits, num_workers=1)
+        self._end = weakref.finalize(self, self.sandbox.close)  # at this process's exit, if not before
 
     def start(self) -> None:
         """Start the fence. Raises `SandboxUnavailable` if code cannot be fenced in here."""
-        self._loop.run_until_complete(self._sandbox.start())
+        self._loop.run_until_complete(self.sandbox.start())
 
     @property
     def enforced(self) -> str:
         """A text that says which limits hold here, once the fence has started."""
-        return self._sandbox.enforced
+        return self.sandbox.enforced
 
     def close(self) -> None:
         self._end()
         self._loop.close()
 
     def run_python(self, source: str, stdin: str | bytes = b"", wall_s: float | None = None) -> ProgramOutcome:
-        return self._loop.run_until_complete(self._sandbox.run_python(source, stdin, wall_s))
+        return self._loop.run_until_complete(self.sandbox.run_python(source, stdin, wall_s))
 
     def call(
         self, source: str, function: str, calls: Sequence[Sequence[Any]], wall_s: float | None = None
     ) -> list[CallResult]:
-        return self._loop.run_until_complete(self._sandbox.call(source, function, calls, wall_s))
+        return self._loop.run_until_complete(self.sandbox.call(source, function, calls, wall_s))
 
 
 def checked_here(all_limits: Iterable[Limits]) -> str:

@@ -58,7 +58,7 @@ class Worker:
         self.keeper = 0
         """Process id of the program inside, as seen from here."""
         self.keeper_uid = -1
-        self._handle = -1
+        self.handle = -1
         """Descriptor of the keeper, which cannot come to mean another process."""
         self.cgroup: Cgroup | None = None
         self.without_cgroup = ""
@@ -124,7 +124,7 @@ class Worker:
             passed = [typed, outputs[0], outputs[1], told, outputs[2]]
             try:
                 socket.send_fds(self.control, [repr(wall_s).encode()], passed)
-                facts, is_over = await self._ended(wall_s + GRACE_S, meter)
+                facts, is_over = await self.ended(wall_s + GRACE_S, meter)
             except (OSError, TimeoutError) as error:
                 facts = LOST | {"in_time": not isinstance(error, TimeoutError)}
             facts["seconds"] = facts["seconds"] or time.perf_counter() - started
@@ -144,10 +144,10 @@ class Worker:
             self._told.get_loop().remove_reader(self.control)
             self._told.set_exception(ConnectionError("the fence is taken down"))
         self.control.close()  # at this the keeper ends, and what it runs with it
-        if self._handle >= 0:
+        if self.handle >= 0:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-            os.close(self._handle)
+                signal.pidfd_send_signal(self.handle, signal.SIGKILL)
+            os.close(self.handle)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S if self.keeper else 0.2)
         if self.process.returncode is None:
@@ -165,7 +165,7 @@ class Worker:
         if message != b"ready":
             raise ConnectionError("the program inside ended")
         self.keeper, self.keeper_uid, _ = CREDENTIALS.unpack(ancillary[0][2])
-        self._handle = os.pidfd_open(self.keeper)
+        self.handle = os.pidfd_open(self.keeper)
         try:
             self.cgroup = await _in_thread(Cgroup.around, self.keeper, self.limits)
         except OSError as error:
@@ -190,7 +190,7 @@ class Worker:
             )
         return ""
 
-    async def _ended(self, deadline_s: float, meter: "Meter") -> tuple[dict[str, Any], bool]:
+    async def ended(self, deadline_s: float, meter: "Meter") -> tuple[dict[str, Any], bool]:
         """Return the keeper's report, and whether memory ran out meanwhile. Raises `TimeoutError` or
         `ConnectionError`."""
         deadline = time.monotonic() + deadline_s

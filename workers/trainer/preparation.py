@@ -57,19 +57,19 @@ class Preparation:
         self._stages = stages
         self._starts = {stage.name: stage.state for stage in stages if stage.state is not None}
         self._untried = is_saved
-        self._workers = {stage.name: ComputeWorker(stage, columns) for stage in stages if stage.kind == "compute"}
+        self.workers = {stage.name: ComputeWorker(stage, columns) for stage in stages if stage.kind == "compute"}
         self._gather = gather
         self._critic = critic
 
     def carried(self) -> str:
         """States that functions carry from step to step, for checkpoints. Raises `DataflowError` for a state that is no
         plain data."""
-        return states_to_text({name: self._workers[name].state for name in self._starts}, self._starts)
+        return states_to_text({name: self.workers[name].state for name in self._starts}, self._starts)
 
     def resume(self, carried: str) -> None:
         """Go on from carried states. Raises `CheckpointError` if they are of other stages."""
         for name, state in states_from_text(carried, self._starts).items():
-            self._workers[name].state = state
+            self.workers[name].state = state
 
     def apply(self, rows: Rows, version: int) -> tuple[Rows, dict[str, float]]:
         """Return these rows with the columns that the stages write, and the metrics of critic and states. `version`: of
@@ -78,7 +78,7 @@ class Preparation:
         metrics: dict[str, float] = {}
         for stage in self._stages:
             if stage.kind == "compute":
-                worker = self._workers[stage.name]
+                worker = self.workers[stage.name]
                 rows = self._computed(worker, rows)
                 metrics |= {f"actor/{name}": value for name, value in getattr(worker.state, "metrics", {}).items()}
                 continue

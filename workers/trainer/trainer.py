@@ -226,23 +226,23 @@ class PolicyTrainer:
         with self._phase(f"publication of version {version}"):
             if self._plan is not None:
                 return publishing.publish_between(self.ranks, self._published(), directory, version, self._plan)
-            return publishing.publish(self.ranks, self._published(), directory, version, self._layout)
+            return publishing.publish(self.ranks, self._published(), directory, version, self.layout)
 
     @property
     def publication_bytes(self) -> int:
         """Bytes of one version. Collective where it is asked for before the first."""
         with self._phase("layout of publications"):
-            return self._layout.num_bytes
+            return self.layout.num_bytes
 
     def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
         """Publish to other nodes from now on: this rank is on `node`, and so many nodes receive. Collective; returns
         the same plan on every rank."""
         with self._phase("planning of publications"):
-            self._plan = publishing.plan_chunks(self.ranks, self._published(), self._layout, node, num_receivers)
+            self._plan = publishing.plan_chunks(self.ranks, self._published(), self.layout, node, num_receivers)
             return self._plan
 
     @cached_property
-    def _layout(self) -> Layout:
+    def layout(self) -> Layout:
         """Layout of every publication. Collective where it is first asked for."""
         return publishing.layout_of(self._published(), self.engine_dtype)
 

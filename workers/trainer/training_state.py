@@ -46,7 +46,7 @@ class TrainingState:
     def begin(self, directory: str) -> bool:
         """Save the present state; training may go on. False: an earlier one is still being written. Collective. Raises
         `DataflowError` for what a function carries and no checkpoint can keep."""
-        return self.saver.begin(self._pieces(), directory, self.carried())
+        return self.saver.begin(self.pieces(), directory, self.carried())
 
     def finish(self) -> list[SavedFile]:
         """Wait for what `begin` started; return the files that this rank wrote. Raises `CheckpointError`,
@@ -87,7 +87,7 @@ class TrainingState:
         if has_random:
             torch.set_rng_state(targets.random.values)
 
-    def _pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         """Pieces for a checkpoint: each element from one rank."""
         yield from self._of_engines()
         for piece in _of_counters(self._counters()):

@@ -64,7 +64,7 @@ class NodeAgents:
         self._names: set[str] = set()
         """Names that agents ever had."""
         self._facts: dict[str, NodeFacts] = {}
-        self._is_closed = False
+        self.is_closed = False
 
     def create(self, nodes: Sequence[tuple[str, str]]) -> None:
         """Create an agent on each node. `nodes`: Ray's id and the address of each."""
@@ -77,7 +77,7 @@ class NodeAgents:
         name, handle = self._made(node, address)
         try:
             (found,) = get_all([(name, handle.facts.remote())], phase="start", timeout_s=timeout_s)
-            if self._is_closed:
+            if self.is_closed:
                 raise WorkerDied(f"{name} has come too late: the run has ended.")
         except BaseException:
             self.owner.end(handle)
@@ -166,7 +166,7 @@ class NodeAgents:
 
     def close(self, grace_s: float) -> None:
         """Have agents remove the run's directories. Never raises for a dead agent: its directory goes with it."""
-        refs, self._is_closed = [], True
+        refs, self.is_closed = [], True
         for _, handle in self.members.values():
             with contextlib.suppress(RayError):
                 refs.append(handle.close.remote())

@@ -6,7 +6,7 @@ OTHERS = ("old_logprobs", "behavior_logprobs", "reference_logprobs")
 
 
 def columns_of(seed, rows=4, width=5, dtype=torch.float64):
-    """As the trainer would hand them over, the mask among them; some rows have no token."""
+    """Columns as the trainer hands them over, the mask among them. Some rows have no token."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
     columns = {

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.losses.covariance import _pseudo_random, clip_cov, kl_cov, token_covariance
+from penstock.algorithms.losses.covariance import clip_cov, kl_cov, pseudo_random, token_covariance
 from penstock.conf.errors import ConfigError
 from tests.algorithms.losses.formula import tokens
 
@@ -77,8 +77,8 @@ def test_a_batch_without_a_token_chooses_none():
 @given(st.integers(0, 2**16))
 def test_the_dice_are_fair_and_fall_the_same_every_time(seed):
     logprobs = torch.rand(4000, generator=torch.Generator().manual_seed(seed)).log()
-    numbers = _pseudo_random(logprobs)
-    assert torch.equal(numbers, _pseudo_random(logprobs))
+    numbers = pseudo_random(logprobs)
+    assert torch.equal(numbers, pseudo_random(logprobs))
     assert ((numbers >= 0) & (numbers <= 1)).all()
     assert numbers.mean().item() == pytest.approx(0.5, abs=0.05)
     assert torch.corrcoef(torch.stack([numbers, logprobs]))[0, 1].abs() < 0.1

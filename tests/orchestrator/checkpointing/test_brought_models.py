@@ -57,7 +57,7 @@ def test_a_model_of_another_run_is_brought_once(tmp_path: Path, url: str) -> Non
         (tmp_path / "bucket" / "run" / "initial_model" / "config.json").unlink(missing_ok=True)
 
 
-def test_one_that_is_gone_from_its_url_is_told_by_its_name(tmp_path: Path, url: str) -> None:
+def test_a_model_that_is_gone_from_its_url_is_told_by_its_name(tmp_path: Path, url: str) -> None:
     config = load_config([f"output_dir={tmp_path}"])
     about = {"algorithm": {"name": config.algorithm.name}}
     made = Checkpoint("there", 1, PromptStart(PromptCursor(0, 0), 0), f"{url}/initial_model", {}, config=about)

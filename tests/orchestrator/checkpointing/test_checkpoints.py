@@ -78,7 +78,7 @@ def test_a_file_is_no_checkpoint(tmp_path):
         ("store/snapshot-1/groups.arrow", b"group", "is damaged: its checksum is"),
     ],
 )
-def test_one_of_which_a_part_is_not_there_is_not_sealed(checkpoints, tmp_path, name, fault, message):
+def test_a_checkpoint_that_lacks_a_part_is_not_sealed(checkpoints, tmp_path, name, fault, message):
     place = tmp_path / "checkpoints" / "global_step_4"
     parts = {f"trainer/rank_{rank}.bin": b"weights" for rank in range(2)} | {"store/snapshot-1/groups.arrow": b"GROUP"}
     for part, data in parts.items():
@@ -215,7 +215,7 @@ def test_where_none_is_whole_the_newest_is_told_and_all_stay(tmp_path):
     assert sorted(path.name for path in place.iterdir()) == ["global_step_1", "global_step_2"]
 
 
-def test_one_that_cannot_be_read_for_now_is_not_put_aside(tmp_path):
+def test_a_checkpoint_that_cannot_be_read_for_now_is_not_put_aside(tmp_path):
     place = checkpointed(tmp_path, 1, 2)
     manifest = place / "global_step_2" / "manifest.json"
     manifest.unlink()
@@ -346,7 +346,7 @@ def test_a_place_that_does_not_answer_is_named(tmp_path):
 
 
 def test_a_command_that_was_thought_dead_sets_nothing_back_that_is_anothers(tmp_path):
-    """It comes back, misses its actors, and would return to its checkpoint."""
+    """The command comes back, misses its actors, and would return to its checkpoint."""
     config = load_config([f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=1"])
     directory = RunDirectory.create(config)
     for step in (1, 2):

@@ -14,37 +14,30 @@ from penstock.conf.faults import CheckpointConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpointing import checkpoints
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.control import event_loop
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.workers.files import SavedFile
 from penstock.workers.prompts.source import PromptStart
+from tests.fakes.actors import FakeHandle
 from tests.orchestrator.one_machine import OneMachine, empty_snapshot
 from tests.tmpfs import run_in_tmpfs
 
 
-class Remote:
-    def __init__(self, call):
-        self.call = call
-
-    async def remote(self, *arguments):
-        return self.call(*arguments)
-
-
 class LateTrainer:
-    """Its first checkpoint misses its deadline, and it begins no other before `free`; then a file of the first comes
-    late. Keeps the order of calls."""
+    """A trainer whose first checkpoint misses its deadline, and which begins no other before `free`. Then a file of the
+    first comes late. `calls`: in order."""
 
     def __init__(self, calls):
         self.calls, self.free, self.directory = calls, True, None
-        self.begin_saving, self.finish_saving = Remote(self._begin), Remote(self._finish)
 
-    def _begin(self, directory, epoch):
+    def begin_saving(self, directory, epoch):
         self.calls.append("trainer")
         self.directory = Path(directory) if self.free else self.directory
         return self.free
 
-    def _finish(self):
+    def finish_saving(self):
         if self.directory.parent.name == "global_step_1":
             self.free = False
             raise DeadlineExceeded("too late")
@@ -71,8 +64,8 @@ class EmptyStore:
 def saving(tmp_path, resumed=None, **config):
     """A writer, its trainer, what it tells the run's directory, and the order of calls."""
     calls = []
-    trainer, directory = LateTrainer(calls), Mock()
-    prompts = Some(start_after=Remote(lambda admitted: PromptStart()))
+    trainer, directory = FakeHandle(LateTrainer(calls)), Mock()
+    prompts = FakeHandle(start_after=PromptStart())
     roles = {"trainer": [("Trainer-0", trainer)], "prompts": [("Prompts", prompts)]}
     flow = Some(of_kind=lambda kind: [Some(is_scored=False)])
     checkpoint = CheckpointConfig(directory=str(tmp_path), **config)
@@ -97,7 +90,7 @@ def test_checkpoints_are_skipped_while_one_is_late_and_what_it_left_is_removed(t
         calls.clear()
         assert await save(2) == (2, [])
         assert calls == ["trainer"]  # nothing of the store is held for one that does not begin
-        trainer.end_late()
+        trainer.actor.end_late()
         assert await save(3) == (2, ["global_step_3"])
 
     asyncio.run(run())
@@ -106,15 +99,15 @@ def test_checkpoints_are_skipped_while_one_is_late_and_what_it_left_is_removed(t
     assert "an earlier checkpoint has missed its deadline" in directory.event.call_args_list[1].kwargs["message"]
 
 
-def test_one_of_which_a_rank_s_file_is_nowhere_to_be_seen_costs_itself_only(tmp_path):
+def test_a_missing_file_of_a_rank_costs_this_checkpoint_only(tmp_path):
     writer, trainer, directory, _ = saving(tmp_path)
     lost = [SavedFile.of_bytes("rank_0.bin", b"weights")]
 
     async def run():
-        trainer.finish_saving = Remote(lambda: lost)
+        trainer.answers["finish_saving"] = lost
         await writer.begin(1, {})
         await writer.finish()
-        trainer.finish_saving = Remote(list)
+        trainer.answers["finish_saving"] = []
         await writer.begin(2, {})
         await writer.finish(strict=True)
 
@@ -136,7 +129,7 @@ def sealed(tmp_path, step):
 
 
 @pytest.mark.parametrize("way", ["resumed", "taken over"])
-def test_one_that_is_sealed_is_not_written_again_by_who_goes_on_from_it(tmp_path, way):
+def test_a_sealed_checkpoint_is_not_written_again_by_a_run_that_goes_on_from_it(tmp_path, way):
     directory = sealed(tmp_path, 2)
     resumed = Some(step=2, directory=str(directory)) if way == "resumed" else None
     writer, _, _, calls = saving(tmp_path, resumed=resumed)
@@ -147,7 +140,7 @@ def test_one_that_is_sealed_is_not_written_again_by_who_goes_on_from_it(tmp_path
     assert calls == []
 
 
-def test_one_of_another_run_is_none_of_this_ones(tmp_path):
+def test_a_checkpoint_of_another_run_is_not_taken_for_this_ones(tmp_path):
     resumed = Some(step=2, directory=str(sealed(tmp_path / "another", 2)))
     assert saving(tmp_path, resumed=resumed)[0].is_due(2, is_last=True)
 
@@ -161,8 +154,8 @@ def test_a_sealed_checkpoint_counts_no_longer_once_it_is_written_anew(tmp_path):
         assert not directory.exists()
         return True
 
-    trainer.begin_saving = Remote(begun)
-    trainer.finish_saving = Remote(list)
+    trainer.answers["begin_saving"] = begun
+    trainer.answers["finish_saving"] = []
 
     async def run():
         await writer.begin(2, {})
@@ -181,7 +174,7 @@ def test_the_last_one_waits_for_a_late_one(tmp_path, step, is_last):
     async def run():
         await writer.begin(1, {})
         await writer.finish()
-        asyncio.get_running_loop().call_later(0.01, trainer.end_late)
+        asyncio.get_running_loop().call_later(0.01, trainer.actor.end_late)
         await writer.begin(step, {}, is_last=is_last)
         await writer.finish(strict=True)
 
@@ -217,6 +210,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing import checkpoints
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.control import event_loop
@@ -225,19 +219,12 @@ from penstock.workers.trainer.checkpointing.shard_files import check_files
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.weights.piece import Piece
 from penstock.workers.trainer.ranks import Ranks
+from tests.fakes.actors import FakeHandle
 from tests.orchestrator.one_machine import OneMachine, empty_snapshot
 
 place = Path(sys.argv[1])
 ELEMENTS = 3 * 2**18  # 3 MiB
 saver = Saver(Ranks.join(TrainerConfig()), timeout_s=60)
-
-
-class Remote:
-    def __init__(self, call):
-        self.call = call
-
-    async def remote(self, *arguments):
-        return self.call(*arguments)
 
 
 class Store:
@@ -250,11 +237,11 @@ class Store:
         return place
 
 
-trainer = Some(
-    begin_saving=Remote(lambda place, _: saver.begin([Piece("w", (ELEMENTS,), 0, torch.ones(ELEMENTS))], place)),
-    finish_saving=Remote(saver.finish),
+trainer = FakeHandle(
+    begin_saving=lambda place, _: saver.begin([Piece("w", (ELEMENTS,), 0, torch.ones(ELEMENTS))], place),
+    finish_saving=saver.finish,
 )
-prompts = Some(start_after=Remote(lambda admitted: PromptStart()))
+prompts = FakeHandle(start_after=PromptStart())
 roles = {"trainer": [("Trainer-0", trainer)], "prompts": [("Prompts", prompts)]}
 flow = Some(of_kind=lambda kind: [Some(is_scored=False)])
 config = RunConfig(algorithm=GrpoConfig(), checkpoint=CheckpointConfig(directory=str(place), keep_last=1))
@@ -328,7 +315,7 @@ def test_a_thread_that_outlives_its_run_completes_nothing_and_no_other_begins(tm
         assert writer.failed == 1
         assert "before the run returned has not ended" in directory.event.call_args.kwargs["message"]
         answers.set()
-        while writer._checkpoints.is_used_by_another:
+        while Checkpoints(str(tmp_path), CheckpointConfig()).is_used_by_another:
             await asyncio.sleep(0.01)
         assert not list(tmp_path.glob("*/COMPLETE"))
         monkeypatch.setattr(checkpoints, "write_text", write)

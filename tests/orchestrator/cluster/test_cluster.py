@@ -49,12 +49,12 @@ def test_none_is_made_where_another_or_none_is_wanted(
     assert not token.exists()
 
 
-def test_none_is_made_for_a_cluster_of_others(token: Path) -> None:
+def test_no_token_is_made_for_a_cluster_of_others(token: Path) -> None:
     keep_token_private(is_joining=True)
     assert not token.exists()
 
 
 def test_a_home_that_cannot_be_written_to_is_left_to_ray(token: Path) -> None:
-    """It says itself what it lacks."""
+    """Ray itself says what it lacks."""
     token.parent.write_text("a file")
     keep_token_private()

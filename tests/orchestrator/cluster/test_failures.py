@@ -1,4 +1,4 @@
-"""Of several failures the one is told that made the others."""
+"""Where several calls fail, the failure that caused the others is told."""
 
 import asyncio
 
@@ -69,7 +69,7 @@ def test_others_are_one_short_line_each_and_few() -> None:
     assert all(len(line) < 250 for line in lines)
 
 
-def test_one_failure_alone_is_itself_and_so_is_one_that_is_heard_of_twice() -> None:
+def test_one_failure_is_told_alone_even_if_heard_of_twice() -> None:
     error = DataError("row 3")
     assert cause_of([error]) is error
     assert cause_of([error, error, DataError("row 3")]) is error

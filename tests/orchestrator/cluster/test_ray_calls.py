@@ -1,4 +1,4 @@
-"""Of calls that wait for each other, the one that failed by itself is told; every wait ends."""
+"""Where calls that wait for each other fail, the one that failed by itself is told. Every wait ends."""
 
 import asyncio
 import concurrent.futures
@@ -50,7 +50,7 @@ def wait(kind: str, refs: list[Ref], timeout_s: float = 600.0) -> list[Any]:
 
 
 def crossed(error: Exception) -> Exception:
-    """As it comes out of an actor."""
+    """The error as it comes out of an actor."""
     return RayTaskError("step", "Traceback: one line\nof the remote", error).as_instanceof_cause()
 
 
@@ -109,7 +109,7 @@ def test_nothing_asked_is_nothing_answered(kind: str) -> None:
     assert wait(kind, []) == []
 
 
-def test_what_crossed_ray_has_one_of_penstocks_names() -> None:
+def test_errors_that_crossed_ray_have_penstocks_types() -> None:
     error = translate(crossed(ValueError("nonsense")), "Compute-a")
     assert type(error) is WorkerFailed
     assert str(error).startswith("Compute-a failed with ValueError: nonsense")
@@ -165,7 +165,7 @@ def test_one_answer_that_does_not_come_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "key"), [("Reward-0", "reward.num_processes"), ("Trainer-policy-1", "max_tokens_per_microbatch")]
 )
-def test_a_dead_actor_is_told_with_what_its_own_memory_goes_by(name: str, key: str) -> None:
+def test_a_dead_actor_is_told_with_the_keys_of_its_memory(name: str, key: str) -> None:
     said = str(translate(ActorDiedError(), name))
     assert said.startswith(f"{name} has died")
     assert key in said

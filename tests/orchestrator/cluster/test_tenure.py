@@ -10,7 +10,7 @@ from penstock.orchestrator.cluster.owner_actor import Tenure
 LEASE_S = 60.0
 
 
-def test_who_is_heard_of_within_the_lease_keeps_it_and_silence_ends_it() -> None:
+def test_a_process_heard_of_within_the_lease_keeps_it_and_silence_ends_it() -> None:
     tenure = Tenure(LEASE_S)
     epoch = tenure.take(0.0)
     for now in (59.0, 118.0, 170.0):
@@ -22,7 +22,9 @@ def test_who_is_heard_of_within_the_lease_keeps_it_and_silence_ends_it() -> None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "renew"]), st.integers(0, 5), st.floats(0.0, 2 * LEASE_S))))
-def test_whoever_has_taken_it_last_is_heard_and_all_before_are_refused(events: list[tuple[str, int, float]]) -> None:
+def test_the_process_that_took_it_last_is_heard_and_all_before_are_refused(
+    events: list[tuple[str, int, float]],
+) -> None:
     tenure, now, epochs, heard = Tenure(LEASE_S), 0.0, [], 0.0
     for what, who, pause_s in events:
         now += pause_s

@@ -1,9 +1,7 @@
-"""Which calls bring a version from the trainers to the engines, and that there are none where nobody waits for it."""
+"""The calls that bring a version from the trainers to the engines. None is made where no engine waits for it."""
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,6 +12,7 @@ from penstock.orchestrator.cluster.nodes import weight_relays
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.weight_sync import WeightSync
+from tests.fakes.actors import Call, FakeHandle, never
 from tests.orchestrator.noting_actors import NotingActors
 
 
@@ -93,7 +92,7 @@ def test_an_engine_on_a_node_that_joins_is_sent_the_next_version_and_loads_that(
         coming = asyncio.ensure_future(sync.catch_up(newcomer))
         await asyncio.sleep(0.2)
         assert not coming.done()
-        actors.said.clear()
+        actors.calls.clear()
         await sync.load(await sync.publish(2))
         await coming
 
@@ -118,7 +117,7 @@ def test_an_engine_on_a_later_node_is_brought_the_version_once_for_each_agent() 
         await sync.connect()
         first = await sync.publish(1)
         await sync.load(first)
-        actors.said.clear()
+        actors.calls.clear()
         for agent in (agents["a"], ("a", actors.handle("another"))):
             actors.relay_nodes = RelayNodes(where, agents | {"a": agent}, addresses, ["rollout-0", "rollout-1"])
             await sync.catch_up(newcomer)
@@ -126,7 +125,7 @@ def test_an_engine_on_a_later_node_is_brought_the_version_once_for_each_agent() 
 
         second = await sync.publish(2)
         actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
-        actors.said.append("while the next one is under way")
+        actors.calls.append(Call("while the next one", "is under way"))
         coming = asyncio.ensure_future(sync.catch_up(newcomer))
         await asyncio.sleep(0.2)
         assert not coming.done()
@@ -153,22 +152,18 @@ def test_a_node_without_engines_is_told_nothing_and_a_dying_one_delays_nobody() 
     addresses = {node: Address(node, 1) for node in "xa"}
     actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
 
-    class Dead:
-        def __getattr__(self, method: str) -> Any:
-            async def remote(*_: Any) -> None:
-                raise WorkerDied("Agent-a has died")
-
-            return SimpleNamespace(remote=remote)
+    dead = FakeHandle(None, "Agent-a")
+    dead.kill()
 
     async def body() -> None:
         sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
         await sync.connect()
-        actors.relay_nodes = RelayNodes(where, agents | {"a": ("a", Dead())}, addresses, ["rollout-0", "rollout-1"])
-        actors.said.clear()
+        actors.relay_nodes = RelayNodes(where, agents | {"a": ("a", dead)}, addresses, ["rollout-0", "rollout-1"])
+        actors.calls.clear()
         await sync.load(await sync.publish(1))
         assert actors.said[-2:] == ["rollout-0 load", "x reclaim_versions"]
         actors.relay_nodes = RelayNodes(where, {"x": agents["x"]}, addresses, ["rollout-0"])
-        actors.said.clear()
+        actors.calls.clear()
         await sync.load(await sync.publish(2))
 
     asyncio.run(body())
@@ -195,7 +190,7 @@ def test_a_version_whose_source_is_gone_is_awaited_no_longer_nor_brought(
         await sync.load(await sync.publish(1))
         assert not sync.is_cut_off
         second = await sync.publish(2)
-        agents["a"][1].holds("wait_for_version")
+        agents["a"][1].answers["wait_for_version"] = never
         loading = asyncio.ensure_future(sync.load(second))
         await asyncio.sleep(0.05)
         without = {node: agent for node, agent in agents.items() if node != "x"}
@@ -203,7 +198,7 @@ def test_a_version_whose_source_is_gone_is_awaited_no_longer_nor_brought(
         assert sync.is_cut_off
         with pytest.raises(WorkerDied, match="x: gone before the others had the weights"):
             await loading
-        actors.said.clear()
+        actors.calls.clear()
         coming = asyncio.ensure_future(sync.catch_up(newcomer))
         await asyncio.sleep(0.2)
         coming.cancel()

@@ -41,7 +41,7 @@ def test_values_that_make_no_names_do_not_make_two_runs_one() -> None:
         (["resume=auto", "seed=1,2"], "a sweep sets resume"),
     ],
 )
-def test_what_is_no_sweep_is_refused(words: list[str], message: str) -> None:
+def test_words_that_make_no_sweep_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         points_of(words)
 

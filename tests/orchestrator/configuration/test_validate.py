@@ -201,7 +201,7 @@ def test_the_fence_of_code_is_tried_where_it_is_to_hold(rows: Path, monkeypatch:
 def test_the_fence_of_code_is_tried_with_the_limits_that_it_will_have(
     rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.workers.sandbox.cgroup._own_group", lambda controller: None)
+    monkeypatch.setattr("penstock.workers.sandbox.cgroup.own_group", lambda controller: None)
     words = ["reward.function=python_tests", f"data.path={rows}"]
     required = refused(SandboxUnavailable, *words, "reward.options.limits.require_cgroup=true")
     assert "sandbox.require_cgroup=true: there is no control group" in required

@@ -8,6 +8,7 @@ from penstock.conf.errors import ConfigError, DeadlineExceeded
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.colocation import DeviceTurns
+from tests.fakes.actors import Call
 from tests.orchestrator.noting_actors import NotingActors
 
 TWO_EACH = {"rollout": 2, "trainer": 2}
@@ -29,11 +30,11 @@ def test_turns_on_gpus_need_parts_of_them():
 
 
 class Store:
-    def __init__(self, said, answers=True):
-        self.said, self.answers = said, answers
+    def __init__(self, calls, answers=True):
+        self.calls, self.answers = calls, answers
 
     async def batch_ready(self):
-        self.said.append("batch ready")
+        self.calls.append(Call("batch", "ready"))
         await asyncio.sleep(0 if self.answers else 60)
         return True
 
@@ -42,7 +43,7 @@ def turns(actors, config=None, **options):
     if config is None:
         config = RunConfig(placement="colocated")
         config.trainer.step_timeout_s = 0.05
-    return DeviceTurns(actors.role, Store(actors.said, **options), config)
+    return DeviceTurns(actors.role, Store(actors.calls, **options), config)
 
 
 def test_engines_sleep_before_trainers_come_and_trainers_go_before_engines_wake():

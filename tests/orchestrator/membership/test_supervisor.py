@@ -144,7 +144,7 @@ def test_a_step_that_ends_while_the_store_comes_back_is_told_to_the_new_one(tmp_
         fleet = Fleet(store_of(config, flow), config, flow, Random(1))
         directory = RunDirectory.create(config)
         (_, rank), *_ = fleet.role("trainer")
-        update = rank._member.step
+        update = rank.actor.step
 
         async def step(number: int, *more: Any) -> Any:
             if number != 3:
@@ -155,7 +155,7 @@ def test_a_step_that_ends_while_the_store_comes_back_is_told_to_the_new_one(tmp_
             asyncio.get_running_loop().call_later(0.5, ended.set)
             return report
 
-        rank._member.step = step
+        rank.actor.step = step
         await asyncio.wait_for(controller_over(fleet, config, directory).run(), 1e6)
         assert (await fleet.store.stats())["store/rows_trained"] == NUM_STEPS * GROUPS * SIZE
         events = [(event["kind"], event["role"]) for event in directory.read_events() if "role" in event]

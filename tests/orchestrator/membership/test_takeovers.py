@@ -14,8 +14,8 @@ from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.membership.takeover import TakeoverPoint, take_up
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.trainer.report import StepReport
+from tests.fakes.actors import FakeHandle
 from tests.orchestrator.scripted_fleet import (
-    Handle,
     ScriptedFleet,
     controller_over,
     flow_of,
@@ -82,7 +82,7 @@ async def live(words: Sequence[str], random: Random, tmp_path: Path, strikes: Se
 def test_another_controller_goes_on_at_any_moment_and_every_row_is_trained_once(
     max_staleness: int, strikes: list[str], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Handle, "outlives_callers", True)
+    monkeypatch.setattr(FakeHandle, "outlives_callers", True)
     words = [
         f"max_staleness={max_staleness}", f"trainer.max_steps={MAX_STEPS}", "checkpoint.every_steps=3",
         "rollout.num_workers=2", "trainer.num_ranks=2", "faults.store_snapshot_s=20", "faults.max_restarts=1000",

@@ -24,7 +24,7 @@ def file_at(path: Path) -> tuple[AppendedFile, Losses]:
 def test_whatever_fits_is_there_and_the_rest_follows_once(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[int, int | None]]
 ) -> None:
-    """Of each record: its length, and how many bytes the disk holds at that moment."""
+    """Each record is given by its length, and by the number of bytes that the disk holds at that moment."""
     path = tmp_path_factory.mktemp("disk") / "lines"
     file, losses = file_at(path)
     all_records = b""
@@ -94,7 +94,7 @@ def test_more_than_can_be_kept_costs_the_oldest(tmp_path: Path, monkeypatch: pyt
     assert losses.metrics() == {"recording/lost": 3.0, "recording/waiting": 0.0}
 
 
-def test_what_waits_at_the_end_is_lost_and_told(tmp_path: Path) -> None:
+def test_records_that_still_wait_at_the_end_are_lost_and_told(tmp_path: Path) -> None:
     (tmp_path / "lines").symlink_to("/dev/full")
     file, losses = file_at(tmp_path / "lines")
     told: list[str] = []

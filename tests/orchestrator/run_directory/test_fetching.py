@@ -83,7 +83,7 @@ def test_the_first_machine_takes_the_others_steps_and_drops_what_came_nowhere(on
     assert not (found.samples / "step_2.parquet").exists()
 
 
-def test_what_came_nowhere_stays_where_nobody_went_on(one: Machine) -> None:
+def test_files_that_were_not_uploaded_stay_if_nobody_went_on(one: Machine) -> None:
     one.turn(1)
     one.turn(2, is_brought=False)
     assert steps(one.turn(3)) == [1, 2, 3]

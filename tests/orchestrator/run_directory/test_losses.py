@@ -38,7 +38,7 @@ def test_that_it_works_again_is_told_and_so_is_the_next_failure() -> None:
     assert [text.partition(":")[2][:20] for text in told] == [" cannot be written: ", " can be written agai"] * 2
 
 
-def test_what_came_before_anybody_listened_is_told_then() -> None:
+def test_losses_before_anybody_listened_are_told_to_the_first_listener() -> None:
     told: list[str] = []
     losses = Losses(lambda kind, error: None)
     fail(losses)

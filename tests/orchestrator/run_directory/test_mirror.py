@@ -103,7 +103,7 @@ def test_a_line_that_is_half_written_does_not_come() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("no such bucket"), RuntimeError("a library's own")])
-def test_what_does_not_come_is_told_once_counted_and_comes_later(far: type[Flaky], error: Exception) -> None:
+def test_failed_uploads_are_told_once_counted_and_made_later(far: type[Flaky], error: Exception) -> None:
     directory = new_run(every_s=0.01)
     told: list[str] = []
     directory.losses.tell_to(told.append)
@@ -180,7 +180,7 @@ def test_a_name_that_is_taken_there_is_refused_though_nothing_of_it_is_here(tmp_
         new_run()
 
 
-def test_what_a_run_left_there_that_came_to_nothing_is_replaced(tmp_path: Path) -> None:
+def test_files_of_a_run_that_made_no_step_are_replaced(tmp_path: Path) -> None:
     first = new_run()
     (first.path / "initial_model").mkdir()
     (first.path / "initial_model" / "old").write_text("")
@@ -205,7 +205,7 @@ def test_runs_without_a_name_take_one_that_is_free_there(tmp_path: Path) -> None
     assert made[1] == f"{made[0]}-2"
 
 
-def test_what_is_there_already_is_not_brought_again_by_the_next_process(far: type[Flaky]) -> None:
+def test_the_next_process_does_not_upload_again(far: type[Flaky]) -> None:
     directory = new_run()
     directory.initial_model.mkdir()
     (directory.initial_model / "a").write_text("weights")

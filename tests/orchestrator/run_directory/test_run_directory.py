@@ -47,7 +47,7 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_that_never_began_does_not_block_its_name(tmp_path: Path) -> None:
-    """Its process was killed while actors started."""
+    """The run's process was killed while actors started."""
     directory = RunDirectory.create(config_in(tmp_path, "name=mine", "seed=1"))
     directory.event("start")
     directory.initial_model.mkdir()
@@ -151,7 +151,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [5, 70_000, 200_000])
-def test_who_appends_after_a_kill_removes_the_line_that_was_cut_off(tmp_path: Path, size: int) -> None:
+def test_appending_after_a_kill_removes_the_line_that_was_cut_off(tmp_path: Path, size: int) -> None:
     directory = RunDirectory.create(config_in(tmp_path))
     directory.log_metrics({"step": 1})
     directory.log_metrics({"step": 2, "text": "x" * size})

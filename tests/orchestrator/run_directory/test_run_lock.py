@@ -29,7 +29,7 @@ sys.stdin.read()
 """
 
 
-def test_who_comes_second_is_told_who_was_first(tmp_path: Path) -> None:
+def test_the_second_process_is_told_who_was_first(tmp_path: Path) -> None:
     lock = RunLock.take(tmp_path / "sums", "name=sums")
     with pytest.raises(RunInUse) as raised:
         RunLock.take(tmp_path / "sums", "name=sums")
@@ -80,7 +80,7 @@ def test_a_file_system_without_locks_is_used_without(tmp_path: Path, monkeypatch
     RunLock.take(tmp_path, "name=a").release()
 
 
-def test_that_nobody_is_kept_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_keeps_nobody_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

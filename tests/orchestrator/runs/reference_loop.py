@@ -25,7 +25,7 @@ from penstock.workers.trainer.update.batching import plan
 from tests.orchestrator.runs.digits_game import share_of_digits
 
 Sampled = tuple[list[int], list[int], list[float], torch.Tensor]
-"""Of a row: what was read, what was sampled, log-probabilities, advantage."""
+"""Facts on a row: what was read, what was sampled, log-probabilities, advantage."""
 Sample = Callable[[HfEngine, Sampling, Any], list[Sampled]]
 """The rows of a group."""
 
@@ -92,7 +92,7 @@ def _train(config: RunConfig, model_path: str, source: Any, sample: Sample, back
         torch.nn.utils.clip_grad_norm_(policy.parameters(), options.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        engine._model.load_state_dict(policy.state_dict())
+        engine.model.load_state_dict(policy.state_dict())
     return {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
 
 

@@ -108,7 +108,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(
 def test_an_asynchronous_run_keeps_trajectories_and_versions_change_in_bounds(
     tmp_path: Path, cluster: str, model_path: str
 ) -> None:
-    """In the middle of trajectories."""
+    """Versions change in the middle of trajectories."""
     words = ["name=ahead", "checkpoint.every_steps=2", "max_staleness=2"]
     run(settings(model_path, tmp_path, *words, "trainer.max_steps=3"), quiet=True)
     shutil.rmtree(tmp_path / "ahead" / "checkpoints" / "global_step_3")

@@ -60,7 +60,7 @@ def test_a_recipe_on_a_base_says_only_what_differs():
     assert gspo.values["algorithm"] == {"name": "gspo", "group_size": 8}
 
 
-def test_a_base_that_is_none_or_leads_back_is_refused(tmp_path):
+def test_a_base_that_is_missing_or_circular_is_refused(tmp_path):
     for name, base in (("a", "b"), ("b", "a"), ("c", "grpoo")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "recipe.yaml").write_text(f"base: ../{base}\n" if base != "grpoo" else "base: grpoo\n")

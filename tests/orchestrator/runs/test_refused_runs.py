@@ -33,7 +33,7 @@ def connecting(error: BaseException, begun: Callable[[RunConfig], None] = lambda
             raise error
 
         def close(self) -> None:
-            """It never was connected to."""
+            """Nothing is to be closed: there was no connection."""
 
     return Cluster
 

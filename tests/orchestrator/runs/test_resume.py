@@ -47,7 +47,7 @@ def assert_same_model(one, other):
 
 
 def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(words, tmp_path):
-    """In its own directory, from another run's checkpoint, with two ranks, and as a model for others."""
+    """A run goes on in its own directory, from another run's checkpoint, with two ranks, and as a model for others."""
     words = [*words, "checkpoint.every_steps=2"]
     whole = run(load_config([*words, "name=whole", "trainer.max_steps=4"]), quiet=True)
     run(load_config([*words, "name=parts", "trainer.max_steps=2"]), quiet=True)
@@ -75,7 +75,8 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(words, tmp_pat
 
 @pytest.mark.parametrize("part", ["trainer/rank_0.bin", "store"])
 def test_a_checkpoint_found_damaged_is_put_aside_and_the_one_before_taken(words, tmp_path, part):
-    """Its sizes are right: a flipped bit shows when ranks or the store read it. The numbers are those of before."""
+    """The sizes of the files are right: a flipped bit shows when ranks or the store read it. The numbers are those of
+    the checkpoint before."""
     words = [*words, "checkpoint.every_steps=1", "name=hurt"]
     before = metrics_of(run(load_config([*words, "trainer.max_steps=2"]), quiet=True).directory)
     place = tmp_path / "hurt" / "checkpoints"
@@ -122,7 +123,7 @@ def victim(warm_python, driver_environment):
 
 
 def test_kills_at_random_moments_change_no_bit(words, tmp_path, victim):
-    """As it starts, between steps, while a checkpoint is written, just after one. Nothing lives on."""
+    """Moments: while the run starts, between steps, while a checkpoint is written, just after one. Nothing lives on."""
     words = [*words, "checkpoint.every_steps=1", f"trainer.max_steps={MAX_STEPS}", "resume=auto", "faults.lease_s=0"]
     victim([*words, "name=whole"]).finish()
     killed, random = tmp_path / "killed", Random(0)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STEPS, NUM_KILLS = 12, 3
 ENVIRONMENT_STEPS = 8
-"""Of runs in an environment, which take longer."""
+"""Steps of runs in an environment, which take longer."""
 GAME = Path(__file__).parent / "digits_game.py"
 SETTINGS = [
     "rollout.engine=hf", "rollout.num_workers=2", "rollout.num_threads=1", "trainer.num_threads=1", "resume=auto",
@@ -88,7 +88,7 @@ def new_run(start: Callable[[list[str]], Victim], small_run: list[str], tmp_path
 
 @pytest.fixture(scope="module")
 def whole(start: Callable[[list[str]], Victim], small_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """To which nothing happened."""
+    """A run to which nothing happened."""
     run = Run(start, [*small_run, *SETTINGS], tmp_path_factory.mktemp("undisturbed") / "whole")
     run.begin().finish()
     return run
@@ -139,7 +139,7 @@ def test_attempts_in_an_environment_go_on_while_nobody_drives_the_run(new_run: C
     assert_same_model(whole, killed)
 
 
-def test_who_dies_with_the_command_is_replaced_by_the_next_one(new_run: Callable[..., Run], whole: Run) -> None:
+def test_actors_that_die_with_the_command_are_replaced_by_the_next_one(new_run: Callable[..., Run], whole: Run) -> None:
     """Ranks, too: from the copies of their state."""
     killed = new_run("killed")
     for name in ("Trainer-policy-0", "Rollout-1"):
@@ -190,7 +190,7 @@ def test_actors_end_when_nobody_comes_for_them(new_run: Callable[..., Run]) -> N
 
 
 def test_a_command_that_was_thought_dead_ends_when_it_comes_back(new_run: Callable[..., Run], whole: Run) -> None:
-    """It was stopped, and the lock of its directory was lost with a file system."""
+    """The command was stopped, and the lock of its directory was lost with a file system."""
     run = new_run("run")
     stopped = run.begin()
     stopped.wait_until(lambda: run.num_steps >= 3)

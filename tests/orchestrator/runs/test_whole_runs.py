@@ -22,7 +22,7 @@ from tests.run_files import metrics_of, sampled_difference, samples_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 PATIENCE_S = 900.0
-"""For what happens soon unless something is wrong: nothing is said of how soon."""
+"""Deadline of what happens soon unless something is wrong. Tests say nothing of how soon."""
 
 
 @pytest.mark.vllm

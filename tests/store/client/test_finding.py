@@ -2,7 +2,6 @@
 will."""
 
 import asyncio
-import concurrent.futures
 from pathlib import Path
 from typing import Any
 
@@ -19,58 +18,46 @@ from penstock.store.client.links import endpoint_of
 from penstock.store.errors import StoreError, StoreUnreachable
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from tests.fakes.actors import FakeHandle
 from tests.store.visitors import linked, serve, unseen
 
 
-class Actor:
-    """The handle of a store's actor that answers one after the other of these."""
-
-    def __init__(self, *answers: Any) -> None:
-        self._answers = list(answers)
-        self.endpoint = self
-        self.calls = 0
-
-    def remote(self) -> "Actor":
-        return self
-
-    def future(self) -> "concurrent.futures.Future[Any]":
-        self.calls += 1
-        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        future.set_exception(answer) if isinstance(answer, Exception) else future.set_result(answer)
-        return future
+def actor(*answers: Any) -> FakeHandle:
+    """The handle of a store's actor that answers one after the other of these, and the last one for ever."""
+    left = list(answers)
+    return FakeHandle(endpoint=lambda: left.pop(0) if len(left) > 1 else left[0])
 
 
 def test_it_is_asked_again_until_it_answers_and_called_by_the_nearest_way(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
         gone = ActorUnavailableError("the connection broke", None)
         for node, seen, link in (("", endpoint, OverSocket), ("", unseen(endpoint), OverTcp), ("b", endpoint, OverTcp)):
-            actor = Actor(gone, seen)
-            client = StoreClient(actor, node or endpoint.node or "here")
+            handle = actor(gone, seen)
+            client = StoreClient(handle, node or endpoint.node or "here")
             assert isinstance(await linked(client), link)
-            assert actor.calls == 2
+            assert len(handle.calls) == 2
 
     serve(tmp_path, body, node="here")
 
 
 def test_it_is_not_asked_for_ever() -> None:
-    actor = Actor(ActorUnavailableError("the connection broke", None))
+    handle = actor(ActorUnavailableError("the connection broke", None))
     with pytest.raises(StoreUnreachable, match=r"through Ray for 0.5 s: .*the connection broke"):
-        asyncio.run(endpoint_of(actor, patience_s=0.5))
-    assert actor.calls > 1
+        asyncio.run(endpoint_of(handle, patience_s=0.5))
+    assert len(handle.calls) > 1
 
 
 def test_a_dead_one_is_not_asked_again() -> None:
-    actor = Actor(ActorDiedError())
+    handle = actor(ActorDiedError())
     with pytest.raises(PartnerGone, match="the store's process is gone"):
-        asyncio.run(endpoint_of(actor))
-    assert actor.calls == 1
+        asyncio.run(endpoint_of(handle))
+    assert len(handle.calls) == 1
 
 
 def test_one_that_cannot_listen_says_why() -> None:
     error = RayTaskError("endpoint", "traceback", StoreError("no port"))
     with pytest.raises(StoreError, match="no port"):
-        asyncio.run(endpoint_of(Actor(error)))
+        asyncio.run(endpoint_of(actor(error)))
 
 
 def test_a_port_where_nobody_listens_is_named_with_what_to_look_at() -> None:

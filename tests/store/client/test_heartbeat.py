@@ -92,13 +92,13 @@ def test_a_row_dropped_and_then_written_ends_no_other_rows_heartbeat() -> None:
         first = {name: column[:2] for name, column in values.items()}
         await client.drop(lease, [0, 1], "too_long")
         await client.write(lease, [0, 1], first)
-        assert client._heartbeat.held == {lease.id: {2, 3}}
+        assert client.heartbeat.held == {lease.id: {2, 3}}
 
     run(body)
 
 
 def test_what_was_let_go_is_renewed_no_more_and_with_nothing_held_beats_end() -> None:
-    """Until something comes."""
+    """Beats begin again when something is held."""
 
     def body(heartbeat: Heartbeat, renewer: FakeRenewer) -> None:
         heartbeat.hold(1, [0])

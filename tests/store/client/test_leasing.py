@@ -117,8 +117,11 @@ def test_whoever_is_cancelled_while_a_stream_ends_is_cancelled() -> None:
     async def main() -> None:
         released: list[int] = []
         ending, withdrawn = asyncio.Event(), asyncio.Event()
+        first = [Lease(number, "rollout", Rows.from_lists({})) for number in (1, 0)]
 
         async def ask(count: int) -> list[Lease] | None:
+            if first:
+                return [first.pop(0), first.pop(0)]
             try:
                 await asyncio.Event().wait()
             finally:
@@ -130,9 +133,8 @@ def test_whoever_is_cancelled_while_a_stream_ends_is_cancelled() -> None:
             released.append(lease.id)
 
         async def work() -> None:
-            async with LeaseStream(ask, release, ahead=1) as leases:
-                leases._ready.append(Lease(0, "rollout", Rows.from_lists({})))
-                leases._fetch()
+            async with LeaseStream(ask, release, ahead=2) as leases:
+                assert (await anext(leases)).id == 1
                 await asyncio.sleep(0)
 
         working = asyncio.ensure_future(work())
@@ -161,7 +163,7 @@ def test_a_cancelled_call_takes_nothing_and_holds_up_nobody() -> None:
         assert lease is not None
         await asyncio.sleep(0.01)
         assert [held.owner for held in store.ledger.residents.leases.held.values()] == ["stays"]
-        assert not any(map(len, store._consumers.values()))
+        assert not any(map(len, store.consumers.values()))
 
     run(body)
 

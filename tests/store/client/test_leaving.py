@@ -63,9 +63,9 @@ def test_its_heart_stops(tmp_path: Path) -> None:
     async def body(store: Store, client: StoreClient, link: Link) -> None:
         await client.put_groups([group()])
         await client.lease("rollout", 1, "engine")
-        assert client._heartbeat.beats
+        assert client.heartbeat.beats
         await client.leave()
-        while client._heartbeat.beats:
+        while client.heartbeat.beats:
             await asyncio.sleep(0.01)
 
     by("socket", tmp_path, body, lease_timeout_s=0.3)

@@ -104,7 +104,7 @@ def test_a_cancelled_call_leaves_nobody_waiting_and_nothing_leased(tmp_path: Pat
     async def body(store: Store, client: StoreClient, link: Link) -> None:
         waiting = asyncio.ensure_future(client.lease("reward", 1, "gone"))
         asking = asyncio.ensure_future(client.lease("rollout", 1, "gone"))
-        while not all(len(store._consumers[stage]) for stage in ("reward", "rollout")):
+        while not all(len(store.consumers[stage]) for stage in ("reward", "rollout")):
             await asyncio.sleep(0)
         await StoreClient(store).put_groups([{"prompt_ids": [7] * LONG, "task": "{}"}])
         while not held(store):  # granted, and perhaps on its way
@@ -116,12 +116,12 @@ def test_a_cancelled_call_leaves_nobody_waiting_and_nothing_leased(tmp_path: Pat
             come = asking.result()
             assert come is not None
             await client.release(come)
-        while held(store) or any(map(len, store._consumers.values())):
+        while held(store) or any(map(len, store.consumers.values())):
             await asyncio.sleep(0)
         again = await leased(client, "rollout", 1, "engine")
         assert again.rows.lists("prompt_ids") == [[7] * LONG] * 2
         assert held(store) == [again.id]
-        assert client._heartbeat.held.keys() == {again.id}
+        assert client.heartbeat.held.keys() == {again.id}
 
     by(way, tmp_path, body)
 
@@ -131,10 +131,10 @@ def test_a_cancelled_put_withdraws_what_is_not_admitted(tmp_path: Path, way: str
     async def body(store: Store, client: StoreClient, link: Link) -> None:
         await client.put_groups([group(number) for number in range(4)])
         waiting = asyncio.ensure_future(client.put_groups([group(4)]))
-        while not len(store._puts):
+        while not len(store.puts):
             await asyncio.sleep(0)
         waiting.cancel()
-        while len(store._puts):
+        while len(store.puts):
             lease = await leased(client, "rollout", 1, "engine")
             await client.drop(lease, lease.rows.row_ids, "test")
         assert (await client.stats())["store/groups_admitted"] == 4
@@ -162,10 +162,10 @@ def test_a_heart_renews_what_its_client_holds_and_hears_what_is_over(tmp_path: P
 def test_rows_that_end_after_they_were_granted_are_there_to_be_read(tmp_path: Path, way: str) -> None:
     async def body(store: Store, client: StoreClient, link: Link) -> None:
         await client.put_groups([{"prompt_ids": [7] * LONG, "task": "{}"}])
-        (granted,) = await link.call("lease", LeaseRequest("rollout", 1, "engine", client=client._name))
+        (granted,) = await link.call("lease", LeaseRequest("rollout", 1, "engine", client=client.name))
         await store.drop(granted.lease_id, "rollout", [0, 1], "test", "")
         assert (await client.stats())["store/rows"] == 0
-        ((_, rows),) = await client._read([granted])
+        ((_, rows),) = await client.read([granted])
         assert rows.lists("prompt_ids") == [[7] * LONG] * 2
         del rows, granted
         gc.collect()
@@ -182,10 +182,10 @@ def test_what_a_client_held_or_waited_for_is_free_as_soon_as_it_is_gone(tmp_path
         held = await leased(dead, "rollout", 1, "engine")
         waiting = asyncio.ensure_future(dead.lease("reward", 1, "engine"))
         putting = asyncio.ensure_future(dead.put_groups([group(4)]))
-        while not len(store._consumers["reward"]) or not len(store._puts):
+        while not len(store.consumers["reward"]) or not len(store.puts):
             await asyncio.sleep(0)
         assert isinstance(link, Connected)
-        link._wire.close()
+        link.wire.close()
         for call in (waiting, putting, dead.stats()):
             with pytest.raises(PartnerGone, match="the store's process is gone"):
                 await call
@@ -193,7 +193,7 @@ def test_what_a_client_held_or_waited_for_is_free_as_soon_as_it_is_gone(tmp_path
         lease = await asyncio.wait_for(survivor.lease("rollout", 1, "other"), 5)
         assert lease is not None
         assert lease.rows.row_ids.tolist() == held.rows.row_ids.tolist()
-        assert not any(map(len, store._consumers.values()))
+        assert not any(map(len, store.consumers.values()))
         await survivor.drop(lease, lease.rows.row_ids, "test")
         await asyncio.sleep(0.05)
         assert (await survivor.stats())["store/groups_admitted"] == 4

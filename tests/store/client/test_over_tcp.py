@@ -74,9 +74,9 @@ def test_large_values_come_and_go_and_are_those_that_were_written(handle: Any) -
 def test_rows_that_end_after_they_were_granted_are_there_to_be_read(handle: Any) -> None:
     async def body(remote: StoreClient, local: StoreClient) -> None:
         await local.put_groups([{"prompt_ids": [7] * LONG, "task": "{}"}])
-        (granted,) = await remote._link.call("lease", LeaseRequest("rollout", 1, "engine", client="remote"))
-        await local._link.call("drop", granted.lease_id, "rollout", granted.payload.row_ids.tolist(), "test", "")
-        ((_, rows),) = await remote._read([granted])
+        (granted,) = await remote.link.call("lease", LeaseRequest("rollout", 1, "engine", client="remote"))
+        await local.link.call("drop", granted.lease_id, "rollout", granted.payload.row_ids.tolist(), "test", "")
+        ((_, rows),) = await remote.read([granted])
         assert rows.lists("prompt_ids") == [[7] * LONG] * 2
         while (await local.stats())["store/shared_bytes"]:  # until nobody reads it
             await asyncio.sleep(0.01)
@@ -119,7 +119,7 @@ def test_a_far_clients_heart_renews_what_it_holds_and_hears_what_is_over(handle:
     async def body(remote: StoreClient, local: StoreClient) -> None:
         await local.put_groups([group()])
         lease = await leased(remote, "rollout", 1, "engine")
-        renewer = remote._link.lease_renewer()
+        renewer = remote.link.lease_renewer()
         assert await asyncio.to_thread(renewer.renew, [lease.id], [], ANSWER_S) == []
         await remote.release(lease)
         assert await asyncio.to_thread(renewer.renew, [lease.id], [0, 1], ANSWER_S) == [lease.id]
@@ -157,7 +157,7 @@ def test_typed_errors_arrive_as_themselves(handle: Any) -> None:
 
 
 def beat(renewer: LeaseRenewer) -> None:
-    """As a heartbeat does, ten times: a process that is ending still takes a connection, and resets it."""
+    """Renew ten times, as a heartbeat does: a process that is ending still takes a connection, and resets it."""
     for _ in range(10):
         with contextlib.suppress(ConnectionError, TimeoutError):
             renewer.renew([0], [], ANSWER_S)
@@ -174,7 +174,7 @@ def test_a_far_client_hears_of_the_stores_death(handle: Any) -> None:
         ray.kill(handle)
         with pytest.raises(PartnerGone, match="the store's process is gone"):
             await asyncio.wait_for(waiting, ANSWER_S)
-        renewer = remote._link.lease_renewer()
+        renewer = remote.link.lease_renewer()
         with pytest.raises(PartnerGone, match="the store's process is gone"):
             await asyncio.to_thread(beat, renewer)
 

@@ -53,7 +53,7 @@ def check(rows: Rows, tokens: int = LONG) -> None:
 
 
 async def until_collected(holds: Callable[[], bool]) -> None:
-    """As `until`, for what the end of arrays leads to: some lie in cycles."""
+    """Wait as `until` does, for what follows the end of arrays. Some arrays lie in cycles, so garbage is collected."""
     await until(lambda: gc.collect() >= 0 and holds())
 
 
@@ -117,13 +117,13 @@ def test_a_file_goes_back_to_its_writer_after_the_last_far_reader(tmp_path: Path
         producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
         await sampled(producer)
         await reader.spec()
-        ask = LeaseRequest("reference", 4, "reader", client=reader._name)
-        (granted,) = await reader._link.call("lease", ask)
-        await reader._link.call("drop", granted.lease_id, "reference", list(range(4)), "test", "")
+        ask = LeaseRequest("reference", 4, "reader", client=reader.name)
+        (granted,) = await reader.link.call("lease", ask)
+        await reader.link.call("drop", granted.lease_id, "reference", list(range(4)), "test", "")
         arena = (await linked(producer))._arena  # type: ignore[union-attr]
         await sampled(producer, [2])  # into another file
         assert len(files_in(remote["b"].shm)) == 2
-        ((_, rows),) = await reader._read([granted])
+        ((_, rows),) = await reader.read([granted])
         check(rows)
         await until_collected(lambda: bool(arena._free))
         await sampled(producer, [3])  # into the one that came back
@@ -137,9 +137,9 @@ def test_what_a_dead_writer_leaves_goes_with_its_rows(tmp_path: Path) -> None:
         producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
         await sampled(producer)
         (handed_over,) = files_in(remote["b"].shm)
-        (remote["b"].shm / f"{producer._name}-7").write_bytes(bytes(100))  # never handed over
+        (remote["b"].shm / f"{producer.name}-7").write_bytes(bytes(100))  # never handed over
         (remote["b"].shm / "another-7").write_bytes(bytes(100))
-        (await linked(producer))._wire.close()  # type: ignore[union-attr]
+        (await linked(producer)).wire.close()  # type: ignore[union-attr]
         await until(lambda: files_in(remote["b"].shm) == sorted(["another-7", handed_over]))
         lease = await leased(reader, "reference", 4, "reader")
         check(lease.rows)
@@ -266,7 +266,7 @@ def test_of_two_that_wait_the_one_on_the_rows_node_is_next(tmp_path: Path, node:
         order = sorted(readers, key=lambda name: name == node)  # the remote one asks first
         asking = {name: asyncio.ensure_future(readers[name].lease("reference", 1, name)) for name in order}
         for number in range(2):
-            while len(store._consumers["reference"]) < 2:
+            while len(store.consumers["reference"]) < 2:
                 await asyncio.sleep(0.001)
             await sampled(StoreClient(endpoint, node=node), [number])  # two rows, one for each
             leases = {name: await asking[name] for name in order}

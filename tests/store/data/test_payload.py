@@ -23,7 +23,7 @@ FAR = "another"
 
 
 def values_of(rows: list[int]) -> pa.RecordBatch:
-    """Of two columns that are written together."""
+    """Values of two columns that are written together."""
     lists = pa.array([list(range(row, row + row % 3)) for row in rows], pa.list_(pa.int32()))
     return pa.record_batch({"x": lists, "y": pa.array(rows, pa.int64())})
 
@@ -84,7 +84,7 @@ def test_parts_that_fit_and_their_sum_that_does_not(monkeypatch: pytest.MonkeyPa
 
 
 def sent(payload: Payload) -> tuple[Payload, int]:
-    """As it arrives, and the bytes that it took."""
+    """The payload as it arrives, and the bytes that it took."""
     body, pieces, nbytes = Codec().encode(payload)
     area = pa.py_buffer(b"".join(pieces))
     assert area.size == nbytes

@@ -75,10 +75,10 @@ class Histories(RuleBasedStateMachine):
         self.made = 0
         self.live: set[str] = set()
         self.readers: dict[str, list[str]] = {}
-        """Of each file that is in use."""
+        """Clients that read each file that is in use."""
         self.with_writer: set[str] = set()
         self.mapped: dict[str, set[str]] = {}
-        """By file: clients that have heard of it, and not yet that it is gone."""
+        """Clients, by file, that have heard of it, and not yet that it is gone."""
         self.leaving: dict[str, Iterator[Instructions]] = {}
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(segment_book, "AT_ONCE", 1)

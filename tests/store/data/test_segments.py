@@ -183,7 +183,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_killed_store_left_is_swept_by_the_next_one_beside_it(tmp_path: Path) -> None:
-    """In memory and on disk."""
+    """Files in memory and on disk are swept."""
     places = [tmp_path / "shm", tmp_path / "disk"]
     killed = subprocess.run([sys.executable, "-c", DIES, *map(str, places)])
     assert killed.returncode == -signal.SIGKILL

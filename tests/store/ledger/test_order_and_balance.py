@@ -1,4 +1,4 @@
-"""Which groups make a batch, and how its rows are split: pure functions, by hand and by property."""
+"""The groups that make a batch, and how its rows are split: pure functions, by hand and by property."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def heaviest_over_mean(costs: list[float], parts: list[list[int]]) -> float:
 def test_the_heaviest_rank_is_within_5_percent_of_the_mean_or_one_row_is_more(
     seed: int, num_ranks: int, mean: float, spread: float
 ) -> None:
-    """With 64 rows a rank."""
+    """Each rank has 64 rows."""
     costs = [row_cost(length) for length in long_tailed_lengths(seed, 64 * num_ranks, mean, spread)]
     bound = max(1.05, num_ranks * max(costs) / sum(costs))
     assert heaviest_over_mean(costs, balance(costs, num_ranks)) <= bound

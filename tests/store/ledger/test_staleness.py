@@ -155,7 +155,7 @@ class Cluster:
             self.after(self.random.uniform(0.0, 3.0), self.lose_a_node)
 
     def lose_a_node(self) -> None:
-        """At any moment: responses or rewards, of any groups."""
+        """Lose a node at any moment, with responses or rewards of any groups."""
         group_mask, cells = self.ledger.residents.all_rows, {}
         for group in list(self.ledger.residents.groups):
             if self.random.random() < 0.3:

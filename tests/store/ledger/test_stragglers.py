@@ -103,7 +103,7 @@ def test_a_row_that_one_drops_has_ended_for_both() -> None:
     assert write(driver, first, [0, 1]) == [1]
 
 
-def test_a_third_engine_gets_nothing_and_nor_does_anybody_without_a_factor() -> None:
+def test_a_third_engine_gets_nothing_nor_a_second_without_a_factor() -> None:
     driver, _, _ = slow_group()
     assert driver.ledger.offer("third", 100.0) is None
     driver = Driver(make_spec())

@@ -24,7 +24,7 @@ LONG = 80_000
 """Tokens of a response: more than travel inline."""
 
 LEASE_TIMEOUT_S = 600.0
-"""So long that no lease expires here: what comes back does so because a connection has ended."""
+"""Timeout so long that no lease expires here: what comes back does so because a connection has ended."""
 
 
 @pytest.fixture

@@ -34,9 +34,10 @@ pytestmark = pytest.mark.ray
 
 MAX_STALENESS, GROUPS_PER_STEP, GROUP_SIZE = 1, 2, 2
 MORE_TOKENS = 2000
-"""Of every third response."""
+"""Tokens of every third response."""
 INLINE_BYTES, SHARED_BYTES = 64, 2**16
-"""So that all but rewards and advantages go through files, a few of them beyond the budget of shared memory."""
+"""Limits so small that all but rewards and advantages go through files, a few of them beyond the budget of shared
+memory."""
 ANSWER_S = 600.0
 """Nothing but a call that waits for ever takes so long: a process may take half a minute to start."""
 SEEDS = random.sample(range(10**6), 50) if os.environ.get("PENSTOCK_SOAK") else [3, 6]
@@ -136,11 +137,11 @@ class History:
         self.dice.choices(list(events), list(events.values()))[0]()
 
     def admit(self) -> None:
-        """By one worker; the call may wait for credits, and its worker may die with it."""
+        """Put groups by one worker. The call may wait for credits, and its worker may die with it."""
         self.any_worker().put.remote([group(number) for number in range(self.dice.randint(1, 3))])
 
     def lease(self) -> None:
-        """Not waited for: the worker may be killed while it waits."""
+        """Lease without waiting for the answer: the worker may be killed while it waits."""
         self.any_worker().lease.remote(self.dice.choice(STAGES), self.dice.randint(1, 3))
 
     def write(self) -> None:
@@ -201,7 +202,7 @@ class History:
         assert [error for error in ended if not isinstance(error, asyncio.CancelledError)] == []
 
     async def _nothing_free(self, client: StoreClient) -> bool:
-        """Nor held by the workers of this process, who have their stages' names."""
+        """Whether nothing is free, nor held by the workers of this process, which have their stages' names."""
         state = await client.describe()
         held = {lease["owner"] for lease in state["leases"]}
         return not held & set(STAGES) and not any(state["rows"][stage]["free"] for stage in STAGES)
@@ -258,7 +259,7 @@ class History:
         assert stats["store/rows"] == admitted - len(self.trained) < GROUPS_PER_STEP * GROUP_SIZE
 
     def _check_files(self) -> None:
-        """Of all that dead and living have written, what rows lie in is left, and nobody holds a lease."""
+        """Check that only those files are left that rows lie in, and that nobody holds a lease."""
         deadline = time.monotonic() + ANSWER_S
         while True:
             stats = self.ask("stats")
@@ -289,7 +290,7 @@ def test_no_row_is_lost_and_none_trained_twice_whoever_is_killed(cluster: str, t
 
 
 def test_a_waiting_call_of_a_killed_worker_gets_nothing(cluster: str) -> None:
-    """Its lease would be a ghost until it ran out."""
+    """The worker's lease would be a ghost until it ran out."""
     from penstock.store.service.actor import create_store_actor, end_store_actor
 
     store = create_store_actor(make_spec(lease_timeout_s=300.0), "ghosts")

@@ -116,7 +116,7 @@ def test_a_dead_engine_is_not_waited_for() -> None:
         more = asyncio.ensure_future(alive.lease("rollout", 8, "alive", max_held=8, num_peers=2))
         began = now()
         await asyncio.sleep(0)
-        await store.left(dead._name)
+        await store.left(dead.name)
         assert len(groups_of(await more)) == 2  # what the dead one held
         assert now() == began
 
@@ -147,7 +147,7 @@ def test_a_stream_that_fetches_ahead_leaves_some_for_others() -> None:
 
 
 def test_samples_of_a_group_are_shared_too() -> None:
-    """As among the processes of a reward, which ask through one client."""
+    """The processes of a reward, for example, ask through one client."""
 
     async def body(store: Store, client: StoreClient) -> None:
         await put(client, 1)

@@ -96,7 +96,7 @@ def test_lost_responses_are_sampled_again_and_their_rows_trained_once(tmp_path: 
         assert {name: count for name, count in stats.items() if name.startswith("lost/")} == {
             "lost/rollout": 2, "lost/reward": 2, "lost/reference": 2, "lost/group_advantage": 2,
         }  # fmt: skip
-        assert not any(store._blocks.lost())
+        assert not any(store.blocks.lost())
 
     with_an_engine(tmp_path, body)
 
@@ -186,7 +186,7 @@ def test_a_lost_node_is_heard_of_whole_though_who_told_of_it_goes(tmp_path: Path
     async def body(store: Store, local: StoreClient, engine: StoreClient) -> None:
         long = {"prompt_ids": [7] * LONG, "task": "{}"}
         await engine.put_groups([long] * 10)
-        store._blocks.lost = lambda: Blocks.lost(store._blocks, 4)  # type: ignore[method-assign]
+        store.blocks.lost = lambda: Blocks.lost(store.blocks, 4)  # type: ignore[method-assign]
         telling = asyncio.ensure_future(store.lost("b"))
         await until(lambda: store.ledger.counters["dropped/node_lost"] > 0, pause_s=0)
         assert not telling.done()

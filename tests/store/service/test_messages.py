@@ -36,7 +36,7 @@ KINDS = [
 
 
 def messages() -> list[Any]:
-    """Of all that has a batch, an array or an error in it."""
+    """Messages of every kind that has a batch, an array or an error in it."""
     calls = calls_of(Store)
     lists = pa.array([[1], [2, 3], [], [4], [5]], pa.list_(pa.int32()))
     batch = pa.record_batch({"x": pa.array(range(5)), "lists": lists, "text": pa.array(["é"] * 5)})
@@ -64,7 +64,7 @@ FRAMES = [frame(message) for message in messages()]
 
 
 def decode(data: bytes) -> int:
-    """As every kind of message; how many it was."""
+    """Decode bytes as every kind of message; return how many kinds they were."""
     found = 0
 
     def hear(_: int, body: memoryview, area: pa.Buffer) -> None:

@@ -138,9 +138,9 @@ def test_a_client_that_goes_while_its_batch_is_moved_leaves_no_file(tmp_path: Pa
         client, link = await visit(endpoint)
         putting = asyncio.ensure_future(client.put_groups(LARGE))
         await until(gate.reached.is_set)
-        link._wire.close()
+        link.wire.close()
         await asyncio.gather(putting, return_exceptions=True)
-        await until(lambda: not store._puts.under_way)
+        await until(lambda: not store.puts.under_way)
         gate.opened.set()
         await until(lambda: not files_in(tmp_path / "disk") and not files_in(tmp_path / "shm"))
         assert store.ledger.residents.next_group == 0

@@ -93,7 +93,7 @@ def test_only_the_stores_user_may_enter_its_directories(place: Path, tmp_path: P
 
 
 def test_what_this_user_says_is_done(place: Path, tmp_path: Path) -> None:
-    """Or the tests below could not fail."""
+    """Without this, the tests below could not fail."""
 
     async def body(store: Store, endpoint: Endpoint) -> None:
         assert await call(endpoint.path, a_call()) == "answered"
@@ -144,7 +144,7 @@ def test_a_directory_may_have_any_name_that_the_disk_takes(tmp_path: Path) -> No
     async def body(store: Store, endpoint: Endpoint) -> None:
         assert len(endpoint.path) > 200
         client = StoreClient(Store(make_spec()))
-        link = await OverSocket.connect(endpoint, client._name)
+        link = await OverSocket.connect(endpoint, client.name)
         assert link is not None
         assert (await link.call("spec")).group_size == 2
 

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.store.client.client import StoreClient
 from penstock.store.data.layout import Inline
+from penstock.store.data.schema import encode
 from penstock.store.errors import StoreError, TooLarge
 from penstock.store.service.store import Store
 from tests.store.players import group, leased, run, train, values_of
@@ -19,9 +20,8 @@ def test_a_put_with_one_group_too_large_admits_none() -> None:
         waiting = asyncio.ensure_future(client.lease("rollout", 1, "engine"))
         with pytest.raises(TooLarge, match=r"store\.max_bytes=500"):
             await client.put_groups([group(), HUGE])
-        batch, facts, _ = await client._encode(
-            await client.spec(), {"prompt_ids": [[1], [2] * 1000], "task": ["", ""]}, [0, 1]
-        )
+        columns = {column.name: column for column in (await client.spec()).columns}
+        batch, facts = encode(columns, {"prompt_ids": [[1], [2] * 1000], "task": ["", ""]}, [0, 1])
         with pytest.raises(TooLarge):  # whoever does not look before
             await store.put(batch.schema.names, Inline(batch), facts)
         assert await client.put_groups([group(7)]) == [0]
@@ -48,7 +48,7 @@ def test_a_cancelled_put_withdraws_what_is_not_admitted_yet() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         first = asyncio.ensure_future(client.put_groups([group(number) for number in range(6)]))
         gathered = [asyncio.ensure_future(client.put_groups([group(number)])) for number in (10, 11, 12)]
-        while len(store._puts) == 0:
+        while len(store.puts) == 0:
             await asyncio.sleep(0)
         for gone in (first, gathered[1]):
             assert gone.cancel()
@@ -62,7 +62,7 @@ def test_a_cancelled_put_withdraws_what_is_not_admitted_yet() -> None:
         assert await asyncio.gather(gathered[0], gathered[2]) == [[4], [5]]
         lease = await leased(client, "rollout", 9, "engine")
         assert [prompt[2] - 10 for prompt in lease.rows.lists("prompt_ids")[::2]] == [10, 12]
-        assert not store._puts.under_way
+        assert not store.puts.under_way
 
     run(body)
 
@@ -155,7 +155,7 @@ def test_the_source_is_the_last_that_became_it() -> None:
 
 
 def test_a_put_that_is_about_to_be_admitted_is_not_once_another_is_the_source() -> None:
-    """Its credits come in the same turn of the loop, before."""
+    """The credits of the put come in the same turn of the loop, before."""
 
     async def body(store: Store, client: StoreClient) -> None:
         waiting = asyncio.ensure_future(client.put_groups([group(number) for number in range(6)]))
@@ -163,7 +163,7 @@ def test_a_put_that_is_about_to_be_admitted_is_not_once_another_is_the_source() 
         await finish_everything(client)
         await train(client, 0)
         store.ledger.published(1)
-        store._puts.wake()
+        store.puts.wake()
         assert await store.become_source("another") == 4
         with pytest.raises(StoreError, match="another client is the source"):
             await waiting

@@ -137,7 +137,7 @@ def state_of(store: Store) -> dict[str, Any]:
         "groups": [values_of(group, store.ledger.spec.group_size) for group in living_groups(store.ledger)],
         "free": [(stage.name, stage.num_free) for stage in store.ledger.residents.readiness.stages],
         "leases": {lease.id: (dict(lease.open), dict(lease.granted)) for lease in leases.values()},
-        "bytes": (store.ledger.residents.credits.bytes, store._blocks.bytes, store._blocks.num_blocks),
+        "bytes": (store.ledger.residents.credits.bytes, store.blocks.bytes, store.blocks.num_blocks),
     }
 
 

@@ -168,12 +168,12 @@ def test_a_cut_is_of_its_moment_however_slowly_it_is_copied(tmp_path: Path, monk
         await client.cut()
         await client.cut()  # takes the place of the one before
         assert len(store.ledger.residents.watchers) == 1
-        there = store._blocks.num_blocks
+        there = store.blocks.num_blocks
         await client.snapshot(str(tmp_path / "moving"), 2)
-        assert store._blocks.num_blocks == there
+        assert store.blocks.num_blocks == there
         for group_id in list(store.ledger.residents.groups):
-            store._blocks.free(group_id, store.ledger.residents.all_rows)
-        assert store._blocks.num_blocks == 0, "a snapshot has kept some"
+            store.blocks.free(group_id, store.ledger.residents.all_rows)
+        assert store.blocks.num_blocks == 0, "a snapshot has kept some"
 
     run(body)
 

@@ -19,8 +19,8 @@ from tests.store.players import group, response, run
 
 
 def stop_heart(client: StoreClient, lease: Lease) -> None:
-    """As if the process that holds the lease had died."""
-    client._heartbeat.unhold(lease.id)
+    """End the heartbeat, as if the process that holds the lease had died."""
+    client.heartbeat.unhold(lease.id)
 
 
 async def work(client: StoreClient, stage: str, values: Callable[[Lease], dict[str, Any]]) -> None:
@@ -124,7 +124,7 @@ def test_waiting_consumers_are_served_in_the_order_in_which_they_came() -> None:
 MOMENTS: dict[str, Callable[[Store], bool]] = {
     "before there is anything": lambda store: True,
     "before it is woken": lambda store: store.ledger.residents.next_group == 1,
-    "between the wake-up and its turn": lambda store: store._consumers["rollout"]._queue._woken is not None,
+    "between the wake-up and its turn": lambda store: store.consumers["rollout"]._queue._woken is not None,
 }
 
 
@@ -133,7 +133,7 @@ def test_a_cancelled_consumer_leaves_no_lease_and_passes_its_turn_on(moment: str
     async def body(store: Store, client: StoreClient) -> None:
         gone = asyncio.ensure_future(client.lease("rollout", 1, "gone"))
         next_one = asyncio.ensure_future(client.lease("rollout", 1, "next"))
-        while len(store._consumers["rollout"]) < 2:
+        while len(store.consumers["rollout"]) < 2:
             await asyncio.sleep(0)
         putting = asyncio.ensure_future(client.put_groups([group()]))
         while not MOMENTS[moment](store):
@@ -153,7 +153,7 @@ def test_a_store_that_waits_does_nothing() -> None:
         waiting = [asyncio.ensure_future(client.lease(stage, 1, "w")) for stage in ("rollout", "reward")]
         waiting.append(asyncio.ensure_future(client.lease_shared("train", 0, 0, 1)))
         waiting.append(asyncio.ensure_future(client.put_groups([group(number) for number in range(6)])))
-        queues = (store._consumers["reward"], store._ranks["train"], store._puts)
+        queues = (store.consumers["reward"], store._ranks["train"], store.puts)
         while not (waiting[0].done() and all(map(len, queues))) or store._pump._is_scheduled:
             await asyncio.sleep(0)
         pumps = 0

@@ -60,7 +60,7 @@ def test_waits_for_leases_are_measured_and_reasons_begin_at_nothing() -> None:
         assert await asking is not None
         (waited,) = measured(meters).observed["store_lease_wait_seconds rollout"]
         assert waited == 2.0
-        store._meter.start()
+        store.meter.start()
         assert measured(meters).counts == {f"store_dropped_rows_total {reason}": 0 for reason in DROP_REASONS}
         await client.leave()
         await store.close("over")

@@ -16,7 +16,7 @@ from tests.store.players import group
 LIMIT_S = 3.0
 """A group is slow after three times the median of a second."""
 TURNS = 200
-"""Of the event loop."""
+"""Turns of the event loop."""
 
 
 def test_a_timer_that_is_too_early_stays_and_the_lease_ends_at_its_own_deadline() -> None:

@@ -8,7 +8,7 @@ import pytest
 from penstock.store.service.waiting.wait_queue import WaitQueue
 
 TURNS = 10
-"""Of the event loop: more than any of this takes."""
+"""Turns of the event loop: more than any of this takes."""
 
 
 async def turns() -> None:

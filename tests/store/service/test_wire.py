@@ -106,7 +106,7 @@ def test_calls_errors_and_large_batches_go_over_the_socket(tmp_path: Path) -> No
         with pytest.raises(UnknownStage, match="did you mean 'rollout'"):
             await client.lease("rollouts", 1, "engine")
         with pytest.raises(StoreError, match="no call '_changed'"):
-            await client._link.call("_changed")
+            await client.link.call("_changed")
         waiting = asyncio.ensure_future(client.lease("rollout", 2, "engine"))
         await client.put_groups([{"prompt_ids": [1] * 2000, "task": "{}"}, group(1)])
         lease = await waiting
@@ -204,17 +204,17 @@ def test_what_a_client_held_or_waited_for_is_free_as_soon_as_it_is_gone(tmp_path
         await dead.put_groups([group()])
         held = await leased(dead, "rollout", 1, "engine")
         waiting = asyncio.ensure_future(dead.lease("reward", 1, "engine"))
-        (tmp_path / "shm" / f"{dead._name}-99").write_bytes(b"never handed over")
+        (tmp_path / "shm" / f"{dead.name}-99").write_bytes(b"never handed over")
         await asyncio.sleep(0.01)
-        link._wire.close()
+        link.wire.close()
         with pytest.raises(WorkerDied, match="the store's process is gone"):
             await waiting
         survivor, _ = await visit(endpoint)
         lease = await asyncio.wait_for(survivor.lease("rollout", 1, "other"), 5)
         assert lease is not None
         assert lease.rows.row_ids.tolist() == held.rows.row_ids.tolist()
-        assert not any(map(len, store._consumers.values()))
-        await until(lambda: not list((tmp_path / "shm").glob(f"{dead._name}-*")))
+        assert not any(map(len, store.consumers.values()))
+        await until(lambda: not list((tmp_path / "shm").glob(f"{dead.name}-*")))
 
     serve(tmp_path, body)
 
@@ -223,7 +223,7 @@ def test_a_lease_that_arrives_after_its_asker_left_goes_back_and_is_not_read(tmp
     async def body(store: Store, endpoint: Endpoint) -> None:
         client, _ = await visit(endpoint)
         asking = asyncio.ensure_future(client.lease("rollout", 1, "gone"))
-        while not len(store._consumers["rollout"]):
+        while not len(store.consumers["rollout"]):
             await asyncio.sleep(0)
         await StoreClient(store).put_groups([long_group()])
         while not store.ledger.residents.leases.held:  # granted: the answer lies in the socket
@@ -252,14 +252,14 @@ def test_a_grant_that_cannot_be_read_goes_back_at_once(tmp_path: Path) -> None:
         client, _ = await visit(endpoint)
         for _ in range(3):
             await client.put_groups([long_group()])
-        hidden = [file.rename(tmp_path / file.name) for file in (tmp_path / "shm").glob(f"{client._name}-1")]
+        hidden = [file.rename(tmp_path / file.name) for file in (tmp_path / "shm").glob(f"{client.name}-1")]
         assert len(hidden) == 1
         stream = client.leases("rollout", 1, "engine", ahead=2)
         with pytest.raises(StoreError, match="is in none of"):
             await anext(stream)
         while store.ledger.residents.leases.held:
             await asyncio.sleep(0)
-        assert client._heartbeat.held == {}
+        assert client.heartbeat.held == {}
         for file in hidden:
             file.rename(tmp_path / "shm" / file.name)
         lease = await leased(client, "rollout", 3, "engine")
@@ -281,7 +281,7 @@ def test_segments_go_with_their_last_row_and_spill_beyond_the_budget(tmp_path: P
         stats = await client.stats()
         assert stats["store/shared_bytes"] <= 20_000
         assert stats["store/spilled_bytes"] > 8000
-        assert list((tmp_path / "disk").glob(f"{client._name}-*"))
+        assert list((tmp_path / "disk").glob(f"{client.name}-*"))
         rows = []
         for number in range(4):
             lease = await leased(client, "rollout", 1, "engine")
@@ -324,7 +324,7 @@ def test_a_refused_writes_segment_goes_back_to_its_writer_and_away_with_it(tmp_p
                 await client.write(lease, lease.rows.row_ids, values)
         assert (await client.stats())["store/shared_bytes"] == 0
         assert len(files(tmp_path)) <= 2
-        link._wire.close()
+        link.wire.close()
         while files(tmp_path):
             await asyncio.sleep(0.005)
 
@@ -351,16 +351,16 @@ def test_a_call_cancelled_in_the_moment_of_its_answer_reads_nothing_of_it(tmp_pa
         client, link = await visit(endpoint)
         await client.put_groups([{"prompt_ids": [7] * 2000, "task": "{}"}])
         asking = asyncio.ensure_future(client.lease("rollout", 1, "gone"))
-        hear = link._wire._on_message
+        hear = link.wire._on_message
 
         def cancelled(*message: Any) -> None:
             hear(*message)
             asking.cancel()
 
-        link._wire._on_message = cancelled
+        link.wire._on_message = cancelled
         with pytest.raises(asyncio.CancelledError):
             await asking
-        link._wire._on_message = hear
+        link.wire._on_message = hear
         assert store.segments is not None
         (segment,) = store.segments.book.segments.values()
         while +segment.uses or store.ledger.residents.leases.held:

@@ -51,6 +51,7 @@ def make_runner(
     engines: ScriptedEngines,
     *,
     max_model_len: int = 200,
+    keys: AttemptKeys | None = None,
     meters: Meters | None = None,
     **settings: Any,
 ) -> AttemptRunner:
@@ -62,7 +63,7 @@ def make_runner(
     def make_sampler(sampling: Sampling) -> TurnSampler:
         return TurnSampler(engines, form, sampling, limits, counts=counts)
 
-    return AttemptRunner(environment, config, make_sampler, AttemptKeys(), counts=counts, meters=meters)
+    return AttemptRunner(environment, config, make_sampler, keys or AttemptKeys(), counts=counts, meters=meters)
 
 
 def play(
@@ -71,7 +72,7 @@ def play(
     """One attempt, and what was counted."""
     runner = make_runner(environment, ScriptedEngines(script), **settings)
     attempt = asyncio.run(runner.attempt(task, sampling or Sampling(max_tokens=40, seed=5)))
-    return attempt, runner._counts
+    return attempt, runner.counts
 
 
 class Played:

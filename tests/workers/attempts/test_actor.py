@@ -42,9 +42,9 @@ def test_the_configuration_decides_whose_temperature_counts(
         )
         await environments.start()
         try:
-            assert environments._runner is not None
-            sampler = environments._runner._make_sampler(Sampling())
-            sampler._engines = engines = Saying(["x"])  # type: ignore[assignment]
+            assert environments.runner is not None
+            sampler = environments.runner.make_sampler(Sampling())
+            sampler.engines = engines = Saying(["x"])  # type: ignore[assignment]
             await sampler.sample([{"role": "user", "content": "a"}], is_client=True, temperature=0.5)
             assert engines.samplings[0].temperature == temperature
         finally:

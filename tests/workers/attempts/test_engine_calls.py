@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 HANGS = 1
-"""As the first token of a prompt."""
+"""First token of a prompt that hangs."""
 
 
 class Conversation:
@@ -95,7 +95,7 @@ def test_a_request_that_fails_in_an_engine_is_no_death_of_it(kind: int, said: st
         pool.update(dict(zip("ab", engines, strict=True)))
         with pytest.raises(DataError, match=said):
             await pool.sample([kind], Sampling(), Conversation())
-        assert (pool.num_again, pool._able()) == (0, ["a", "b"])
+        assert (pool.num_again, pool.able()) == (0, ["a", "b"])
         assert (await pool.sample([0], Sampling(), Conversation())).text == "seven"
 
     asyncio.run(scenario())

@@ -197,14 +197,14 @@ def test_a_wait_for_a_free_reward_process_is_not_in_the_time_of_an_attempt() -> 
             await asyncio.Event().wait()
 
         await scoring.score("1", {})
-        busy = [await scoring._pool._take() for _ in range(NUM_PROCESSES)]
+        busy = [await scoring.pool.take() for _ in range(NUM_PROCESSES)]
         engines, sampling = ScriptedEngines(say("42")), Sampling(max_tokens=8)
         first = asyncio.ensure_future(make_runner(Played(scored), engines, timeout_s=10).attempt(TASK, sampling))
         await asked_for.wait()
         second = await make_runner(Played(hangs), engines, timeout_s=10).attempt(TASK, sampling)
         assert second.outcome.reason == "time"
         for process in busy:
-            scoring._pool._give_back(process, whole=True)
+            scoring.pool.give_back(process, whole=True)
         assert ((await first).outcome.kind, (await first).reward) == (COMPLETED, 1.0)
         await scoring.aclose()
 
@@ -230,7 +230,7 @@ def test_one_that_does_not_hear_its_end_gets_nothing_sampled_any_more(monkeypatc
         runner = make_runner(Played(deaf), ScriptedEngines(say("y")), timeout_s=0.1)
         attempt = await runner.attempt(TASK, Sampling(max_tokens=8))
         await asyncio.sleep(0.5)
-        return attempt, runner._counts
+        return attempt, runner.counts
 
     attempt, counts = asyncio.run(both())
     assert (attempt.outcome.reason, len(attempt.turns)) == ("time", 1)

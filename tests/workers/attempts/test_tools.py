@@ -126,7 +126,7 @@ class OneAtATime:
 
 def test_the_time_of_a_program_begins_when_a_sandbox_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = OneAtATime()
-    monkeypatch.setattr("penstock.workers.environments.toolbox._sandbox", lambda limits: sandbox)
+    monkeypatch.setattr("penstock.workers.environments.toolbox.sandbox_of", lambda limits: sandbox)
     calls = ",".join(["python(code='0.4')"] * 3)
     told, counts = called(f"[{calls}]", [python], tool_timeout_s=0.9)
     assert (told, counts["tools_timeout"]) == ("done\ndone\ndone", 0)
@@ -141,7 +141,7 @@ def test_a_program_has_the_limits_of_the_environments_sandbox(monkeypatch: pytes
         asked.append(limits)
         return OneAtATime()
 
-    monkeypatch.setattr("penstock.workers.environments.toolbox._sandbox", sandbox_of)
+    monkeypatch.setattr("penstock.workers.environments.toolbox.sandbox_of", sandbox_of)
     assert called("[python(code='0')]", [python], sandbox=SandboxConfig(require_cgroup=True))[0] == "done"
     assert asked == [Limits(require_cgroup=True)]
 
@@ -159,13 +159,13 @@ def test_a_tool_around_the_sandbox_does_not_wait_for_it_in_its_own_time() -> Non
 
     async def frees(ctx: Any) -> None:
         await sandbox.start()
-        place = await sandbox._workers.get()
+        place = await sandbox.places.get()
         turn = await ctx.sample([{"role": "user", "content": "?"}], tools)
         toolbox = ctx.toolbox(tools)
         computing = asyncio.ensure_future(toolbox.call(turn.calls[0]))
         await waits.wait()
         told.append(await toolbox.call(turn.calls[1]))
-        sandbox._workers.put_nowait(place)
+        sandbox.places.put_nowait(place)
         told.append(await computing)
 
     told: list[str] = []

@@ -26,12 +26,12 @@ def test_what_it_leaves_is_killed_with_it_and_nobody_who_has_its_number_later(
         left = seen([int(await child.line())])
         await child.ended(GONE_S)
         assert child.exit_code == 0
-        assert psutil.Process(child._process.pid).status() == psutil.STATUS_ZOMBIE, "its number is not free yet"
+        assert psutil.Process(child.process.pid).status() == psutil.STATUS_ZOMBIE, "its number is not free yet"
         assert left[0].is_alive
         await child.end()
         wait_until_gone(left)
-        assert killed == [child._process.pid]
-        child._kill()
+        assert killed == [child.process.pid]
+        child.kill_group()
         child.kill()
         await child.end()
         assert len(killed) == 1
@@ -56,7 +56,7 @@ def test_its_exit_code_is_told_before_and_after_its_end(ending: str, code: int) 
 def test_one_that_does_not_end_by_itself_is_killed() -> None:
     async def main() -> None:
         child = await Child.start(["sleep", "600"])
-        running = seen([child._process.pid])
+        running = seen([child.process.pid])
         assert child.exit_code is None
         await child.end()
         assert child.exit_code == -signal.SIGKILL

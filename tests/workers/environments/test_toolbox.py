@@ -24,11 +24,11 @@ def test_a_program_is_run_and_says_what_it_prints():
 
 def test_the_fences_of_a_loop_that_is_closed_are_taken_down_by_the_next():
     asyncio.run(python("1"))
-    (first,) = toolbox._sandboxes.values()
-    (worker,) = first._all
+    (first,) = toolbox.sandboxes.values()
+    (worker,) = first.alive
     asyncio.run(python("1"))
     assert worker.process.returncode is not None
-    assert first not in toolbox._sandboxes.values()
+    assert first not in toolbox.sandboxes.values()
 
 
 def test_what_is_said_is_bounded_and_tells_how_it_ended():

@@ -86,7 +86,7 @@ def tokenizer(template: str = "hermes") -> Any:
 
 
 def chat_format(template: str = "hermes", tools: str = "hermes") -> Format:
-    """Of one of the templates, or `qwen3`: what the package `renderers` has in the place of one."""
+    """The format of one of the templates; for `qwen3`, the one of the package `renderers`."""
     return RenderedFormat(tokenizer(), QWEN3) if template == QWEN3 else TemplateFormat(tokenizer(template), tools)
 
 

@@ -1,4 +1,4 @@
-"""Which engine samples a turn, and what becomes of a turn whose engine dies."""
+"""The engine that samples a turn, and what becomes of a turn whose engine dies."""
 
 import asyncio
 import gc
@@ -67,7 +67,7 @@ def test_an_engine_that_does_not_answer_is_named() -> None:
         pool.update({"Rollout-0": "a"})
         with pytest.raises(DeadlineExceeded, match=r"Rollout-0 .*rollout\.generate_timeout_s"):
             await pool.sample([1], Sampling(), Conversation())
-        assert pool._load("Rollout-0") == 0
+        assert pool.load("Rollout-0") == 0
 
     asyncio.run(scenario())
 
@@ -123,10 +123,10 @@ def test_a_conversation_that_is_gone_is_forgotten() -> None:
         sampler = make_sampler(pool)
         await sampler.sample(USER)
         gone = weakref.ref(sampler)
-        assert len(pool._of) == 1
+        assert len(pool.engine_of) == 1
         del sampler
         gc.collect()
         assert gone() is None
-        assert len(pool._of) == 0
+        assert len(pool.engine_of) == 0
 
     asyncio.run(scenario())

@@ -10,7 +10,7 @@ from penstock.conf.errors import AttemptOver, LimitReached, Rejected
 from penstock.workers.gateway.turn_sampler import turn_seed
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import segments_of
-from tests.workers.gateway.chat_models import ADD, Saying, call_text, make_sampler, text_of
+from tests.workers.gateway.chat_models import ADD, Saying, call_text, make_sampler, text_of, tokenizer
 
 SYSTEM = {"role": "system", "content": "Count."}
 
@@ -45,7 +45,7 @@ def test_tokens_that_say_the_same_in_another_way_are_kept() -> None:
     async def scenario() -> None:
         engines = Saying(["x", "y"])
         sampler = make_sampler(engines)
-        letters = [token for letter in "<think>" for token in sampler._form._encode(letter)]
+        letters = [token for letter in "<think>" for token in tokenizer().encode(letter, add_special_tokens=False)]
         sample = engines.sample
 
         async def spelled(*arguments: Any) -> Any:
@@ -86,7 +86,7 @@ def test_a_template_that_strips_thinking_begins_a_segment_only_with_a_question()
         assert (second.parent, third.parent) == (first.id, None)
         assert "hm" not in text_of(third.prompt_ids)
         assert len(segments_of(sampler.turns)) == 2
-        assert sampler._counts["rewritten_by_template"] == 1
+        assert sampler.counts["rewritten_by_template"] == 1
 
     asyncio.run(scenario())
 
@@ -100,7 +100,7 @@ def test_a_shorter_history_and_another_system_prompt_are_segments_of_their_own()
         fourth = await sampler.sample([user("a"), said("one"), user("c")])
         assert [turn.parent for turn in sampler.turns] == [None, None, None, 0]
         assert len(segments_of([*sampler.turns])) == 3
-        assert sampler._counts["rewritten_by_client"] == 1
+        assert sampler.counts["rewritten_by_client"] == 1
         assert fourth.id == 3
 
     asyncio.run(scenario())
@@ -132,7 +132,7 @@ def test_a_turn_whose_asker_goes_away_is_in_no_history() -> None:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert (sampler.turns, engines.num_cancelled, sampler._counts["turns_abandoned"]) == ([], 1, 1)
+        assert (sampler.turns, engines.num_cancelled, sampler.counts["turns_abandoned"]) == ([], 1, 1)
         engines.open.set()
         turn = await sampler.sample([user("a")])  # nor does it count as one of the attempt's
         assert [turn] == sampler.turns
@@ -311,7 +311,7 @@ def test_a_call_that_cannot_be_read_is_a_problem_of_a_turn_that_goes_on() -> Non
         assert first.message["content"] == call_text("subtract", "{}")
         second = await sampler.sample([user("a"), first.message, user(first.problem)], [ADD])
         assert second.parent == first.id
-        assert sampler._counts["calls_unreadable"] == 1
+        assert sampler.counts["calls_unreadable"] == 1
 
     asyncio.run(scenario())
 
@@ -335,7 +335,7 @@ def test_turns_that_the_trainer_cannot_compute_at_a_temperature_are_counted() ->
         ]  # fmt: skip
         for options in asked:
             await sampler.sample([user("a")], **options)
-        counts = [sampler._counts[f"turns_{kind}"] for kind in ("greedy", "narrowed", "structured")]
+        counts = [sampler.counts[f"turns_{kind}"] for kind in ("greedy", "narrowed", "structured")]
         assert counts == [2, 1, 1]
         assert [turn.temperature for turn in sampler.turns] == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
 

@@ -104,7 +104,7 @@ def test_an_agent_that_hangs_is_ended_by_the_next_one_of_its_node_alone(tmp_path
 
 
 def test_the_next_agent_sweeps_what_an_earlier_run_left(tmp_path: Path) -> None:
-    """As after a kill of everything at once, the guard among it."""
+    """Everything was killed at once, the guard among it."""
     stale = tmp_path / "penstock-stale"
     claim = "import sys; from penstock.store.data.roots import claim_root; claim_root(sys.argv[1])"
     subprocess.run([sys.executable, "-c", claim, str(stale)], check=True)

@@ -1,9 +1,9 @@
 """Questions wait for who can answer them; an agent tells what actors of its node say, and of nobody else anything."""
 
 import asyncio
-from typing import Any
 
 from penstock.workers.node.questions import Mailbox, NodeActors
+from tests.fakes.actors import FakeHandle, never
 
 
 def test_who_asks_hears_its_own_answer_in_whatever_order_they_come() -> None:
@@ -50,27 +50,10 @@ def test_an_asker_that_left_gets_no_answer_and_one_that_waits_hears_of_the_end()
     asyncio.run(body())
 
 
-class Handle:
-    """`progress` answers, fails, or never ends."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-
-    @property
-    def progress(self) -> "Handle":
-        return self
-
-    async def remote(self) -> Any:
-        if self._answer is None:
-            await asyncio.Event().wait()
-        if isinstance(self._answer, Exception):
-            raise self._answer
-        return self._answer
-
-
 def test_who_is_silent_fails_or_is_not_known_is_left_out() -> None:
     node_actors = NodeActors()
-    node_actors.set({"A": Handle("a"), "B": Handle(ValueError("b")), "C": Handle(None), "D": Handle("d")})
+    answers = {"A": "a", "B": ValueError("b"), "C": never, "D": "d"}
+    node_actors.set({name: FakeHandle(progress=answer) for name, answer in answers.items()})
     found = asyncio.run(node_actors.ask("progress", ["A", "B", "C", "E"], 0.1))
     assert found == {"A": "a"}
     assert asyncio.run(node_actors.ask("progress", [], 0.1)) == {}
@@ -78,6 +61,6 @@ def test_who_is_silent_fails_or_is_not_known_is_left_out() -> None:
 
 def test_those_that_were_met_last_are_asked() -> None:
     node_actors = NodeActors()
-    node_actors.set({"A": Handle("before"), "B": Handle("b")})
-    node_actors.set({"A": Handle("now")})
+    node_actors.set({"A": FakeHandle(progress="before"), "B": FakeHandle(progress="b")})
+    node_actors.set({"A": FakeHandle(progress="now")})
     assert asyncio.run(node_actors.ask("progress", ["A", "B"], 5.0)) == {"A": "now"}

@@ -40,7 +40,7 @@ def contents(step: int, rank: int) -> bytes:
 
 
 def keep(agent: NodeAgent, step: int, rank: int = 0, lineage: str = "a", leave_bytes: int = 0) -> None:
-    """As the rank does, on its own node."""
+    """Keep a state as the rank does, on its own node."""
     slots, data = slots_of(agent, rank), contents(step, rank)
     assert reserve_slots(slots, NUM_BYTES, 0) is None
     slot = slots.begin(step)
@@ -112,7 +112,7 @@ def test_a_step_that_is_not_there_is_named_and_changes_nothing(agents: Agents) -
 
 
 def test_a_copy_that_arrives_damaged_is_none_and_the_one_before_stays(agents: Agents) -> None:
-    """As one that its rank writes over while it is sent."""
+    """The rank may have written over the copy while it was sent."""
     has, partner = agents
     for step in (1, 2):
         keep(has, step)

@@ -65,7 +65,7 @@ def parquet(path: Path, numbers: Sequence[int]) -> None:
 
 
 def sources(place: Path) -> dict[str, list[str]]:
-    """Of each kind of data, with about a tenth in common."""
+    """Sources of each kind of data, with about a tenth in common."""
     game = place / "game.py"
     game.write_text(GAME)
     train, held_out = jsonl(place / "train.jsonl", range(100)), jsonl(place / "test.jsonl", range(90, 130))
@@ -100,7 +100,7 @@ KINDS = ["jsonl", "huggingface", "python", "reasoning_gym", "mixture", "environm
 
 
 def problems(source: PromptSource, count: int) -> Counter[str]:
-    """Of so many groups, what the model is asked."""
+    """What the model is asked in so many groups."""
     return Counter(json.dumps(_asked(json.loads(group["task"]))) for group in source.next_groups(count))
 
 
@@ -194,7 +194,7 @@ def test_rows_of_one_prompt_are_one_problem_and_conversations_count_in_full() ->
 
 
 def test_a_question_is_the_same_problem_as_text_and_as_messages() -> None:
-    """With or without a system message."""
+    """Messages may have a system message or none."""
 
     def row(*said: tuple[str, str]) -> DatasetRow:
         return DatasetRow("3?", None, 0, "", messages=[{"role": role, "content": text} for role, text in said])

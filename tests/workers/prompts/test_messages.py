@@ -94,7 +94,7 @@ def test_a_system_prompt_is_for_conversations_without_one(tmp_path: Path) -> Non
 
 
 def test_the_environment_begins_with_the_whole_conversation(tmp_path: Path) -> None:
-    """Which is in the task beside the row's own columns, and not in their place."""
+    """The conversation is in the task beside the row's own columns, and not in their place."""
     earlier = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}]
     row = {"prompt": [*earlier, *ASKED[1:]], "messages": "the row's own", "answer": "4"}
     found = played(tmp_path, row, system_prompt="Mine.", prompt_template="{prompt} Think.")

@@ -1,4 +1,4 @@
-"""From rows to groups: tokens, lengths, cursors; and the source against a real store."""
+"""Rows become groups: tokens, lengths, cursors. The source puts them into a real store."""
 
 import asyncio
 import json

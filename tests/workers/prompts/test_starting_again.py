@@ -81,7 +81,7 @@ def test_where_a_run_goes_on_is_known_of_groups_that_another_has_put(tmp_path: P
 
 @skipping
 def test_where_a_run_goes_on_is_known_of_a_store_that_has_had_fewer(tmp_path: Path, too_long: str) -> None:
-    """It was restored in the place of another, and a checkpoint is taken before the prompts hear of it."""
+    """The store was restored in the place of another, and a checkpoint is taken before the prompts hear of it."""
     path = write_rows(tmp_path, too_long)
     source, plain = following(path, too_long), following(path, too_long)
     source.go_to(40)
@@ -149,7 +149,7 @@ def test_sources_that_are_ended_at_any_moment_put_what_one_would(tmp_path: Path,
 
 
 def put_all(endpoint: Endpoint, path: Path, too_long: str, batch: int) -> None:
-    """In a process of its own."""
+    """Put all groups, in a process of its own."""
     asyncio.run(following(path, too_long).run(StoreClient(endpoint), batch))
 
 

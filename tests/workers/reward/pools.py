@@ -96,7 +96,7 @@ def scored(function, responses, *, task=None, **config):
             started = time.perf_counter()
             results = await pool.score(responses, [json.dumps(task or {"prompt": "p", "answer": "a"})] * len(responses))
             seconds = time.perf_counter() - started
-            assert len(pool._alive) <= pool.num_processes
+            assert len(pool.alive) <= pool.num_processes
             return results, seconds
 
     return asyncio.run(run())

@@ -73,7 +73,7 @@ def score_while_stopped(behaviours, act_on):
 
     async def run():
         async with pool_of(f"{behaviours}:plain") as pool:
-            (process,) = pool._alive
+            (process,) = pool.alive
             process.child.send_signal(signal.SIGSTOP)
             call = asyncio.create_task(pool.score(["x" * 2**21, "a", "bb"], ["{}"] * 3))
             while not process.writer.transport.get_write_buffer_size():

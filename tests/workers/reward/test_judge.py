@@ -54,7 +54,7 @@ async def serving() -> AsyncIterator[tuple[Server, str]]:
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    judges._verdicts.clear()
+    judges.VERDICTS.clear()
     monkeypatch.setenv("JUDGE_KEY", "secret")
 
 

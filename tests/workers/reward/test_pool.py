@@ -72,7 +72,7 @@ def test_closing_kills_even_a_process_that_hangs(behaviours):
     async def run():
         pool = pool_of(f"{behaviours}:plain", timeout_s=60)
         await pool.start()
-        pids = [process.child.pid for process in pool._alive]
+        pids = [process.child.pid for process in pool.alive]
         call = asyncio.create_task(pool.score(["spin"], ["{}"]))
         await asyncio.sleep(0.1)
         await pool.close()
@@ -92,7 +92,7 @@ from penstock.workers.reward.registry import RewardSpec
 async def main():
     pool = RewardPool(RewardSpec.of({behaviours + ":plain"!r}), timeout_s=60)
     await pool.start()
-    print(*[process.child.pid for process in pool._alive], flush=True)
+    print(*[process.child.pid for process in pool.alive], flush=True)
     asyncio.create_task(pool.score(["spin"], ["{{}}"]))
     await asyncio.sleep(0.3)
     os._exit(1)
@@ -105,10 +105,10 @@ asyncio.run(main())
 def test_batch_after_batch_is_scored_by_the_same_processes():
     async def run():
         async with pool_of("digits") as pool:
-            before = [process.child.pid for process in pool._alive]
+            before = [process.child.pid for process in pool.alive]
             for _ in range(20):
                 await pool.score(["42"] * 64, ['{"prompt": "p"}'] * 64)
-            return before, [process.child.pid for process in pool._alive], pool.replaced
+            return before, [process.child.pid for process in pool.alive], pool.replaced
 
     before, after, replaced = asyncio.run(run())
     assert (sorted(after), replaced) == (sorted(before), 0)

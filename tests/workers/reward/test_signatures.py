@@ -1,4 +1,4 @@
-"""Which kind of reward function is which, and what each is called with."""
+"""Kinds of reward functions, and the arguments that each kind is called with."""
 
 import asyncio
 import functools

@@ -56,7 +56,7 @@ class EngineUnderTest:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Of the checking model, by HF name, without the tied head."""
+        """Weights of the checking model, by HF name, without the tied head."""
         return {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
 
     def change_weights(self, seed: int) -> Publication:

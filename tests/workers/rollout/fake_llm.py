@@ -75,7 +75,7 @@ def fail() -> Any:
 
 def is_serving(engine: VllmEngine) -> bool:
     try:
-        engine._check_alive()
+        engine.check_alive()
     except WorkerDied:
         return False
     return True

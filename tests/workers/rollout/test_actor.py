@@ -1,19 +1,20 @@
 """The shell around an engine says what the engine is at, while it does it."""
 
 import asyncio
+from unittest.mock import patch
 
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.progress import ASLEEP, LOADING, SERVING, STARTING, Progress
 from penstock.workers.protocols import EngineSpec, Publication, Sampling
+from penstock.workers.rollout import actor as rollout_actor
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from tests.virtual_time import run_virtually
 
 
 def rollout(engine: ScriptedEngine) -> Rollout:
-    actor = Rollout(RolloutSpec("Rollout-0", EngineSpec(RolloutConfig(engine="scripted")), 0, 2))
-    actor._engine = engine
-    return actor
+    with patch.object(rollout_actor, "make_engine", lambda *_, **__: engine):
+        return Rollout(RolloutSpec("Rollout-0", EngineSpec(RolloutConfig(engine="scripted")), 0, 2))
 
 
 async def seen(actor: Rollout) -> tuple[str, int, int]:

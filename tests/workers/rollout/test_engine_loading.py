@@ -23,7 +23,7 @@ VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its heads divide by two; its embedding is tied."""
+    """A model whose heads divide by two and whose embedding is tied."""
     path = tmp_path_factory.mktemp("model")
     config = FreshModelConfig(num_layers=2, hidden_size=128, intermediate_size=192, num_heads=4, num_kv_heads=2)
     build_fresh_model(path, config, seed=3)

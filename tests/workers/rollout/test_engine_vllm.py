@@ -46,8 +46,8 @@ def load(llm: FakeLLM, publication: Publication, *, in_flight: int = 0) -> tuple
     """The engine after a load through `llm`, and what the load raised."""
     timeout_s = 0.2 if hang in llm.troubles.values() else 30.0
     engine = VllmEngine(EngineSpec(RolloutConfig(), "a-model", phase_timeout_s=timeout_s))
-    engine._llm = llm
-    engine._in_flight = in_flight
+    engine.llm = llm
+    engine.num_in_flight = in_flight
     try:
         asyncio.run(engine.load(publication))
     except PenstockError as error:
@@ -126,15 +126,14 @@ def test_prompts_wait_while_weights_are_exchanged(publication: Publication) -> N
 
     async def scenario() -> None:
         engine = VllmEngine(EngineSpec(RolloutConfig(), "a-model"))
-        engine._llm = FakeLLM(load=slow)
 
-        async def request(*_: Any) -> Any:
+        def request() -> None:
             order.append("requested")
             raise WorkerDied("far enough")
 
-        engine._request = request  # type: ignore[method-assign]
+        engine.llm = FakeLLM(load=slow, generate=request)
         loading = asyncio.create_task(engine.load(publication))
-        while "load" not in engine._llm.calls:
+        while "load" not in engine.llm.calls:
             await asyncio.sleep(0.001)
         with pytest.raises(WorkerDied, match="far enough"):
             await engine.generate([1], 1, Sampling())
@@ -153,7 +152,7 @@ def test_an_engine_that_was_never_started_says_so() -> None:
 def generating(llm: FakeLLM) -> tuple[VllmEngine, PenstockError]:
     """The engine after a request that fails, and how it did."""
     engine = VllmEngine(EngineSpec(RolloutConfig(), "a-model"))
-    engine._llm = llm
+    engine.llm = llm
     with pytest.raises(PenstockError) as error:
         asyncio.run(engine.generate([1], 1, Sampling()))
     return engine, error.value

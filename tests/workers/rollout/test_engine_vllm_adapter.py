@@ -68,10 +68,10 @@ def adapter_of(model: Path, root: Path, config: LoraConfig, version: int = 1) ->
 def made(llm: FakeAdapterLLM, model: Path, *, in_flight: int = 0) -> VllmAdapterEngine:
     """An engine as `start` leaves it, around `llm`."""
     engine = VllmAdapterEngine(EngineSpec(RolloutConfig(), str(model), adapter=LORA))
-    engine._build = lambda: setattr(engine, "_llm", llm)  # type: ignore[method-assign]
+    engine._build = lambda: setattr(engine, "llm", llm)  # type: ignore[method-assign]
     asyncio.run(engine._create())
     llm.calls.clear()
-    engine._in_flight = in_flight
+    engine.num_in_flight = in_flight
     return engine
 
 
@@ -211,7 +211,7 @@ def assert_says(completions: list[Completion], expected: list[np.ndarray]) -> No
 
 @torch.no_grad()
 def logprobs_of_model(directory: Path | str, completions: list[Completion]) -> list[np.ndarray]:
-    """By a HF model on disk."""
+    """Log-probabilities by a HF model on disk."""
     model = AutoModelForCausalLM.from_pretrained(directory)
     results = []
     for completion in completions:

@@ -25,7 +25,7 @@ def make_worker(name: str, engine: ScriptedEngine) -> RolloutWorker:
 
 
 def prepare(store: Store) -> None:
-    """So many groups have taken 0.1 s each."""
+    """Note that so many groups have taken 0.1 s each."""
     for _ in range(ENOUGH):
         store.ledger.residents.stragglers.record_time(0.1)
 
@@ -46,7 +46,7 @@ async def first_batch(store: Store, handle: Any, slow: ScriptedEngine) -> tuple[
 
 
 def test_a_step_does_not_wait_for_an_engine_that_hangs() -> None:
-    """And it is told to stop."""
+    """The engine is told to stop."""
 
     async def scenario() -> None:
         store = make_store(straggler_factor=3.0)
@@ -72,7 +72,7 @@ def test_a_step_does_not_wait_for_an_engine_in_another_process(tmp_path: Any) ->
 
 
 def test_an_answer_that_comes_second_is_counted_and_ends_nothing() -> None:
-    """Of an engine that did not hear of it in time."""
+    """The engine did not hear in time that another had answered."""
 
     class Deaf(StoreClient):
         async def superseded(self) -> Any:

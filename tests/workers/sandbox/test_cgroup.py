@@ -34,7 +34,7 @@ def version_1(tmp_path, monkeypatch, *controllers):
     for controller in controllers:
         (tmp_path / controller).mkdir()
     own = {controller: (tmp_path / controller, tmp_path) for controller in controllers}
-    monkeypatch.setattr(cgroup, "_own_group", own.get)
+    monkeypatch.setattr(cgroup, "own_group", own.get)
     monkeypatch.setattr(cgroup, "_mkdir", mkdir)
     monkeypatch.setattr(cgroup, "_removed", lambda directory: True)
 
@@ -62,7 +62,7 @@ def test_a_group_that_cannot_be_made_leaves_nothing(monkeypatch, tmp_path):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
 
     monkeypatch.setattr(
-        cgroup, "_own_group", lambda controller: (tmp_path, tmp_path) if controller == "memory" else None
+        cgroup, "own_group", lambda controller: (tmp_path, tmp_path) if controller == "memory" else None
     )
     monkeypatch.setattr(cgroup, "_write", refused)
     with pytest.raises(OSError, match=r"Read-only file system: .*limit_in_bytes"):
@@ -90,7 +90,7 @@ cgroup._made(pathlib.Path(sys.argv[1]), {})
 
 
 def test_processes_of_the_same_id_make_groups_of_their_own(tmp_path):
-    """As the first ones of two containers that share a hierarchy."""
+    """The first processes of two containers that share a hierarchy have the same id."""
     for number in (1, 2):
         subprocess.run([sys.executable, "-c", FIRST_PROCESS, str(tmp_path)], check=True)
         assert len(list(tmp_path.iterdir())) == number

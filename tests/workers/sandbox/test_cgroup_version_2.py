@@ -78,7 +78,7 @@ def tree(tmp_path, monkeypatch):
 
 
 def lives_in(monkeypatch: pytest.MonkeyPatch, tree: Tree, own: Path) -> None:
-    monkeypatch.setattr(cgroup, "_own_group", lambda controller: None if controller else (own, tree.top))
+    monkeypatch.setattr(cgroup, "own_group", lambda controller: None if controller else (own, tree.top))
 
 
 def settings(group: Cgroup) -> tuple[str, str, str]:

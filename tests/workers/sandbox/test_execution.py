@@ -1,4 +1,4 @@
-"""Which limit an execution passed, by what its keeper has measured; what counts as data, and as the same."""
+"""The limit that an execution passed, by what its keeper has measured; what counts as data, and as the same."""
 
 import json
 import math

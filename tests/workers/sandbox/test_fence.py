@@ -70,7 +70,7 @@ def test_directories_above_what_is_shown_can_be_searched():
 
 
 def test_programs_of_the_fence_itself_are_shown_wherever_they_lie(tmp_path):
-    """To the second bwrap only, that is inside of the first."""
+    """Only the second bwrap, inside of the first, is shown them."""
     setpriv = tmp_path / "sbin" / "setpriv"
     words = command(replace(ROOT, bwrap=Path("/usr/local/bin/bwrap"), setpriv=setpriv), [], seccomp=9)
     outer, inner = words[: words.index(f"--reuid={UID}")], words[words.index(f"--reuid={UID}") :]

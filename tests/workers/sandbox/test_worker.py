@@ -28,15 +28,15 @@ def ends() -> Iterator[tuple[Worker, socket.socket]]:
 def test_what_was_said_in_time_counts_though_it_is_heard_after_the_deadline(ends: tuple[Worker, socket.socket]) -> None:
     worker, keeper = ends
     keeper.send(json.dumps(WELL).encode())
-    assert asyncio.run(worker._ended(0.0, cast(Meter, UNUSED))) == (WELL, False)
+    assert asyncio.run(worker.ended(0.0, cast(Meter, UNUSED))) == (WELL, False)
 
 
 def test_a_keeper_that_says_nothing_is_late(ends: tuple[Worker, socket.socket]) -> None:
     with pytest.raises(TimeoutError):
-        asyncio.run(ends[0]._ended(0.0, cast(Meter, UNUSED)))
+        asyncio.run(ends[0].ended(0.0, cast(Meter, UNUSED)))
 
 
 def test_a_keeper_that_has_ended_is_lost(ends: tuple[Worker, socket.socket]) -> None:
     ends[1].close()
     with pytest.raises(ConnectionError):
-        asyncio.run(ends[0]._ended(0.0, cast(Meter, UNUSED)))
+        asyncio.run(ends[0].ended(0.0, cast(Meter, UNUSED)))

@@ -177,7 +177,7 @@ class Cached:
 def test_plain_data_and_dataclasses_of_it_are_carried(state):
     resumed = carrying(Mean(9.0) if isinstance(state, Mean) else 0)
     resumed.resume(carrying(state).carried())
-    found = resumed._workers["mine"].state
+    found = resumed.workers["mine"].state
     assert type(found) is type(state)
     assert str(found) == str(state)
 

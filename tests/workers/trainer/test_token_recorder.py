@@ -124,7 +124,7 @@ def test_tokens_of_old_turns_have_a_place_and_no_value() -> None:
 
 
 def test_a_worker_has_them_for_the_last_step_if_it_was_asked_to_note_them(make_trainer: Make) -> None:
-    """Of row 3 the first token is too old: it is cut, and keeps its place."""
+    """The first token of row 3 is too old: it is cut, and keeps its place."""
 
     def young(rows: Rows, version: int) -> Rows:
         keep = [slice(1 if row == 3 else 0, None) for row in range(4)]

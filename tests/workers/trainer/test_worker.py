@@ -177,7 +177,7 @@ def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> Non
 def test_the_state_is_copied_after_the_update_and_before_the_report_of_it(
     make_trainer: Make, answer: str | None
 ) -> None:
-    """With the report its round can end."""
+    """With that report the round can end."""
     policy, reference, noted = make_trainer(lr=1e-2), make_trainer(trainable=False), []
 
     def checkpoint(step: int) -> str | None:

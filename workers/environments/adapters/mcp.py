@@ -50,8 +50,8 @@ class Mcp(Tools):
     async def run(self, task: Task, ctx: Context) -> None:
         async with self._served(ctx) as servers:
             found = [tool for server in servers for tool in server.tools]
-            own = [DescribedFunction(tool).name for tool in self._tools]
-            await self.solve(task, ctx, [*self._tools, *with_unique_names(found, own)])
+            own = [DescribedFunction(tool).name for tool in self.tools]
+            await self.solve(task, ctx, [*self.tools, *with_unique_names(found, own)])
 
     async def aclose(self) -> None:
         await _stop(self._shared)

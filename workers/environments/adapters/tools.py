@@ -48,22 +48,22 @@ class Tools:
         its answer. Raises `ConfigError`."""
         if max_rounds < 0:
             raise ConfigError(f"environment.options.max_rounds={max_rounds}: it is at least 0.")
-        self._tools = [find_tool(name) for name in tools]
+        self.tools = [find_tool(name) for name in tools]
         self._system, self._prompt, self._max_rounds = system, prompt, max_rounds
-        self._scoring = Scoring(reward, reward_options) if reward is not None else None
+        self.scoring = Scoring(reward, reward_options) if reward is not None else None
 
     async def run(self, task: Task, ctx: Context) -> None:
-        await self.solve(task, ctx, self._tools)
+        await self.solve(task, ctx, self.tools)
 
     async def solve(self, task: Task, ctx: Context, tools: Sequence[Any]) -> None:
         messages = self._opening(task)
         answer = await answered(ctx, messages, tools, self._max_rounds)
-        if self._scoring is not None:
-            ctx.reward(await ctx.scored(self._scoring.score(answer.answer, task.data)))
+        if self.scoring is not None:
+            ctx.reward(await ctx.scored(self.scoring.score(answer.answer, task.data)))
 
     async def aclose(self) -> None:
-        if self._scoring is not None:
-            await self._scoring.aclose()
+        if self.scoring is not None:
+            await self.scoring.aclose()
 
     def _opening(self, task: Task) -> list[Message]:
         asked = (task.messages if self._prompt == PROMPT else ()) or task.data.get(self._prompt)

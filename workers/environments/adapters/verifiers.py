@@ -61,7 +61,7 @@ class Verifiers:
         self._command = [program, "-P", str(EPISODES), json.dumps(dict(env))]
         self._seat = seat
         self._taskset = env.get("taskset", env)
-        self._episodes: _Episodes | None = None
+        self.episodes: _Episodes | None = None
         self._starting = asyncio.Lock()
 
     def tasks(self, seed: int) -> Iterable[Task]:
@@ -89,13 +89,13 @@ class Verifiers:
         ctx.reward(await episodes.play(order))
 
     async def aclose(self) -> None:
-        if self._episodes is not None:
-            await self._episodes.end()
+        if self.episodes is not None:
+            await self.episodes.end()
 
     async def _started(self) -> "_Episodes":
         """The process of episodes; started again where the last one has died."""
         async with self._starting:
-            if self._episodes is None or self._episodes.has_ended:
+            if self.episodes is None or self.episodes.has_ended:
                 await self.aclose()
                 episodes = await _Episodes.start(self._command)
                 try:
@@ -103,8 +103,8 @@ class Verifiers:
                 except BaseException:
                     await episodes.end()
                     raise
-                self._episodes = episodes
-            return self._episodes
+                self.episodes = episodes
+            return self.episodes
 
 
 def _shuffled(draws: random.Random, indices: range) -> Sequence[int]:

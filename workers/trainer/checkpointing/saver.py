@@ -87,9 +87,9 @@ class Saver:
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
         self._ranks = ranks
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._process_group: Any = None
-        self._copies: dict[tuple[str, int], Tensor] = {}
+        self.copies: dict[tuple[str, int], Tensor] = {}
         self._last: Save | None = None
         self.copied_s = 0.0
         """Seconds that the last copy took, most of it beside other work."""
@@ -109,7 +109,7 @@ class Saver:
             return False
         if self._ranks.num_ranks > 1 and (self._process_group is None or not in_step):
             # Collectives of its own, beside the training's; new ones where the last may have left some unmatched.
-            self._process_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+            self._process_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
         save = self._last = Save(directory)
         arguments = save, list(pieces), carried
         threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True).start()
@@ -124,11 +124,11 @@ class Saver:
         if self._last is None:
             return
         started = time.perf_counter()
-        copied = self._last.copied.wait(self._timeout_s)
+        copied = self._last.copied.wait(self.timeout_s)
         self.waited_s += time.perf_counter() - started
         if not copied:
             raise DeadlineExceeded(
-                f"checkpoint: rank {self._ranks.rank} did not copy its state within {self._timeout_s:g} s "
+                f"checkpoint: rank {self._ranks.rank} did not copy its state within {self.timeout_s:g} s "
                 "(checkpoint.timeout_s)."
             )
 
@@ -140,14 +140,14 @@ class Saver:
             return []
         save.is_asked = True
         try:
-            return save.result.result(self._timeout_s)
+            return save.result.result(self.timeout_s)
         except CancelledError:
             raise CheckpointError(f"{save.directory}: rank {self._ranks.rank} has given it up.") from None
         except FutureTimeout:
             if not save.give_up():
                 return save.result.result()
             raise DeadlineExceeded(
-                f"checkpoint: rank {self._ranks.rank} did not finish writing within {self._timeout_s:g} s. Raise "
+                f"checkpoint: rank {self._ranks.rank} did not finish writing within {self.timeout_s:g} s. Raise "
                 "checkpoint.timeout_s, or see whether checkpoint.directory answers."
             ) from None
 
@@ -224,9 +224,9 @@ class Saver:
         on_gpu = self._ranks.device.type != "cpu"
         for piece in pieces:
             place = piece.name, piece.first
-            copy = self._copies.get(place)
+            copy = self.copies.get(place)
             if copy is None or copy.shape != piece.values.shape:
-                copy = self._copies[place] = torch.empty(
+                copy = self.copies[place] = torch.empty(
                     piece.values.shape, dtype=piece.values.dtype, device="cpu", pin_memory=on_gpu
                 )
             if on_gpu:
@@ -235,7 +235,7 @@ class Saver:
                 np.copyto(copy.view(torch.uint8).numpy(), piece.values.view(torch.uint8).numpy())
         if on_gpu:
             torch.cuda.synchronize()
-        return [replace(piece, values=self._copies[piece.name, piece.first]) for piece in pieces]
+        return [replace(piece, values=self.copies[piece.name, piece.first]) for piece in pieces]
 
 
 @contextlib.contextmanager

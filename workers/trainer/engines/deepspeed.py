@@ -63,7 +63,7 @@ class DeepSpeedEngine:
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.optimizer: torch.optim.AdamW | None = None
         self.where = ""
-        self._engine: Any = None
+        self.deepspeed: Any = None
         self._fragments: dict[str, Fragment] = {}
         dtype = getattr(torch, config.dtype)
         if self.stage < 3:
@@ -78,13 +78,13 @@ class DeepSpeedEngine:
         trained = {name: parameter for name, parameter in model.lm.named_parameters() if parameter.requires_grad}
         if trained:
             self.optimizer = make_adamw(list(trained.values()), config.optimizer)
-        self._engine, *_ = deepspeed.initialize(
+        self.deepspeed, *_ = deepspeed.initialize(
             model=model, optimizer=self.optimizer, config=how, dist_init_required=False
         )
-        keep_deadline(self._engine, config.collective_timeout_s)
+        keep_deadline(self.deepspeed, config.collective_timeout_s)
         if self.optimizer is not None:
             self._fragments = {
-                fragment.name: fragment for fragment in fragments_of(trained, self._engine.optimizer, ranks.rank)
+                fragment.name: fragment for fragment in fragments_of(trained, self.deepspeed.optimizer, ranks.rank)
             }
             if config.dtype == "bfloat16":  # which DeepSpeed has copied into its masters
                 for fragment in self._fragments.values():
@@ -93,36 +93,36 @@ class DeepSpeedEngine:
     def take_device(self) -> None:
         """Bring DeepSpeed's own states back, for ZeRO-3; the other stages stay where they are."""
         if self.stage == 3 and self.ranks.device.type != "cpu":
-            self._engine.reload_states()
+            self.deepspeed.reload_states()
 
     def leave_device(self) -> None:
         if self.stage == 3 and self.ranks.device.type != "cpu":
-            self._engine.offload_states()
+            self.deepspeed.offload_states()
 
     def forward(self, *arguments: Any) -> Any:
-        return (self._engine or self.model)(*arguments)
+        return (self.deepspeed or self.model)(*arguments)
 
     def before_backward(self, is_last: bool) -> None:
-        self._engine.set_gradient_accumulation_boundary(is_last)
+        self.deepspeed.set_gradient_accumulation_boundary(is_last)
 
     def backward(self, loss: Tensor) -> None:
         """Run backward on the loss times the number of ranks, because ZeRO divides by it what it sums."""
-        self._engine.backward(loss * self.ranks.num_ranks, scale_wrt_gas=False)
+        self.deepspeed.backward(loss * self.ranks.num_ranks, scale_wrt_gas=False)
 
     def optimizer_step(self, rate: float) -> float:
         assert self.optimizer is not None
         set_rate(self.optimizer, rate)
-        self._engine.step()
-        norm = float(self._engine.get_global_grad_norm())
+        self.deepspeed.step()
+        norm = float(self.deepspeed.get_global_grad_norm())
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
 
     def free(self) -> None:
         if self.stage == 3:
-            self._engine.optimizer.empty_partition_cache()  # the engine's own collects garbage each time
+            self.deepspeed.optimizer.empty_partition_cache()  # the engine's own collects garbage each time
 
     def close(self) -> None:
         """Take hooks off the model."""
-        engine, self._engine = self._engine, None
+        engine, self.deepspeed = self.deepspeed, None
         if engine is not None:
             engine.destroy()
 
@@ -156,7 +156,7 @@ class DeepSpeedEngine:
     def loaded(self, num_optimizer_steps: int) -> None:
         set_num_steps(self.optimizer, num_optimizer_steps)
         if self.stage < 3:
-            self._engine.optimizer.update_lp_params()
+            self.deepspeed.optimizer.update_lp_params()
             return
         for fragment in self._fragments.values():
             fragment.refresh_shard()

@@ -73,7 +73,7 @@ class PartsClient:
         pass
 
     def update_weights(self, update_info: Info) -> None:
-        self._carry(lambda: self._engines.deliver(Part(self.version, _portable(update_info))))
+        self._carry(lambda: self._engines.deliver(Part(self.version, portable(update_info))))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._carry(lambda: self._engines.deliver(Part(self.version, None)))
@@ -109,11 +109,12 @@ class StreamTransport:
         default its factory."""
         self.name = name
         self._init_info = init_info
-        self._stream = stream
+        self.stream = stream
         self._source = stream if source is None else source
-        self._place = place
-        self._trainer_init = trainer_init
-        self._engine: Any = None
+        self.place = place
+        self.trainer_init = trainer_init
+        self.engine: Any = None
+        """vLLM's trainer engine, once the engines have met."""
         self._client: PartsClient | None = None
         self._broken: str | None = None
 
@@ -123,28 +124,28 @@ class StreamTransport:
         client = self._client = PartsClient(engines)
 
         def meet() -> None:
-            start = self._trainer_init or _vllm_trainer_init()
-            largest = max((meta.num_bytes for meta in self._stream.metadata()), default=0)
-            bucket_bytes = max(self._place.bucket_bytes, largest)
-            info = self._init_info(self._place, engines, address, bucket_bytes)
-            self._engine = start(info, client=client, source=self._source)
+            start = self.trainer_init or _vllm_trainer_init()
+            largest = max((meta.num_bytes for meta in self.stream.metadata()), default=0)
+            bucket_bytes = max(self.place.bucket_bytes, largest)
+            info = self._init_info(self.place, engines, address, bucket_bytes)
+            self.engine = start(info, client=client, source=self._source)
 
         self._run(meet, "connecting trainer and engines", client)
 
     def prepare(self, version: int) -> Delivery:
-        return StreamedVersion(version, len(self._stream.metadata()))
+        return StreamedVersion(version, len(self.stream.metadata()))
 
     def send(self, version: int) -> None:
         client = self._client
         if self._broken is not None or client is None:
             raise WeightError(f"weights.transport={self.name} is not connected: {self._broken or 'never was'}.")
         client.version = version
-        if self._place.device.type == "cuda":
-            torch.cuda.synchronize(self._place.device)  # vLLM packs in streams that do not wait for the optimizer's
-        self._run(self._engine.send_weights, f"weight sync to version {version}, phase send", client)
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize(self.place.device)  # vLLM packs in streams that do not wait for the optimizer's
+        self._run(self.engine.send_weights, f"weight sync to version {version}, phase send", client)
 
     def close(self) -> None:
-        engine, self._engine = self._engine, None
+        engine, self.engine = self.engine, None
         if engine is not None and self._broken is None:
             engine.shutdown()
         self._broken = self._broken or "it was closed"
@@ -157,17 +158,17 @@ class StreamTransport:
         try:
             watched(
                 action,
-                timeout_s=self._place.timeout_s,
-                progress=lambda: self._stream.num_taken,
+                timeout_s=self.place.timeout_s,
+                progress=lambda: self.stream.num_taken,
                 alarm=client.alarm,
-                device=self._place.device,
+                device=self.place.device,
             )
         except Exception as error:  # noqa: BLE001 - vLLM, NCCL and CUDA raise what they like; it is named below
             failure = error
         # An engine's error comes first: what failed here afterwards is its consequence.
         failure = client.failure or failure
         if failure is not None:
-            named = self._named(failure, f"{phase}, trainer rank {self._place.rank} of {self._place.num_ranks}")
+            named = self._named(failure, f"{phase}, trainer rank {self.place.rank} of {self.place.num_ranks}")
             self._broken = str(named)
             raise named from (None if named is failure else failure)
 
@@ -178,10 +179,10 @@ class StreamTransport:
             return ResourceError(f"weights.transport={self.name} needs what is not installed: {failure}")
         if isinstance(failure, TimeoutError):
             return DeadlineExceeded(
-                f"{where}, {self.name}: nothing moved for {self._place.timeout_s:g} s ({self._stream.position}). An "
+                f"{where}, {self.name}: nothing moved for {self.place.timeout_s:g} s ({self.stream.position}). An "
                 "engine or another rank does not take part; see their errors, or raise weights.phase_timeout_s."
             )
-        return WeightError(f"{where}, {self.name}: {type(failure).__name__}: {failure} ({self._stream.position}).")
+        return WeightError(f"{where}, {self.name}: {type(failure).__name__}: {failure} ({self.stream.position}).")
 
 
 def watched(
@@ -216,7 +217,7 @@ def _vllm_trainer_init() -> Callable[..., Any]:
     return cast(Callable[..., Any], WeightTransferTrainerFactory.trainer_init)
 
 
-def _portable(info: Info) -> Info:
+def portable(info: Info) -> Info:
     """The info in a form that reaches vLLM's engine process: handles of GPU memory contain classes (`vllm/ipc.py`)."""
     handles = info.get("ipc_handles")
     if handles is None:

@@ -1,6 +1,6 @@
-"""On which nodes the fences for code of models are tried, and what is said of them."""
+"""The nodes on which the fences for code of models are tried, and what people are told of them."""
 
-from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 from penstock.conf.errors import SandboxUnavailable
 from penstock.orchestrator.cluster.fleet.trials import try_fences
 from penstock.workers.sandbox.execution import Limits
+from tests.fakes.actors import FakeHandle
 
 HOMES = {"Trainer-policy-0": "n1", "Reward-0": "n2", "Reward-1": "n3", "Reward-2": "n2", "Environment-0": "n4"}
 """Node by actor. That of Environment-0 has left."""
@@ -21,18 +22,15 @@ class PlayedFleet:
         self.asked: list[tuple[str, list[Limits]]] = []
         self.config = SimpleNamespace(rollout=SimpleNamespace(start_timeout_s=5.0))
         facts = {node: SimpleNamespace(host=f"host-{node}") for node in held}
-        members = {node: (f"Agent-{node}", SimpleNamespace(try_fences=self._method(node, held[node]))) for node in held}
+        members = {
+            node: (f"Agent-{node}", FakeHandle(try_fences=partial(self._try, node, held[node]))) for node in held
+        }
         self.agents = SimpleNamespace(members=members, facts=lambda timeout_s: facts)
         self.node_of = HOMES.get
 
-    def _method(self, node: str, held: str | Exception) -> Any:
-        def remote(all_limits: list[Limits]) -> Any:
-            self.asked.append((node, all_limits))
-            future: Future[str] = Future()
-            future.set_exception(held) if isinstance(held, Exception) else future.set_result(held)
-            return SimpleNamespace(future=lambda: future)
-
-        return SimpleNamespace(remote=remote)
+    def _try(self, node: str, held: str | Exception, all_limits: list[Limits]) -> str | Exception:
+        self.asked.append((node, all_limits))
+        return held
 
     def role(self, role: str) -> list[tuple[str, Any]]:
         return [(name, None) for name in HOMES if name.lower().startswith(role)]

@@ -10,49 +10,23 @@ from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.cluster.fleet.roll_call import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.workers.node.questions import NodeActors
+from tests.fakes.actors import FakeHandle, never
 
 NODES = {"A": "left", "B": "left", "C": "right"}
 
 
-class Member:
-    """Stands where a handle does. `says`: None for no answer, an error, or the answer."""
-
-    def __init__(self, says: Any) -> None:
-        self.says, self.asked = says, 0
-
-    @property
-    def progress(self) -> "Member":
-        return self
-
-    async def remote(self) -> Any:
-        self.asked += 1
-        if self.says is None:
-            await asyncio.Event().wait()
-        if isinstance(self.says, Exception):
-            raise self.says
-        return self.says
-
-
 class Agent:
-    """Asks members as an agent does; `fails` instead, or is `silent`."""
+    """Asks members as an agent does."""
 
     def __init__(self) -> None:
         self._node_actors = NodeActors()
-        self.fails: Exception | None = None
-        self.silent = False
         self.calls: list[tuple[list[str], list[str] | None]] = []
         """Whom it was to ask, and whom it was told of."""
 
-    @property
-    def ask_members(self) -> "Agent":
-        return self
-
-    async def remote(self, method: str, names: list[str], timeout_s: float, members: dict[str, Any] | None) -> Any:
+    async def ask_members(
+        self, method: str, names: list[str], timeout_s: float, members: dict[str, Any] | None
+    ) -> dict[str, Any]:
         self.calls.append((sorted(names), sorted(members) if members is not None else None))
-        if self.silent:
-            await asyncio.Event().wait()
-        if self.fails is not None:
-            raise self.fails
         if members is not None:
             self._node_actors.set(members)
         return await self._node_actors.ask(method, names, timeout_s)
@@ -62,10 +36,11 @@ class Scene:
     """Three members on two nodes."""
 
     def __init__(self, many: int = 1) -> None:
-        self.members = {name: Member(name.lower()) for name in NODES}
+        self.members = {name: FakeHandle(progress=name.lower()) for name in NODES}
         self.agents = {node: Agent() for node in ("left", "right")}
         of_run = NodeAgents("run", "run", ClusterConfig())
-        of_run.members = {node: (f"Agent-{node}", agent) for node, agent in self.agents.items()}
+        self.handles = {node: FakeHandle(agent, f"Agent-{node}") for node, agent in self.agents.items()}
+        of_run.members = {node: (handle.name, handle) for node, handle in self.handles.items()}
         self.of_run = of_run
         self.roll_call = RollCall(lambda: self.members, of_run, NODES.get, many)
 
@@ -77,7 +52,7 @@ class Scene:
     @property
     def asked(self) -> list[int]:
         """How often each member was, by whomever."""
-        return [member.asked for member in self.members.values()]
+        return [len(member.calls) for member in self.members.values()]
 
 
 def test_many_are_asked_once_each_by_their_nodes_agents() -> None:
@@ -98,11 +73,11 @@ def test_an_agent_hears_of_its_members_when_they_change() -> None:
     scene = Scene()
     scene.ask()
     scene.ask()
-    scene.members["B"] = Member("another")
+    scene.members["B"] = FakeHandle(progress="another")
     assert scene.ask() == ["a", "another", "c"]
     assert [told for _, told in scene.agents["left"].calls] == [["A", "B"], None, ["A", "B"]]
     assert [told for _, told in scene.agents["right"].calls] == [["C"], None, None]
-    scene.of_run.members["left"] = "Agent-left-2", Agent()  # it has taken the place of one that died
+    scene.of_run.members["left"] = "Agent-left-2", FakeHandle(Agent())  # it has taken the place of one that died
     assert scene.ask() == ["a", "another", "c"]
 
 
@@ -112,24 +87,24 @@ def test_an_agent_in_trouble_makes_nobody_seem_so(trouble: str) -> None:
     if trouble == "gone":
         del scene.of_run.members["left"]
     elif trouble == "silent":
-        scene.agents["left"].silent = True
+        scene.handles["left"].answers["ask_members"] = never
     else:
-        scene.agents["left"].fails = WorkerDied("Agent-left has died")
+        scene.handles["left"].kill()
     assert scene.ask() == ["a", "b", "c"]
 
 
 def test_a_silent_member_is_late_by_the_same_deadline_at_no_cost_to_neighbours() -> None:
     scene = Scene()
-    scene.members["A"].says = None
+    scene.members["A"].answers["progress"] = never
     late, *others = scene.ask(timeout_s=1.0)
     assert isinstance(late, DeadlineExceeded)
     assert "A did not answer" in str(late)
     assert others == ["b", "c"]
-    assert scene.members["A"].asked == 2, "by the agent, and itself"
+    assert len(scene.members["A"].calls) == 2, "by the agent, and itself"
 
 
 def test_a_members_error_is_its_own_word() -> None:
     scene = Scene()
-    scene.members["C"].says = error = WorkerDied("C has died")
+    scene.members["C"].answers["progress"] = error = WorkerDied("C has died")
     assert scene.ask() == ["a", "b", error]
     assert scene.asked == [1, 1, 2]

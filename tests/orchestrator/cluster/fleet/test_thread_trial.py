@@ -1,8 +1,6 @@
 """Who is asked how fast it is, and who is told by how many threads it computes."""
 
 import json
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,19 +17,11 @@ from penstock.orchestrator.cluster.placement.threads import (
     threads_of,
 )
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from tests.fakes.actors import FakeHandle
 from tests.orchestrator.cluster.placement.clusters import node, planned
 
 SLOW_ENGINE = {1: 4.0, 2: 2.2, 4: 1.2}
 SLOW_RANK = {1: 8.0, 2: 4.1, 4: 2.1}
-
-
-def method(answer: Callable[..., Any]) -> Any:
-    def remote(*arguments: Any) -> Any:
-        future: Future[Any] = Future()
-        future.set_result(answer(*arguments))
-        return SimpleNamespace(future=lambda: future)
-
-    return SimpleNamespace(remote=remote)
 
 
 class PlayedFleet:
@@ -53,10 +43,7 @@ class PlayedFleet:
             times = SLOW_ENGINE if role == "rollout" else SLOW_RANK
             return {count: times[count] for count in counts}
 
-        return SimpleNamespace(
-            try_threads=method(tried),
-            use_threads=method(lambda count: self.asked.append((name, "use", count))),
-        )
+        return FakeHandle(try_threads=tried, use_threads=lambda count: self.asked.append((name, "use", count)))
 
     def role(self, role: str) -> list[tuple[str, Any]]:
         return [(actor.name, self.actors[actor.name]) for actor in self.plan if actor.role == role]

@@ -1,7 +1,6 @@
 """Agents of nodes that join while others serve."""
 
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +9,10 @@ from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.cluster.nodes import agents as agents_of
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from tests.fakes.actors import FakeHandle
 
 A, B = "a" * 56, "b" * 56
-"""As Ray names nodes."""
+"""Ids of nodes, as Ray writes them."""
 
 
 class Owner:
@@ -30,8 +30,7 @@ class Owner:
     def make(self, cls: type, options: dict[str, Any], *arguments: Any) -> Any:
         answer: Future[Any] = Future()
         self.asked.append(answer)
-        call = SimpleNamespace(future=lambda: answer)
-        return SimpleNamespace(name=options["name"], facts=SimpleNamespace(remote=lambda: call))
+        return FakeHandle(None, options["name"], facts=lambda: answer)
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def owner() -> Owner:
 
 @pytest.fixture
 def agents(owner: Owner) -> NodeAgents:
-    """Of a run on one node, whose agent is there."""
+    """Agents of a run on one node, whose agent is there."""
     made = NodeAgents("run", "run", ClusterConfig(), None, owner)  # type: ignore[arg-type]
     made.create([(A, "10.0.0.1")])
     owner.asked[0].set_result("facts of a")
@@ -49,7 +48,7 @@ def agents(owner: Owner) -> NodeAgents:
     return made
 
 
-def test_one_that_joins_is_seen_by_nobody_before_its_facts_are_known(
+def test_an_agent_that_joins_is_not_listed_before_its_facts_are_known(
     agents: NodeAgents, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The controller asks for the facts of all that it sees, on its event loop."""
@@ -67,7 +66,7 @@ def test_one_that_joins_is_seen_by_nobody_before_its_facts_are_known(
     assert agents.facts(0.0) == {A: "facts of a", B: "facts of b"}
 
 
-def test_one_that_does_not_start_is_ended_and_was_never_there(agents: NodeAgents, owner: Owner) -> None:
+def test_an_agent_that_does_not_start_is_ended_and_never_listed(agents: NodeAgents, owner: Owner) -> None:
     with pytest.raises(DeadlineExceeded, match=r"Agent-10\.0\.0\.2"):
         agents.add(B, "10.0.0.2", 0.01)
     assert owner.ended == ["Agent-10.0.0.2"]
@@ -75,11 +74,11 @@ def test_one_that_does_not_start_is_ended_and_was_never_there(agents: NodeAgents
     assert agents.facts(0.0) == {A: "facts of a"}
 
 
-def test_one_that_comes_when_the_run_has_ended_is_ended(
+def test_an_agent_that_comes_when_the_run_has_ended_is_ended(
     agents: NodeAgents, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ends(*arguments: Any, **keywords: Any) -> list[Any]:
-        agents._is_closed = True
+        agents.is_closed = True
         return ["facts of b"]
 
     monkeypatch.setattr(agents_of, "get_all", ends)

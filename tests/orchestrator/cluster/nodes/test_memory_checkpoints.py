@@ -15,41 +15,29 @@ from penstock.orchestrator.cluster.nodes.memory_checkpoints import FREE_S, MAX_F
 
 
 class Agent:
-    """Of one node. `copies`: what it has, as rank and step. It is dead, or has no room, if it is told so."""
+    """Agent of one node. `copies`: rank and step of each copy that it has. `is_full`: it has no room for more."""
 
-    def __init__(self, node: str, nodes: "Mapping[str, Agent]") -> None:
+    def __init__(self, node: str, nodes: "Mapping[str, FakeHandle]") -> None:
         self.node, self._nodes = node, nodes
         self.copies: set[tuple[int, int]] = set()
-        self.is_dead = self.is_full = False
+        self.is_full = False
         self.fetched = 0
 
-    def __getattr__(self, method: str) -> Any:
-        agent = self
-
-        class Method:
-            @staticmethod
-            async def remote(*arguments: Any) -> Any:
-                if agent.is_dead:
-                    raise WorkerDied(f"{agent.node} has died")
-                return getattr(agent, f"do_{method}")(*arguments)
-
-        return Method
-
-    def do_stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         return {}
 
     def do_memory_checkpoints(self, trainer: str) -> dict[int, list[int]]:
         ranks = {rank for rank, _ in self.copies}
         return {rank: sorted(step for other, step in self.copies if other == rank) for rank in ranks}
 
-    def do_fetch_states(self, trainer: str, copies: dict[int, int], source: Address) -> None:
+    def fetch_states(self, trainer: str, copies: dict[int, int], source: Address) -> None:
         their = self._nodes[source.host]
         if self.is_full or their.is_dead or not set(copies.items()) <= their.copies:
             raise MemoryCheckpointError(f"{self.node}: no room, or nothing there")
         self.copies |= set(copies.items())
         self.fetched += len(copies)
 
-    def do_keep_only_states(self, trainer: str, ranks: list[int], up_to: int) -> None:
+    def keep_only_states(self, trainer: str, ranks: list[int], up_to: int) -> None:
         self.copies = {(rank, step) for rank, step in self.copies if rank in ranks and step <= up_to}
 
 
@@ -57,8 +45,9 @@ class Bed:
     """Nodes by letters, and the node of each rank. Time is what a test says."""
 
     def __init__(self, nodes: str, ranks: str, share: float = 1.0) -> None:
-        self.agents: dict[str, Agent] = {}
-        self.agents |= {node: Agent(node, self.agents) for node in nodes}
+        self.handles: dict[str, FakeHandle] = {}
+        self.agents = {node: Agent(node, self.handles) for node in nodes}
+        self.handles |= {node: FakeHandle(agent, f"Agent-{node}") for node, agent in self.agents.items()}
         self.node_of_rank = dict(enumerate(ranks))
         self.told: list[str] = []
         self.now = 0.0
@@ -68,7 +57,7 @@ class Bed:
 
     def look(self) -> StateNodes:
         there = [node for node in self.agents if node not in self.gone]
-        handles = {node: (f"Agent-{node}", self.agents[node]) for node in there}
+        handles = {node: (f"Agent-{node}", self.handles[node]) for node in there}
         return StateNodes(self.node_of_rank, handles, {node: Address(node, 1) for node in there})
 
     def step(self, step: int) -> None:
@@ -79,7 +68,7 @@ class Bed:
         asyncio.run(self.states.copy(step))
 
     def lose(self, node: str) -> None:
-        self.agents[node].is_dead = True
+        self.handles[node].kill()
         self.gone.add(node)
 
 
@@ -119,8 +108,8 @@ def test_copies_of_later_steps_go_with_those_that_nobody_needs() -> None:
 def test_a_step_whose_ranks_node_is_gone_before_it_was_copied_is_lost() -> None:
     bed = Bed("ab", "b")
     bed.step(1)
-    bed.agents["b"].is_dead = True
-    with pytest.raises(WorkerDied, match="b has died"):
+    bed.handles["b"].kill()
+    with pytest.raises(WorkerDied, match="Agent-b has died"):
         bed.step(2)
     bed.gone.add("b")
     with pytest.raises(WorkerDied, match="rank 0 has left after step 2"):
@@ -134,7 +123,7 @@ def test_a_step_whose_ranks_node_is_gone_before_it_was_copied_is_lost() -> None:
 
 def test_a_partner_that_is_gone_costs_one_copy_and_another_takes_its_place() -> None:
     bed = Bed("abc", "a")
-    bed.agents["b"].is_dead = True
+    bed.handles["b"].kill()
     bed.step(1)
     bed.gone.add("b")
     bed.step(2)
@@ -154,13 +143,13 @@ def test_copies_that_fail_again_and_again_are_given_up_and_told_once() -> None:
 
 def test_copies_that_take_too_much_of_the_time_are_given_up() -> None:
     bed = Bed("ab", "a", share=0.1)
-    fetch = bed.agents["b"].do_fetch_states
+    fetch = bed.agents["b"].fetch_states
 
     def slow(*arguments: Any) -> None:
         bed.now += FREE_S / 4
         fetch(*arguments)
 
-    bed.agents["b"].do_fetch_states = slow  # type: ignore[method-assign]
+    bed.handles["b"].answers["fetch_states"] = slow
     for step in range(1, 10):
         bed.now += FREE_S / 4
         bed.step(step)

@@ -93,7 +93,7 @@ def test_what_was_found_for_a_node_holds_for_its_engines_and_ranks_alone() -> No
 
 
 def test_nodes_that_are_alike_are_tried_once_and_those_of_one_side_never() -> None:
-    """Nor are those of one core."""
+    """Nodes of one core are never tried either."""
     nodes = [node(number, cpus=2) for number in (1, 2, 3)]
     actors, config = planned("rollout.num_workers=2", "trainer.num_ranks=2", "reward.cpus_per_worker=0")
     assignment = assign(actors, nodes, config)

@@ -17,7 +17,7 @@ Change = Callable[[int], dict[str, Any]]
 
 
 def sound(step: int) -> dict[str, Any]:
-    """Of an asynchronous run that learns."""
+    """Metrics of an asynchronous run that learns."""
     return {
         "step": step, "reward/mean": 0.2 + step / 200, "reward/std": 0.4, "reward/max": 1.0,
         "response_length/clip_ratio": 0.02, "mismatch/logprob_abs_mean": 1e-3, "actor/skipped_nonfinite": 0.0,

@@ -67,7 +67,9 @@ def test_the_first_thing_that_is_lacking_names_whose_turn_it_is() -> None:
         ({}, (), "nobody has it under way"),
     ],
 )
-def test_what_nobody_does_is_told_as_well(more: dict[str, Any], members: tuple[str, ...], words: str) -> None:
+def test_a_stall_in_which_nobody_works_is_told_as_well(
+    more: dict[str, Any], members: tuple[str, ...], words: str
+) -> None:
     chain = chain_of(described(**more), WRITERS, RANKS)
     assert chain.members == members
     assert words in chain.text

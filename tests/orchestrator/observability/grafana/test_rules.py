@@ -18,7 +18,7 @@ from tests.orchestrator.observability.grafana.prometheus import needed
 
 Series = tuple[Metric, dict[str, str], str]
 MINUTES = 45
-"""After which it is seen what has fired; a value a minute until then."""
+"""Minutes after which the alerts are looked at. Series have one value a minute until then."""
 ENGINE, RANK = {"actor": "Rollout-0"}, {"actor": "Trainer-policy-0"}
 WAIT = RANK | {"phase": "wait"}
 THERE, ENGINE_THERE = (table.STORE_SEEN, {}, "1x60"), (table.ROLLOUT_RUNNING, ENGINE, "0x60")
@@ -69,7 +69,7 @@ CASES: dict[str, dict[str, list[Series]]] = {
 
 
 def unit_test(name: str, series: list[Series], fires: bool) -> dict[str, Any]:
-    """As promtool reads it: how many alerts of that name fire."""
+    """A unit test as promtool reads it: how many alerts of that name fire."""
     inputs = []
     for metric, labels, values in series:
         suffix = "_sum" if metric.buckets else ""

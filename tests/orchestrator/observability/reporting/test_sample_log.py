@@ -16,11 +16,12 @@ from penstock.orchestrator.observability.reporting.sample_log import SampleLog, 
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import TokenValues
+from tests.fakes.actors import FakeHandle
 from tests.run_files import samples_of
 
 
 @pytest.mark.parametrize(("there", "is_written"), [(16, True), (8, False), (0, False)])
-def test_samples_of_which_some_were_on_a_lost_node_are_told_and_not_written(
+def test_samples_that_are_partly_lost_with_a_node_are_told_and_not_written(
     there: int, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config(["recipe=arithmetic", f"output_dir={tmp_path}", "name=run", "tracking.samples_every_steps=2"])
@@ -73,7 +74,7 @@ def test_steps_are_written_in_order_by_a_thread_while_the_loop_goes_on(
     asyncio.run(body())
 
 
-def test_what_was_fetched_is_written_though_the_run_is_cancelled(
+def test_fetched_samples_are_written_though_the_run_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = list[int]()
@@ -105,7 +106,7 @@ def test_a_failure_that_is_no_disk_s_is_raised_and_not_swallowed(
 
 
 def log_of(tmp_path: Path, write: Callable[[int, Any], None], monkeypatch: pytest.MonkeyPatch) -> SampleLog:
-    """Of a run that writes the samples of every step by `write`."""
+    """The log of a run that writes the samples of every step by `write`."""
     config = load_config(["recipe=arithmetic", f"output_dir={tmp_path}", "name=run", "tracking.samples_every_steps=1"])
     directory = RunDirectory.create(config)
     directory.close()
@@ -121,7 +122,7 @@ def floats(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def test_what_ranks_know_of_tokens_goes_to_their_rows_and_the_rest_is_null() -> None:
+def test_token_values_of_ranks_go_to_their_rows_and_the_rest_is_null() -> None:
     rows = Rows.from_lists({"reward": [1.0, 2.0, 3.0]})
     first = TokenValues(np.array([2]), [floats(-1.0, np.nan)], [np.array([True, False])])
     second = TokenValues(np.array([0]), [None], [np.array([True])])
@@ -132,18 +133,6 @@ def test_what_ranks_know_of_tokens_goes_to_their_rows_and_the_rest_is_null() -> 
     assert with_token_values(rows, [second]).column_names == ["group_id", "row_id", "reward", "loss_mask"]
 
 
-class Rank:
-    """Whose `token_values` says what it is given, or raises it."""
-
-    def __init__(self, said: Any) -> None:
-        self.token_values, self._said = self, said
-
-    async def remote(self, step: int) -> Any:
-        if isinstance(self._said, Exception):
-            raise self._said
-        return self._said
-
-
 @pytest.mark.parametrize("gone", [None, WorkerDied("it is gone"), DeadlineExceeded("it is late")])
 def test_a_rank_that_does_not_know_the_step_costs_its_columns_but_no_samples(gone: Any, tmp_path: Path) -> None:
     config = load_config(["recipe=arithmetic", f"output_dir={tmp_path}", "name=run"])
@@ -152,10 +141,8 @@ def test_a_rank_that_does_not_know_the_step_costs_its_columns_but_no_samples(gon
     async def last_batch(columns: list[str]) -> Rows:
         return Rows.from_lists({"reward": [1.0, 2.0]})
 
-    ranks = [
-        ("Trainer-0", Rank(gone)),
-        ("Trainer-1", Rank(TokenValues(np.array([1]), [floats(-2.0)], [np.ones(1, bool)]))),
-    ]
+    known = TokenValues(np.array([1]), [floats(-2.0)], [np.ones(1, bool)])
+    ranks = [("Trainer-0", FakeHandle(token_values=gone)), ("Trainer-1", FakeHandle(token_values=known))]
     log = SampleLog(config, build_dataflow(config.algorithm), directory, last_batch, lambda: ranks)
     asyncio.run(log.write(1, 2))
     directory.close()

@@ -11,7 +11,7 @@ def test_a_line_has_rates_and_who_waited() -> None:
     assert plain_line(1, 2, metrics) == expected
 
 
-def test_what_is_no_number_is_left_out() -> None:
+def test_values_that_are_no_numbers_are_left_out() -> None:
     odd = {"reward/mean": float("nan"), "timing_s/step": None, "idle/train": None, "perf/tokens_per_s": float("inf")}
     assert plain_line(1, 2, odd) == "step 1/2"
 

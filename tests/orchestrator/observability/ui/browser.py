@@ -10,19 +10,19 @@ import pytest
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 CHROMIUM = "chromium"
-"""In PATH, as `requirements/debian.sh` looks for it."""
+"""Command in PATH that `requirements/debian.sh` looks for."""
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 ]  # fmt: skip
 PATIENCE_MS = 120_000
-"""For what a page must show; machines of continuous integration are slow at odd moments."""
+"""Deadline of what a page must show. Machines of continuous integration are slow at odd moments."""
 WIDE, PHONE = (1280, 800), (390, 844)
 
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """Not for a process whose event loop runs in this thread: Playwright has one of its own here until it is left."""
+    """A browser. The thread must run no event loop: Playwright has one of its own here until the block is left."""
     program = shutil.which(CHROMIUM)
     if program is None:
         pytest.fail(f"the page is tested in {CHROMIUM}, which is not in PATH: `make test` installs it", pytrace=False)

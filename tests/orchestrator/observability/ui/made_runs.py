@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 HERE = {"pid": os.getpid(), "host": socket.gethostname()}
-"""As run.lock says of a run that goes on."""
+"""Content of run.lock for a run that goes on."""
 TIME = "2026-01-01T00:00:{:02d}.000Z"
 
 MORE = ("response_ids", "task", "advantage", "behavior_logprobs", "token_versions", "transcript", "turn_tokens")

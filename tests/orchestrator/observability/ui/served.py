@@ -17,7 +17,7 @@ STARTED_WITHIN_S = 300
 
 @contextlib.contextmanager
 def served(place: Path) -> Iterator[str]:
-    """Its address, without a slash at the end."""
+    """The server's address, without a slash at the end."""
     bound = listen("127.0.0.1", 0)
     config = uvicorn.Config(make_app(place, look_s=LOOK_S), log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

@@ -1,6 +1,7 @@
 """The page's modules as one script."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -20,8 +21,9 @@ def test_no_two_modules_define_the_same_name() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-def test_what_cannot_be_one_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "_read", lambda name: "export default 3;\n")
+def test_modules_that_cannot_be_one_script_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "odd.js").write_text("export default 3;\n")
+    monkeypatch.setattr(bundle, "STATIC", tmp_path)
     with pytest.raises(ValueError, match="export default"):
         bundle.script("odd.js")
 

@@ -31,7 +31,7 @@ def rough(*args: str, **options: Any) -> Any:
 
 
 def are_gone(processes: str) -> bool:
-    """Within a moment: who is killed still has to die."""
+    """Wait a moment for processes to be gone: one that is killed still has to die."""
     deadline = time.monotonic() + 10
     while any(map(is_alive, processes.split())) and time.monotonic() < deadline:
         time.sleep(0.01)

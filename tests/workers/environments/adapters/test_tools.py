@@ -70,7 +70,7 @@ def test_an_answer_that_cannot_be_scored_has_failed_and_is_not_wrong(code: str) 
 
 def test_a_reward_that_hangs_is_given_up(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = adapter("tools", reward=f"{code}:hangs")
-    environment._scoring._pool.timeout_s = 0.5
+    environment.scoring.pool.timeout_s = 0.5
     attempt, _ = played(environment, ROW, ["4"])
     assert attempt.outcome.kind == FAILED
     assert "hangs cannot score this answer: timeout" in attempt.outcome.detail
@@ -113,7 +113,7 @@ def test_the_system_prompt_of_the_data_is_before_the_text_of_another_column() ->
 
 
 def test_the_sandbox_is_a_tool() -> None:
-    (tool,) = adapter("tools", tools=["python"], reward=None)._tools
+    (tool,) = adapter("tools", tools=["python"], reward=None).tools
     assert tool.__module__ == "penstock.workers.environments.toolbox"
 
 

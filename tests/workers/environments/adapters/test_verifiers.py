@@ -15,6 +15,7 @@ import pytest
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.environments.task import Task
+from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.prompts.opening import EnvironmentTasks, open_held_out, open_rows
 from penstock.workers.protocols import Sampling
@@ -31,7 +32,8 @@ Play = Callable[[int], Any]
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its import takes four seconds of CPU: all tests but the first start forks of a process that has done it."""
+    """Import the package, which takes four seconds of CPU: all tests but the first start forks of a process that has
+    done it."""
     assert PYTHON.exists(), "no environment with verifiers: type `make .venv-verifiers/.locked`"
     monkeypatch.setenv("PYTHONPATH", HERE)
     warm_python(WARM, os.getpid(), str(PYTHON), ["verifiers.v1", "verifiers.v1.utils.loaders"])
@@ -48,9 +50,10 @@ def sums(taskset: Mapping[str, Any] | None = None, python: Path = WARM / EXECUTA
 @asynccontextmanager
 async def served(environment: Any, answer: Callable[[str], str], timeout_s: float = 120.0) -> AsyncIterator[Play]:
     engines = ScriptedEngines(lambda prompt, sampling: answer(prompt))
-    runner = make_runner(environment, engines, max_model_len=4000, timeout_s=timeout_s)
-    server = HttpServer(runner._keys)
-    runner._keys.base_url = await server.start("127.0.0.1", 0)
+    keys = AttemptKeys()
+    runner = make_runner(environment, engines, max_model_len=4000, keys=keys, timeout_s=timeout_s)
+    server = HttpServer(keys)
+    keys.base_url = await server.start("127.0.0.1", 0)
     try:
         yield lambda index: runner.attempt(Task(str(index), 0, {"index": index}), Sampling(max_tokens=40, seed=1))
     finally:
@@ -128,7 +131,7 @@ def test_the_death_of_its_process_is_told_and_the_next_episode_has_another() -> 
 
     def dies_once(prompt: str) -> str:
         if not killed:
-            process = environment._episodes._process
+            process = environment.episodes.process
             killed.append(process.pid)
             os.killpg(killed[0], signal.SIGKILL)
             reader = select.poll()

@@ -16,7 +16,7 @@ from tests.workers.gateway.formats.real_templates import FAMILIES, Family
 SYSTEM, QUESTION = {"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"}
 ARGUMENTS = '{"a": 2, "b": 2}'
 TOOLS_MOVE = ("mistral v3", "mistral v3, sentencepiece", "mistral v7", "mistral v11")
-"""Their templates write the tools before the last question, so that the next one begins a segment."""
+"""Families whose templates write the tools before the last question, so that the next question begins a segment."""
 
 SYSTEM_MOVES = ("mistral v3", "mistral v3, sentencepiece")
 """The same of the system prompt."""

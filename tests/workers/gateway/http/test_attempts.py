@@ -27,7 +27,7 @@ async def nothing() -> None:
 async def attempts(
     run: Any, texts: Any, count: int = 1, after: Callable[[], Awaitable[None]] = nothing, **limits: int
 ) -> list[Trajectory]:
-    """Of a function that plays a task, as an environment. `after`: while the server still listens."""
+    """Attempts of a function that plays a task, as an environment. `after`: called while the server still listens."""
 
     class Agent:
         async def run(self, task: Task, ctx: Any) -> None:

@@ -92,7 +92,7 @@ def test_what_a_client_sends_does_not_replace_the_runs_sampling_and_is_counted()
             answer = await open_gateway.respond(temperature=0)
             found = [(one.temperature, one.top_p, one.top_k) for one in open_gateway.engines.samplings]
             assert (found, open_gateway.engines.samplings[0].max_tokens) == ([(0.8, 0.9, 0)] * 3, 7)
-            counts = open_gateway.sampler._counts
+            counts = open_gateway.sampler.counts
             ignored = {name: count for name, count in counts.items() if name.startswith("ignored_") and count}
             assert ignored == {"ignored_temperature": 3, "ignored_top_k": 1}
             assert (counts["turns_greedy"], answer.temperature) == (0, None)
@@ -111,7 +111,7 @@ def test_a_greedy_attempt_is_greedy_whatever_a_client_may_choose() -> None:
             await open_gateway.chat(temperature=0)
             found = [(one.temperature, one.top_p, one.max_tokens) for one in open_gateway.engines.samplings]
             assert found == [(0.0, 1.0, 7), (0.0, 1.0, 100)]
-            ignored = {name: n for name, n in open_gateway.sampler._counts.items() if name.startswith("ignored_") and n}
+            ignored = {name: n for name, n in open_gateway.sampler.counts.items() if name.startswith("ignored_") and n}
             assert ignored == {"ignored_temperature": 1, "ignored_top_p": 1}
 
     play(scenario())

@@ -19,7 +19,7 @@ PATHS = ["/chat/completions", "/responses", "/messages"]
 
 
 async def post(open_gateway: Gateway, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-    """By hand, for what the clients would not send."""
+    """Post by hand what the clients would not send."""
     data = body if isinstance(body, bytes) else json.dumps(body if body is not None else ASKED | {"input": "?"})
     keyed = {"authorization": f"Bearer {open_gateway.key}", "content-type": "application/json"} | headers
     async with aiohttp.ClientSession() as client, client.post(open_gateway.url + path, data=data, headers=keyed) as got:
@@ -201,7 +201,7 @@ def test_a_client_that_times_out_and_asks_again_has_one_turn(ask: Any) -> None:
             open_gateway.engines.open.set()
             assert "two" in (await asking).model_dump_json()
             assert [turn.text for turn in open_gateway.sampler.turns] == ["two"]
-            assert open_gateway.sampler._counts["turns_abandoned"] == 1
+            assert open_gateway.sampler.counts["turns_abandoned"] == 1
 
     play(scenario())
 

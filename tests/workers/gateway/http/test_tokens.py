@@ -30,7 +30,7 @@ def random_answer(rng: random.Random) -> str:
 
 
 async def converse(open_gateway: Gateway, rng: random.Random, num_steps: int) -> list[bool]:
-    """For each turn whether it goes on with an earlier one, in the order in which they were asked for."""
+    """Whether each turn goes on with an earlier one, in the order in which they were asked for."""
     agents: list[Any] = []
     goes_on: list[bool] = []
     for step in range(num_steps):
@@ -123,7 +123,7 @@ def test_retries_and_hang_ups_leave_no_token_behind(seed: int) -> None:
                     asking.cancel()
                     await asyncio.wait([asking])
                     cancelled = engines.num_cancelled
-                    while engines.num_cancelled == cancelled and open_gateway.sampler._num_under_way:
+                    while engines.num_cancelled == cancelled and open_gateway.sampler.num_under_way:
                         await asyncio.sleep(0.002)
                     engines.open.set()
                 await agent.go_on(**(RETRY if rng.random() < 0.5 else {}))

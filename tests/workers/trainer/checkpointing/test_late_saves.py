@@ -54,10 +54,10 @@ def late(ranks: Ranks, tmp_path: Path) -> tuple[Saver, HeldUp]:
     held = HeldUp(tmp_path / "global_step_1" / "trainer")
     assert saver.begin(holding(1.0), str(held.path.parent))
     held.wait_until_full()
-    saver._timeout_s = 0.01
+    saver.timeout_s = 0.01
     with pytest.raises(DeadlineExceeded, match="did not finish writing"):
         saver.finish()
-    saver._timeout_s = 60
+    saver.timeout_s = 60
     return saver, held
 
 
@@ -123,10 +123,10 @@ def one_of_two(rank: int, num_ranks: int, address: str, place: Path) -> None:
     if held is not None:
         held.wait_until_full()
     ranks.barrier()
-    saver._timeout_s = 0.01
+    saver.timeout_s = 0.01
     with pytest.raises(DeadlineExceeded):
         saver.finish()
-    saver._timeout_s = 60
+    saver.timeout_s = 60
     assert not saver.begin(half, str(place / "2"))
     if held is not None:
         held.let_go()

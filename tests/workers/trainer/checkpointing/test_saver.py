@@ -76,10 +76,10 @@ def test_a_second_checkpoint_uses_the_first_ones_copies(trained: PolicyTrainer, 
     state = TrainingState({"policy": trained})
     state.begin(str(tmp_path / "1"))
     state.finish()
-    first = {name: copy.data_ptr() for name, copy in state.saver._copies.items()}
+    first = {name: copy.data_ptr() for name, copy in state.saver.copies.items()}
     state.begin(str(tmp_path / "2"))
     state.finish()
-    assert {name: copy.data_ptr() for name, copy in state.saver._copies.items()} == first
+    assert {name: copy.data_ptr() for name, copy in state.saver.copies.items()} == first
 
 
 def test_files_are_listed_with_size_and_checksum(trained: PolicyTrainer, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_files_are_listed_with_size_and_checksum(trained: PolicyTrainer, tmp_pat
     state.begin(str(tmp_path))
     files = {file.name: file for file in state.finish()}
     assert files.keys() == {"rank_0.bin", "index.json", "carried.json"} == {path.name for path in tmp_path.iterdir()}
-    num_bytes = sum(piece.values.nbytes for piece in state._pieces())
+    num_bytes = sum(piece.values.nbytes for piece in state.pieces())
     assert files["rank_0.bin"].num_bytes == (tmp_path / "rank_0.bin").stat().st_size == num_bytes
     assert state.finish() == []
 

@@ -77,7 +77,7 @@ def test_critic_and_policy_share_a_process(make_trainer: Make) -> None:
 def test_its_own_process_groups_keep_the_trainers_deadline(make_trainer: Make) -> None:
     made = make_trainer(collective_timeout_s=77.0).engine
     assert isinstance(made, DeepSpeedEngine)
-    backend = made._engine.data_parallel_group._get_backend(torch.device("cpu"))
+    backend = made.deepspeed.data_parallel_group._get_backend(torch.device("cpu"))
     assert backend.options._timeout.total_seconds() == 77.0
 
 

@@ -247,7 +247,7 @@ def test_a_copy_that_fails_later_ends_the_copies_and_nothing_else(
 
 def test_what_cannot_be_carried_ends_the_copies_by_the_stages_name(make_rank: Callable[..., Rank]) -> None:
     rank = make_rank()
-    rank.preparation._workers["grown"].state = [object()]
+    rank.preparation.workers["grown"].state = [object()]
     problem = rank.checkpoint.save(1)
     assert problem is not None
     assert "stage 'grown'" in problem

@@ -42,7 +42,7 @@ def test_what_is_no_float32_matrix_is_multiplied_as_ever(given: torch.Tensor) ->
 
 def test_a_models_own_linear_layers_are_replaced_with_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     class Head(nn.Linear):
-        """Of a kind of its own."""
+        """A linear layer of a class of its own."""
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU(), nn.Linear(4, 4, bias=False)), Head(4, 2))
     before = dict(model.named_parameters())

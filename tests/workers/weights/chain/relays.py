@@ -73,7 +73,7 @@ class Cluster:
         self.relays[node], self._listeners[node], self.addresses[node] = relay, listener, listener.address
 
     def kill(self, node: str) -> None:
-        """Its connections end, and nobody listens there any more."""
+        """End all connections, and listen no more."""
         self._listeners[node].close()
         self.relays[node].close()
 

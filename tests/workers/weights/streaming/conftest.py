@@ -71,7 +71,7 @@ def make_side(host_memory: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         for model in models:
             config = RolloutConfig(num_gpus_per_worker=num_gpus_per_worker)
             engine = VllmEngine(EngineSpec(config, "a-model", transport=name, phase_timeout_s=timeout_s))
-            engine._llm, engine._in_flight = LoadingLLM(worker(name, model), troubles), in_flight
+            engine.llm, engine.num_in_flight = LoadingLLM(worker(name, model), troubles), in_flight
             monkeypatch.setattr(engine, "deliver", noting(part_bytes, engine.deliver))
             made.append(engine)
         return Side(name, tensors, transport, made, models, wire, part_bytes)

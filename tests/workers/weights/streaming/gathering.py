@@ -66,10 +66,10 @@ def run(rank: int, num_ranks: int, address: str, directory: Path) -> None:
     transport = make_transport("nccl", side, directory="", bucket_mib=1, timeout_s=60.0)
     assert isinstance(transport, StreamTransport)
     if rank == 0:
-        transport._trainer_init = lambda info, *, client, source: Sender(source)
+        transport.trainer_init = lambda info, *, client, source: Sender(source)
     transport.connect(SimpleNamespace(num_engines=1, workers_per_engine=1), "127.0.0.1:1")
     transport.send(1)
-    torch.save(transport._engine.sent if rank == 0 else {}, directory / f"sent.{rank}.pt")
+    torch.save(transport.engine.sent if rank == 0 else {}, directory / f"sent.{rank}.pt")
     transport.close()
     ranks.leave()
 

@@ -158,11 +158,11 @@ class Side:
         async def both() -> list[Any]:
             engines = LoopEngines(self.engines, asyncio.get_running_loop())
             await asyncio.to_thread(self.transport.connect, engines, "127.0.0.1:0")
-            return await self._exchange(version, loading, sending)
+            return await self.exchange(version, loading, sending)
 
         return asyncio.run(both())
 
-    async def _exchange(self, version: int, loading: bool, sending: bool) -> list[Any]:
+    async def exchange(self, version: int, loading: bool, sending: bool) -> list[Any]:
         delivery = await asyncio.to_thread(self.transport.prepare, version)
         calls = [asyncio.to_thread(self.transport.send, version)] if sending else []
         calls += [engine.load(delivery) for engine in self.engines] if loading else []
@@ -173,7 +173,7 @@ class Side:
 
     def calls(self, index: int = 0) -> list[str]:
         """Calls in order, a run of the same one once."""
-        calls = [call for call in self.engines[index]._llm.calls if call != "connect"]
+        calls = [call for call in self.engines[index].llm.calls if call != "connect"]
         return [call for number, call in enumerate(calls) if number == 0 or calls[number - 1] != call]
 
 

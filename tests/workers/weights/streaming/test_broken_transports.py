@@ -32,7 +32,7 @@ def test_weights_that_do_not_wake_end_the_sending(make_side: Callable[..., Side]
 def test_an_engine_that_serves_another_version_than_asked_for_is_broken(
     make_side: Callable[..., Side], name: str
 ) -> None:
-    side = make_side(name, finish=lambda: setattr(side.engines[0]._llm, "version", "default"))
+    side = make_side(name, finish=lambda: setattr(side.engines[0].llm, "version", "default"))
     sent, loaded = side.run(3)
     assert isinstance(loaded, WeightError)
     assert "version 3: the engine says it serves 'default'" in str(loaded)
@@ -64,7 +64,7 @@ def test_a_failing_or_silent_engine_is_named_with_its_phase_on_both_sides(
 @pytest.mark.parametrize("name", STREAMS)
 def test_one_engine_of_two_that_fails_ends_the_sending(make_side: Callable[..., Side], name: str) -> None:
     side = make_side(name, engines=2, timeout_s=2.0)
-    side.engines[1]._llm.troubles = {"load": fail}
+    side.engines[1].llm.troubles = {"load": fail}
     sent, _, loaded = side.run()
     assert isinstance(loaded, WeightError)
     assert sent is loaded
@@ -113,7 +113,7 @@ def test_an_engine_that_does_not_connect_is_named(make_side: Callable[..., Side]
 
 def test_a_worker_that_cannot_open_a_handle_is_an_error_of_both(make_side: Callable[..., Side]) -> None:
     side = make_side("ipc", timeout_s=2.0)
-    side.engines[0]._llm.worker.init_transfer_engine = lambda _: None  # it then expects one handle for each tensor
+    side.engines[0].llm.worker.init_transfer_engine = lambda _: None  # it then expects one handle for each tensor
     sent, loaded = side.run()
     assert isinstance(loaded, WeightError)
     assert "phase load" in str(loaded)
@@ -132,7 +132,7 @@ def test_parts_of_another_version_and_wrong_counts_are_refused(
     make_side: Callable[..., Side], parts: list[Part], expected: str
 ) -> None:
     engine = make_side("ipc").engines[0]
-    engine._llm.worker.update_weights = lambda info: None
+    engine.llm.worker.update_weights = lambda info: None
 
     async def run() -> list[Any]:
         async def send() -> None:

@@ -20,7 +20,7 @@ def stuck_transport(name: str, trainer: Any) -> StreamTransport:
     """A stream over a trainer engine of one's own in place of vLLM's."""
     made = make_transport(name, lone_rank(weights()), directory="", bucket_mib=BUCKET_MIB, timeout_s=0.2)
     assert isinstance(made, StreamTransport)
-    return StreamTransport(name, lambda *_: None, made._stream, made._place, trainer_init=trainer)
+    return StreamTransport(name, lambda *_: None, made.stream, made.place, trainer_init=trainer)
 
 
 class NoEngines:
@@ -85,7 +85,7 @@ def test_what_a_transport_needs_and_does_not_find_is_named() -> None:
 
 def stuck_transport_m2n(trainer: Any) -> StreamTransport:
     ordinary = stuck_transport("nccl", trainer)
-    return StreamTransport("nccl_m2n", lambda *_: None, ordinary._stream, ordinary._place, trainer_init=trainer)
+    return StreamTransport("nccl_m2n", lambda *_: None, ordinary.stream, ordinary.place, trainer_init=trainer)
 
 
 def test_an_unknown_transport_is_refused() -> None:

@@ -45,8 +45,8 @@ def test_a_later_version_brings_what_the_trainer_has_by_then(make_side: Callable
     async def twice() -> None:
         await asyncio.to_thread(side.transport.connect, LoopEngines(side.engines, asyncio.get_running_loop()), "h:0")
         for version in (1, 2):
-            assert await side._exchange(version, True, True) == [None, None]
-            assert side.engines[0]._llm.version == str(version)
+            assert await side.exchange(version, True, True) == [None, None]
+            assert side.engines[0].llm.version == str(version)
             for tensor in side.tensors.values():
                 tensor.add_(1.0)
 

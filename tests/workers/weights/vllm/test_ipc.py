@@ -13,7 +13,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.weights.streaming.senders import _portable
+from penstock.workers.weights.streaming.senders import portable
 from penstock.workers.weights.transport import Part, StreamedVersion
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
@@ -34,7 +34,7 @@ def test_handles_reach_the_process_of_a_real_engine(tmp_path: Path) -> None:
         await engine.start()
         try:
             await engine.connect({"packed": True})
-            part = Part(1, _portable(info))
+            part = Part(1, portable(info))
             return await asyncio.gather(
                 engine.load(StreamedVersion(1, 1)), engine.deliver(part), return_exceptions=True
             )

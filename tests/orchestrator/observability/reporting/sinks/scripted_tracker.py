@@ -11,7 +11,7 @@ from penstock.orchestrator.observability.reporting.sinks.tracker import About, E
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 PATIENCE_S = 60.0
-"""For what happens at once unless something is wrong."""
+"""Deadline of what happens at once unless something is wrong."""
 
 
 def new_run(place: Path, *words: str) -> RunDirectory:

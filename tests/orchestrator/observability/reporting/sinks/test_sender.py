@@ -1,10 +1,17 @@
 """A tracker that is down, slow or broken costs the run nothing, and what it lacks is told."""
 
+import threading
+import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from penstock.orchestrator.observability.reporting.sinks import sender as sender_module
 from penstock.orchestrator.observability.reporting.sinks.tracker import End
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import (
+    PATIENCE_S,
     Gate,
     Scripted,
     new_run,
@@ -30,14 +37,14 @@ def test_every_step_arrives_in_order_and_then_the_end(tmp_path: Path) -> None:
     assert (event["tracker"], event["id"], event["place"]) == ("tracker", "new", "its page")
 
 
-def test_one_that_hangs_is_left_at_the_deadline(tmp_path: Path) -> None:
+def test_a_tracker_that_hangs_is_left_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, gate = new_run(tmp_path), Gate("1")
     sender, told = sender_to(Scripted(gate), directory)
     for step in range(4):
         sender.log(step, {"loss": 1.0})
     sender.finish(End("finished"))
     assert gate.reached.wait(60.0)
-    sender._give_up_at = 0.0
+    monkeypatch.setattr(sender_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + PATIENCE_S))
     sender.close()
     gate.open()
     (left,) = [text for text in told if "left" in text]
@@ -46,32 +53,32 @@ def test_one_that_hangs_is_left_at_the_deadline(tmp_path: Path) -> None:
     assert directory.losses.waiting.total() == 0
 
 
-def test_one_that_hangs_at_its_end_lacks_nothing(tmp_path: Path) -> None:
+def test_a_tracker_that_hangs_at_its_end_lacks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, gate = new_run(tmp_path), Gate("finish")
     sender, told = sender_to(Scripted(gate), directory)
     sender.log(1, {"loss": 1.0})
     sender.finish(End("finished"))
     assert gate.reached.wait(60.0)
-    sender._give_up_at = 0.0
+    monkeypatch.setattr(sender_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + PATIENCE_S))
     sender.close()
     gate.open()
     assert told[-1].endswith("and is left. It has every step.")
     assert not directory.losses.lost
 
 
-def test_what_hangs_until_after_the_end_writes_nothing_any_more(tmp_path: Path) -> None:
+def test_a_tracker_that_hangs_until_after_the_end_writes_nothing_any_more(tmp_path: Path) -> None:
     directory, gate = new_run(tmp_path), Gate("open")
     tracker = Scripted(gate)
     sender, told = sender_to(tracker, directory, SHORT_S)
     sent(sender, 1, 2)
     gate.open()
-    sender._thread.join(60.0)
+    until(lambda: "tracker-tracker" not in {thread.name for thread in threading.enumerate()})
     assert tracker.calls == ["open"]
     assert not (directory.path / "trackers").exists()
     assert told == ["tracker: has not closed within 0.05 s, and is left. It lacks 2 steps; metrics.jsonl has them."]
 
 
-def test_one_that_was_down_gets_everything_once_it_is_back(tmp_path: Path) -> None:
+def test_a_tracker_that_was_down_gets_everything_once_it_is_back(tmp_path: Path) -> None:
     failures = Counter({"open": 2, "3": 2})
 
     def down_for_a_while(call: str) -> None:
@@ -95,7 +102,7 @@ def test_one_that_was_down_gets_everything_once_it_is_back(tmp_path: Path) -> No
     ] * 2  # fmt: skip
 
 
-def test_one_that_is_down_to_the_end_is_told_once_with_what_it_lacks(tmp_path: Path) -> None:
+def test_a_tracker_that_stays_down_is_told_once_with_what_it_lacks(tmp_path: Path) -> None:
     def is_down(call: str) -> None:
         raise ConnectionRefusedError("nobody there")
 
@@ -151,7 +158,7 @@ def test_a_run_that_returns_to_a_checkpoint_gives_no_step_twice(tmp_path: Path) 
     assert tracker.calls == ["open", "1", "2", "3", "4", "finish"]
 
 
-def test_what_it_kept_may_be_damaged(tmp_path: Path) -> None:
+def test_a_damaged_note_of_the_last_run_does_no_harm(tmp_path: Path) -> None:
     directory, tracker = new_run(tmp_path), Scripted()
     (directory.path / "trackers").mkdir()
     (directory.path / "trackers" / "tracker.json").write_text("{")

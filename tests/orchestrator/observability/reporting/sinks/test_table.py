@@ -26,7 +26,7 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     return scripted
 
 
-def test_a_run_that_ends_is_told_with_what_it_came_to(tmp_path: Path, tracker: Scripted) -> None:
+def test_a_trackers_end_has_the_outcome_of_the_run(tmp_path: Path, tracker: Scripted) -> None:
     config = load_config(["tracking.sinks=[wandb]", f"output_dir={tmp_path}", "name=run"])
     directory = RunDirectory.create(config)
     with opened_sinks(config, directory) as sinks:

@@ -41,7 +41,7 @@ found = {
 
 
 def test_a_run_and_what_goes_on_with_it_are_one_run(tmp_path: Path) -> None:
-    """In a process of its own: trackio reads where its database is as it is imported."""
+    """The run has a process of its own, because trackio reads where its database is as it is imported."""
     ours = {"HOME": str(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRACKIO_", "HF_"))} | ours
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=True, timeout=900, env=environment)

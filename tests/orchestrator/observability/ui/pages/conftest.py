@@ -72,7 +72,7 @@ def metrics(count: int, shift: float = 0.0) -> list[dict[str, Any]]:
 
 
 def make_live(path: Path) -> Path:
-    """At step 5 of 9, held by this process."""
+    """A run at step 5 of 9, held by this process."""
     return make_run(path, "start", metrics=metrics(5), holder=HERE)
 
 

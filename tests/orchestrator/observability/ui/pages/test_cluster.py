@@ -11,7 +11,7 @@ from tests.orchestrator.observability.ui.pages.conftest import make_live
 from tests.orchestrator.observability.ui.told import write_state
 
 
-def test_who_waits_for_whom_is_drawn_and_said(page: Page, address: str) -> None:
+def test_waits_between_actors_are_drawn_and_told(page: Page, address: str) -> None:
     page.goto(f"{address}/#/cluster/done")
     expect(page.locator(".graph")).to_be_visible()
     assert page.locator(".waits li").all_inner_texts() == [

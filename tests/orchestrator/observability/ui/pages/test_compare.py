@@ -12,7 +12,7 @@ REWARD = "document.querySelector('#chart-reward').chart"
 
 
 def curves(page: Page) -> dict[str, dict[str, Any]]:
-    """Of the chart of the reward, by label."""
+    """Curves of the chart of the reward, by label."""
     found = page.evaluate(f"{REWARD}.curves")
     return {curve["label"]: curve for curve in found}
 
@@ -22,7 +22,7 @@ def opened(page: Page, address: str) -> None:
     expect(page.locator("#chart-reward canvas")).to_be_visible()
 
 
-def test_what_runs_were_told_differently_is_a_table(page: Page, address: str) -> None:
+def test_differing_settings_of_runs_are_a_table(page: Page, address: str) -> None:
     opened(page, address)
     rows = {row[0]: row[1:] for row in (text.split("\t") for text in page.locator("tbody tr").all_inner_texts())}
     assert rows["seed"] == ["1", "2", "3"]

@@ -23,7 +23,7 @@ PAGES = {
     "logs": ("#/logs/failed", ".lines .trouble"),
     "no logs": ("#/logs/done", ".lines"),
 }
-"""By name: its address, and what is there once it is."""
+"""Pages by name: the address, and what is there once the page is."""
 SHOWN_AS = pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
@@ -82,7 +82,7 @@ def test_on_a_phone_the_table_of_runs_and_the_themes_of_a_run_need_little_room(b
         assert page.locator(".themes").evaluate("(themes) => themes.clientHeight") < 50
 
 
-def test_what_is_not_there_is_said_with_a_way_back(page: Page, address: str) -> None:
+def test_a_missing_run_is_told_with_a_way_back(page: Page, address: str) -> None:
     page.goto(f"{address}/#/nothing")
     expect(page.locator("tr[data-run=done]")).to_be_visible()
     page.goto(f"{address}/#/%")

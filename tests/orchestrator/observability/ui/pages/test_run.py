@@ -157,7 +157,7 @@ def test_texts_without_an_end_and_markup_in_a_run_break_nothing(page: Page, addr
 
 
 def test_two_pages_share_the_server_and_one_that_is_hidden_hears_nothing(browser: Browser, address: str) -> None:
-    """Of six connections that a browser has to a server, each page in view takes one for what is new."""
+    """Each page in view takes one of the six connections that a browser has to a server."""
     with visit(browser) as page:
         opened(page, address)
         expect(page.locator("#live")).to_have_text("live")

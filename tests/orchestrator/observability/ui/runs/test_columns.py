@@ -77,7 +77,7 @@ LINES = st.lists(st.tuples(st.integers(0, 6), st.dictionaries(st.sampled_from("a
 
 
 @given(LINES, st.data())
-def test_read_in_any_pieces_it_is_what_the_lines_say(tmp_path_factory: Any, lines: Any, data: Any) -> None:
+def test_a_file_read_in_any_pieces_has_the_values_of_its_lines(tmp_path_factory: Any, lines: Any, data: Any) -> None:
     file = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     text = "".join(json.dumps({"step": step, **values}) + "\n" for step, values in lines).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))

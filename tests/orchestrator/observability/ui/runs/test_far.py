@@ -32,7 +32,7 @@ def put(there: Path) -> None:
             system.pipe_file(f"/bucket/runs/{file.relative_to(there)}", file.read_bytes())
 
 
-def test_runs_are_here_as_they_are_there_and_what_comes_follows(there: Path, tmp_path: Path) -> None:
+def test_a_copy_equals_its_runs_and_follows_them(there: Path, tmp_path: Path) -> None:
     run = make_run(there / "sums", "start", metrics=steps(3))
     write_samples(run / "samples", 1, [{"group": 0, "reward": 1.0}])
     (run / "checkpoints").mkdir()
@@ -61,9 +61,7 @@ def test_runs_are_here_as_they_are_there_and_what_comes_follows(there: Path, tmp
     assert not list(here.glob(".*"))
 
 
-def test_what_has_not_changed_is_not_brought_again(
-    there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unchanged_files_are_not_brought_again(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(there / "sums", "start", "end", metrics=steps(3))
     put(there)
     brought: list[str] = []

@@ -55,7 +55,7 @@ def test_runs_are_found_below_a_place_and_the_place_itself_may_be_one(tmp_path: 
     assert not lines_of(tmp_path / "nowhere")
 
 
-def test_its_cost_is_what_was_reserved_as_long_as_it_lasted(tmp_path: Path) -> None:
+def test_the_cost_of_a_run_is_its_reservation_times_its_duration(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "start", "serving", "end")
     assert lines_of(tmp_path)["run"].cost is None  # it does not say
     with (run / "events.jsonl").open("a") as events:
@@ -65,7 +65,7 @@ def test_its_cost_is_what_was_reserved_as_long_as_it_lasted(tmp_path: Path) -> N
     assert (line.cost, line.cost_unit) == (6.0, "CPU h")
 
 
-def test_what_changes_is_read_again_and_what_goes_is_gone(tmp_path: Path) -> None:
+def test_a_changed_run_is_read_again_and_a_removed_one_is_gone(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "start", "end", metrics=steps(1))
     runs = Runs(tmp_path)
     assert runs.lines()[0].step == 1

@@ -78,7 +78,7 @@ def test_the_group_with_the_lowest_reward_is_found(tmp_path: Path) -> None:
     assert rollouts.find(Wanted(sort="reward", down=False, limit=1))["rows"][0]["group"] == 77
 
 
-def test_a_limit_is_met_by_what_equals_it(tmp_path: Path) -> None:
+def test_a_value_equal_to_a_limit_is_found(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, [{"group": 0, "reward": 0.1}])  # which no binary number is
     rollouts = Rollouts(tmp_path)
     rollouts.update(10)

@@ -124,7 +124,7 @@ def test_names_of_this_machine_are_let_in(page: TestClient, host: str) -> None:
     assert page.get("/api/runs", headers={"host": host}).status_code == 200
 
 
-def test_with_a_key_only_who_has_it_comes_in_from_anywhere(place: Path) -> None:
+def test_with_a_key_its_holders_come_in_from_anywhere_and_nobody_else(place: Path) -> None:
     with TestClient(make_app(place, "secret"), base_url="http://gpu-1:8420") as client:
         assert client.get("/api/runs").status_code == 401
         assert client.get("/?key=wrong").status_code == 401

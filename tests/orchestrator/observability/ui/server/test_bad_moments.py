@@ -33,7 +33,7 @@ def page(tmp_path: Path) -> Iterator[TestClient]:
 
 
 def lines(page: TestClient) -> dict[str, dict[str, Any]]:
-    """By run; the good one is always among them."""
+    """Lines of the table by run. The good run is always among them."""
     found = {line["id"]: line for line in page.get("/api/runs").json()}
     assert found["good"]["step"] == 3
     return found
@@ -134,7 +134,7 @@ def test_a_run_that_is_removed_is_gone_and_the_others_are_not(page: TestClient, 
     assert asked(page, "run", run="gone")["num_steps"] == 5
 
 
-def test_what_may_not_be_read_is_a_line_that_says_so() -> None:
+def test_a_run_that_may_not_be_read_has_a_line_that_says_so() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         place = Path(folder)
         place.chmod(0o755)

@@ -88,7 +88,7 @@ def test_an_odd_configuration_harms_no_run_and_no_answer(page: TestClient, tmp_p
      "logs/Store.log", "model/tokenizer.json", "samples", "logs", "model"],
 )  # fmt: skip
 def test_a_link_is_not_followed(page: TestClient, tmp_path: Path, name: str) -> None:
-    """Not even one to another place of the same kind."""
+    """A link to another place of the same kind is not followed either."""
     elsewhere = make_run(tmp_path.parent / f"{tmp_path.name}-elsewhere", "start", config=f"description: {SECRET}\n")
     for file, line in (
         ("events.jsonl", {"kind": "failed", "message": SECRET}),
@@ -124,8 +124,8 @@ WORDS = json.dumps({
 })  # fmt: skip
 
 
-def test_what_is_no_plain_file_holds_nobody_up(page: TestClient, tmp_path: Path) -> None:
-    """To open a pipe that nobody writes to waits for ever."""
+def test_a_pipe_in_place_of_a_file_holds_nobody_up(page: TestClient, tmp_path: Path) -> None:
+    """Opening a pipe that nobody writes to would wait for ever."""
     run = make_run(tmp_path / "odd", "start")
     for folder in ("samples", "logs", "model"):
         (run / folder).mkdir()

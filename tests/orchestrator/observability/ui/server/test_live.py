@@ -1,6 +1,7 @@
 """Open pages hear of each run that changes, and slow ones are not told everything."""
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -39,15 +40,18 @@ def test_changes_of_runs_are_told_and_nothing_else() -> None:
 
 def test_a_page_that_is_slow_is_told_to_ask_for_everything_anew() -> None:
     async def scenario() -> list[Any]:
-        live = Live(0.01)
+        live, steps, enough = Live(0.0), itertools.count(), asyncio.Event()
+
+        async def look() -> list[dict[str, Any]]:
+            if (step := next(steps)) == 5 * BEHIND:
+                enough.set()
+            return [line("a", step)]
+
+        looking = asyncio.create_task(live.run(look))
         events = live.events()
-        first = asyncio.create_task(heard(events))
-        while not live._pages:
-            await asyncio.sleep(0)
-        live._tell({})
-        assert await first == ANEW
-        for step in range(5 * BEHIND):
-            live._tell({"a": line("a", step)})
+        assert await heard(events) == ANEW
+        await enough.wait()
+        looking.cancel()
         return [await heard(events) for _ in range(BEHIND + 1)]
 
     found = asyncio.run(scenario())
