@@ -41,7 +41,7 @@ class Caller:
     """The client's process. Both ways it makes the same call, which the store answers at once."""
 
     async def connect(self, store: Any, in_ray: Any) -> None:
-        self._link, self._in_ray = StoreClient(store, node="another machine")._link, in_ray
+        self._link, self._in_ray = StoreClient(store, node="another machine").link, in_ray
         for way in ("connection", "ray"):
             await self.call({"way": way, "in_flight": 1, "seconds": 0.5})
 
