@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("orchestrator", "workers", "store", "algorithms", "conf", "network", "metering", "recipes")
 MOST_LINES, MOST_OF_FUNCTION, MOST_PARAMETERS, SMALL = 400, 60, 8, 60
 MOST_OF_NAME = 75
+MOST_THAT_PRY = 17
+"""Largest number of files of tests that use private names of the product. The others see what everybody can see."""
 
 
 def files() -> list[Path]:

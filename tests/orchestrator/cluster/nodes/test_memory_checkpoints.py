@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.conf.errors import MemoryCheckpointError, WorkerDied
 from penstock.network.connection import Address
 from penstock.orchestrator.cluster.nodes.memory_checkpoints import FREE_S, MAX_FAILURES, MemoryCheckpoints, StateNodes
+from tests.fakes.actors import FakeHandle
 
 
 class Agent:
@@ -26,13 +27,13 @@ class Agent:
     def stats(self) -> dict[str, float]:
         return {}
 
-    def do_memory_checkpoints(self, trainer: str) -> dict[int, list[int]]:
+    def memory_checkpoints(self, trainer: str) -> dict[int, list[int]]:
         ranks = {rank for rank, _ in self.copies}
         return {rank: sorted(step for other, step in self.copies if other == rank) for rank in ranks}
 
     def fetch_states(self, trainer: str, copies: dict[int, int], source: Address) -> None:
         their = self._nodes[source.host]
-        if self.is_full or their.is_dead or not set(copies.items()) <= their.copies:
+        if self.is_full or their.is_dead or not set(copies.items()) <= their.actor.copies:
             raise MemoryCheckpointError(f"{self.node}: no room, or nothing there")
         self.copies |= set(copies.items())
         self.fetched += len(copies)
