@@ -27,26 +27,9 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.report import StepReport, TrainedRows
+from tests.fakes.actors import Call, FakeHandle
 from tests.orchestrator.one_machine import OneMachine, empty_snapshot
 from tests.orchestrator.one_node import on_one_node
-
-Said = list[tuple[str, Any]]
-
-
-class Actor:
-    """Plays any actor: notes what it is asked in the list of all, and answers by name of the method."""
-
-    def __init__(self, said: Said, **methods: Callable[..., Any]) -> None:
-        self._said, self._methods = said, methods
-
-    def __getattr__(self, method: str) -> Any:
-        async def remote(*arguments: Any) -> Any:
-            self._said.append((method, arguments[0] if arguments else None))
-            await asyncio.sleep(0)
-            result = self._methods[method](*arguments) if method in self._methods else None
-            return await result if asyncio.iscoroutine(result) else result
-
-        return SimpleNamespace(remote=remote)
 
 
 class Store:
@@ -96,7 +79,7 @@ class Play:
         self.words = ["model=tiny", "data.path=x.jsonl", f"output_dir={tmp_path}", "name=played", *words]
         self.config = load_config(["tracking.samples_every_steps=0", *self.words])
         self.methods = methods
-        self.said: Said = []
+        self.calls: list[Call] = []
         self.accuracies: list[tuple[int, float]] = []
         """Version and what was measured."""
         self.directory = RunDirectory.create(self.config)
@@ -120,10 +103,11 @@ class Play:
             "prompts": serve | {"start_after": lambda admitted: PromptStart()},
         }  # fmt: skip
 
-        def role_of(role: str) -> list[tuple[str, Actor]]:
+        def role_of(role: str) -> list[tuple[str, FakeHandle]]:
             if role not in actors:
                 return []
-            return [(role.title(), Actor(self.said, **actors[role] | self.methods.get(role, {})))]
+            methods = actors[role] | self.methods.get(role, {})
+            return [(role.title(), FakeHandle(None, role.title(), self.calls, **methods))]
 
         files = OneMachine(role_of)
         fleet: Any = SimpleNamespace(
@@ -137,7 +121,7 @@ class Play:
         )  # fmt: skip
 
         async def measure(fleet: Any) -> dict[str, float]:
-            version = max((delivery.version for method, delivery in self.said if method == "load"), default=0)
+            version = max((call.arguments[0].version for call in self.calls if call.method == "load"), default=0)
             for _ in range(100):  # long enough for another load, if one is under way
                 await asyncio.sleep(0)
             assert accuracy is not None
@@ -150,7 +134,7 @@ class Play:
         return await Controller(context, [JsonLines(self.directory)], evaluator).run()
 
     def steps(self) -> list[int]:
-        return [argument for method, argument in self.said if method == "step"]
+        return [call.arguments[0] for call in self.calls if call.method == "step"]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -166,7 +150,7 @@ def test_a_run_that_stops_early_exports_and_saves_the_model_that_was_measured(
     assert play.steps() == [1, 2, 3, 4, 5, 6], "another update was made of the model that was measured"
     saved = Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps()
     assert saved[-1] == 6
-    methods = [method for method, _ in play.said]
+    methods = [call.method for call in play.calls]
     assert "step" not in methods[methods.index("export") :]
     assert [line["step"] for line in play.directory.read_metrics()] == [0, 1, 2, 3, 4, 5, 6]
 
@@ -203,7 +187,7 @@ def test_sigterm_has_the_step_end_and_a_checkpoint_taken(tmp_path: Path, max_sta
     assert Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps() == [3]
     events = [(event["kind"], event["step"]) for event in play.directory.read_events()]
     assert events[-2:] == [("checkpoint", 3), ("preempted", 3)]
-    assert "export" not in [method for method, _ in play.said]
+    assert "export" not in [call.method for call in play.calls]
     assert [line["step"] for line in play.directory.read_metrics()] == [1, 2, 3]
 
 
@@ -239,7 +223,7 @@ def test_sigterm_during_the_last_step_ends_nothing_sooner(tmp_path: Path) -> Non
     words = ["faults.preemption_s=3600", "trainer.max_steps=2"]
     play = Play(tmp_path, *words, trainer={"step": told_to_end_at(2)})
     assert play.run().num_steps == 2
-    assert "export" in [method for method, _ in play.said]
+    assert "export" in [call.method for call in play.calls]
 
 
 def test_without_checkpoints_none_is_taken_where_a_run_stops_early(tmp_path: Path) -> None:
@@ -293,7 +277,7 @@ def test_an_export_that_fails_is_told_after_the_last_checkpoint_was_tried(tmp_pa
         play.run()
     others = [] if saves else ["What failed with it:", "  WeightError: export: 3,000 bytes are needed"]
     assert str(raised.value).splitlines()[1:] == others
-    methods = [method for method, _ in play.said]
+    methods = [call.method for call in play.calls]
     assert methods.index("finish_saving") < methods.index("export")
     assert Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps() == ([2] if saves else [])
     assert [line["step"] for line in play.directory.read_metrics()] == [1, 2]

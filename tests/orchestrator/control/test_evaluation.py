@@ -1,10 +1,8 @@
 """What is measured on held-out problems, over engines that are played."""
 
 import asyncio
-import inspect
 import json
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,23 +18,11 @@ from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.worker import sample_seed
 from penstock.workers.trajectory import Trajectory
+from tests.fakes.actors import FakeHandle
 from tests.workers.attempts.played import ScriptedEngines, make_runner
 from tests.workers.attempts.test_engine_calls import HANGS, Engine, until_idle
 
 NUM_PROBLEMS = 5
-
-
-def actor(**methods: Any) -> Any:
-    async def called(method: Any, arguments: Sequence[Any]) -> Any:
-        found = method(*arguments)
-        return await found if inspect.isawaitable(found) else found
-
-    return SimpleNamespace(
-        **{
-            name: SimpleNamespace(remote=lambda *arguments, method=method: called(method, arguments))
-            for name, method in methods.items()
-        }
-    )
 
 
 class Play:
@@ -47,13 +33,13 @@ class Play:
         self.asked: list[tuple[int, int, Sampling]] = []
         self.deaths = 0
         self._right = right
-        self._members = {
-            "rollout": [(f"Rollout-{number}", actor(generate=self._generate)) for number in range(num_engines)],
-            "reward": [("Reward-0", actor(score=self._score))],
+        self.members = {
+            "rollout": [(f"Rollout-{number}", FakeHandle(generate=self._generate)) for number in range(num_engines)],
+            "reward": [("Reward-0", FakeHandle(score=self._score))],
         }
 
     async def present(self, role: str, stage: str | None = None) -> list[tuple[str, Any]]:
-        return self._members[stage if stage in self._members else role]  # type: ignore[index]
+        return self.members[stage if stage in self.members else role]  # type: ignore[index]
 
     @staticmethod
     def first_stage(role: str) -> str:
@@ -130,7 +116,7 @@ def test_calls_of_an_evaluation_that_is_late_or_cancelled_end_in_their_engine(is
         engine = Engine.remote()  # type: ignore[attr-defined]
         await engine.num_under_way.remote()
         play = Play(set())
-        play._members["rollout"] = [("Rollout-0", engine)]
+        play.members["rollout"] = [("Rollout-0", engine)]
         config = load_config(["recipe=arithmetic", f"rollout.generate_timeout_s={1 if is_late else 600}"])
         evaluator = Evaluator({"heldout": HeldOut([[HANGS]], ["1 task"])}, config)
         measuring = asyncio.ensure_future(evaluator.measure(play))  # type: ignore[arg-type]
@@ -157,7 +143,7 @@ def test_the_other_engines_are_not_asked_any_more_once_one_has_died() -> None:
         raise WorkerDied("an engine has died")
 
     play = Play(set())
-    play._members["rollout"] = [("Rollout-0", actor(generate=hangs)), ("Rollout-1", actor(generate=dies))]
+    play.members["rollout"] = [("Rollout-0", FakeHandle(generate=hangs)), ("Rollout-1", FakeHandle(generate=dies))]
     config = load_config(["recipe=arithmetic"])
     evaluator = Evaluator({"heldout": HeldOut([[0], [1]], ["0 task", "1 task"])}, config)
 
@@ -223,9 +209,9 @@ def played(environment: Any, words: Sequence[str], *settings: str, num_players: 
         return [RewardFailure("too short") if text == "no" else float(len(text)) for text in texts]
 
     fleet = Play(set())
-    fleet._members |= {
-        "environment": [(f"Environment-{n}", actor(play=play)) for n in range(num_players)],
-        "reward_by_length": [(f"Reward-{n}", actor(score=by_length)) for n in range(2)],
+    fleet.members |= {
+        "environment": [(f"Environment-{n}", FakeHandle(play=play)) for n in range(num_players)],
+        "reward_by_length": [(f"Reward-{n}", FakeHandle(score=by_length)) for n in range(2)],
     }
     fleet.first_stage = lambda role: None  # type: ignore[method-assign,assignment]
     config = load_config(["recipe=guess", "rollout.sampling.max_tokens=30", *settings])

@@ -4,15 +4,15 @@ import asyncio
 from typing import Any
 
 from penstock.orchestrator.membership.engine_directory import EngineDirectory
+from tests.fakes.actors import FakeHandle
 
 
 class Environment:
     def __init__(self) -> None:
         self.heard: list[list[str]] = []
-        self.engines = self
         self.is_there = True
 
-    async def remote(self, engines: list[tuple[str, Any]]) -> None:
+    def engines(self, engines: list[tuple[str, Any]]) -> None:
         if not self.is_there:
             raise ConnectionError
         self.heard.append([name for name, _ in engines])
@@ -34,7 +34,7 @@ class Engines(list[tuple[str, Any]]):
 class Fleet:
     def __init__(self, num_environments: int) -> None:
         self.engines = [("Rollout-0", object())]
-        self.environments = [(f"Environment-{number}", Environment()) for number in range(num_environments)]
+        self.environments = [(f"Environment-{number}", FakeHandle(Environment())) for number in range(num_environments)]
 
     def role(self, role: str) -> list[tuple[str, Any]]:
         return Engines(self.engines) if role == "rollout" else list(self.environments)
@@ -43,7 +43,7 @@ class Fleet:
 def test_each_environment_hears_of_each_change_once_and_is_told_until_it_hears() -> None:
     fleet = Fleet(2)
     directory: Any = EngineDirectory(fleet)  # type: ignore[arg-type]
-    one, two = (environment for _, environment in fleet.environments)
+    one, two = (handle.actor for _, handle in fleet.environments)
 
     async def scenario() -> None:
         await directory.tell()
@@ -56,10 +56,10 @@ def test_each_environment_hears_of_each_change_once_and_is_told_until_it_hears()
         await directory.tell()
         assert one.heard == two.heard == [["Rollout-0"], ["Rollout-0", "Rollout-1"]]
         fleet.engines[0] = ("Rollout-0", object())  # another took its place
-        fleet.environments[1] = ("Environment-1", Environment())
+        fleet.environments[1] = ("Environment-1", FakeHandle(Environment()))
         await directory.tell()
         assert len(one.heard) == 3
-        assert fleet.environments[1][1].heard == [["Rollout-0", "Rollout-1"]]
+        assert fleet.environments[1][1].actor.heard == [["Rollout-0", "Rollout-1"]]
 
     asyncio.run(scenario())
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from penstock.conf.errors import MemoryCheckpointError, WorkerDied
+from penstock.conf.errors import MemoryCheckpointError
 from penstock.orchestrator.membership import takeover
 from penstock.orchestrator.membership.takeover import APART_S, take_up
 from penstock.workers.progress import IDLE, PUBLISHING, UPDATING, Progress
+from tests.fakes.actors import FakeHandle
 from tests.virtual_time import run_virtually
 
 TRAINED, EPOCH = 7, 2
@@ -24,21 +25,13 @@ class Rank:
         self.restored: list[int] = []
         self.is_dead = self.has_copy = False
 
-    def __getattr__(self, method: str) -> Any:
-        async def remote(*arguments: Any) -> Any:
-            if self.is_dead:
-                raise WorkerDied("a rank has died")
-            return getattr(self, f"_{method}")(*arguments)
-
-        return SimpleNamespace(remote=remote)
-
-    def _progress(self) -> Progress:
+    def progress(self) -> Progress:
         return Progress(self._phase if asyncio.get_running_loop().time() < self._busy_s else IDLE, 0.0)
 
-    def _after_step(self) -> int | None:
+    def after_step(self) -> int | None:
         return self.after
 
-    def _restore(self, step: int, epoch: int) -> None:
+    def restore(self, step: int, epoch: int) -> None:
         assert epoch == EPOCH
         if not self.has_copy:
             raise MemoryCheckpointError("no copy")
@@ -52,10 +45,14 @@ class Fleet:
 
     def __init__(self, members: Sequence[Rank]) -> None:
         self.members = list(members)
+        self.handles = [FakeHandle(rank) for rank in members]
+        for rank, handle in zip(members, self.handles, strict=True):
+            if rank.is_dead:
+                handle.kill()
         self.killed: list[str] = []
 
-    def role(self, _: str) -> list[tuple[str, Rank]]:
-        return [(f"Trainer-{number}", rank) for number, rank in enumerate(self.members)]
+    def role(self, _: str) -> list[tuple[str, FakeHandle]]:
+        return [(f"Trainer-{number}", handle) for number, handle in enumerate(self.handles)]
 
     async def attach_trainers(self) -> None:
         """Nobody waits for a batch."""

@@ -4,7 +4,6 @@ controller, supervisor and store over scripted actors."""
 import asyncio
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from penstock.orchestrator.observability.reporting.progress import Progress
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreUnreachable
+from tests.fakes.actors import FakeHandle
 from tests.metering.measured import measured
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
@@ -209,14 +209,11 @@ def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: 
 def test_who_fails_when_the_run_is_over_is_not_replaced(tmp_path: Path) -> None:
     config = config_of(tmp_path, "max_staleness=1")
 
-    async def run(_: Any) -> None:
-        raise StoreUnreachable("no connection to the store: it has closed")
-
     async def main() -> None:
         flow = flow_of(config)
         store = store_of(config, flow)
         fleet = ScriptedFleet(store, config, flow, Random(1))
-        fleet.actors["Reward-0"] = SimpleNamespace(run=SimpleNamespace(remote=run))
+        fleet.actors["Reward-0"] = FakeHandle(run=StoreUnreachable("no connection to the store: it has closed"))
         directory = RunDirectory.create(config)
         progress = Progress(config, "run", console=Console(quiet=True))
         context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]
