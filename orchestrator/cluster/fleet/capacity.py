@@ -6,8 +6,9 @@ The same is done for members that start again because their node has left.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
-from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.nodes.agents import NodeAgents, StartedAgent
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.assignment import engines_to_add, next_of
 from penstock.orchestrator.cluster.placement.nodes import free_nodes
@@ -58,9 +59,12 @@ class Capacity:
         for _ in range(self.num_engines_more()):
             actor = replace(next_of(self._table.plan, "rollout", "rollout", []), joins=False)
             try:
-                self._accept(actor, self._room_for(actor, self._reservation.claim))
+                claim, agent = self._claimed(actor, self._reservation.claim)
             except ResourceError:  # somebody else was faster
                 return
+            with self._on_node_of(claim, agent):
+                self._maker.bring_files_of(actor, claim.node.id)
+            self._accept(actor, claim)
 
     def num_engines_more(self) -> int:
         """Number of further engines that there is room for now, and use; 0 while Ray does not say."""
@@ -132,14 +136,17 @@ class Capacity:
         self._reservation.accept(actor, claim)
 
     async def _found(self, actor: ActorPlan, claims: Claims) -> Claim:
-        """Room for a member, by one of the ways to claim it. It is given back if the caller is cancelled."""
+        """Room for a member, by one of the ways to claim it, on a node that has its files. It is given back if the
+        caller is cancelled."""
         async with self._making_room:
-            finding = asyncio.ensure_future(asyncio.to_thread(self._room_for, actor, claims))
+            finding = asyncio.ensure_future(asyncio.to_thread(self._claimed, actor, claims))
             try:
-                claim = await asyncio.shield(finding)
+                claim, agent = await asyncio.shield(finding)
             except asyncio.CancelledError:
-                finding.add_done_callback(_give_back)
+                finding.add_done_callback(self._give_back)
                 raise
+            with self._on_node_of(claim, agent):
+                await asyncio.to_thread(self._maker.bring_files_of, actor, claim.node.id)
         self.on_node()
         return claim
 
@@ -161,32 +168,45 @@ class Capacity:
         self._agents.forget(node)
         self._cores.pop(node, None)
 
-    def _room_for(self, actor: ActorPlan, claims: Claims) -> Claim:
-        """Claim room, and make its node ready. Blocks: a node's agent starts and fetches files."""
+    def _claimed(self, actor: ActorPlan, claims: Claims) -> tuple[Claim, StartedAgent | None]:
+        """Claim room, and start an agent on its node where it has none. Blocks, in any thread."""
         try:
             claim = claims(actor, self._table.plan, self._config, self._namespace)
         except RayError as error:
             raise ResourceError(f"Ray has not reserved room for {actor.name}: {error}") from error
-        node, is_new = claim.node, claim.node.id not in self._agents.members
+        node = claim.node
+        if node.id in self._agents.members:
+            return claim, None
         try:
-            if is_new:
-                self._agents.add(node.id, node.address, self._config.rollout.start_timeout_s)
-            facts = self._agents.facts(self._config.rollout.start_timeout_s)
-            self._cores[node.id] = facts[node.id].cores
-            self._maker.bring_files_of(actor, node.id)
+            return claim, self._agents.started(node.id, node.address, self._config.rollout.start_timeout_s)
         except BaseException:
             claim.release()
-            if is_new and node.id in self._agents.members:
-                self.forget_node(node.id)
             raise
-        return claim
+
+    @contextlib.contextmanager
+    def _on_node_of(self, claim: Claim, agent: StartedAgent | None) -> Iterator[None]:
+        """Take a node with its agent, where that is new, into the run. If the block fails, room and node are given
+        back."""
+        node = claim.node.id
+        if agent is not None:
+            self._agents.enter(node, agent)
+            self._cores[node] = agent.facts.cores
+        try:
+            yield
+        except BaseException:
+            claim.release()
+            if agent is not None and node in self._agents.members:
+                self.forget_node(node)
+            raise
+
+    def _give_back(self, finding: "asyncio.Future[tuple[Claim, StartedAgent | None]]") -> None:
+        """Give back room that no caller waits for any more."""
+        if not finding.cancelled() and finding.exception() is None:
+            claim, agent = finding.result()
+            claim.release()
+            if agent is not None:
+                self._agents.owner.end(agent.handle)
 
     def _accept(self, actor: ActorPlan, claim: Claim) -> None:
         self._reservation.accept(actor, claim)
         self._table.enter(actor)
-
-
-def _give_back(finding: "asyncio.Future[Claim]") -> None:
-    """Give back room that no caller waits for any more."""
-    if not finding.cancelled() and finding.exception() is None:
-        finding.result().release()

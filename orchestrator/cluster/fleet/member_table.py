@@ -5,8 +5,8 @@ takes a member's place.
                   ▲           │
                   └── lost ◀──┘
 
-It changes on the event loop alone. Where a member is, and what is reserved for it, is in `placement/reservation.py`, by
-the same names.
+It changes on the event loop alone, once the run has begun. Where a member is, and what is reserved for it, is in
+`placement/reservation.py`, by the same names.
 """
 
 import asyncio

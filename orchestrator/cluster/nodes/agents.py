@@ -41,9 +41,18 @@ class AgentsState:
     facts: dict[str, NodeFacts]
 
 
+@dataclass(frozen=True)
+class StartedAgent:
+    """An agent that has started on a node that joins."""
+
+    name: str
+    handle: Any
+    facts: NodeFacts
+
+
 class NodeAgents:
     """Lifecycle: `create` on the run's nodes, or `adopt` those of a process that has died; `facts` once they are
-    needed, `add` on a node that joins, `close` after every other actor."""
+    needed, `started` and `enter` for a node that joins, `close` after every other actor."""
 
     def __init__(
         self,
@@ -71,9 +80,9 @@ class NodeAgents:
         for node, address in nodes:
             self.members[node] = self._made(node, address)
 
-    def add(self, node: str, address: str, timeout_s: float) -> None:
-        """Add an agent, while others serve. Other threads see it once its facts are known, so they need not wait for
-        them. Blocks. Raises what the agent raised, and `DeadlineExceeded`; then it is ended."""
+    def started(self, node: str, address: str, timeout_s: float) -> StartedAgent:
+        """Start an agent on a node that joins, in any thread: it is one of these once it has `enter`ed, so nobody waits
+        for its facts. Blocks. Raises what the agent raised, and `DeadlineExceeded`; then it is ended."""
         name, handle = self._made(node, address)
         try:
             (found,) = get_all([(name, handle.facts.remote())], phase="start", timeout_s=timeout_s)
@@ -82,8 +91,12 @@ class NodeAgents:
         except BaseException:
             self.owner.end(handle)
             raise
-        self._facts = self._facts | {node: found}
-        self.members = self.members | {node: (name, handle)}
+        return StartedAgent(name, handle, found)
+
+    def enter(self, node: str, agent: StartedAgent) -> None:
+        """Count an agent that has started among these."""
+        self._facts = self._facts | {node: agent.facts}
+        self.members = self.members | {node: (agent.name, agent.handle)}
 
     def _made(self, node: str, address: str) -> tuple[str, Any]:
         name = f"Agent-{address}"

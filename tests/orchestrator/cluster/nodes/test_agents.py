@@ -60,15 +60,16 @@ def test_an_agent_that_joins_is_not_listed_before_its_facts_are_known(
 
     with monkeypatch.context() as patched:
         patched.setattr(agents_of, "get_all", answered)
-        agents.add(B, "10.0.0.2", 1.0)
+        started = agents.started(B, "10.0.0.2", 1.0)
     assert seen == [{A: "facts of a"}]
+    agents.enter(B, started)
     assert list(agents.members) == [A, B]
     assert agents.facts(0.0) == {A: "facts of a", B: "facts of b"}
 
 
 def test_an_agent_that_does_not_start_is_ended_and_never_listed(agents: NodeAgents, owner: Owner) -> None:
     with pytest.raises(DeadlineExceeded, match=r"Agent-10\.0\.0\.2"):
-        agents.add(B, "10.0.0.2", 0.01)
+        agents.started(B, "10.0.0.2", 0.01)
     assert owner.ended == ["Agent-10.0.0.2"]
     assert list(agents.members) == [A]
     assert agents.facts(0.0) == {A: "facts of a"}
@@ -83,6 +84,6 @@ def test_an_agent_that_comes_when_the_run_has_ended_is_ended(
 
     monkeypatch.setattr(agents_of, "get_all", ends)
     with pytest.raises(WorkerDied, match="the run has ended"):
-        agents.add(B, "10.0.0.2", 1.0)
+        agents.started(B, "10.0.0.2", 1.0)
     assert owner.ended == ["Agent-10.0.0.2"]
     assert list(agents.members) == [A]
