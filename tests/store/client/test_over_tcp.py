@@ -115,7 +115,7 @@ def test_ranks_on_two_machines_train_a_step_and_its_batch_is_read_afterwards(han
     elsewhere(handle, body)
 
 
-def test_a_far_clients_heart_renews_what_it_holds_and_hears_what_is_over(handle: Any) -> None:
+def test_a_remote_clients_heartbeat_renews_what_it_holds_and_hears_what_is_over(handle: Any) -> None:
     async def body(remote: StoreClient, local: StoreClient) -> None:
         await local.put_groups([group()])
         lease = await leased(remote, "rollout", 1, "engine")
@@ -127,7 +127,7 @@ def test_a_far_clients_heart_renews_what_it_holds_and_hears_what_is_over(handle:
     elsewhere(handle, body)
 
 
-def test_a_far_client_that_is_cancelled_leaves_no_lease(handle: Any) -> None:
+def test_a_remote_client_that_is_cancelled_leaves_no_lease(handle: Any) -> None:
     async def body(remote: StoreClient, local: StoreClient) -> None:
         asking = asyncio.ensure_future(remote.lease("rollout", 1, "gone"))
         while not any((await local.describe())["waiters"]["rollout"]):
@@ -164,7 +164,7 @@ def beat(renewer: LeaseRenewer) -> None:
         time.sleep(0.5)
 
 
-def test_a_far_client_hears_of_the_stores_death(handle: Any) -> None:
+def test_a_remote_client_hears_of_the_stores_death(handle: Any) -> None:
     """The last one: it ends the store."""
 
     async def main() -> None:
