@@ -12,33 +12,21 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from penstock.conf.errors import DataError, DeadlineExceeded, PartnerGone, WorkerDied, WorkerFailed
 from penstock.orchestrator.cluster import ray_calls as waiting
 from penstock.orchestrator.cluster.ray_calls import answer, answers, get_all, outcomes, translate
+from tests.fakes.actors import FakeRef
 
 
-class Ref:
-    """Plays Ray's reference to what a call returns."""
-
-    def __init__(self, *, after_s: float | None = 0.0, result: Any = None) -> None:
-        """`after_s`: None for an answer that never comes. `result`: an exception is raised."""
-        self._future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        if after_s is not None:
-            timer = threading.Timer(after_s, self._set, (result,))
-            timer.daemon = True
-            timer.start()
-
-    def _set(self, result: Any) -> None:
-        if isinstance(result, Exception):
-            self._future.set_exception(result)
-        else:
-            self._future.set_result(result)
-
-    def future(self) -> concurrent.futures.Future[Any]:
-        return self._future
-
-    def __await__(self) -> Any:
-        return asyncio.wrap_future(self._future).__await__()
+def answering(*, after_s: float | None = 0.0, result: Any = None) -> FakeRef:
+    """A call that is answered after so long, by another thread. None: never. `result`: an exception is raised."""
+    future = concurrent.futures.Future[Any]()
+    if after_s is not None:
+        end = future.set_exception if isinstance(result, Exception) else future.set_result
+        timer = threading.Timer(after_s, end, (result,))
+        timer.daemon = True
+        timer.start()
+    return FakeRef(future)
 
 
-def wait(kind: str, refs: list[Ref], timeout_s: float = 600.0) -> list[Any]:
+def wait(kind: str, refs: list[FakeRef], timeout_s: float = 600.0) -> list[Any]:
     calls = [(f"Trainer-{i}", ref) for i, ref in enumerate(refs)]
     if kind == "sync":
         return get_all(calls, phase="step 3", timeout_s=timeout_s)
@@ -59,7 +47,9 @@ KINDS = pytest.mark.parametrize("kind", ["sync", "async"])
 
 @KINDS
 def test_answers_come_in_the_order_of_the_calls(kind: str) -> None:
-    assert wait(kind, [Ref(after_s=0.05, result="a"), Ref(result="b"), Ref(after_s=0.02, result="c")]) == [
+    assert wait(
+        kind, [answering(after_s=0.05, result="a"), answering(result="b"), answering(after_s=0.02, result="c")]
+    ) == [
         "a",
         "b",
         "c",
@@ -69,14 +59,14 @@ def test_answers_come_in_the_order_of_the_calls(kind: str) -> None:
 @KINDS
 def test_a_rank_that_does_not_answer_does_not_hide_the_error_of_the_next(kind: str) -> None:
     with pytest.raises(DataError, match="row 3"):
-        wait(kind, [Ref(after_s=None), Ref(result=crossed(DataError("row 3")))], timeout_s=20)
+        wait(kind, [answering(after_s=None), answering(result=crossed(DataError("row 3")))], timeout_s=20)
 
 
 @KINDS
 def test_the_death_of_a_rank_is_told_though_the_others_saw_it_first(kind: str) -> None:
-    survivor = Ref(result=crossed(PartnerGone("step 3, rank 0 of 2: another rank is gone")))
+    survivor = answering(result=crossed(PartnerGone("step 3, rank 0 of 2: another rank is gone")))
     with pytest.raises(WorkerDied) as raised:
-        wait(kind, [survivor, Ref(after_s=0.1, result=ActorDiedError())])
+        wait(kind, [survivor, answering(after_s=0.1, result=ActorDiedError())])
     assert str(raised.value).startswith("Trainer-1 has died")
     assert "PartnerGone: step 3, rank 0 of 2: another rank is gone" in str(raised.value)
 
@@ -85,19 +75,19 @@ def test_the_death_of_a_rank_is_told_though_the_others_saw_it_first(kind: str) -
 def test_a_consequence_alone_is_told_after_the_grace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "CAUSE_GRACE_S", 0.05)
     with pytest.raises(PartnerGone, match="rank 0"):
-        wait(kind, [Ref(result=crossed(PartnerGone("rank 0: another rank is gone"))), Ref(after_s=None)])
+        wait(kind, [answering(result=crossed(PartnerGone("rank 0: another rank is gone"))), answering(after_s=None)])
 
 
 @KINDS
 def test_a_cause_waits_for_nobody(kind: str) -> None:
     with pytest.raises(DataError):
-        wait(kind, [Ref(after_s=None), Ref(result=crossed(DataError("row 3")))])
+        wait(kind, [answering(after_s=None), answering(result=crossed(DataError("row 3")))])
 
 
 @KINDS
 def test_all_who_did_not_answer_are_named(kind: str) -> None:
     with pytest.raises(DeadlineExceeded) as raised:
-        wait(kind, [Ref(after_s=None), Ref(result=1), Ref(after_s=None)], timeout_s=0.05)
+        wait(kind, [answering(after_s=None), answering(result=1), answering(after_s=None)], timeout_s=0.05)
     assert "Trainer-0" in str(raised.value)
     assert "Trainer-2" in str(raised.value)
     assert "step 3" in str(raised.value)
@@ -192,7 +182,12 @@ def test_a_cancellation_that_comes_with_the_answer_is_a_cancellation(error: Exce
 
 
 def test_of_calls_that_do_not_depend_on_each_other_each_has_its_own_outcome() -> None:
-    refs = [Ref(result=1), Ref(result=crossed(DataError("row 3"))), Ref(after_s=None), Ref(result=TimeoutError())]
+    refs = [
+        answering(result=1),
+        answering(result=crossed(DataError("row 3"))),
+        answering(after_s=None),
+        answering(result=TimeoutError()),
+    ]
     calls = [(f"Rollout-{i}", ref) for i, ref in enumerate(refs)]
 
     async def all_of() -> list[Any]:
