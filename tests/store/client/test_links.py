@@ -238,7 +238,7 @@ def test_remote_and_local_clients_work_on_the_same_rows(tmp_path: Path) -> None:
     serve(tmp_path, body)
 
 
-def test_a_far_client_is_sent_no_more_than_the_rows_and_columns_that_it_wants(tmp_path: Path) -> None:
+def test_a_remote_client_is_sent_no_more_than_the_rows_and_columns_it_wants(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
         client, link = await visit_remotely(endpoint)
         await client.put_groups([{"prompt_ids": [number] * LONG, "task": "t" * LONG} for number in range(4)])

@@ -57,7 +57,7 @@ async def until_collected(holds: Callable[[], bool]) -> None:
     await until(lambda: gc.collect() >= 0 and holds())
 
 
-def test_readers_elsewhere_pull_what_they_read_and_near_ones_map_it(tmp_path: Path) -> None:
+def test_readers_elsewhere_pull_what_they_read_and_local_ones_map_it(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer = StoreClient(endpoint, node="b")
         await sampled(producer)
@@ -112,7 +112,7 @@ def test_batches_of_several_nodes_are_one_lease(tmp_path: Path) -> None:
     on_nodes(tmp_path, body)
 
 
-def test_a_file_goes_back_to_its_writer_after_the_last_far_reader(tmp_path: Path) -> None:
+def test_a_file_goes_back_to_its_writer_after_the_last_remote_reader(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
         await sampled(producer)
