@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from torch import Tensor
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.trainer import exporting, publishing
+from penstock.workers.trainer import exporting
 from penstock.workers.trainer.engines.engine import make_engine
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.engines.optimizer import learning_rate
@@ -38,6 +37,7 @@ from penstock.workers.trainer.models.language_model import (
     use_liger,
 )
 from penstock.workers.trainer.models.starting_weights import StartingWeights
+from penstock.workers.trainer.publishing import Publisher
 from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.trainer.step_meter import size_of
 from penstock.workers.trainer.token_recorder import TokenRecorder
@@ -47,7 +47,6 @@ from penstock.workers.trainer.update.minibatches import Batcher, LossInputs, Min
 from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padding_share
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ class PolicyTrainer:
         """Number of updates so far, also before this trainer's start; the schedule's clock."""
         self.ranks = ranks or Ranks.join(config)
         self._temperature = temperature
-        self._plan: ChunkPlan | None = None
-        """Plan of publications that go to other nodes."""
+        self.publisher = Publisher(self.ranks, self._published, engine_dtype)
         self.trainable = trainable
         self.before_optimizer_step: Callable[[], None] | None = None
         """Function called before weights change: a checkpoint may still be copying them."""
@@ -224,27 +222,19 @@ class PolicyTrainer:
         model, or with `trainer.lora.publish=adapter` the adapter alone. Collective.
         """
         with self._phase(f"publication of version {version}"):
-            if self._plan is not None:
-                return publishing.publish_between(self.ranks, self._published(), directory, version, self._plan)
-            return publishing.publish(self.ranks, self._published(), directory, version, self.layout)
+            return self.publisher.publish(directory, version)
 
     @property
     def publication_bytes(self) -> int:
         """Bytes of one version. Collective where it is asked for before the first."""
         with self._phase("layout of publications"):
-            return self.layout.num_bytes
+            return self.publisher.layout.num_bytes
 
     def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
         """Publish to other nodes from now on: this rank is on `node`, and so many nodes receive. Collective; returns
         the same plan on every rank."""
         with self._phase("planning of publications"):
-            self._plan = publishing.plan_chunks(self.ranks, self._published(), self.layout, node, num_receivers)
-            return self._plan
-
-    @cached_property
-    def layout(self) -> Layout:
-        """Layout of every publication. Collective where it is first asked for."""
-        return publishing.layout_of(self._published(), self.engine_dtype)
+            return self.publisher.plan_chunks(node, num_receivers)
 
     def _published(self) -> Iterator[Piece]:
         """Pieces that engines are sent. Collective."""

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import WeightError
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.publishing import publish
+from penstock.workers.trainer.publishing import Publisher
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 from tests.workers.trainer.conftest import ENGINES
 from tests.workers.weights.chain.relays import Cluster
@@ -92,8 +91,8 @@ def pieces_of(rank: int) -> Iterator[Piece]:
 
 
 def publish_of(rank: int, directory: Path, version: int, dtype: str) -> Any:
-    layout = compute_layout([("embed.weight", (7, 5), dtype), ("norm.scale", (3,), dtype)])
-    return publish(Group(rank), pieces_of(rank), str(directory), version, layout)  # type: ignore[arg-type]
+    publisher = Publisher(Group(rank), lambda: pieces_of(rank), dtype)  # type: ignore[arg-type]
+    return publisher.publish(str(directory), version)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -121,7 +121,7 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         result["streamed"] = dict(WeightStream(side.pieces, side.dtype, side.device, side.gather))
         if config.lora.rank:
             trainers[-1].config = replace(config, lora=replace(config.lora, publish="adapter"))
-            del trainers[-1].layout
+            del trainers[-1].publisher.layout
             trainers[-1].publish(str(directory / scenario / "alone"), 1)
         torch.save(result, directory / f"{scenario}.{rank}.pt")
         trainers[-1].export(str(directory / scenario / "exported"))
