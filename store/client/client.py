@@ -143,14 +143,14 @@ class StoreClient:
         harmless."""
         await self._calls.call("complete_shared", share.lease, share.rank)
 
-    async def settle(self, stage: str, epoch: int = 0) -> int:
+    async def settle(self, stage: str, epoch: int | None = None) -> int:
         """Take back what a stage's rounds had under way: all its ranks are gone, or begin anew. Returns the number of
         the next round, with which the new ranks begin.
 
         For the train stage that is the last step that was trained: a batch that not all ranks have said to be trained
         is formed again of the same groups, unless some of their rows were lost with a node.
 
-        `epoch`: that of the command that drives the run (`store/epoch.py`). An older one is refused.
+        `epoch`: that of the command that asks (`store/epoch.py`), of which an older one is refused; None: a worker asks.
         """
         return int(await self.link.call("settle", stage, epoch))
 

@@ -216,9 +216,11 @@ class Store:
         self.meter.waited(stage, self._clock() - asked)
         return granted
 
-    async def settle(self, stage: str, epoch: int) -> int:
-        """Settle a stage, see `Ledger.settle`. Raises `TakenOver` for an older epoch, as other calls that have one."""
-        self._epoch.check(epoch)
+    async def settle(self, stage: str, epoch: int | None) -> int:
+        """Take back what a stage's rounds had under way, see `Ledger.settle`. `epoch`: the command's that asks; None: a
+        worker asks. Raises `TakenOver` for an older one, as other calls that have one."""
+        if epoch is not None:
+            self._epoch.check(epoch)
         number, effects = self.ledger.settle(stage)
         self._pump.carry_out(effects)
         return number

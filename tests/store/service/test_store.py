@@ -262,6 +262,7 @@ def test_ranks_that_take_the_place_of_others_get_the_batch_that_was_not_trained(
         for late in (client.settle("train", 1), client.published(1, 1), client.catch_up([], 1, 1)):
             with pytest.raises(TakenOver):
                 await late
+        assert await client.settle("train") == 1  # a worker's
         await client.close()
         await asyncio.gather(*workers)
 
