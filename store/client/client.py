@@ -150,7 +150,7 @@ class StoreClient:
         For the train stage that is the last step that was trained: a batch that not all ranks have said to be trained
         is formed again of the same groups, unless some of their rows were lost with a node.
 
-        `epoch`: that of the command that asks (`store/epoch.py`), of which an older one is refused; None: a worker asks.
+        `epoch`: that of the command that asks (`store/epoch.py`), of which an older one is refused. None: a worker.
         """
         return int(await self.link.call("settle", stage, epoch))
 

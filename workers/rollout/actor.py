@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from penstock.conf.errors import WorkerDied
 from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
 from penstock.store.epoch import Epoch
@@ -53,6 +54,9 @@ class Rollout(ServingActor):
         super().__init__(spec.name)
         self._spec = spec
         self._epoch = Epoch()
+        self._death: WorkerDied | None = None
+        """The engine's death, once a call has met it."""
+        self._dead = asyncio.Event()
         meters = exported(spec.origin) if spec.origin is not None else None
         self._receiver = make_engine(replace(spec.engine, by_priority=not spec.pulls), meters)
         self._engine = MeteredEngine(self._receiver, meters) if meters is not None else self._receiver
@@ -74,7 +78,20 @@ class Rollout(ServingActor):
         if self._spec.pulls:
             await run_all(worker.run(store) for worker in self._workers)
         else:
-            await store.until_closed()
+            await self._until_closed(store)
+
+    async def _until_closed(self, store: StoreClient) -> None:
+        """Serve while others ask. Raises the death of the engine: environments that have met it go on with another
+        engine, and tell nobody."""
+        closing, dying = asyncio.ensure_future(store.until_closed()), asyncio.ensure_future(self._dead.wait())
+        try:
+            await asyncio.wait([closing, dying], return_when=asyncio.FIRST_COMPLETED)
+            if self._death is not None:
+                raise self._death
+            closing.result()
+        finally:
+            closing.cancel()
+            dying.cancel()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more groups, and finish those that are here and the calls of `generate`; what is not done after
@@ -90,7 +107,12 @@ class Rollout(ServingActor):
         """Sample `num_samples` responses to each prompt, at the weights that the engine has now."""
         requests = zip(prompts, samplings, strict=True)
         calls = (self._engine.generate(prompt, num_samples, sampling) for prompt, sampling in requests)
-        return list(await asyncio.gather(*calls))
+        try:
+            return list(await asyncio.gather(*calls))
+        except WorkerDied as death:
+            self._death = death
+            self._dead.set()
+            raise
 
     async def load(self, delivery: Delivery, epoch: int = 0) -> None:
         """Load a publication, or a version that is being streamed, which `deliver` brings meanwhile. Raises `TakenOver`
