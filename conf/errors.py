@@ -133,8 +133,8 @@ class WorkerDied(PenstockError):
 
 
 class WorkerFailed(WorkerDied):
-    """An actor that raised what is none of Penstock's errors: the user's code, or a bug. The message names both, with
-    the end of the traceback."""
+    """An actor that raised what is none of Penstock's errors: the user's code, or a bug, so a new process does not
+    help. The message names both, with the end of the traceback."""
 
 
 class PartnerGone(WorkerDied):

@@ -17,7 +17,7 @@ from penstock.conf.errors import ConfigError, PenstockError
 
 INTERRUPTED = 130
 OVERRIDES_HELP = "recipe=NAME or recipe=DIRECTORY, algorithm=NAME, model=PRESET, and any key=value"
-RETRIES_HELP = "when the command itself is killed or loses its cluster, go on up to N times from the newest checkpoint"
+RETRIES_HELP = "when the command itself is killed or loses its cluster, go on up to N times from where it was"
 RUN_HELP = "the run's directory or URL"
 REQUESTS_HELP = "rollout=+2, rollout=3, reward=-1: so many more, so many in all (of each reward stage), so many less"
 SWEEP = """Run every combination, as many at a time as the machine or the cluster has room for. The same command again

@@ -98,7 +98,8 @@ def run(
                 config = with_other_models(config, directory, model_path)
             outcome = _train(config, flow, plan, directory, model_path, console, sinks, goes_on, identity)
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
-    except TakenOver:  # the directory is the other process's
+    except TakenOver:
+        directory.leave_to_other()
         raise
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
@@ -127,14 +128,16 @@ def _left_behind(
 
 
 def _close(directory: RunDirectory) -> None:
-    """Write the report, bring what is missing to the run's URL, and release the directory."""
+    """Write the report, bring what is missing to the run's URL, and release the directory; only the last, if another
+    process has it by now."""
     advice = f"`penstock report {directory.place}` makes it."
     with (
         contextlib.closing(directory),
         contextlib.suppress(PenstockError),
         directory.losses.tolerating("report", advice),
     ):
-        write_report(directory.path)
+        if not directory.is_anothers:
+            write_report(directory.path)
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -29,16 +29,16 @@ from penstock.workers.files import absolute, download, exists, is_url
 
 
 def open_run(
-    config: RunConfig, find: Callable[[RunDirectory], LeftBehind | None] = lambda directory: None
+    config: RunConfig, find_left: Callable[[RunDirectory], LeftBehind | None] = lambda directory: None
 ) -> tuple[RunDirectory, Checkpoint | LeftBehind | None]:
-    """The run's directory, locked, with its first event written, and what it goes on from. `find`: what a command that
-    has died has left of it. What does not fit is told before anything is made or changed. Raises `ConfigError`,
-    `CheckpointError`, `RunInUse`, and what `find` raises."""
+    """The run's directory, locked, with its first event written, and what it goes on from. `find_left`: returns what a
+    command that has died has left of it. What does not fit is told before anything is made or changed. Raises
+    `ConfigError`, `CheckpointError`, `RunInUse`, and what `find_left` raises."""
     if config.resume == "auto" and _there(config):
         place = RunPlace.of_run(config)
         directory = RunDirectory.open(place.path, place.url)
         directory.lock(directory.path, f"name={config.name}")
-        return _opened(directory, config, lambda: find(directory) or _rewound(directory, config))
+        return _opened(directory, config, lambda: find_left(directory) or _rewound(directory, config))
     resumed = None
     if config.resume not in ("auto", "never"):
         resumed = open_checkpoint(absolute(config.resume))

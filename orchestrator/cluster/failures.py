@@ -3,7 +3,8 @@
     user's data or code, settings, bugs  ▸  the death of a process  ▸  deadlines  ▸  a partner or the store is gone
 
 Processes that wait for each other fail together, and which failure comes first is chance: a rank's "another rank is
-gone" comes before Ray's notice of the death. So a failure that may be a consequence is held back for `CAUSE_GRACE_S`.
+gone" comes before Ray's notice of the death. Whether a new process helps, says `ray_calls.is_recoverable`. A failure
+that may be a consequence is held back for `CAUSE_GRACE_S`.
 """
 
 import asyncio

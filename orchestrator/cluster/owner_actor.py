@@ -82,8 +82,8 @@ class Kept:
 
 
 class OwnerActor:
-    """Lifecycle: `take` by each command; `make`, `reserve`, `keep`, `note` and `renew` by the one that drives the run;
-    `leave` when it is over. Ended by being killed."""
+    """Lifecycle: `begin` by the first command, `take` by each later one; `make`, `reserve`, `keep`, `note` and `renew`
+    by the one that drives the run; `leave` when it is over. Ended by being killed."""
 
     def __init__(self, lease_s: float) -> None:
         self._tenure = Tenure(lease_s)

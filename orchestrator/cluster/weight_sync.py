@@ -95,7 +95,7 @@ class WeightSync:
                 for name, handle in self._engines
             ]
             results = await outcomes(calls, phase=phase, timeout_s=SYNC_PHASES * self._timeout_s)
-            self._end_those_that(dict(zip([name for name, _ in calls], results, strict=True)))
+            self._end_failed(dict(zip([name for name, _ in calls], results, strict=True)))
             await self._between_nodes.reclaim()
         return time.time() - start
 
@@ -130,7 +130,7 @@ class WeightSync:
                 raise DeadlineExceeded(f"no version of the weights came to the node of {names} within {longest_s:g} s.")
             await asyncio.sleep(LOOK_S)
 
-    def _end_those_that(self, failed: Mapping[str, Any]) -> None:
+    def _end_failed(self, failed: Mapping[str, Any]) -> None:
         """Remove the engines whose call failed. `failed`: the outcome of each call, by name. Raises an error that
         another engine would have, too."""
         errors = {name: result for name, result in failed.items() if isinstance(result, Exception)}

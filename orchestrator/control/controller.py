@@ -2,15 +2,16 @@
 
     Prompts ──▶ Store ◀──▶ Rollout-i, Reward-i, Compute-…, Scorer-reference-r      pull by leases, all the time
                   ▲
-                  └──▶ Trainer-policy-r      one call a `step`: leases the batch, updates, acknowledges
+                  └──▶ Trainer-policy-r      one call a `step`: leases the batch, updates, reports
                             │ publish v+1 (shared memory)
                             ▼
                        Rollout-i.load        pause, load, verify, resume; then the store hears `published(v+1)`,
                                              which gives the Prompts their credits back
 
 The controller waits only for the trainers; all others work on rows as they become ready, and no row passes through
-here. With `max_staleness=0` the credits make it the synchronous loop: no prompt is admitted before the version is out.
-With k > 0 the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
+here. The store is told of a step once all ranks have reported it. With `max_staleness=0` the credits make it the
+synchronous loop: no prompt is admitted before the version is out. With k > 0 the same program overlaps: while the
+engines load version v+1, the trainers may already be at the next batch.
 
 Members that die are replaced while the others go on (`membership/supervisor.py`). Any other failure in a task ends the
 controller, with the error that explains the others (`failures.py`).

@@ -149,7 +149,7 @@ class RunLifecycle:
         except TakenOver:
             is_anothers = True
             raise
-        except PenstockError as error:  # its actors may be another command's, which this one must not end
+        except PenstockError as error:  # which may come of a refusal: the store's comes as a `StoreError`
             try:
                 owner.confirm()
             except TakenOver as refusal:

@@ -36,7 +36,7 @@ MAX_TOLD = 3
 
 
 class Handover:
-    """Lifecycle: `keep` once the fleet serves, `run` until it is cancelled; `leave` when there is nothing more to go on
+    """Lifecycle: `run` once the fleet serves, until it is cancelled; `leave` when there is nothing more to go on
     with. Where the actors end with this process, none of it does anything."""
 
     def __init__(self, owner: Owner, describe: Callable[[RunOwner], bytes]) -> None:

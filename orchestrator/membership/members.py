@@ -164,7 +164,7 @@ class Membership:
         """Start a member that joins. Returns its node. Raises the reason why it does not serve."""
         began, place = time.monotonic(), self._fleet.capacity.place_of(name)
         try:
-            members = await self._fleet.replace([name])
+            members = await self._fleet.start_members([name])
             await self._catch_up[role](members)
             self._fleet.add(members)
         except BaseException as error:

@@ -107,7 +107,7 @@ class ScalableRole:
         try:
             for _ in range(count):
                 names.append(await self._fleet.capacity.enlarge(self._role, self._fleet.first_stage(self._role)))
-            teams = await asyncio.gather(*(self._fleet.replace([name]) for name in names))
+            teams = await asyncio.gather(*(self._fleet.start_members([name]) for name in names))
             members = [member for team in teams for member in team]
             await self._catch_up(members)
         except PenstockError:

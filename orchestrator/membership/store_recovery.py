@@ -60,7 +60,7 @@ class StoreRecovery:
         """Return whether a call has failed because the store was lost, once there is another. `incarnation`: that of
         the store when the call began. Raises the failure where the store cannot be replaced, or a node is gone with all
         that is on it: no member can be helped alone then."""
-        if kind_of(failure) is not Kind.CONSEQUENCE:
+        if kind_of(failure) is not Kind.CONSEQUENCE:  # as every call of a store that is gone fails
             return False
         async with self._looking:
             if incarnation != self.incarnation or await self._restarts.joined(STORE):

@@ -47,7 +47,7 @@ class Supervisor:
         Raises what ends the run, or takes it back to its checkpoint.
         """
         while True:
-            store = self._stores.incarnation
+            incarnation = self._stores.incarnation
             failure = await self._serve(team)
             if failure is None or self._leaving.intersection(team):
                 return
@@ -55,7 +55,7 @@ class Supervisor:
                 raise failure
             if self._closing:  # also one that came too late to serve at all
                 return
-            if await self._stores.recovered(failure, store):
+            if await self._stores.recovered(failure, incarnation):
                 continue
             if catch_up is None:
                 self._restarts.beyond_help(role, title_of(team), failure)
@@ -125,7 +125,7 @@ class Supervisor:
             for name in team:
                 await self._stores.with_store(partial(self._store.abandon, name))
         before = {name: self._fleet.capacity.place_of(name) for name in team}
-        members = await self._fleet.replace(team)
+        members = await self._fleet.start_members(team)
         self._restarts.started(title)
         for name, place in before.items():
             if (now := self._fleet.capacity.place_of(name)) != place:

@@ -27,7 +27,8 @@ from penstock.workers.progress import WAITING, Progress
 
 ROLE = "trainer"
 RANKS = "the trainer's ranks"
-"""Title of the restart of all ranks, with what they need before they go on."""
+"""Title of the restart of all ranks, with what they need before they go on. The start of their processes within it is a
+restart of its own, which is counted and told."""
 LOOK_S = 10.0
 """Seconds within which a rank that is alive says what it does."""
 T = TypeVar("T")
@@ -82,6 +83,8 @@ class TrainerRecovery:
     async def recovered(self, failure: PenstockError, incarnation: Incarnation) -> None:
         """Wait until a call of the ranks that has failed can be made again: with another store, if it was lost, else
         with other ranks. `incarnation`: that of the call. Raises the failure where that cannot be."""
+        if not is_recoverable(failure):
+            raise failure
         if await self._stores.recovered(failure, incarnation.store):
             return
         await self._restarts.joined(RANKS)
@@ -102,14 +105,14 @@ class TrainerRecovery:
             except PenstockError as another:
                 if another is failure:
                     raise
+                if not is_recoverable(another):
+                    raise
                 failure = another  # these ranks have failed as well
 
     async def _replace(self, failure: PenstockError) -> int:
         """Start new ranks, with the state after the last step that was trained, which is returned. Raises the failure
         where that cannot be."""
         team = [name for name, _ in self._fleet.role(ROLE)] or self._fleet.teams(ROLE)[0]
-        if not is_recoverable(failure):
-            raise failure
         if self._connect is None or (isinstance(failure, DeadlineExceeded) and await self._all_wait()):
             self._restarts.beyond_help(ROLE, title_of(team), failure)
             raise failure

@@ -104,6 +104,12 @@ class Mirror:
                 self._losses.tell(_farewell(missing, self._url, self._directory))
         return missing
 
+    def leave(self) -> None:
+        """Bring nothing any more: the place is another process's."""
+        with self._turn:
+            self._abandoned = self._closing = True
+            self._turn.notify_all()
+
     def discard(self) -> None:
         """Stop, and remove what was uploaded."""
         thread, self._thread = self._thread, None

@@ -88,8 +88,8 @@ class RunDirectory:
         self._mirror: Mirror | None = None
         self._appending = threading.RLock()
         """Lock for appending, since events come from the mirror's thread too."""
-        self._is_anothers = False
-        """True once another process has taken the directory while its file system was away."""
+        self.is_anothers = False
+        """True once another process is known to have the directory: nothing is written any more."""
 
     @classmethod
     def create(cls, config: RunConfig, *, now: Callable[[], float] = time.time) -> "RunDirectory":
@@ -147,7 +147,7 @@ class RunDirectory:
     @property
     def has_begun(self) -> bool:
         """True if results of the run are there that would be costly to make again, or if that cannot be seen."""
-        if self._is_anothers or self.losses.waiting["metrics"]:
+        if self.is_anothers or self.losses.waiting["metrics"]:
             return True
         try:
             results = (self.model, self.checkpoints, self.samples, *self.path.glob("*/config.yaml"))
@@ -231,9 +231,9 @@ class RunDirectory:
                 let_go.callback(lock.release)
             let_go.callback(self._close_files)  # again: the mirror's trouble is an event
             if self._mirror is not None:
-                let_go.callback(self._mirror.close)
+                let_go.callback(self._mirror.leave if self.is_anothers else self._mirror.close)
             let_go.callback(self._close_files)
-            if self._files and not self._is_anothers:
+            if self._files and not self.is_anothers:
                 self.write_timeline()
 
     def _close_files(self) -> None:
@@ -363,7 +363,7 @@ class RunDirectory:
     def _open_for_lines(self, file: Path) -> int:
         """Open a file of lines. Raises `OSError`; `RunInUse`, the first time, if another process has the directory by
         now."""
-        if self._is_anothers:
+        if self.is_anothers:
             raise OSError(errno.EBUSY, f"{self.path} is in use by another process")
         self.check_held()
         return open_for_lines(file)
@@ -375,8 +375,12 @@ class RunDirectory:
             try:
                 lock.check_held(f"name={self.path.name}")
             except RunInUse:
-                self._is_anothers = True
+                self.is_anothers = True
                 raise
+
+    def leave_to_other(self) -> None:
+        """Write nothing any more: another process goes on with the run here."""
+        self.is_anothers = True
 
     # Reading.
 

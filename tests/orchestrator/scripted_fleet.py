@@ -308,7 +308,7 @@ class ScriptedFleet(OneMachine):
             if self.strike(name):
                 del self._handles[name]
 
-    async def replace(self, names: Sequence[str]) -> list[tuple[str, Any]]:
+    async def start_members(self, names: Sequence[str]) -> list[tuple[str, Any]]:
         await self._pause(20.0)
         return [(name, FakeHandle(self._makers[name][1](), name)) for name in names]
 

@@ -42,8 +42,8 @@ class Fleet(MemberTable):
     taken over from a process that has died, with actors that live on.
 
     `actors` maps the plan's names to handles; `role(...)` picks those of one role, in rank order. Dead actors are
-    `remove`d, and others that `replace` them are there once they are `add`ed. A further actor is planned by `capacity`,
-    and started by `replace`; one that is to leave is `take_out`, then `end`ed.
+    `remove`d. `start_members` starts others in their place, which are there once they are `add`ed. `capacity` plans a
+    further member; one that is to leave is `take_out`, then `end`ed.
     """
 
     def __init__(
@@ -173,9 +173,9 @@ class Fleet(MemberTable):
             self.owner.end(handle)
         self.capacity.vacate(actor)
 
-    async def replace(self, names: Sequence[str]) -> Handles:
-        """Start other actors in place of a team that was removed, elsewhere if its node has left. They are in no role
-        before they are added. Raises what one of them raised; then all of them are removed again."""
+    async def start_members(self, names: Sequence[str]) -> Handles:
+        """Start actors of a team that joins, or in place of those that were removed, elsewhere if their node has left.
+        They are in no role before they are added. Raises what one of them raised; then all are removed again."""
         await self.capacity.ensure_nodes(names)
         members, timeout_s = [(name, self._make(name)) for name in names], self.config.rollout.start_timeout_s
         self.begin(members)
