@@ -182,14 +182,14 @@ def _sweep(arguments: argparse.Namespace) -> int:
 def _ui(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from penstock.orchestrator.observability.ui.server.serve import serve
+    from penstock.orchestrator.observability.ui.server.app import serve
 
     serve(arguments.runs, Console(), arguments.host, arguments.port, arguments.key)
     return 0
 
 
 def _grafana(arguments: argparse.Namespace) -> int:
-    from penstock.orchestrator.observability.grafana.writing import DISCOVERY, write
+    from penstock.orchestrator.observability.grafana.files import DISCOVERY, write
 
     print(write(arguments.directory, arguments.discovery or DISCOVERY), end="")
     return 0
@@ -251,7 +251,7 @@ def _report_error(error: PenstockError) -> int:
 
 
 def _kind(error: PenstockError) -> str:
-    """The kind of an error, which says what is to be mended: `configuration` for `ConfigError`."""
+    """The kind of an error, which says what has to be changed: `configuration` for `ConfigError`."""
     from penstock.conf import errors
 
     for base in type(error).__mro__:

@@ -30,10 +30,9 @@ from penstock.orchestrator.control.lifecycle import RunLifecycle
 from penstock.orchestrator.membership.handover import Identity, identity_of
 from penstock.orchestrator.membership.takeover import LeftBehind, find
 from penstock.orchestrator.observability.reporting.closing import print_unfinished
-from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.report import write_report
-from penstock.orchestrator.observability.reporting.sinks.sink import Sink
-from penstock.orchestrator.observability.reporting.sinks.table import opened_sinks
+from penstock.orchestrator.observability.reporting.sinks.sink import Sink, opened_sinks
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.fresh_model import build_fresh_model
@@ -81,7 +80,7 @@ def run(
     except BaseException:
         cluster.close()
         raise
-    directory.losses.tell_to(tell)
+    directory.failed_writes.tell_to(tell)
     try:
         with contextlib.closing(cluster):
             cluster.connect(directory.run_id, directory.place)
@@ -134,7 +133,7 @@ def _close(directory: RunDirectory) -> None:
     with (
         contextlib.closing(directory),
         contextlib.suppress(PenstockError),
-        directory.losses.tolerating("report", advice),
+        directory.failed_writes.tolerating("report", advice),
     ):
         if not directory.is_anothers:
             write_report(directory.path)
@@ -171,8 +170,8 @@ def _train(
     identity: Identity,
 ) -> TrainingResult:
     """Train, with the run's display and its sinks, which are told how it ends, and closed."""
-    progress = Progress(config, directory.path.name, console=console, losses=directory.losses)
-    directory.losses.tell_to(progress.note)
+    progress = ProgressDisplay(config, directory.path.name, console=console, failed_writes=directory.failed_writes)
+    directory.failed_writes.tell_to(progress.note)
     lifecycle = RunLifecycle(config, flow, plan, directory, model_path, progress, identity, goes_on)
     with contextlib.closing(progress), opened_sinks(config, directory, sinks) as all_sinks:
         return lifecycle.run(all_sinks)

@@ -38,10 +38,9 @@ from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.membership.members import catching_up
 from penstock.orchestrator.membership.scaling import ScalableRole
-from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to
-from penstock.orchestrator.observability.reporting.sinks.table import opened_sinks
+from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to, opened_sinks
 from penstock.orchestrator.run import is_refusal, starting_model, with_other_models
-from penstock.orchestrator.run_directory.losses import Losses
+from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.batches import balance, row_cost
@@ -224,7 +223,7 @@ class Session:
     reference: Model | None
     """The reference model, if the dataflow has a log-probability stage."""
     sinks: list[Sink]
-    losses: Losses
+    failed_writes: FailedWrites
     """Record of what could not be written."""
     started: float
 
@@ -235,9 +234,9 @@ class Session:
             "policy_version": self.policy.version,
             **metrics,
             "wall_s": time.monotonic() - self.started,
-            **self.losses.metrics(),
+            **self.failed_writes.metrics(),
         }
-        log_to(self.sinks, step, line, self.losses)
+        log_to(self.sinks, step, line, self.failed_writes)
 
 
 @contextlib.contextmanager
@@ -259,7 +258,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
     plan = plan_actors(flow, config)
     check_run(config, flow, plan)
     directory = RunDirectory.create(config)
-    directory.losses.tell_to(lambda text: print(text, file=sys.stderr))
+    directory.failed_writes.tell_to(lambda text: print(text, file=sys.stderr))
     directory.mirror(config.tracking)
     try:
         with _started(config, flow, plan, directory) as run:
@@ -300,7 +299,7 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
                 Workers(ScalableRole("reward", fleet, config, catch_up["reward"])),
                 Model(ranks, config) if ranks else None,
                 sinks,
-                directory.losses,
+                directory.failed_writes,
                 time.monotonic(),
             )
 

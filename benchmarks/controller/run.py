@@ -35,7 +35,7 @@ from penstock.orchestrator.cluster.owners import RunOwner
 from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.membership.handover import Handover, RunState, identity_of, pack
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines, TensorBoard
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.service.server import Endpoint
@@ -94,7 +94,7 @@ def controller_of(
 ) -> Controller:
     """Make the controller as `training.py` does, on a cluster: with all that it writes and leaves to the next
     command."""
-    progress = Progress(config, "run", console=Console(file=io.StringIO(), quiet=True))
+    progress = ProgressDisplay(config, "run", console=Console(file=io.StringIO(), quiet=True))
     identity = identity_of(config, flow, "node")
 
     def describe(owner: RunOwner) -> bytes:

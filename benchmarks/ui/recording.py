@@ -19,10 +19,9 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.monitoring.state import LEAST_S
 from penstock.orchestrator.observability.monitoring.step_trace import StepTrace
-from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sample_log import SampleLog
-from penstock.orchestrator.observability.reporting.sinks.sink import log_to
-from penstock.orchestrator.observability.reporting.sinks.table import opened_sinks
+from penstock.orchestrator.observability.reporting.sinks.sink import log_to, opened_sinks
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import StepReport, TrainedRows
@@ -56,10 +55,12 @@ def recorded(config: RunConfig, line: dict[str, Any], rows: Rows, state: dict[st
     samples: how long the controller's loop is kept, and how long the thread takes."""
     directory = RunDirectory.create(config)
     with Path("/dev/null").open("w") as nowhere, opened_sinks(config, directory) as sinks:
-        progress = Progress(config, "recorded", console=Console(file=nowhere), losses=directory.losses)
+        progress = ProgressDisplay(
+            config, "recorded", console=Console(file=nowhere), failed_writes=directory.failed_writes
+        )
 
         def numbers(step: int) -> None:
-            log_to(sinks, step, line | {"step": step}, directory.losses)
+            log_to(sinks, step, line | {"step": step}, directory.failed_writes)
             progress.step(step, line)
 
         found = {

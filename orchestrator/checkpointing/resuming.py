@@ -99,7 +99,7 @@ def fall_back(
 def _put_aside(checkpoints: Checkpoints, step: int, error: PenstockError, directory: RunDirectory) -> None:
     aside = checkpoints.put_aside(step)
     directory.event("checkpoint_damaged", step=step, path=aside, message=str(error))
-    directory.losses.tell(
+    directory.failed_writes.tell(
         f"the checkpoint of step {step} is damaged and was put aside as {aside}; the one before is taken: {error}"
     )
 

@@ -29,7 +29,7 @@ def note_connection(directory: RunDirectory, namespace: str) -> None:
         "pid": os.getpid(),
         "auth_mode": os.environ.get(AUTH_MODE),
     }
-    with directory.losses.tolerating("cluster.json", "`penstock status` will not find the run."):
+    with directory.failed_writes.tolerating("cluster.json", "`penstock status` will not find the run."):
         directory.write_text(directory.cluster_file.name, json.dumps(content) + "\n")
 
 

@@ -2,9 +2,8 @@
 
     defaults (conf/*.py)  <  model preset of the recipe  <  recipe.yaml  <  model=PRESET  <  key=value words
 
-Hydra composes the config groups
-(`algorithm`, `model`, `recipe`) over the dataclasses; the result is turned into objects once, here. Every fault is a
-`ConfigError` of one sentence.
+Hydra composes the config groups (`algorithm`, `model`, `recipe`) over the dataclasses; the result is turned into
+objects once, here. Every fault is a `ConfigError` of one sentence.
 """
 
 import logging

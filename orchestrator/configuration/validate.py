@@ -56,7 +56,7 @@ class Check:
 
 
 def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator[Check]:
-    """All checks, in the order in which a fault is most worth hearing of; cheap ones first."""
+    """All checks. Those whose faults matter most come first, and cheap ones before others."""
     yield Check(RESOURCES, lambda: _resources(config, plan))
     if CHECKS.keys() & set(config.tracking.sinks):
         yield Check("trackers", lambda: check_trackers(config.tracking))

@@ -50,7 +50,7 @@ from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.membership.supervisor import Supervisor
 from penstock.orchestrator.membership.takeover import TakeoverPoint
 from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
-from penstock.orchestrator.observability.reporting.metrics import StepArrays, update_metrics
+from penstock.orchestrator.observability.reporting.metrics import joined, update_metrics
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.weights.transport import Delivery
@@ -271,7 +271,8 @@ class Controller:
         if not self._saving.is_due(step):
             return {}
         await self._observer.flush()
-        metrics, start = update_metrics(step, step, StepArrays.of_reports(reports), reports[0].metrics), time.time()
+        rows = joined([report.rows for report in reports])
+        metrics, start = update_metrics(step, step, rows, reports[0].metrics), time.time()
         seconds = await self._ranks.with_ranks(lambda: self._saving.begin(step, metrics))
         self.directory.timeline.span("trainer", "save", start, time.time(), step=step)
         return {"checkpoint": seconds}
@@ -290,7 +291,7 @@ class Controller:
         self.outcome.num_steps = step
 
     def _counters(self) -> dict[str, float]:
-        counters = self._recoveries.metrics(time.monotonic()) | self.directory.losses.metrics()
+        counters = self._recoveries.metrics(time.monotonic()) | self.directory.failed_writes.metrics()
         if self.config.checkpoint.every_steps:
             counters["checkpoint/failed"] = float(self._saving.failed)
         return counters

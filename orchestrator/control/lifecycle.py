@@ -39,7 +39,7 @@ from penstock.orchestrator.membership.recoveries import End, Recoveries
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.takeover import LeftBehind, TakeoverPoint, take_up
 from penstock.orchestrator.observability.monitoring.logs import Logs
-from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -57,7 +57,7 @@ class RunLifecycle:
         plan: list[ActorPlan],
         directory: RunDirectory,
         model_path: str,
-        progress: Progress,
+        progress: ProgressDisplay,
         identity: Identity,
         goes_on: Checkpoint | LeftBehind | None = None,
     ) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 
@@ -19,9 +19,9 @@ class RunContext:
     fleet: Fleet
     store: StoreClient
     directory: RunDirectory
-    progress: Progress
+    progress: ProgressDisplay
 
     @classmethod
-    def of(cls, config: RunConfig, fleet: Fleet, directory: RunDirectory, progress: Progress) -> "RunContext":
+    def of(cls, config: RunConfig, fleet: Fleet, directory: RunDirectory, progress: ProgressDisplay) -> "RunContext":
         """The context of a fleet, whose store this process speaks to from now on."""
         return cls(config, fleet.flow, fleet, StoreClient(fleet.store), directory, progress)

@@ -19,7 +19,7 @@ from penstock.conf.errors import CannotScale, ResourceError, suggest
 from penstock.orchestrator.cluster.connection import at_run
 from penstock.orchestrator.run_directory.fetching import at_place
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.run_directory.run_lock import ENDS, last_turn
+from penstock.orchestrator.run_directory.run_lock import ENDS, last_start_or_end
 
 ROLES = ("rollout", "reward")
 """Roles that may have more members, and fewer."""
@@ -112,7 +112,7 @@ def ask(run: str, texts: Sequence[str], drain_s: float | None = None) -> tuple[l
 
 def _answer(directory: RunDirectory, texts: Sequence[str], drain_s: float | None) -> Any:
     """The controller's answer; None if the run ends meanwhile."""
-    last = last_turn(directory.read_events())
+    last = last_start_or_end(directory.read_events())
     if last.get("kind") in ENDS:
         raise CannotScale(f"{directory.path.name}: the run is over ({last['kind']} at {last['time']}).")
     if not directory.cluster_file.is_file():

@@ -24,9 +24,9 @@ def differences_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def differing(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Differences of several runs' configurations: each run's value, by key. `name` and places are no difference."""
-    flat = {run: dict(_flat(config)) for run, config in configs.items()}
-    keys = dict.fromkeys(key for values in flat.values() for key in values if key not in ("name", "output_dir"))
-    rows = {key: {run: values.get(key) for run, values in flat.items()} for key in keys}
+    settings = {run: dict(flat(config)) for run, config in configs.items()}
+    keys = dict.fromkeys(key for values in settings.values() for key in values if key not in ("name", "output_dir"))
+    rows = {key: {run: values.get(key) for run, values in settings.items()} for key in keys}
     return {key: row for key, row in rows.items() if len({json_of(value) for value in row.values()}) > 1}
 
 
@@ -53,9 +53,14 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
     return result
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Flatten a configuration: each value with its dotted key.
+
+    >>> list(flat({"seed": 1, "trainer": {"optimizer": {"lr": 0.1}}}))
+    [('seed', 1), ('trainer.optimizer.lr', 0.1)]
+    """
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.orchestrator.run_directory.losses import Losses
+from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 
 MAX_WAITING = 10_000
 """Most records of one file that are kept in memory, tens of MiB; beyond that the oldest is lost."""
@@ -16,15 +16,15 @@ KEPT = f"Up to {MAX_WAITING:,} of its records wait in memory until it can."
 class AppendedFile:
     """Lifecycle: `append` at any time, `close` at the end; the file is opened when it is first needed.
 
-    After an error it is opened anew: a file system that was away comes back under the same path, and what there is of a
-    record that was half written is cut away. `waiting` is what the file does not have yet.
+    After an error it is opened again: a file system that was away comes back under the same path, and the part of a
+    record that was written before the error is cut away. `waiting` is what the file does not have yet.
     """
 
-    def __init__(self, path: Path, kind: str, losses: Losses, open_file: Callable[[Path], int]) -> None:
+    def __init__(self, path: Path, kind: str, failed_writes: FailedWrites, open_file: Callable[[Path], int]) -> None:
         """`open_file`: returns a descriptor for appending, after the last whole record of an earlier process. It may
         raise `OSError`, and what else it raises `append` raises."""
         self.waiting: deque[bytes] = deque()
-        self._path, self._kind, self._losses, self._open_file = path, kind, losses, open_file
+        self._path, self._kind, self._failed_writes, self._open_file = path, kind, failed_writes, open_file
         self._descriptor: int | None = None
         self._end: int | None = None
         """Size of the file with all whole records; None before the file was first opened."""
@@ -33,13 +33,13 @@ class AppendedFile:
         self.waiting.append(record)
         if len(self.waiting) > MAX_WAITING:
             self.waiting.popleft()
-            self._losses.loses(self._kind)
+            self._failed_writes.loses(self._kind)
         self._write_what_waits()
 
     def rewind(self, is_kept: Callable[[bytes], bool]) -> list[bytes]:
         """Forget waiting records that are not to be kept, after the file itself was cut. Returns those that still
         wait."""
-        self._let_go()
+        self._release()
         self._end = None
         self.waiting = deque(filter(is_kept, self.waiting))
         self._count()
@@ -52,11 +52,11 @@ class AppendedFile:
                 self._write_what_waits()
         finally:
             if num_lost := len(self.waiting):
-                self._losses.loses(self._kind, num_lost)
-                self._losses.tell(f"{self._kind}: {num_lost:,} of its records are lost")
+                self._failed_writes.loses(self._kind, num_lost)
+                self._failed_writes.tell(f"{self._kind}: {num_lost:,} of its records are lost")
             self.waiting.clear()
             self._count()
-            self._let_go()
+            self._release()
 
     def _write_what_waits(self) -> None:
         try:
@@ -65,12 +65,12 @@ class AppendedFile:
                 self.waiting.popleft()
         except OSError as error:
             self._cut_off()
-            self._let_go()
+            self._release()
             self._count()
-            self._losses.fails(self._kind, error, KEPT)
+            self._failed_writes.fails(self._kind, error, KEPT)
         else:
             self._count()
-            self._losses.works(self._kind)
+            self._failed_writes.works(self._kind)
 
     def _write(self, record: bytes) -> None:
         if self._descriptor is None:
@@ -90,19 +90,19 @@ class AppendedFile:
         if size > end and record.startswith(os.pread(self._descriptor, size - end, end)):
             os.ftruncate(self._descriptor, end)
             size = end
-        self._end = size  # what is there and not of this record is somebody else's
+        self._end = size  # what is there and is not of this record, another process has written
 
     def _cut_off(self) -> None:
-        """Cut off what is half written, for processes that read meanwhile; `_open` makes sure of it."""
+        """Cut off a record that is written in part, for processes that read the file; `_open` does so in any case."""
         if self._descriptor is not None and self._end is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._end)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
     def _count(self) -> None:
-        self._losses.waits(self._kind, len(self.waiting))
+        self._failed_writes.waits(self._kind, len(self.waiting))

@@ -73,8 +73,8 @@ def bring_all(directory: RunDirectory) -> None:
         return
     try:
         told: list[str] = []
-        directory.losses.tell_to(told.append)
-        if missing := Mirror(directory.path, directory.url, TrackingConfig(), directory.losses).pass_over(
+        directory.failed_writes.tell_to(told.append)
+        if missing := Mirror(directory.path, directory.url, TrackingConfig(), directory.failed_writes).pass_over(
             everything=True
         ):
             raise CheckpointError(f"{directory.url}: {len(missing)} file(s) do not come there. {' '.join(told)}")
@@ -84,9 +84,9 @@ def bring_all(directory: RunDirectory) -> None:
 
 def _is_ahead(path: Path, url: str) -> bool:
     events = read_if_there(f"{url}/{EVENTS}")
-    far = None if events is None else Lines(events, read_if_there(f"{url}/{METRICS}") or b"")
+    remote = None if events is None else Lines(events, read_if_there(f"{url}/{METRICS}") or b"")
     local = Lines(_local(path / EVENTS), _local(path / METRICS)) if (path / EVENTS).is_file() else None
-    return is_ahead(far, local)
+    return is_ahead(remote, local)
 
 
 def _local(file: Path) -> bytes:

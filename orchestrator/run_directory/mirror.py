@@ -2,10 +2,10 @@
 
     every few seconds:  look ─▶ what is due (`mirrored.py`) ─▶ upload: models, samples, report, …, then metrics, events
 
-Training never waits for it. What cannot be uploaded is told once and counted (`losses.py`), and tried again; at the end
-there is one last pass, and the user is told what did not arrive. A file is seen whole at the URL, and one of lines up
-to a whole line. The event that a run is over comes there once everything else of it is there: a reader that finds the
-last event finds the model.
+Training never waits for it. What cannot be uploaded is told once and counted (`failed_writes.py`), and tried again; at
+the end there is one last pass, and the user is told what did not arrive. A file is seen whole at the URL, and one of
+lines up to a whole line. The event that a run is over comes there once everything else of it is there: a reader that
+finds the last event finds the model.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from pathlib import Path, PurePosixPath
 
 from penstock.conf.errors import CheckpointError, RunInUse
 from penstock.conf.tracking import TrackingConfig
-from penstock.orchestrator.run_directory.losses import Losses
+from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.mirrored import (
     EVENTS,
+    FileStamp,
     MirrorRecord,
-    Seen,
     due,
     gone,
     is_appended,
@@ -45,18 +45,18 @@ TOLD_NAMES = 3
 class Mirror:
     """Lifecycle: `begin`, `bring` at any time, and `close` or `discard` at the end."""
 
-    def __init__(self, directory: Path, url: str, tracking: TrackingConfig, losses: Losses) -> None:
-        self._directory, self._url, self._losses = directory, url, losses
+    def __init__(self, directory: Path, url: str, tracking: TrackingConfig, failed_writes: FailedWrites) -> None:
+        self._directory, self._url, self._failed_writes = directory, url, failed_writes
         self._every_s, self._timeout_s = tracking.upload_every_s, tracking.upload_timeout_s
         self._record = MirrorRecord.of(directory, url)
-        self._before: dict[str, Seen] = {}
+        self._before: dict[str, FileStamp] = {}
         """Files as the last look has seen them, by name."""
         self._uploaded_at: dict[str, float] = {}
         self._missing: list[str] = []
         """Names of the files that the last pass has left."""
         self._num_failures = 0
         """Number of passes since the last that brought what was due."""
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._asked, self._done = 0, 0
         """Numbers of passes that were asked for by `bring`, and of those that are over."""
         self._closing, self._abandoned = False, False
@@ -71,13 +71,13 @@ class Mirror:
     def bring(self, timeout_s: float) -> bool:
         """Upload what is there now. Returns whether it is at the URL in time. An upload that hangs is not waited for
         again."""
-        with self._turn:
+        with self._changed:
             if self._thread is None or self._closing or self._asked > self._done:
                 return False
             self._asked += 1
             asked = self._asked
-            self._turn.notify_all()
-            if self._turn.wait_for(lambda: self._done >= asked, timeout_s):
+            self._changed.notify_all()
+            if self._changed.wait_for(lambda: self._done >= asked, timeout_s):
                 return not self._missing
         self._fails(TimeoutError(f"no end within {timeout_s:g} s"))
         return False
@@ -87,36 +87,36 @@ class Mirror:
         if self._thread is None:
             return []
         thread, self._thread = self._thread, None
-        with self._turn:
+        with self._changed:
             self._closing = True
-            self._turn.notify_all()
+            self._changed.notify_all()
         try:
             thread.join(min(TELL_AFTER_S, self._timeout_s))
             if thread.is_alive():
-                self._losses.tell(f"{KIND}: bringing the rest to {self._url}")
+                self._failed_writes.tell(f"{KIND}: bringing the rest to {self._url}")
                 thread.join(max(0.0, self._timeout_s - TELL_AFTER_S))
         finally:
             self._abandoned = True
             missing = self._not_there()
-            self._losses.waits(KIND, 0)
+            self._failed_writes.waits(KIND, 0)
             if missing:
-                self._losses.loses(KIND, len(missing))
-                self._losses.tell(_farewell(missing, self._url, self._directory))
+                self._failed_writes.loses(KIND, len(missing))
+                self._failed_writes.tell(_what_is_missing(missing, self._url, self._directory))
         return missing
 
     def leave(self) -> None:
         """Bring nothing any more: the place is another process's."""
-        with self._turn:
+        with self._changed:
             self._abandoned = self._closing = True
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def discard(self) -> None:
         """Stop, and remove what was uploaded."""
         thread, self._thread = self._thread, None
         self._abandoned = True
-        with self._turn:
+        with self._changed:
             self._closing = True
-            self._turn.notify_all()
+            self._changed.notify_all()
         if thread is not None:
             thread.join(min(DISCARD_S, self._timeout_s))
         with contextlib.suppress(CheckpointError, OSError):
@@ -125,13 +125,13 @@ class Mirror:
 
     def _work(self) -> None:
         while True:
-            with self._turn:
-                self._turn.wait_for(lambda: self._closing or self._asked > self._done, self._pause_s())
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._asked > self._done, self._pause_s())
                 asked, is_last = self._asked, self._closing
             self.pass_over(everything=is_last or asked > self._done)
-            with self._turn:
+            with self._changed:
                 self._done = asked
-                self._turn.notify_all()
+                self._changed.notify_all()
             if is_last:
                 break
         for _ in range(LAST_PASSES - 1):
@@ -170,16 +170,16 @@ class Mirror:
         has_changed = self._remove(gone(seen, files)) or has_changed
         self._before = seen
         self._missing = [name for name in seen if files.get(name) != seen[name]]
-        self._losses.waits(KIND, len(self._missing) if failures else 0)
+        self._failed_writes.waits(KIND, len(self._missing) if failures else 0)
         self._num_failures = self._num_failures + 1 if failures else 0
         if not failures:
-            self._losses.works(KIND)
+            self._failed_writes.works(KIND)
         if has_changed or everything:
             with contextlib.suppress(OSError):  # what it does not say is uploaded again
                 self._record.write(self._directory)
         return self._missing
 
-    def _look(self) -> tuple[dict[str, Seen], dict[str, bytes]]:
+    def _look(self) -> tuple[dict[str, FileStamp], dict[str, bytes]]:
         """All files, and the whole lines of changed files of lines. Lines are read before other files are looked at, so
         that they tell of nothing that is not seen."""
         first = {name: facts for name, facts in look(self._directory).items() if is_lines(name)}
@@ -190,7 +190,7 @@ class Mirror:
                     lines[name] = whole_lines((self._directory / name).read_bytes())
         return {name: facts for name, facts in look(self._directory).items() if not is_lines(name)} | first, lines
 
-    def _upload(self, name: str, seen: Seen, data: bytes | None) -> None:
+    def _upload(self, name: str, seen: FileStamp, data: bytes | None) -> None:
         """Upload a file. Raises `CheckpointError`, `OSError`."""
         if data is None and is_appended(name):
             with (self._directory / name).open("rb") as file:
@@ -214,10 +214,10 @@ class Mirror:
 
     def _fails(self, error: OSError) -> None:
         with contextlib.suppress(RunInUse):  # told where the run itself writes
-            self._losses.fails(KIND, error, f"It is tried again; until then it is in {self._directory} only.")
+            self._failed_writes.fails(KIND, error, f"It is tried again; until then it is in {self._directory} only.")
 
 
-def _others(events: str, seen: dict[str, Seen], uploaded: dict[str, Seen]) -> bool:
+def _others(events: str, seen: dict[str, FileStamp], uploaded: dict[str, FileStamp]) -> bool:
     """Return whether something else of the same run is not at the URL."""
     folder = PurePosixPath(events).parent
     return any(
@@ -227,7 +227,7 @@ def _others(events: str, seen: dict[str, Seen], uploaded: dict[str, Seen]) -> bo
     )
 
 
-def _farewell(missing: list[str], url: str, directory: Path) -> str:
+def _what_is_missing(missing: list[str], url: str, directory: Path) -> str:
     names = ", ".join(missing[:TOLD_NAMES]) + (", …" if len(missing) > TOLD_NAMES else "")
     return (
         f"{KIND}: {len(missing)} file(s) have not come to {url}: {names}. They are in {directory}; "

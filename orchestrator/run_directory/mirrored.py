@@ -28,7 +28,7 @@ PACE_BYTES = 2**20
 """Bytes of an appended file that make it wait one interval more, since it is uploaded whole each time."""
 
 
-class Seen(NamedTuple):
+class FileStamp(NamedTuple):
     """The facts by which a changed file is noticed."""
 
     num_bytes: int
@@ -62,9 +62,9 @@ def is_appended(name: str) -> bool:
 
 
 def due(
-    seen: Mapping[str, Seen],
-    before: Mapping[str, Seen],
-    uploaded: Mapping[str, Seen],
+    seen: Mapping[str, FileStamp],
+    before: Mapping[str, FileStamp],
+    uploaded: Mapping[str, FileStamp],
     waited_s: Mapping[str, float],
     every_s: float,
     *,
@@ -87,15 +87,15 @@ def due(
             return waited_s.get(name, math.inf) >= every_s * (seen[name].num_bytes // PACE_BYTES)
         return before.get(name) == seen[name]
 
-    def turn(name: str) -> tuple[bool, bool, int, str]:
+    def order(name: str) -> tuple[bool, bool, int, str]:
         path = PurePosixPath(name)  # of the runs before a run first
         return is_lines(name), path.name == EVENTS, -len(path.parts), name
 
-    return [name for name in sorted(seen, key=turn) if is_mirrored(name) and is_due(name)]
+    return [name for name in sorted(seen, key=order) if is_mirrored(name) and is_due(name)]
 
 
-def gone(seen: Mapping[str, Seen], uploaded: Mapping[str, Seen]) -> list[str]:
-    """Uploaded files of a model that has been written anew in other files. Nothing counts as gone while the directory
+def gone(seen: Mapping[str, FileStamp], uploaded: Mapping[str, FileStamp]) -> list[str]:
+    """Uploaded files of a model that has been written again in other files. Nothing counts as gone while the directory
     itself cannot be seen."""
     if "config.yaml" not in seen:
         return []
@@ -118,21 +118,21 @@ def without_end(data: bytes) -> bytes:
     return data
 
 
-def is_ahead(far: Lines | None, local: Lines | None) -> bool:
+def is_ahead(remote: Lines | None, local: Lines | None) -> bool:
     """Return whether a run is to go on from the copy at its URL, and not from the one on this machine.
 
     Events are appended and never cut, and each process that takes a run up begins with one. So a copy that begins with
     all events of the other is as new, or newer; where neither does, another machine went on from what was at the URL,
     and what this one did not bring there any more was done again.
     """
-    if far is None or local is None:
-        return far is not None
-    if far.events == local.events:
-        return len(far.metrics) > len(local.metrics)
-    return not local.events.startswith(far.events)
+    if remote is None or local is None:
+        return remote is not None
+    if remote.events == local.events:
+        return len(remote.metrics) > len(local.metrics)
+    return not local.events.startswith(remote.events)
 
 
-def look(directory: Path) -> dict[str, Seen]:
+def look(directory: Path) -> dict[str, FileStamp]:
     """All files that are mirrored, by name."""
     found = {}
     for root, folders, names in os.walk(directory):
@@ -144,10 +144,10 @@ def look(directory: Path) -> dict[str, Seen]:
     return found
 
 
-def seen_of(path: Path) -> Seen:
+def seen_of(path: Path) -> FileStamp:
     """The present facts of a file. Raises `OSError`."""
     facts = path.stat()
-    return Seen(facts.st_size, facts.st_mtime_ns)
+    return FileStamp(facts.st_size, facts.st_mtime_ns)
 
 
 @dataclass
@@ -159,7 +159,7 @@ class MirrorRecord:
     """
 
     url: str
-    files: dict[str, Seen] = field(default_factory=dict)
+    files: dict[str, FileStamp] = field(default_factory=dict)
     """Files as they were when they were uploaded, by name."""
 
     @classmethod
@@ -167,7 +167,7 @@ class MirrorRecord:
         """Read the record of a directory; None if it is not mirrored, or that is not known any more."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             values = json.loads((directory / RECORD).read_text(encoding="utf-8"))
-            return cls(values["url"], {name: Seen(*facts) for name, facts in values["files"].items()})
+            return cls(values["url"], {name: FileStamp(*facts) for name, facts in values["files"].items()})
         return None
 
     @classmethod
@@ -186,7 +186,7 @@ class MirrorRecord:
 
     def write(self, directory: Path) -> None:
         """Write the record. Raises `OSError`."""
-        files: Mapping[str, Seen] = self.files
+        files: Mapping[str, FileStamp] = self.files
         write_whole(directory / RECORD, json.dumps({"url": self.url, "files": files}) + "\n")
 
 

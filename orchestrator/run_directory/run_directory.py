@@ -13,8 +13,9 @@
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
 (`appended_file.py`), any other file written whole (`workers/whole_files.py`): a run that is killed leaves whole files,
 and whole lines but perhaps the last one. One process at a time works in it (`run_lock.py`). Once the run has begun,
-what cannot be written does not end it (`losses.py`): lines wait until they can be, samples and timeline are lost. With
-a URL as output_dir it is a working copy on this machine (`run_place.py`), which `mirror.py` brings to the URL.
+what cannot be written does not end it (`failed_writes.py`): lines wait until they can be, samples and timeline are
+lost. With a URL as output_dir it is a working copy on this machine (`run_place.py`), which `mirror.py` brings to the
+URL.
 """
 
 import contextlib
@@ -37,8 +38,8 @@ from penstock.conf.errors import CheckpointError, ConfigError, PenstockError, Ru
 from penstock.conf.run import RunConfig
 from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.run_directory.appended_file import AppendedFile
+from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.json_lines import cut_lines, each_line, line_of, open_for_lines, read_lines
-from penstock.orchestrator.run_directory.losses import Losses
 from penstock.orchestrator.run_directory.mirror import Mirror
 from penstock.orchestrator.run_directory.mirrored import EVENTS, LOGS, METRICS, RECORD, SPANS, STATE, url_of
 from penstock.orchestrator.run_directory.run_lock import RunLock
@@ -81,8 +82,19 @@ class RunDirectory:
     def __init__(self, path: Path, url: str | None = None) -> None:
         """`url`: the URL that the directory is a working copy of."""
         self.path, self.url = path, url
+        self.config_file, self.metrics_file, self.events_file = path / "config.yaml", path / METRICS, path / EVENTS
+        self.report, self.plots, self.tensorboard = path / "report.html", path / "plots", path / "tensorboard"
+        self.samples, self.checkpoints = path / "samples", path / "checkpoints"
+        self.model = path / "model"
+        """The directory of the final weights."""
+        self.initial_model = path / "initial_model"
+        """The directory of a model that was made for this run, `model.path=null`."""
+        self.cluster_file = path / "cluster.json"
+        """The file with the address of the run's cluster."""
         self.timeline = Timeline()
-        self.losses = Losses(lambda kind, error: self.event("recording_failed", what=kind, error=str(error)))
+        self.failed_writes = FailedWrites(
+            lambda kind, error: self.event("recording_failed", what=kind, error=str(error))
+        )
         self._files: dict[str, AppendedFile] = {}
         self._locks: list[RunLock] = []
         self._mirror: Mirror | None = None
@@ -147,7 +159,7 @@ class RunDirectory:
     @property
     def has_begun(self) -> bool:
         """True if results of the run are there that would be costly to make again, or if that cannot be seen."""
-        if self.is_anothers or self.losses.waiting["metrics"]:
+        if self.is_anothers or self.failed_writes.waiting["metrics"]:
             return True
         try:
             results = (self.model, self.checkpoints, self.samples, *self.path.glob("*/config.yaml"))
@@ -166,7 +178,7 @@ class RunDirectory:
             raise cannot_make(place, error) from None
         self._locks.append(lock)
         if not lock.keeps_out:
-            self.losses.tell(
+            self.failed_writes.tell(
                 f"{place} is on a file system without locks (flock): nothing keeps a second command out of it. See "
                 f"that there is none, or choose a place that has them for {what.partition('=')[0]}."
             )
@@ -175,7 +187,7 @@ class RunDirectory:
         """Begin to bring what is written here to the run's URL, if it has one. The directory of a run before a run is
         brought there with the other's."""
         if self.url is not None and url_of(self.path.parent) is None:
-            self._mirror = Mirror(self.path, self.url, tracking, self.losses)
+            self._mirror = Mirror(self.path, self.url, tracking, self.failed_writes)
             self._mirror.begin()
 
     def bring(self, timeout_s: float) -> None:
@@ -226,21 +238,21 @@ class RunDirectory:
     def close(self) -> None:
         """Write the timeline, and what lines still wait; bring the rest to the URL; release files and locks. May be
         called twice."""
-        with contextlib.ExitStack() as let_go:  # of all, whatever one of them raises
+        with contextlib.ExitStack() as closing:  # of all, whatever one of them raises
             for lock in self._locks:
-                let_go.callback(lock.release)
-            let_go.callback(self._close_files)  # again: the mirror's trouble is an event
+                closing.callback(lock.release)
+            closing.callback(self._close_files)  # again: the mirror's trouble is an event
             if self._mirror is not None:
-                let_go.callback(self._mirror.leave if self.is_anothers else self._mirror.close)
-            let_go.callback(self._close_files)
+                closing.callback(self._mirror.leave if self.is_anothers else self._mirror.close)
+            closing.callback(self._close_files)
             if self._files and not self.is_anothers:
                 self.write_timeline()
 
     def _close_files(self) -> None:
-        with contextlib.ExitStack() as let_go:
-            let_go.callback(self._files.clear)
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._files.clear)
             for name in (EVENTS, METRICS, SPANS):  # from the last one on: the others' trouble is an event
-                let_go.callback(self._close_file, name)
+                closing.callback(self._close_file, name)
 
     def _close_file(self, name: str) -> None:
         if name in self._files:
@@ -252,55 +264,6 @@ class RunDirectory:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-
-    # Where things are.
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / METRICS
-
-    @property
-    def events_file(self) -> Path:
-        return self.path / EVENTS
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def model(self) -> Path:
-        """The directory of the final weights."""
-        return self.path / "model"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def initial_model(self) -> Path:
-        """The directory of a model that was made for this run, `model.path=null`."""
-        return self.path / "initial_model"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def cluster_file(self) -> Path:
-        """The file with the address of the run's cluster."""
-        return self.path / "cluster.json"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     # Writing.
 
@@ -319,7 +282,7 @@ class RunDirectory:
 
     def write_state(self, state: Mapping[str, Any]) -> None:
         """Write the present state: which actors are there, and which wait for which."""
-        with self.losses.tolerating("state", is_renewed=True):
+        with self.failed_writes.tolerating("state", is_renewed=True):
             self.write_text(STATE, line_of(state))
 
     def write_samples(self, step: int, table: Any) -> None:
@@ -328,7 +291,7 @@ class RunDirectory:
 
         table = table.table_with_ids() if hasattr(table, "table_with_ids") else table
         target = self.samples / f"step_{step}.parquet"
-        with self.losses.tolerating("samples"):
+        with self.failed_writes.tolerating("samples"):
             target.parent.mkdir(exist_ok=True)
             with replacing(target) as part:
                 parquet.write_table(table, part, compression="zstd")
@@ -336,7 +299,7 @@ class RunDirectory:
     def write_stacks(self, name: str, text: str) -> str:
         """Write the stacks of a member's threads. Returns the file's name in this directory."""
         file = f"stacks/{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.txt"
-        with self.losses.tolerating("stacks"):
+        with self.failed_writes.tolerating("stacks"):
             (self.path / file).parent.mkdir(exist_ok=True)
             self.write_text(file, text)
         return file
@@ -348,7 +311,7 @@ class RunDirectory:
         return target
 
     def write_timeline(self) -> None:
-        with self.losses.tolerating("timeline", "It is lost."):
+        with self.failed_writes.tolerating("timeline", "It is lost."):
             steps = itertools.chain(each_line(self.path / SPANS), self.timeline.rest())
             with replacing(self.path / "timeline.json") as part, part.open("w", encoding="utf-8") as opened:
                 opened.writelines(chrome_trace(steps))
@@ -357,7 +320,7 @@ class RunDirectory:
         with self._appending:
             if name not in self._files:
                 kind = name.removesuffix(".jsonl")
-                self._files[name] = AppendedFile(self.path / name, kind, self.losses, self._open_for_lines)
+                self._files[name] = AppendedFile(self.path / name, kind, self.failed_writes, self._open_for_lines)
             self._files[name].append(line_of(values).encode())
 
     def _open_for_lines(self, file: Path) -> int:

@@ -1,10 +1,11 @@
-"""The lock of a run's directory, and the turns of the processes that drive the run: one at a time works in it.
+"""The lock of a run's directory, in which one process at a time works; the events with which a process takes the run up
+and leaves it.
 
 The lock is the kernel's (`flock`), so that a killed process leaves none; the file names the process that holds it.
 There is one for `checkpoint.directory` as well. It holds between machines where their shared file system has such locks
 (NFSv4, Lustre); one that has none is used without, and the run says so. A place behind a URL cannot be locked: two runs
 must not share one. With `filelock` most of this would remain: the name of the holder, file systems without locks, and a
-file that its last holder removes. A turn is what a process does between two events of `events.jsonl`.
+file that its last holder removes.
 """
 
 import fcntl
@@ -44,7 +45,7 @@ class RunLock:
         path = directory / FILE
         while True:
             directory.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # whoever held it has just removed the directory
+            with suppress(FileNotFoundError):  # the last holder has just removed the directory
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
                 try:
                     keeps_out = _lock(descriptor, path, what)
@@ -62,7 +63,10 @@ class RunLock:
         lock. Raises `OSError` if that cannot be told."""
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # removed by hand, or lost with the file system: nobody says otherwise
+        except (
+            FileNotFoundError,
+            ValueError,
+        ):  # removed by hand, or lost with the file system: it tells of no other process
             return
         if found != self._holder:
             self._is_lost = True
@@ -86,7 +90,7 @@ class RunLock:
             os.close(descriptor)
 
 
-def last_turn(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def last_start_or_end(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The last event of `STARTS` and `ENDS`: a run that failed and was resumed has not failed. Empty: none."""
     return next((event for event in reversed(events) if event.get("kind") in (*STARTS, *ENDS)), {})
 

@@ -26,7 +26,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.takeover import TakeoverPoint
-from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines, Sink
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -36,8 +36,7 @@ from penstock.store.epoch import Epoch
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.progress import IDLE, SERVING, UPDATING, WAITING, Phases
-from penstock.workers.progress import Progress as Said
+from penstock.workers.progress import IDLE, SERVING, UPDATING, WAITING, Phases, Progress
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication, Sampling
@@ -59,8 +58,8 @@ class Member:
     async def stats(self) -> dict[str, float]:
         return {"busy_s": 0.0}
 
-    async def progress(self) -> Said:
-        return Said(SERVING, 0.0)
+    async def progress(self) -> Progress:
+        return Progress(SERVING, 0.0)
 
     async def process(self, stacks: str) -> None:
         """Nothing: it has no process."""
@@ -147,7 +146,7 @@ class Trainer(Member):
         self._phases.enter(IDLE)
         self._leasing: asyncio.Task[SharedLease | None] | None = None
 
-    async def progress(self) -> Said:
+    async def progress(self) -> Progress:
         return self._phases.progress()
 
     async def step(self, step: int, records_tokens: bool, epoch: int) -> StepReport | None:
@@ -419,8 +418,8 @@ def controller_over(
     meters: Meters | None = None,
 ) -> Controller:
     """`sinks`: hear of each step before metrics.jsonl does. `wanted`: before this controller."""
-    progress = Progress(config, "run", console=Console(file=io.StringIO(), quiet=True))
-    directory.losses.tell_to(progress.note)
+    progress = ProgressDisplay(config, "run", console=Console(file=io.StringIO(), quiet=True))
+    directory.failed_writes.tell_to(progress.note)
     sinks = [*sinks, JsonLines(directory)]
     more = {"wanted": wanted, "taken": taken, "meters": meters}
     context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]

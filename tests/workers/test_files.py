@@ -22,13 +22,13 @@ from penstock.workers.files import (
     upload,
     write_bytes,
 )
-from tests.far_places import Flaky, flaky
+from tests.remote_places import Flaky, flaky
 
 FAR = "flaky://bucket/run"
 
 
 @pytest.fixture(autouse=True)
-def far() -> Iterator[type[Flaky]]:
+def remote() -> Iterator[type[Flaky]]:
     with flaky() as system:
         yield system
 
@@ -87,10 +87,10 @@ def test_what_a_file_systems_library_raises_has_a_name(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["../escaped", "a/../../escaped"])
 def test_a_key_that_leads_out_of_its_target_is_refused_and_nothing_is_written(
-    tmp_path: Path, far: type[Flaky], name: str
+    tmp_path: Path, remote: type[Flaky], name: str
 ) -> None:
     for key in ("good", name):
-        far.store[f"/bucket/run/{key}"] = MemoryFile(path=f"/bucket/run/{key}", data=b"x")
+        remote.store[f"/bucket/run/{key}"] = MemoryFile(path=f"/bucket/run/{key}", data=b"x")
     with pytest.raises(CheckpointError, match=r"flaky://bucket/run: '.*escaped' is no name of a file below"):
         download(FAR, tmp_path / "target")
     assert not list(tmp_path.rglob("*"))

@@ -145,7 +145,7 @@ def best(shared: SharedNode, engine_s: Mapping[int, float], rank_s: Mapping[int,
 
 def write_trials(directory: RunDirectory, trials: Mapping[SharedNode, Trial]) -> None:
     lines = [_line_of(node, trial) for node, trial in trials.items()]
-    with directory.losses.tolerating(FILE, "A run that goes on finds the numbers of threads anew."):
+    with directory.failed_writes.tolerating(FILE, "A run that goes on finds the numbers of threads anew."):
         directory.write_text(FILE, json.dumps(lines, indent=1) + "\n")
 
 

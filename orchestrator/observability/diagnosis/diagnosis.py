@@ -19,9 +19,9 @@ from typing import Any
 
 from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.conf.errors import PenstockError
+from penstock.orchestrator.observability.diagnosis.history import Finding, History
 from penstock.orchestrator.observability.diagnosis.rules import findings
-from penstock.orchestrator.observability.diagnosis.seen import Finding, Seen
-from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 LOOK_S = 1.0
@@ -38,11 +38,11 @@ class Diagnosis:
     for a whole window."""
 
     def __init__(
-        self, config: DiagnosisConfig, max_staleness: int, directory: RunDirectory, progress: Progress
+        self, config: DiagnosisConfig, max_staleness: int, directory: RunDirectory, progress: ProgressDisplay
     ) -> None:
         self._config, self._max_staleness = config, max_staleness
         self._directory, self._progress = directory, progress
-        self._seen = Seen(config.window)
+        self._history = History(config.window)
         self._told: dict[str, int] = {}
         """The step at which each rule last found something, by rule."""
 
@@ -50,9 +50,9 @@ class Diagnosis:
         """Look at a step's metrics. Returns new findings."""
         if not self._config.enabled:
             return []
-        self._seen.add(metrics)
+        self._history.add(metrics)
         new = []
-        for found in findings(self._seen, self._config, self._max_staleness):
+        for found in findings(self._history, self._config, self._max_staleness):
             before = self._told.get(found.rule)
             self._told[found.rule] = step
             if before is None or step - before > self._config.window:
@@ -129,7 +129,7 @@ class Stalls:
         writers: Mapping[str, str],
         ranks: Callable[[], Sequence[str]],
         directory: RunDirectory,
-        progress: Progress,
+        progress: ProgressDisplay,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stacks`: writes the stacks of members and returns the files' names. `ranks`: returns the trainer's present

@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 
 from penstock.conf.diagnosis import DiagnosisConfig
-from penstock.orchestrator.observability.diagnosis.seen import HINT, Finding, Rule, Seen
+from penstock.orchestrator.observability.diagnosis.history import HINT, Finding, History, Rule
 
 SAME = 1e-9
 """Largest difference of rewards that count as the same."""
@@ -35,22 +35,22 @@ HELD_UP = 0.1
 # Learning: whether there is something to learn from, and whether the policy still does.
 
 
-def no_spread(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    spread, mean, best = seen.last("reward/std"), seen.last("reward/mean"), seen.last("reward/max")
-    if len(spread) < seen.window or max(spread) > SAME or not best:
+def no_spread(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    spread, mean, best = history.last("reward/std"), history.last("reward/mean"), history.last("reward/max")
+    if len(spread) < history.window or max(spread) > SAME or not best:
         return None
-    risen = mean and (first := seen.first("reward/mean")) and mean[-1] > first[0] + SAME
+    risen = mean and (first := history.first("reward/mean")) and mean[-1] > first[0] + SAME
     return Finding(
         "no_spread",
-        f"all samples of the last {seen.window} steps have had the reward {best[-1]:g}, so nothing is learned",
+        f"all samples of the last {history.window} steps have had the reward {best[-1]:g}, so nothing is learned",
         "The task may be solved: end the run, or take harder problems." if risen else
         "Read some rollouts: the task may be too hard, its format unknown to the model, or the reward wrong.",
     )  # fmt: skip
 
 
-def cut_off(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    shares = seen.last("response_length/clip_ratio")
-    if len(shares) < seen.window or (share := statistics.fmean(shares)) <= config.cut_off_share:
+def cut_off(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    shares = history.last("response_length/clip_ratio")
+    if len(shares) < history.window or (share := statistics.fmean(shares)) <= config.cut_off_share:
         return None
     return Finding(
         "cut_off",
@@ -60,10 +60,10 @@ def cut_off(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding 
     )
 
 
-def mismatch(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+def mismatch(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
     key = "mismatch/logprob_abs_mean"
-    now, first = seen.last(key), seen.first(key)
-    if len(now) < seen.window:
+    now, first = history.last(key), history.first(key)
+    if len(now) < history.window:
         return None
     mean, before = statistics.fmean(now), statistics.fmean(first)
     advice = "Compare rollout.dtype with the trainer's; algorithm.correction weighs tokens by the difference."
@@ -74,9 +74,9 @@ def mismatch(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding
     return None
 
 
-def other_distribution(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    counts = {kind: sum(seen.last(f"environment/turns_{kind}")) for kind in ("greedy", "structured", "narrowed")}
-    turns = sum(seen.last("environment/turns"))
+def other_distribution(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    counts = {kind: sum(history.last(f"environment/turns_{kind}")) for kind in ("greedy", "structured", "narrowed")}
+    turns = sum(history.last("environment/turns"))
     if not turns or not any(counts.values()):
         return None
     told = ", ".join(f"{count:g} {kind}" for kind, count in counts.items() if count)
@@ -89,16 +89,16 @@ def other_distribution(seen: Seen, config: DiagnosisConfig, max_staleness: int) 
     )
 
 
-def gradients(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    skipped = sum(seen.last("actor/skipped_nonfinite"))
+def gradients(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    skipped = sum(history.last("actor/skipped_nonfinite"))
     if skipped:
         return Finding(
             "gradients",
-            f"{skipped:g} optimizer step(s) of the last {seen.window} were skipped, as gradients were not finite",
+            f"{skipped:g} optimizer step(s) of the last {history.window} were skipped, as gradients were not finite",
             "Lower trainer.optimizer.lr, or look for rewards and lengths that stand out.",
         )
-    now, first = seen.last("actor/grad_norm"), seen.first("actor/grad_norm")
-    if len(now) < seen.window:
+    now, first = history.last("actor/grad_norm"), history.first("actor/grad_norm")
+    if len(now) < history.window:
         return None
     usual = statistics.median(first)
     if usual > 0 and statistics.median(now) > config.grad_norm_growth * usual:
@@ -110,10 +110,10 @@ def gradients(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Findin
     return None
 
 
-def entropy(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    now, first = seen.last("actor/entropy"), seen.first("actor/entropy")
-    reward, before = seen.last("reward/mean"), seen.first("reward/mean")
-    if len(now) < seen.window or len(reward) < seen.window:
+def entropy(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    now, first = history.last("actor/entropy"), history.first("actor/entropy")
+    reward, before = history.last("reward/mean"), history.first("reward/mean")
+    if len(now) < history.window or len(reward) < history.window:
         return None
     mean = statistics.fmean(before)
     has_risen = statistics.fmean(reward) > mean + 0.05 * abs(mean)  # it is sure of what it has learned
@@ -126,9 +126,9 @@ def entropy(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding 
     )
 
 
-def far_from_reference(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    distance = seen.last("actor/kl")
-    if len(distance) < seen.window or (mean := statistics.fmean(distance)) <= config.kl:
+def far_from_reference(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    distance = history.last("actor/kl")
+    if len(distance) < history.window or (mean := statistics.fmean(distance)) <= config.kl:
         return None
     return Finding(
         "kl",
@@ -140,22 +140,22 @@ def far_from_reference(seen: Seen, config: DiagnosisConfig, max_staleness: int) 
 # Waste: work that is lost or waited for.
 
 
-def dropped(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    reasons = {key.removeprefix("dropped/"): seen.grown(key) for key in seen.named("dropped/")}
+def dropped(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    reasons = {key.removeprefix("dropped/"): history.increase(key) for key in history.named("dropped/")}
     lost = {reason: count for reason, count in reasons.items() if count > 0 and reason not in OF_THE_TASK}
-    every = sum(lost.values()) + seen.grown("store/rows_trained")
+    every = sum(lost.values()) + history.increase("store/rows_trained")
     if not lost or sum(lost.values()) <= config.dropped_share * every:
         return None
     told = ", ".join(f"{reason} {count:g}" for reason, count in sorted(lost.items(), key=lambda item: -item[1]))
     return Finding(
         "dropped",
-        f"{sum(lost.values()) / every:.0%} of the samples of the last {seen.window} steps were dropped: {told}",
+        f"{sum(lost.values()) / every:.0%} of the samples of the last {history.window} steps were dropped: {told}",
         "`penstock status` says what their workers said of them.",
     )
 
 
-def filtered(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    gone, trained = seen.grown(f"dropped/{FILTERED}"), seen.grown("store/rows_trained")
+def filtered(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    gone, trained = history.increase(f"dropped/{FILTERED}"), history.increase("store/rows_trained")
     if not gone or gone <= config.filtered_share * (gone + trained):
         return None
     return Finding(
@@ -164,34 +164,34 @@ def filtered(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding
     )  # fmt: skip
 
 
-def lazy_engine(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    names = seen.named(ENGINE)
-    there = seen.last("rollout/num_engines")
+def lazy_engine(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    names = history.named(ENGINE)
+    there = history.last("rollout/num_engines")
     if len(names) < 2 or not there or min(there) < len(names):  # one of them has left, or was away
         return None
-    groups = {name: seen.grown(name) for name in names if seen.is_throughout(name)}
+    groups = {name: history.increase(name) for name in names if history.is_throughout(name)}
     if len(groups) < len(names) or (mean := statistics.fmean(groups.values())) < LEAST_GROUPS:
         return None
     laziest = min(groups, key=lambda name: groups[name])
     if groups[laziest] >= config.engine_share * mean:
         return None
-    title = laziest.rpartition("/")[2]
+    title, window = laziest.rpartition("/")[2], history.window
     return Finding(
         "lazy_engine",
-        f"{title} has sampled {groups[laziest]:g} groups in {seen.window} steps, an engine {mean:.0f} on the average",
+        f"{title} has sampled {groups[laziest]:g} groups in {window} steps, an engine {mean:.0f} on the average",
         "Look at what else its node computes, and at its log; `penstock status` says what it is at.",
     )
 
 
-def slow_rank(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    slowest, own = seen.last("ranks/slowest"), sum(seen.last("ranks/forward_s_slowest"))
-    others, step = sum(seen.last("ranks/forward_s_others")), sum(seen.last("timing_s/step"))
-    if len(slowest) < seen.window or own <= config.rank_slowdown * others or own - others <= HELD_UP * step:
+def slow_rank(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    slowest, own = history.last("ranks/slowest"), sum(history.last("ranks/forward_s_slowest"))
+    others, step = sum(history.last("ranks/forward_s_others")), sum(history.last("timing_s/step"))
+    if len(slowest) < history.window or own <= config.rank_slowdown * others or own - others <= HELD_UP * step:
         return None
     rank, count = Counter(slowest).most_common(1)[0]
-    if count < SAME_RANK * seen.window:
+    if count < SAME_RANK * history.window:
         return None
-    has_more = statistics.fmean(seen.last("ranks/tokens_spread") or [1.0]) > config.rank_slowdown
+    has_more = statistics.fmean(history.last("ranks/tokens_spread") or [1.0]) > config.rank_slowdown
     return Finding(
         "slow_rank",
         f"rank {rank:g} takes {own / max(others, 1e-9):.1f} times as long as the others for its forward passes",
@@ -200,10 +200,10 @@ def slow_rank(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Findin
     )  # fmt: skip
 
 
-def padding(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    shares = seen.last("actor/padding_share")
-    train, step = sum(seen.last("timing_s/train")), sum(seen.last("timing_s/step"))
-    if len(shares) < seen.window or (share := statistics.fmean(shares)) <= config.padding_share:
+def padding(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    shares = history.last("actor/padding_share")
+    train, step = sum(history.last("timing_s/train")), sum(history.last("timing_s/step"))
+    if len(shares) < history.window or (share := statistics.fmean(shares)) <= config.padding_share:
         return None
     if train <= config.idle_share * step:  # nobody would be faster without it
         return None
@@ -213,23 +213,23 @@ def padding(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding 
     )  # fmt: skip
 
 
-def idle(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    step = sum(seen.last("timing_s/step"))
+def idle(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    step = sum(history.last("timing_s/step"))
     if not step:
         return None
     if max_staleness == 0:
-        hidden = min(sum(seen.last("timing_s/rollout")), sum(seen.last("timing_s/train"))) / step
+        hidden = min(sum(history.last("timing_s/rollout")), sum(history.last("timing_s/train"))) / step
         if hidden <= config.idle_share / 2:
             return None
         return Finding(
             "idle", f"engines and ranks take turns: {hidden:.0%} of a step one waits for the other",
             f"max_staleness=1 would hide up to {hidden:.0%} of the step.", HINT,
         )  # fmt: skip
-    of_ranks, of_engines = seen.last("idle/train"), seen.last("idle/rollout")
+    of_ranks, of_engines = history.last("idle/train"), history.last("idle/rollout")
     ranks = statistics.fmean(of_ranks) if of_ranks else 0.0
     engines = statistics.fmean(of_engines) if of_engines else 0.0
     if ranks > config.idle_share:
-        advice = _feeding(seen, ranks, engines > config.idle_share)
+        advice = _feeding(history, ranks, engines > config.idle_share)
         return Finding("idle", f"ranks wait {ranks:.0%} of the step for samples", advice, HINT)
     if engines > config.idle_share:
         fewer = f"{1 - engines:.0%} of the engines would do"
@@ -238,20 +238,22 @@ def idle(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | N
     return None
 
 
-def _feeding(seen: Seen, ranks: float, engines_wait: bool) -> str:
+def _feeding(history: History, ranks: float, engines_wait: bool) -> str:
     """Advice on how to give the ranks their samples sooner. `ranks`: the share of the step that they wait."""
     if engines_wait:
-        others = {name: sum(seen.last(f"timing_s/{name}")) for name in SLOW_STAGES}
+        others = {name: sum(history.last(f"timing_s/{name}")) for name in SLOW_STAGES}
         slowest = max(others, key=lambda name: others[name])
-        if others[slowest] > sum(seen.last("timing_s/rollout")):
+        if others[slowest] > sum(history.last("timing_s/rollout")):
             return f"Engines wait as well: {SLOW_STAGES[slowest]}"
         return "Engines wait as well: raise max_staleness, so that more groups are under way."
-    key = "environment.num_workers or rollout.num_workers" if seen.last("environment/turns") else "rollout.num_workers"
+    key = (
+        "environment.num_workers or rollout.num_workers" if history.last("environment/turns") else "rollout.num_workers"
+    )
     return f"Raise {key}: {1 / max(0.01, 1 - ranks):.1f} times as many would keep the ranks busy."
 
 
-def evaluation(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    spent, step = sum(seen.last("timing_s/evaluation")), sum(seen.last("timing_s/step"))
+def evaluation(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    spent, step = sum(history.last("timing_s/evaluation")), sum(history.last("timing_s/step"))
     if not step or spent <= config.evaluation_share * step:
         return None
     return Finding(
@@ -268,8 +270,8 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def findings(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> list[Finding]:
+def findings(history: History, config: DiagnosisConfig, max_staleness: int) -> list[Finding]:
     """Findings of all rules."""
-    if not seen.is_long_enough:
+    if not history.is_long_enough:
         return []
-    return [found for rule in RULES if (found := rule(seen, config, max_staleness)) is not None]
+    return [found for rule in RULES if (found := rule(history, config, max_staleness)) is not None]

@@ -102,8 +102,8 @@ OVERVIEW = (
     Panel(
         "Members lost and replaced, in the last hour", PLAIN, table.RUN_LOST.description,
         (
-            Query(ASK.growth(table.RUN_LOST, ("run", "member_role"), "1h"), "{{run}} {{member_role}} lost"),
-            Query(ASK.growth(table.RUN_REPLACED, ("run", "member_role"), "1h"), "{{run}} {{member_role}} replaced"),
+            Query(ASK.increase(table.RUN_LOST, ("run", "member_role"), "1h"), "{{run}} {{member_role}} lost"),
+            Query(ASK.increase(table.RUN_REPLACED, ("run", "member_role"), "1h"), "{{run}} {{member_role}} replaced"),
         ),
     ),
 )  # fmt: skip

@@ -32,8 +32,8 @@ class Scope:
         _check(metric, COUNTER, by)
         return self._rate(metric.exported, by, having)
 
-    def growth(self, metric: Metric, by: Sequence[str], window: str = "") -> str:
-        """Growth of a counter, within the window, or within another."""
+    def increase(self, metric: Metric, by: Sequence[str], window: str = "") -> str:
+        """Increase of a counter within the window, or within another."""
         _check(metric, COUNTER, by)
         return f"sum by ({', '.join(by)}) (increase({self._series(metric.exported)}[{window or self.window}]))"
 

@@ -85,7 +85,7 @@ class Logs:
     def _append(self, name: str, lines: Sequence[tuple[str, str]]) -> None:
         stamp = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         text = "".join(f"{stamp} {stream} {line}\n" for stream, line in lines)
-        with self._directory.losses.tolerating("logs"):
+        with self._directory.failed_writes.tolerating("logs"):
             file = self._directory.path / LOGS / f"{name}.log"
             file.parent.mkdir(exist_ok=True)
             _make_room(file)

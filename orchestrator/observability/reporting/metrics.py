@@ -16,37 +16,18 @@ from penstock.workers.trainer.report import StepReport, TrainedRows
 
 PHASES = ("rollout", "reward", "reference", "train", "publish", "checkpoint")
 """Phases of `timing_s/` and of the report's plot of time, besides `step`."""
-
-
 REWARDS = "rewards_N"
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 """Quantiles that are told of what differs from sample to sample."""
 
 
-class StepArrays(TrainedRows):
-    """Facts of each trained row that the metrics need, over all trainer ranks."""
-
-    def __len__(self) -> int:
-        return len(self.response_tokens_N)
-
-    @classmethod
-    def of_report(cls, report: StepReport) -> "StepArrays":
-        """The arrays of one rank's rows."""
-        return cls(**vars(report.rows))
-
-    @classmethod
-    def of_reports(cls, reports: "Sequence[StepReport]") -> "StepArrays":
-        """The arrays of all ranks' rows."""
-        return cls.concat([cls.of_report(report) for report in reports])
-
-    @classmethod
-    def concat(cls, parts: "Sequence[StepArrays]") -> "StepArrays":
-        """Join all ranks' shares."""
-        arrays = [field.name for field in fields(cls) if field.name != REWARDS]
-        joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays}
-        names = dict.fromkeys(name for part in parts for name in part.rewards_N)
-        rewards = {name: np.concatenate([part.rewards_N[name] for part in parts]) for name in names}
-        return cls(**joined, rewards_N=rewards)
+def joined(parts: Sequence[TrainedRows]) -> TrainedRows:
+    """Join the rows of all trainer ranks."""
+    arrays = [field.name for field in fields(TrainedRows) if field.name != REWARDS]
+    together: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays}
+    names = dict.fromkeys(name for part in parts for name in part.rewards_N)
+    rewards = {name: np.concatenate([part.rewards_N[name] for part in parts]) for name in names}
+    return TrainedRows(**together, rewards_N=rewards)
 
 
 @dataclass(frozen=True)
@@ -63,7 +44,7 @@ class StepTimes:
 def step_metrics(
     step: int,
     policy_version: int,
-    arrays: StepArrays,
+    rows: TrainedRows,
     times: StepTimes,
     *,
     trainer: Mapping[str, float] | None = None,
@@ -77,26 +58,26 @@ def step_metrics(
     `dropped/…`). `generated_length_mean`: mean length of all responses sampled since the last step, for the length bias
     of what was trained. `evaluated`: `accuracy/…`, where it was measured after this step.
     """
-    metrics = update_metrics(step, policy_version, arrays, trainer, generated_length_mean)
-    return metrics | dict(evaluated or {}) | time_metrics(arrays, times) | dict(store or {})
+    metrics = update_metrics(step, policy_version, rows, trainer, generated_length_mean)
+    return metrics | dict(evaluated or {}) | time_metrics(rows, times) | dict(store or {})
 
 
 def update_metrics(
     step: int,
     policy_version: int,
-    arrays: StepArrays,
+    rows: TrainedRows,
     trainer: Mapping[str, float] | None = None,
     generated_length_mean: float | None = None,
 ) -> dict[str, Any]:
     """Metrics of a step that are known as soon as its update is made: those of its rows, and the update's own."""
     metrics: dict[str, Any] = {"step": step, "policy_version": policy_version}
-    metrics |= reward_metrics(arrays) | length_metrics(arrays, generated_length_mean) | staleness_metrics(arrays)
+    metrics |= reward_metrics(rows) | length_metrics(rows, generated_length_mean) | staleness_metrics(rows)
     return metrics | dict(trainer or {})
 
 
-def reward_metrics(arrays: StepArrays) -> dict[str, float]:
+def reward_metrics(rows: TrainedRows) -> dict[str, float]:
     """Statistics of the rewards, over samples. Empty for a dataflow without rewards."""
-    reward_N = arrays.reward_N[np.isfinite(arrays.reward_N)]
+    reward_N = rows.reward_N[np.isfinite(rows.reward_N)]
     if not len(reward_N):
         return {}
     return (
@@ -107,37 +88,37 @@ def reward_metrics(arrays: StepArrays) -> dict[str, float]:
             "reward/max": float(reward_N.max()),
         }
         | quantiles("reward", reward_N)
-        | {f"reward/{name}": float(values.mean()) for name, values in arrays.rewards_N.items() if len(values)}
+        | {f"reward/{name}": float(values.mean()) for name, values in rows.rewards_N.items() if len(values)}
     )
 
 
-def length_metrics(arrays: StepArrays, generated_length_mean: float | None = None) -> dict[str, float]:
+def length_metrics(rows: TrainedRows, generated_length_mean: float | None = None) -> dict[str, float]:
     """Response lengths in tokens, and turns where there are several. `length_bias`: how much longer than the generated
     ones the trained responses are, as a share; negative when a window or a drop favours short ones."""
-    if not len(arrays):
+    if not len(rows.response_tokens_N):
         return {}
-    mean = float(arrays.response_tokens_N.mean())
+    mean = float(rows.response_tokens_N.mean())
     metrics = {
         "response_length/mean": mean,
-        "response_length/max": float(arrays.response_tokens_N.max()),
-        "response_length/clip_ratio": float(arrays.clipped_N.mean()),
-    } | quantiles("response_length", arrays.response_tokens_N)
-    if arrays.turns_N.max() > 1:
-        metrics |= {"turns/mean": float(arrays.turns_N.mean()), "turns/max": float(arrays.turns_N.max())}
+        "response_length/max": float(rows.response_tokens_N.max()),
+        "response_length/clip_ratio": float(rows.clipped_N.mean()),
+    } | quantiles("response_length", rows.response_tokens_N)
+    if rows.turns_N.max() > 1:
+        metrics |= {"turns/mean": float(rows.turns_N.mean()), "turns/max": float(rows.turns_N.max())}
     if generated_length_mean:
         metrics["length_bias"] = mean / generated_length_mean - 1.0
     return metrics
 
 
-def staleness_metrics(arrays: StepArrays) -> dict[str, float]:
+def staleness_metrics(rows: TrainedRows) -> dict[str, float]:
     """Staleness over tokens, in versions; quantiles over samples, each by the mean of its tokens."""
-    tokens = int(arrays.response_tokens_N.sum())
+    tokens = int(rows.response_tokens_N.sum())
     if not tokens:
         return {}
     return {
-        "staleness/mean": float(arrays.staleness_sum_N.sum() / tokens),
-        "staleness/max": float(arrays.staleness_max_N.max()),
-    } | quantiles("staleness", arrays.staleness_sum_N / np.maximum(1, arrays.response_tokens_N))
+        "staleness/mean": float(rows.staleness_sum_N.sum() / tokens),
+        "staleness/max": float(rows.staleness_max_N.max()),
+    } | quantiles("staleness", rows.staleness_sum_N / np.maximum(1, rows.response_tokens_N))
 
 
 def quantiles(name: str, values_N: np.ndarray) -> dict[str, float]:
@@ -167,7 +148,7 @@ def rank_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
     } | spread
 
 
-def time_metrics(arrays: StepArrays, times: StepTimes) -> dict[str, float]:
+def time_metrics(rows: TrainedRows, times: StepTimes) -> dict[str, float]:
     """Seconds by phase, idle shares, and throughput counted on what was trained."""
     metrics = {"timing_s/step": times.step_s}
     metrics |= {f"timing_s/{phase}": times.phase_s[phase] for phase in PHASES if phase in times.phase_s}
@@ -176,6 +157,6 @@ def time_metrics(arrays: StepArrays, times: StepTimes) -> dict[str, float]:
         return metrics
     for side, busy_s in times.busy_s.items():
         metrics[f"idle/{side}"] = min(1.0, max(0.0, 1.0 - busy_s / times.step_s))
-    metrics["perf/samples_per_s"] = len(arrays) / times.step_s
-    metrics["perf/tokens_per_s"] = float(arrays.response_tokens_N.sum()) / times.step_s
+    metrics["perf/samples_per_s"] = len(rows.response_tokens_N) / times.step_s
+    metrics["perf/tokens_per_s"] = float(rows.response_tokens_N.sum()) / times.step_s
     return metrics

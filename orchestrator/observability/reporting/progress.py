@@ -19,18 +19,18 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.observability.cards import elapsed
 from penstock.orchestrator.observability.reporting.step_view import LABEL, is_number, plain_line, step_view
-from penstock.orchestrator.run_directory.losses import Losses
+from penstock.orchestrator.observability.ui.cards import elapsed
+from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 
 NUM_NOTES = 5
 WIDTH = 100
 
 
-class Progress:
+class ProgressDisplay:
     """Lifecycle: made at the start, `close`d at the end; in between any order of calls, from any thread.
 
-        progress = Progress(config, "arithmetic-20260101-120000")
+        progress = ProgressDisplay(config, "arithmetic-20260101-120000")
         progress.phase("starting vLLM (about 20 s)")
         progress.step(1, {"reward/mean": 0.4, "timing_s/step": 1.2})
         progress.note("checkpoint written")
@@ -40,9 +40,14 @@ class Progress:
     """
 
     def __init__(
-        self, config: RunConfig, title: str, *, console: Console | None = None, losses: Losses | None = None
+        self,
+        config: RunConfig,
+        title: str,
+        *,
+        console: Console | None = None,
+        failed_writes: FailedWrites | None = None,
     ) -> None:
-        """`losses`: counts lines that the output does not take."""
+        """`failed_writes`: counts lines that the output does not take."""
         self.title = title
         self.max_steps = config.trainer.max_steps
         self.max_staleness = config.max_staleness
@@ -55,7 +60,7 @@ class Progress:
         self.current_step = 0
         self._lock = threading.RLock()
         self._console = console or Console()
-        self._losses = losses or Losses(lambda *_: None)
+        self._failed_writes = failed_writes or FailedWrites(lambda *_: None)
         self._closed = False
         self._steps = Bars(
             BarColumn(None, style="grey37", complete_style="cyan", finished_style="green"),
@@ -116,10 +121,10 @@ class Progress:
         repeat all that is not written with each line."""
         if self._console.quiet or (self._live is not None and not self._closed):
             return
-        with self._losses.tolerating("output"):
+        with self._failed_writes.tolerating("output"):
             try:
                 print(line, file=self._console.file, flush=True)
-            except BrokenPipeError:  # whoever reads it has had enough
+            except BrokenPipeError:  # such as `| head`, which reads no more
                 self._console.on_broken_pipe()
 
     def close(self) -> None:

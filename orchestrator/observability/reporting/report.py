@@ -1,41 +1,43 @@
 """The page about a run, made from its directory alone: `report.html` in one file, and the plots as PNGs beside it.
 
 It is made at the end of a run and by `penstock report RUN`. What the page says is gathered here; how it looks is in
-`templates/`. What a run lacks (steps, samples, metrics) is left out of its page.
+`templates/`. Its scripts and styles are those of `ui/static/`, as text. What a run lacks (steps, samples, metrics) is
+left out of its page.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from penstock.orchestrator.observability.cards import cards, elapsed
+from penstock.orchestrator.observability import ui
 from penstock.orchestrator.observability.differences import differences_of
-from penstock.orchestrator.observability.faults import Fault, duration_s, faults_of
+from penstock.orchestrator.observability.faults import FaultTimeline, duration_s, faults_of
 from penstock.orchestrator.observability.marks import marks_of
-from penstock.orchestrator.observability.reporting.samples import read_samples
-from penstock.orchestrator.observability.ui import bundle
-from penstock.orchestrator.observability.ui.charts.chart import Chart, drawn
-from penstock.orchestrator.observability.ui.charts.pngs import write_pngs
-from penstock.orchestrator.observability.ui.charts.themes import charts_of
+from penstock.orchestrator.observability.ui.cards import cards, elapsed
+from penstock.orchestrator.observability.ui.chart import Chart, drawn, write_pngs
 from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.observability.ui.runs.found import ENDED
+from penstock.orchestrator.observability.ui.themes import charts_of
 from penstock.orchestrator.run_directory.fetching import at_place, bring_all
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.run_directory.run_lock import last_turn
+from penstock.orchestrator.run_directory.run_lock import last_start_or_end
 
 TEMPLATES = Path(__file__).parent / "templates"
+STATIC = Path(ui.__file__).parent / "static"
 SCRIPT = ("colors.js", "dom.js", "chart.js", "board.js", "report.js")
+_IMPORT = re.compile(r"^import .*$\n?", re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=async |class |const |function )", re.MULTILINE)
 MAX_EVENTS = 60
-MIN_WIDTH = 3.0
-GAP = 7.0
-MOST_LANES = 12
+MAX_ROWS = 32
+MAX_CHARACTERS = 1500
+"""Most rows of samples, and most characters of a text in them."""
 
 
 def report_of(run: str) -> str:
@@ -88,11 +90,11 @@ def page(directory: RunDirectory, config: Mapping[str, Any], charts: Sequence[Ch
             "curves": drawn(charts, columns),
             "marks": [mark.plain() for mark in marks_of(events)],
         },
-        style=bundle.style("vendor/uPlot.min.css", "style.css"),
-        library=bundle.library(),
-        script=bundle.script(*SCRIPT),
+        style="\n".join(map(static, ("vendor/uPlot.min.css", "style.css"))),
+        library=static("vendor/uPlot.iife.min.js"),
+        script=script(*SCRIPT),
         faults=faults,
-        timeline=Timeline.of(faults, duration_s(events)),
+        timeline=FaultTimeline.of(faults, duration_s(events)),
         samples_step=samples_step,
         samples=samples,
         events=[_event(event) for event in shown],
@@ -102,70 +104,20 @@ def page(directory: RunDirectory, config: Mapping[str, Any], charts: Sequence[Ch
     )
 
 
-@dataclass(frozen=True)
-class Label:
-    """The label of a bar, beside it towards the middle of the drawing: the member's role, and how long it was away."""
-
-    x: float
-    anchor: str
-    text: str
-
-    @classmethod
-    def beside(cls, left: float, width: float, middle: float, fault: Fault) -> "Label":
-        text = fault.role if fault.seconds is None else f"{fault.role}, {fault.seconds:.1f} s"
-        is_left = left + width / 2 < middle
-        return cls(left + width + GAP if is_left else left - GAP, "start" if is_left else "end", text)
+@cache
+def script(*modules: str) -> str:
+    """Several modules of the page as one script. `modules`: in the order in which they need each other. A module
+    imports by lines of its own, and no two define the same name. So modules that are put one after the other, without
+    their imports and exports, are one script."""
+    text = "\n".join(_EXPORT.sub("", _IMPORT.sub("", static(module))) for module in modules)
+    if left := re.search(r"^\s*(import|export)\b.*$", text, re.MULTILINE):
+        raise ValueError(f"{modules}: {left[0]} stands in the way of one script.")
+    return text
 
 
-@dataclass(frozen=True)
-class Bar:
-    left: float
-    width: float
-    lane: float
-    """y of the lane's upper edge."""
-    is_open: bool
-    """True if no other member took the place."""
-    text: str
-    label: Label
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Faults in pixels: the times at which members were away, by wall time. `templates/faults.html.j2` draws it.
-    Members in lanes, those that were lost first on top."""
-
-    WIDTH: ClassVar = 1060
-    LEFT: ClassVar = 170
-    RIGHT: ClassVar = 1045
-    LANE: ClassVar = 22
-    BAR: ClassVar = 12
-
-    lanes: list[tuple[float, str]]
-    """y of the middle, and the member."""
-    bars: list[Bar]
-    columns: list[tuple[float, str]]
-    """x and wall time."""
-    height: float
-
-    @classmethod
-    def of(cls, faults: Sequence[Fault], total_s: float) -> "Timeline | None":
-        """The timeline; None without faults. `total_s`: seconds of the run so far."""
-        if not faults:
-            return None
-        members = list(dict.fromkeys(fault.member for fault in faults))[:MOST_LANES]
-        total_s = max(total_s, *(fault.at_s + (fault.seconds or 0.0) for fault in faults), 1.0)
-        scale = (cls.RIGHT - cls.LEFT) / total_s
-        bars = []
-        for fault in faults:
-            if fault.member in members:
-                left = cls.LEFT + fault.at_s * scale
-                width = max(MIN_WIDTH, (total_s - fault.at_s if fault.seconds is None else fault.seconds) * scale)
-                lane = members.index(fault.member) * cls.LANE + (cls.LANE - cls.BAR) / 2
-                label = Label.beside(left, width, (cls.LEFT + cls.RIGHT) / 2, fault)
-                bars.append(Bar(left, width, lane, fault.seconds is None, fault.text, label))
-        lanes = [(number * cls.LANE + cls.LANE / 2, member) for number, member in enumerate(members)]
-        columns = [(cls.LEFT + part / 5 * (cls.RIGHT - cls.LEFT), elapsed(part / 5 * total_s)) for part in range(6)]
-        return cls(lanes, bars, columns, len(members) * cls.LANE)
+def static(name: str) -> str:
+    """The text of a file of the page."""
+    return (STATIC / name).read_text(encoding="utf-8")
 
 
 @cache
@@ -199,7 +151,7 @@ def _facts(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> di
 
 def _state(events: Sequence[Mapping[str, Any]]) -> str:
     """The end of the run in words, by its last turn."""
-    return ENDED.get(str(last_turn(events).get("kind")), "not finished")
+    return ENDED.get(str(last_start_or_end(events).get("kind")), "not finished")
 
 
 def _event(event: Mapping[str, Any]) -> dict[str, str]:
@@ -215,8 +167,84 @@ def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = json.dumps(value) if isinstance(value, dict | list) else str(value)
-    return text if len(text) <= 400 else text[:399] + "…"
+    return _clip(text, 400)
 
 
 def _yaml(value: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True, width=100))
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    prompt: str
+    response: str
+    answer: str
+    reward: float | None
+    advantage: float | None
+    versions: str
+    """Versions of the tokens: `4`, or `3-4` where the weights changed in between."""
+    first_of_group: bool
+    said: list[tuple[str, str]] = field(default_factory=list)
+    """Roles and texts of a trajectory's messages, in order; empty for a prompt with one response."""
+
+
+def read_samples(directory: RunDirectory) -> tuple[int, list[SampleRow]]:
+    """Read what was trained last, from the newest `samples/step_N.parquet` that can be read. Returns (step, rows);
+    (0, []) without one."""
+    from pyarrow import ArrowException, parquet
+
+    for file in reversed(directory.sample_files()):
+        try:
+            table = parquet.read_table(file).slice(0, MAX_ROWS)
+        except (ArrowException, OSError):
+            continue
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return int(re.sub(r"\D", "", file.stem) or 0), _rows(rows)
+    return 0, []
+
+
+def _rows(rows: list[dict[str, Any]]) -> list[SampleRow]:
+    result, last_prompt = [], None
+    for row in rows:
+        task = _task(row)
+        prompt = _clip(str(row.get("prompt") or task.get("prompt") or ""))
+        response = _clip(str(row.get("response_text") or row.get("response") or task.get("response") or ""))
+        answer = _clip(str(task.get("answer") if task.get("answer") is not None else ""))
+        versions = [version for version in row.get("token_versions") or [] if version is not None]
+        low, high = (min(versions), max(versions)) if versions else (None, None)
+        shown = "" if low is None else f"{low}" if low == high else f"{low}-{high}"
+        said = _said(row)
+        begin = str(task.get("environment_task", prompt)) if said else prompt
+        first = begin != last_prompt
+        result.append(SampleRow(prompt, response, answer, row.get("reward"), row.get("advantage"), shown, first, said))
+        last_prompt = begin
+    return result
+
+
+def _said(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """The conversation of a `transcript`, calls of tools included."""
+    try:
+        messages = json.loads(row.get("transcript") or "[]")
+    except (TypeError, json.JSONDecodeError):
+        return []
+    return [(str(message.get("role")), _clip(_text(message))) for message in messages if isinstance(message, dict)]
+
+
+def _text(message: dict[str, Any]) -> str:
+    thinking = message.get("reasoning_content")
+    calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
+    parts = [f"({thinking})" if thinking else "", str(message.get("content") or "")]
+    return "\n".join(filter(None, [*parts, *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]))
+
+
+def _task(row: dict[str, Any]) -> dict[str, Any]:
+    """The dataset's row, which the `task` column has as JSON."""
+    try:
+        task = json.loads(row.get("task") or "{}")
+    except (TypeError, json.JSONDecodeError):
+        return {}
+    return task if isinstance(task, dict) else {}
+
+
+def _clip(text: str, most: int = MAX_CHARACTERS) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,6 +1,5 @@
 """Writes the samples of some steps for people to read.
 
-
 Columns are those that the store has of the batch, and two that the trainer's ranks know of it alone
 (`workers/trainer/token_recorder.py`): `trainer_logprobs` and `loss_mask`, one value a token.
 """

@@ -16,7 +16,7 @@ from penstock.conf.errors import ConfigError
 from penstock.orchestrator.cluster.connection import at_run
 from penstock.orchestrator.run_directory.fetching import at_place
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.run_directory.run_lock import ENDS, last_turn
+from penstock.orchestrator.run_directory.run_lock import ENDS, last_start_or_end
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import STORE
 
@@ -37,7 +37,7 @@ def print_status(run: str, console: Console) -> None:
 
 
 def _print(directory: RunDirectory, console: Console) -> None:
-    last = last_turn(directory.read_events())
+    last = last_start_or_end(directory.read_events())
     if last.get("kind") in ENDS:
         _print_end(directory, last, console)
         return

@@ -11,8 +11,8 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.observability.reporting.metrics import StepArrays, StepTimes, rank_metrics, step_metrics
-from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.metrics import StepTimes, joined, rank_metrics, step_metrics
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.trainer.report import StepReport
@@ -38,7 +38,7 @@ class StepLog:
         flow: Dataflow,
         stats: Callable[[], Awaitable[dict[str, float]]],
         directory: RunDirectory,
-        progress: Progress,
+        progress: ProgressDisplay,
         sinks: list[Sink],
         counters: Callable[[], Mapping[str, float]],
     ) -> None:
@@ -73,7 +73,7 @@ class StepLog:
         metrics = step_metrics(
             step,
             step,
-            StepArrays.of_reports(reports),
+            joined([report.rows for report in reports]),
             times,
             trainer=reports[0].metrics | rank_metrics(reports),
             store={**store, **self._counters()},
@@ -84,7 +84,7 @@ class StepLog:
         return metrics
 
     def emit(self, step: int, metrics: Mapping[str, Any]) -> None:
-        log_to(self._sinks, step, metrics, self._directory.losses)
+        log_to(self._sinks, step, metrics, self._directory.failed_writes)
         self._progress.step(step, metrics)
 
 

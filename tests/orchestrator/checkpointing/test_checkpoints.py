@@ -192,7 +192,7 @@ def test_damaged_ones_are_put_aside_and_the_one_before_them_is_taken(tmp_path):
     (place / "global_step_3" / "trainer" / "rank_0.bin").write_bytes(b"w")
     told = []
     again, resumed = open_run(run_words(tmp_path, "name=hurt", "resume=auto"))
-    again.losses.tell_to(told.append)
+    again.failed_writes.tell_to(told.append)
     assert resumed is not None
     assert resumed.step == 1
     assert [line["step"] for line in again.read_metrics()] == [0, 1]

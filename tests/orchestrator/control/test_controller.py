@@ -21,7 +21,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.observability.monitoring.state import StateLog
-from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.prompts.source import PromptStart
@@ -129,7 +129,7 @@ class Play:
             return {"accuracy/heldout": self.accuracies[-1][1]}
 
         evaluator: Any = SimpleNamespace(measure=measure) if accuracy is not None else None
-        progress = Progress(self.config, "played", console=Console(quiet=True))
+        progress = ProgressDisplay(self.config, "played", console=Console(quiet=True))
         context = RunContext(self.config, flow, fleet, store, self.directory, progress)
         return await Controller(context, [JsonLines(self.directory)], evaluator).run()
 

@@ -18,7 +18,7 @@ from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.step_journal import StepJournal
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.membership.supervisor import Supervisor, nothing_to_catch_up
-from penstock.orchestrator.observability.reporting.progress import Progress
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreUnreachable
@@ -178,7 +178,7 @@ def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: 
         flow = flow_of(config)
         fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
         directory = RunDirectory.create(config)
-        progress = Progress(config, "run", console=Console(quiet=True))
+        progress = ProgressDisplay(config, "run", console=Console(quiet=True))
         lost = asyncio.Event()
         attach = fleet.attach_trainers
 
@@ -215,7 +215,7 @@ def test_who_fails_when_the_run_is_over_is_not_replaced(tmp_path: Path) -> None:
         fleet = ScriptedFleet(store, config, flow, Random(1))
         fleet.actors["Reward-0"] = FakeHandle(run=StoreUnreachable("no connection to the store: it has closed"))
         directory = RunDirectory.create(config)
-        progress = Progress(config, "run", console=Console(quiet=True))
+        progress = ProgressDisplay(config, "run", console=Console(quiet=True))
         context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]
         _, supervisor = recovery_of(context)
         supervisor.close()

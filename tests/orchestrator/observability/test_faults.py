@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from penstock.orchestrator.observability.faults import Fault, faults_of
+from penstock.orchestrator.observability.faults import Fault, FaultTimeline, faults_of
 from penstock.orchestrator.observability.reporting.closing import cards_of
-from penstock.orchestrator.observability.reporting.report import Timeline, write_report
+from penstock.orchestrator.observability.reporting.report import write_report
 from tests.orchestrator.observability.reporting.test_report import checked, make_run
 
 
@@ -61,18 +61,18 @@ def test_marks_lie_in_their_chart_and_bars_in_their_lane() -> None:
         Fault("Store", "store", 50.0, 9, ""),
         Fault("Rollout-0", "rollout", 60.0, 0, "", seconds=1.0),
     ]
-    timeline = Timeline.of(faults, 100.0)
+    timeline = FaultTimeline.of(faults, 100.0)
     assert timeline is not None
     assert [member for _, member in timeline.lanes] == ["Rollout-0", "Store"]
     first, second, third = timeline.bars
     assert first.lane == third.lane < second.lane
-    assert first.width == pytest.approx(0.3 * (Timeline.RIGHT - Timeline.LEFT))
-    assert second.left + second.width == pytest.approx(Timeline.RIGHT)
+    assert first.width == pytest.approx(0.3 * (FaultTimeline.RIGHT - FaultTimeline.LEFT))
+    assert second.left + second.width == pytest.approx(FaultTimeline.RIGHT)
     assert [bar.is_open for bar in timeline.bars] == [False, True, False]
     assert [(bar.label.anchor, bar.label.text) for bar in timeline.bars] == [
         ("start", "rollout, 30.0 s"), ("end", "store"), ("end", "rollout, 1.0 s"),
     ]  # fmt: skip
-    assert Timeline.of([], 100.0) is None
+    assert FaultTimeline.of([], 100.0) is None
 
 
 def test_the_report_shows_who_died(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from penstock.conf.errors import RunInUse
 from penstock.orchestrator.run_directory import appended_file
 from penstock.orchestrator.run_directory.appended_file import AppendedFile
+from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.json_lines import open_for_lines
-from penstock.orchestrator.run_directory.losses import Losses
 from tests.small_files import files_up_to
 
 
-def file_at(path: Path) -> tuple[AppendedFile, Losses]:
-    losses = Losses(lambda kind, error: None)
-    return AppendedFile(path, "metrics", losses, open_for_lines), losses
+def file_at(path: Path) -> tuple[AppendedFile, FailedWrites]:
+    failed_writes = FailedWrites(lambda kind, error: None)
+    return AppendedFile(path, "metrics", failed_writes, open_for_lines), failed_writes
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.one_of(st.none(), st.integers(0, 60))), max_size=20))
@@ -26,7 +26,7 @@ def test_whatever_fits_is_there_and_the_rest_follows_once(
 ) -> None:
     """Each record is given by its length, and by the number of bytes that the disk holds at that moment."""
     path = tmp_path_factory.mktemp("disk") / "lines"
-    file, losses = file_at(path)
+    file, failed_writes = file_at(path)
     all_records = b""
     for number, (length, room) in enumerate(history):
         record = f"{number}".encode() * length + b"\n"
@@ -37,10 +37,10 @@ def test_whatever_fits_is_there_and_the_rest_follows_once(
         assert all_records.startswith(written)
         assert not written or written.endswith(b"\n")
         assert len(written) + sum(map(len, file.waiting)) == len(all_records)
-        assert losses.waiting["metrics"] == len(file.waiting)
+        assert failed_writes.waiting["metrics"] == len(file.waiting)
     file.close()
     assert path.read_bytes() == all_records if history else not path.exists()
-    assert not losses.lost.total()
+    assert not failed_writes.lost.total()
 
 
 def test_a_record_that_was_written_although_its_write_failed_is_there_once(tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ def test_what_somebody_else_has_appended_meanwhile_stays(tmp_path: Path) -> None
 def test_a_place_that_is_away_is_written_to_once_it_is_back_and_not_elsewhere(tmp_path: Path) -> None:
     place, away = tmp_path / "mount" / "run", tmp_path / "away"
     place.mkdir(parents=True)
-    file, losses = file_at(place / "lines")
+    file, failed_writes = file_at(place / "lines")
     file.append(b"one\n")
     with files_up_to(4):
         file.append(b"two\n")
     place.rename(away)
     file.append(b"three\n")
     assert not place.exists()
-    assert losses.waiting["metrics"] == 2
+    assert failed_writes.waiting["metrics"] == 2
     away.rename(place)
     file.append(b"four\n")
     assert (place / "lines").read_bytes() == b"one\ntwo\nthree\nfour\n"
@@ -84,21 +84,21 @@ def test_a_place_that_is_away_is_written_to_once_it_is_back_and_not_elsewhere(tm
 
 def test_more_than_can_be_kept_costs_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appended_file, "MAX_WAITING", 2)
-    file, losses = file_at(tmp_path / "lines")
+    file, failed_writes = file_at(tmp_path / "lines")
     with files_up_to(0):
         for record in (b"one\n", b"two\n", b"three\n", b"four\n"):
             file.append(record)
-    assert (losses.lost["metrics"], losses.waiting["metrics"]) == (2, 2)
+    assert (failed_writes.lost["metrics"], failed_writes.waiting["metrics"]) == (2, 2)
     file.append(b"five\n")
     assert (tmp_path / "lines").read_bytes() == b"four\nfive\n"
-    assert losses.metrics() == {"recording/lost": 3.0, "recording/waiting": 0.0}
+    assert failed_writes.metrics() == {"recording/lost": 3.0, "recording/waiting": 0.0}
 
 
 def test_records_that_still_wait_at_the_end_are_lost_and_told(tmp_path: Path) -> None:
     (tmp_path / "lines").symlink_to("/dev/full")
-    file, losses = file_at(tmp_path / "lines")
+    file, failed_writes = file_at(tmp_path / "lines")
     told: list[str] = []
-    losses.tell_to(told.append)
+    failed_writes.tell_to(told.append)
     for record in (b"one\n", b"two\n"):
         file.append(record)
     file.close()
@@ -106,14 +106,14 @@ def test_records_that_still_wait_at_the_end_are_lost_and_told(tmp_path: Path) ->
     first, last = told
     assert first.startswith("metrics: cannot be written: [Errno 28] No space left on device. Up to 10,000 ")
     assert last == "metrics: 2 of its records are lost"
-    assert losses.metrics() == {"recording/lost": 2.0, "recording/waiting": 0.0}
+    assert failed_writes.metrics() == {"recording/lost": 2.0, "recording/waiting": 0.0}
 
 
 def test_an_error_that_is_no_disks_is_raised_and_keeps_the_record(tmp_path: Path) -> None:
     def refuse(path: Path) -> int:
         raise RunInUse("taken")
 
-    file = AppendedFile(tmp_path / "lines", "metrics", Losses(lambda *_: None), refuse)
+    file = AppendedFile(tmp_path / "lines", "metrics", FailedWrites(lambda *_: None), refuse)
     with pytest.raises(RunInUse):
         file.append(b"one\n")
     assert list(file.waiting) == [b"one\n"]

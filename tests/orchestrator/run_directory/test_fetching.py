@@ -14,13 +14,13 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 from penstock.store.data.rows import Rows
 from penstock.workers.files import find, remove
-from tests.far_places import Flaky, flaky
+from tests.remote_places import Flaky, flaky
 
 URL = "flaky://bucket/runs"
 
 
 @pytest.fixture(autouse=True)
-def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Flaky]]:
+def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Flaky]]:
     monkeypatch.setattr(report, "write_pngs", lambda *_: [])
     with flaky() as system:
         yield system

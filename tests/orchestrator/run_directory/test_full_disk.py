@@ -34,13 +34,13 @@ def test_lines_of_a_full_disk_come_later_and_its_event_says_so(tmp_path: Path) -
         directory.log_metrics({"step": 2})
         directory.event("checkpoint", step=2)
     assert directory.read_metrics() == [{"step": 1}]
-    assert directory.losses.waiting["metrics"] == 1
+    assert directory.failed_writes.waiting["metrics"] == 1
     directory.log_metrics({"step": 3})
     directory.event("end")
     directory.close()
     assert directory.metrics_file.read_text() == "".join(f'{{"step": {step}}}\n' for step in (1, 2, 3))
     assert kinds(directory) == ["start", "recording_failed metrics", "recording_failed events", "checkpoint", "end"]
-    assert not directory.losses.lost
+    assert not directory.failed_writes.lost
 
 
 def test_samples_that_cannot_be_written_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_samples_that_cannot_be_written_are_dropped_and_counted(tmp_path: Path) 
     directory.write_samples(4, ROWS)
     assert sorted(path.name for path in directory.samples.iterdir()) == ["step_1.parquet", "step_4.parquet"]
     assert parquet.read_table(directory.sample_files()[-1]).num_rows == 2
-    assert directory.losses.lost == {"samples": 2}
+    assert directory.failed_writes.lost == {"samples": 2}
     directory.close()
     assert kinds(directory) == ["recording_failed samples"]
 
@@ -81,7 +81,7 @@ def test_a_run_whose_directory_is_gone_ends_all_the_same(tmp_path: Path) -> None
     directory.close()
     directory.close()
     assert not directory.path.exists()
-    assert directory.losses.lost == {"metrics": 2, "events": 5, "samples": 1, "timeline": 1}
+    assert directory.failed_writes.lost == {"metrics": 2, "events": 5, "samples": 1, "timeline": 1}
 
 
 def test_a_line_that_waits_is_something_that_the_run_has_made(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_run_is_set_back_on_a_full_disk_too(tmp_path: Path, is_full: bool) -> 
     again = [{"step": step, "again": True} for step in (2, 3)]
     assert directory.read_metrics() == [{"step": 1}, *again]
     directory.close()
-    assert not directory.losses.lost
+    assert not directory.failed_writes.lost
 
 
 def test_a_run_that_another_process_has_taken_meanwhile_writes_nothing_more(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ from pathlib import Path
 from tests.orchestrator.run_directory.test_full_disk import ROWS, kinds, new_run
 
 directory, told = new_run(Path(sys.argv[1])), []
-directory.losses.tell_to(told.append)
+directory.failed_writes.tell_to(told.append)
 ballast = Path(sys.argv[1]) / "ballast"
 
 def fill():

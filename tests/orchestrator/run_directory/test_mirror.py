@@ -14,7 +14,7 @@ from penstock.orchestrator.run_directory.mirror import KIND, Mirror
 from penstock.orchestrator.run_directory.mirrored import MirrorRecord
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
-from tests.far_places import Flaky, flaky
+from tests.remote_places import Flaky, flaky
 
 URL = "flaky://bucket/runs"
 NEVER_S = 1000.0
@@ -22,7 +22,7 @@ NEVER_S = 1000.0
 
 
 @pytest.fixture(autouse=True)
-def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Flaky]]:
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Flaky]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("penstock.orchestrator.run_directory.mirror.LAST_PAUSE_S", 0.01)
     with flaky() as system:
@@ -75,21 +75,21 @@ def test_all_that_a_run_leaves_is_at_its_url_in_the_end() -> None:
     ]
     assert names() == expected
     assert at_url("metrics.jsonl") == directory.metrics_file.read_text()
-    assert not directory.losses.lost
+    assert not directory.failed_writes.lost
     directory.close()
 
 
-def test_lines_come_while_the_run_goes_on_and_nothing_comes_twice(far: type[Flaky]) -> None:
+def test_lines_come_while_the_run_goes_on_and_nothing_comes_twice(remote: type[Flaky]) -> None:
     directory = new_run(every_s=0.01)
     for step in (1, 2):
         directory.log_metrics({"step": step})
         wait_until(
-            lambda step=step: "run/metrics.jsonl" in " ".join(far.written) and f"{step}" in at_url("metrics.jsonl")
+            lambda step=step: "run/metrics.jsonl" in " ".join(remote.written) and f"{step}" in at_url("metrics.jsonl")
         )
     time.sleep(0.1)
     directory.close()
-    assert far.written.count("runs/run/config.yaml") == 1
-    assert far.written.count("runs/run/metrics.jsonl") == 2
+    assert remote.written.count("runs/run/config.yaml") == 1
+    assert remote.written.count("runs/run/metrics.jsonl") == 2
 
 
 def test_a_line_that_is_half_written_does_not_come() -> None:
@@ -103,18 +103,18 @@ def test_a_line_that_is_half_written_does_not_come() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("no such bucket"), RuntimeError("a library's own")])
-def test_failed_uploads_are_told_once_counted_and_made_later(far: type[Flaky], error: Exception) -> None:
+def test_failed_uploads_are_told_once_counted_and_made_later(remote: type[Flaky], error: Exception) -> None:
     directory = new_run(every_s=0.01)
     told: list[str] = []
-    directory.losses.tell_to(told.append)
-    far.refused["metrics.jsonl"] = error
+    directory.failed_writes.tell_to(told.append)
+    remote.refused["metrics.jsonl"] = error
     directory.log_metrics({"step": 1})
     directory.bring(20)
     directory.bring(20)
-    assert directory.losses.metrics() == {"recording/lost": 0.0, "recording/waiting": 1.0}
-    far.refused.clear()
+    assert directory.failed_writes.metrics() == {"recording/lost": 0.0, "recording/waiting": 1.0}
+    remote.refused.clear()
     directory.bring(20)
-    assert directory.losses.waiting[KIND] == 0
+    assert directory.failed_writes.waiting[KIND] == 0
     directory.close()
     cannot, works = told
     assert cannot.startswith(
@@ -125,21 +125,21 @@ def test_failed_uploads_are_told_once_counted_and_made_later(far: type[Flaky], e
     assert kinds == ["recording_failed"]
 
 
-def test_what_has_not_come_in_the_end_is_told_with_its_place_and_the_way_there(far: type[Flaky]) -> None:
+def test_what_has_not_come_in_the_end_is_told_with_its_place_and_the_way_there(remote: type[Flaky]) -> None:
     directory = new_run()
     told: list[str] = []
-    directory.losses.tell_to(told.append)
+    directory.failed_writes.tell_to(told.append)
     directory.model.mkdir()
     (directory.model / "weights").write_bytes(b"weights")
     directory.event("start")
     directory.event("end", steps=1)
-    far.refused["weights"] = OSError("full")
+    remote.refused["weights"] = OSError("full")
     directory.close()
     assert told[-1].startswith(f"upload: 2 file(s) have not come to {URL}/run: ")
     assert f"They are in {directory.path}; `penstock report {URL}/run` on this machine brings them" in told[-1]
-    assert directory.losses.lost == {KIND: 2}
+    assert directory.failed_writes.lost == {KIND: 2}
     assert json.loads(at_url("events.jsonl").splitlines()[-1])["kind"] != "end", "its model is not there"
-    far.refused.clear()
+    remote.refused.clear()
     again = RunDirectory.open(directory.path, directory.url)
     again.mirror(load_config([]).tracking)
     again.close()
@@ -147,18 +147,18 @@ def test_what_has_not_come_in_the_end_is_told_with_its_place_and_the_way_there(f
     assert at_url("events.jsonl") == directory.events_file.read_text()
 
 
-def test_one_that_hangs_is_waited_for_no_longer_than_its_deadline(far: type[Flaky]) -> None:
+def test_one_that_hangs_is_waited_for_no_longer_than_its_deadline(remote: type[Flaky]) -> None:
     directory = new_run("tracking.upload_timeout_s=0.3")
     told: list[str] = []
-    directory.losses.tell_to(told.append)
-    far.hangs.clear()
+    directory.failed_writes.tell_to(told.append)
+    remote.hangs.clear()
     directory.event("start")
     directory.bring(0.1)
     directory.bring(3600.0)  # not waited for again
     directory.close()
     assert told[0].startswith("upload: cannot be written: no end within 0.1 s.")
     assert told[-1].startswith("upload: 3 file(s) have not come")
-    far.hangs.set()
+    remote.hangs.set()
 
 
 def test_a_run_that_is_refused_leaves_nothing_there() -> None:
@@ -205,17 +205,17 @@ def test_runs_without_a_name_take_one_that_is_free_there(tmp_path: Path) -> None
     assert made[1] == f"{made[0]}-2"
 
 
-def test_the_next_process_does_not_upload_again(far: type[Flaky]) -> None:
+def test_the_next_process_does_not_upload_again(remote: type[Flaky]) -> None:
     directory = new_run()
     directory.initial_model.mkdir()
     (directory.initial_model / "a").write_text("weights")
     directory.close()
-    far.written.clear()
+    remote.written.clear()
     again = RunDirectory.open(directory.path, directory.url)
     again.mirror(load_config([]).tracking)
     again.event("resume")
     again.close()
-    assert far.written == ["runs/run/timeline.json", "runs/run/events.jsonl"]
+    assert remote.written == ["runs/run/timeline.json", "runs/run/events.jsonl"]
 
 
 def test_another_urls_record_says_nothing(tmp_path: Path) -> None:
@@ -227,6 +227,6 @@ def test_another_urls_record_says_nothing(tmp_path: Path) -> None:
 
 def test_a_mirror_that_never_began_ends_at_once(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, URL)
-    mirror = Mirror(tmp_path, URL, load_config([]).tracking, directory.losses)
+    mirror = Mirror(tmp_path, URL, load_config([]).tracking, directory.failed_writes)
     assert mirror.close() == []
     assert not mirror.bring(1.0)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.orchestrator.run_directory.mirrored import (
     PACE_BYTES,
+    FileStamp,
     Lines,
-    Seen,
     due,
     gone,
     is_ahead,
@@ -50,29 +50,31 @@ def test_all_but_locks_checkpoints_and_what_is_on_its_way_is_mirrored(name: str,
 
 
 def test_lines_come_last_and_events_after_all_that_they_tell_of() -> None:
-    seen = dict.fromkeys(["events.jsonl", "sft/events.jsonl", "metrics.jsonl", "model/a", "report.html"], Seen(1, 1))
+    seen = dict.fromkeys(
+        ["events.jsonl", "sft/events.jsonl", "metrics.jsonl", "model/a", "report.html"], FileStamp(1, 1)
+    )
     order = ["model/a", "report.html", "metrics.jsonl", "sft/events.jsonl", "events.jsonl"]
     assert due(seen, seen, {}, NEVER, 5.0) == order
 
 
 def test_a_file_that_still_changes_waits_and_one_that_did_not_change_is_left() -> None:
-    seen = {"changes": Seen(2, 2), "stays": Seen(1, 1), "is there": Seen(1, 1)}
-    before = {"changes": Seen(1, 1), "stays": Seen(1, 1), "is there": Seen(1, 1)}
-    uploaded = {"is there": Seen(1, 1)}
+    seen = {"changes": FileStamp(2, 2), "stays": FileStamp(1, 1), "is there": FileStamp(1, 1)}
+    before = {"changes": FileStamp(1, 1), "stays": FileStamp(1, 1), "is there": FileStamp(1, 1)}
+    uploaded = {"is there": FileStamp(1, 1)}
     assert due(seen, before, uploaded, NEVER, 5.0) == ["stays"]
     assert due(seen, before, uploaded, NEVER, 5.0, everything=True) == ["changes", "stays"]
 
 
 @pytest.mark.parametrize(("num_mib", "waited_s", "is_due"), [(0, 0.0, True), (3, 14.0, False), (3, 15.0, True)])
 def test_the_longer_lines_are_the_more_rarely_they_are_brought(num_mib: int, waited_s: float, is_due: bool) -> None:
-    seen = {"metrics.jsonl": Seen(num_mib * PACE_BYTES, 2)}
+    seen = {"metrics.jsonl": FileStamp(num_mib * PACE_BYTES, 2)}
     assert bool(due(seen, {}, {}, {"metrics.jsonl": waited_s}, 5.0)) == is_due
     assert due(seen, {}, {}, {"metrics.jsonl": waited_s}, 5.0, everything=True)
 
 
 def test_files_of_a_replaced_model_go_and_none_of_a_directory_that_is_away() -> None:
-    uploaded = dict.fromkeys(["config.yaml", "model/a", "model/b", "samples/c"], Seen(1, 1))
-    seen = dict.fromkeys(["config.yaml", "model/b"], Seen(1, 1))
+    uploaded = dict.fromkeys(["config.yaml", "model/a", "model/b", "samples/c"], FileStamp(1, 1))
+    seen = dict.fromkeys(["config.yaml", "model/b"], FileStamp(1, 1))
     assert gone(seen, uploaded) == ["model/a"]
     assert gone({}, uploaded) == []
 
@@ -90,7 +92,7 @@ def test_the_end_of_a_run_and_what_follows_are_held_back_unless_it_went_on() -> 
 
 
 @pytest.mark.parametrize(
-    ("far", "local", "ahead"),
+    ("remote", "local", "ahead"),
     [
         (None, None, False),
         (None, Lines(b"a\n", b""), False),
@@ -103,26 +105,26 @@ def test_the_end_of_a_run_and_what_follows_are_held_back_unless_it_went_on() -> 
         (Lines(b"a\n", b"1\n2\n3\n"), Lines(b"a\nb\n", b"1\n"), False),  # went on here from a checkpoint
     ],
 )
-def test_the_copy_that_went_on_is_the_newer_one(far: Lines | None, local: Lines | None, ahead: bool) -> None:
-    assert is_ahead(far, local) == ahead
+def test_the_copy_that_went_on_is_the_newer_one(remote: Lines | None, local: Lines | None, ahead: bool) -> None:
+    assert is_ahead(remote, local) == ahead
 
 
 @given(st.lists(st.sampled_from(["upload", "here", "elsewhere"]), max_size=12))
 def test_a_history_on_two_machines_is_gone_on_with_from_where_it_is_longest(turns: list[str]) -> None:
     """Each turn goes on from what its machine would choose; one on the other machine always uploads."""
-    far: bytes | None = None
+    remote: bytes | None = None
     here: bytes | None = None
     for number, turn in enumerate(turns):
-        chosen = far if is_ahead(_lines(far), _lines(here)) else here
+        chosen = remote if is_ahead(_lines(remote), _lines(here)) else here
         if turn == "upload":
-            far = here if not is_ahead(_lines(far), _lines(here)) else far
+            remote = here if not is_ahead(_lines(remote), _lines(here)) else remote
         elif turn == "here":
             here = (chosen or b"") + b"here %d\n" % number
         else:
-            far = (far or b"") + b"elsewhere %d\n" % number
-            assert is_ahead(_lines(far), _lines(here))
+            remote = (remote or b"") + b"elsewhere %d\n" % number
+            assert is_ahead(_lines(remote), _lines(here))
         if turn == "here":
-            assert not is_ahead(_lines(far), _lines(here))
+            assert not is_ahead(_lines(remote), _lines(here))
 
 
 def _lines(events: bytes | None) -> Lines | None:

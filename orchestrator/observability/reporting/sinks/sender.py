@@ -1,21 +1,25 @@
 """Brings metrics to a tracker from a thread of its own, so that a slow, absent or broken one costs the run nothing.
 
     controller ── log ──▶ queue of at most 1,000 steps ──▶ thread ── open, log, …, finish ──▶ W&B, MLflow, trackio
-                   └ NewSteps                                └ Kept: trackers/NAME.json, for the next process
+                   └ NewSteps                                └ TrackerState: trackers/NAME.json, for the next process
 
-What cannot be sent is tried again; what is lost is counted and told by `run_directory/losses.py`.
+What cannot be sent is tried again; what is lost is counted and told by `run_directory/failed_writes.py`.
 """
 
-import contextlib
-import json
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.orchestrator.observability.reporting.sinks.sink import numbers
-from penstock.orchestrator.observability.reporting.sinks.tracker import About, End, Tracker
+from penstock.orchestrator.observability.reporting.sinks.tracker import (
+    About,
+    End,
+    NewSteps,
+    Tracker,
+    TrackerState,
+    numbers,
+)
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 MAX_WAITING = 1_000
@@ -27,11 +31,10 @@ PAUSE_S = 10.0
 TRIED_AGAIN = f"The run goes on. Up to {MAX_WAITING:,} steps wait for it in memory."
 FULL = f"{MAX_WAITING:,} steps wait for it"
 MAX_ERROR_CHARS = 300
-FOLDER = "trackers"
 
 
 class Sender:
-    """Lifecycle: `begin`, `log` at any time, `finish` when the run has ended, `close` at last. Only `close` waits for
+    """Lifecycle: `begin`, `log` at any time, `finish` when the run has ended, then `close`. Only `close` waits for
     the tracker, until `timeout_s` after `finish`.
 
         sender = Sender("wandb", Wandb(config.tracking.wandb, 30.0), About.of(config, directory), directory, 30.0)
@@ -46,10 +49,15 @@ class Sender:
         pause_s: float = PAUSE_S, max_waiting: int = MAX_WAITING,
     ) -> None:  # fmt: skip
         self.name = name
-        self._tracker, self._about, self._directory, self._losses = tracker, about, directory, directory.losses
+        self._tracker, self._about, self._directory, self._failed_writes = (
+            tracker,
+            about,
+            directory,
+            directory.failed_writes,
+        )
         self._timeout_s, self._pause_s, self._max_waiting = timeout_s, pause_s, max_waiting
-        self._kept = Kept(directory, name)
-        self._new = NewSteps(self._kept.step)
+        self._state = TrackerState(directory, name)
+        self._new = NewSteps(self._state.step)
         self._changed = threading.Condition()
         """Lock of all fields below."""
         self._waiting: deque[tuple[int, dict[str, float]]] = deque()
@@ -57,7 +65,7 @@ class Sender:
         """Number of steps that the thread has taken out: 0 or 1."""
         self._end: End | None = None
         self._give_up_at = 0.0
-        self._is_left = False
+        self._is_abandoned = False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
 
     def begin(self) -> None:
@@ -72,7 +80,7 @@ class Sender:
             is_full = self._cut()
             self._changed.notify_all()
         if is_full:
-            self._losses.fails(f"{self.name} queue", TimeoutError(FULL), "The oldest of its steps are lost.")
+            self._failed_writes.fails(f"{self.name} queue", TimeoutError(FULL), "The oldest of its steps are lost.")
 
     def finish(self, end: End) -> None:
         with self._changed:
@@ -86,19 +94,19 @@ class Sender:
         self._thread.join(max(0.0, self._give_up_at - time.monotonic()))
         with self._changed:
             num_lost = len(self._waiting) + self._sending
-            is_late = self._thread.is_alive() and not self._is_left
-            self._is_left = True
+            is_late = self._thread.is_alive() and not self._is_abandoned
+            self._is_abandoned = True
             self._waiting.clear()
             self._sending = 0
         if num_lost:
-            self._losses.loses(self.name, num_lost)
-        self._losses.waits(self.name, 0)
+            self._failed_writes.loses(self.name, num_lost)
+        self._failed_writes.waits(self.name, 0)
         if is_late:
-            self._losses.tell(
+            self._failed_writes.tell(
                 f"{self.name}: has not closed within {self._timeout_s:g} s, and is left. {_lacks(num_lost)}"
             )
         elif num_lost:
-            self._losses.tell(f"{self.name}: {_lacks(num_lost)}")
+            self._failed_writes.tell(f"{self.name}: {_lacks(num_lost)}")
 
     # In the thread.
 
@@ -117,21 +125,21 @@ class Sender:
             self._put_back(entry, is_lost)
             tries = 0 if is_lost else tries
             self._pause()
-        if not self._is_left:
+        if not self._is_abandoned:
             self._attempt(self._finish)
 
     def _open(self) -> None:
-        opened = self._tracker.open(self._about, self._kept.id)
-        if self._is_left:
+        opened = self._tracker.open(self._about, self._state.id)
+        if self._is_abandoned:
             return
-        self._kept.keep(opened.id)
+        self._state.keep(opened.id)
         self._directory.event("tracked", tracker=self.name, id=opened.id, place=opened.place)
-        self._losses.tell(f"{self.name}: {opened.place}")
+        self._failed_writes.tell(f"{self.name}: {opened.place}")
 
     def _log(self, step: int, new: Mapping[str, float]) -> None:
         self._tracker.log(step, new)
-        if not self._is_left:  # or the directory may be another process's
-            self._kept.keep_step(step)
+        if not self._is_abandoned:  # or the directory may be another process's
+            self._state.keep_step(step)
 
     def _finish(self) -> None:
         assert self._end is not None
@@ -142,30 +150,30 @@ class Sender:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - a tracker must not end a run, whatever its package raises
-            if not self._is_left:
-                self._losses.fails(self.name, _short(error), TRIED_AGAIN if self._end is None else "")
+            if not self._is_abandoned:
+                self._failed_writes.fails(self.name, _short(error), TRIED_AGAIN if self._end is None else "")
             return False
-        if not self._is_left:
-            self._losses.works(self.name)
+        if not self._is_abandoned:
+            self._failed_writes.works(self.name)
         return True
 
     def _next(self) -> tuple[int, dict[str, float]] | None:
         """The next step to send; None at the end."""
         with self._changed:
             self._sending = 0
-            self._changed.wait_for(lambda: self._waiting or self._end is not None or self._is_left)
-            entry = self._waiting.popleft() if self._waiting and not self._is_left else None
+            self._changed.wait_for(lambda: self._waiting or self._end is not None or self._is_abandoned)
+            entry = self._waiting.popleft() if self._waiting and not self._is_abandoned else None
             self._sending = 0 if entry is None else 1
-            self._losses.waits(self.name, len(self._waiting))
+            self._failed_writes.waits(self.name, len(self._waiting))
         return entry
 
     def _put_back(self, entry: tuple[int, dict[str, float]], is_lost: bool) -> None:
         with self._changed:
-            if self._is_left:
+            if self._is_abandoned:
                 return
             self._sending = 0
             if is_lost:
-                self._losses.loses(self.name)
+                self._failed_writes.loses(self.name)
             else:
                 self._waiting.appendleft(entry)
                 self._cut()
@@ -175,75 +183,14 @@ class Sender:
         is_full = len(self._waiting) > self._max_waiting
         if is_full:
             self._waiting.popleft()
-            self._losses.loses(self.name)
-        self._losses.waits(self.name, len(self._waiting))
+            self._failed_writes.loses(self.name)
+        self._failed_writes.waits(self.name, len(self._waiting))
         return is_full
 
     def _pause(self) -> None:
         """Wait until the next attempt; once the run has ended, do not."""
         with self._changed:
-            self._changed.wait_for(lambda: self._end is not None or self._is_left, self._pause_s)
-
-
-class Kept:
-    """The facts that a tracker needs to go on with a run in another process: `trackers/NAME.json` and `NAME.step`, in
-    the run's directory. There are two files since the id is written once: so it is at the URL of a run long before its
-    machine may be lost.
-
-    Lifecycle: read when made, `keep` once the tracker knows the run, `keep_step` with each step that it has.
-
-    Raises no `OSError`: what cannot be written is told as a loss of the tracker.
-    """
-
-    def __init__(self, directory: RunDirectory, name: str) -> None:
-        self._directory, self._name = directory, name
-        self.id: str | None = None
-        """The run's id in the tracker, of an earlier process."""
-        self.step: int | None = None
-        """The last step that an earlier process gave to the tracker."""
-        folder = directory.path / FOLDER
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            self.id = str(json.loads((folder / f"{name}.json").read_text())["id"])
-            self.step = int((folder / f"{name}.step").read_text())
-
-    def keep(self, id: str) -> None:
-        self.id = id
-        self._write(f"{self._name}.json", json.dumps({"id": id}))
-
-    def keep_step(self, step: int) -> None:
-        self._write(f"{self._name}.step", str(step))
-
-    def _write(self, file: str, text: str) -> None:
-        with self._directory.losses.tolerating(FOLDER):
-            (self._directory.path / FOLDER).mkdir(exist_ok=True)
-            self._directory.write_text(f"{FOLDER}/{file}", text)
-
-
-class NewSteps:
-    """Selects the metrics that a tracker has not had yet. Pure. A run that goes on from a checkpoint takes some steps
-    again. Trackers keep what they had first: a curve that goes back is drawn as a zigzag, and W&B refuses it.
-
-    >>> new = NewSteps(after=None)
-    >>> new.of(1, {"loss": 0.5}), new.of(1, {"loss": 0.4, "accuracy": 0.9}), new.of(0, {"loss": 0.1})
-    ({'loss': 0.5}, {'accuracy': 0.9}, {})
-    """
-
-    def __init__(self, after: int | None) -> None:
-        """`after`: the last step of an earlier process."""
-        self._last = after
-        self._names: set[str] | None = None if after is not None else set()
-        """Names of the last step's metrics that the tracker has; None: all."""
-
-    def of(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
-        if self._last is not None and step < self._last:
-            return {}
-        if self._last is None or step > self._last:
-            self._last, self._names = step, set()
-        if self._names is None:
-            return {}
-        new = {name: value for name, value in numbers.items() if name not in self._names}
-        self._names |= new.keys()
-        return new
+            self._changed.wait_for(lambda: self._end is not None or self._is_abandoned, self._pause_s)
 
 
 def _lacks(num_lost: int) -> str:

@@ -1,26 +1,32 @@
 """Sinks, which take a step's metrics: metrics.jsonl always, others by `tracking.sinks` or of the user's own. Here are
-those that talk to no service: metrics.jsonl, TensorBoard's files, gauges for the cluster's own monitoring.
+those that talk to no service (metrics.jsonl, TensorBoard's files, gauges for the cluster's own monitoring), and the
+table of all, which are opened and closed with a run.
 
 The controller calls `log_to` once a step. A user's sink is any object with the two methods of `Sink`. One that cannot
-write (`OSError`: its disk, its connection) loses its own metrics only; any other error ends the run. Sinks that talk to
-a service are behind a `Sender`, which raises nothing.
+write (`OSError`: its disk, its connection) loses its own metrics only; any other error ends the run. Trackers, which
+talk to a service, are behind a `Sender`, which raises nothing.
 """
 
+import contextlib
 import io
-import math
 import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.conf.run import RunConfig
+from penstock.conf.tracking import TrackingConfig
 from penstock.metering.meters import GAUGE, Meters, Metric
 from penstock.metering.ray_export import Origin, RayExport
 from penstock.orchestrator.cluster.placement.actors import DRIVER
+from penstock.orchestrator.observability.reporting.sinks.sender import Sender
+from penstock.orchestrator.observability.reporting.sinks.tracker import About, End, Tracker, numbers
+from penstock.orchestrator.observability.reporting.sinks.trackers import Mlflow, Trackio, Wandb
 from penstock.orchestrator.run_directory.appended_file import AppendedFile
-from penstock.orchestrator.run_directory.losses import Losses
+from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 STEP_PREFIX = "penstock_step_"
@@ -33,24 +39,17 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def log_to(sinks: Iterable[Sink], step: int, metrics: Mapping[str, Any], losses: Losses) -> None:
+def log_to(sinks: Iterable[Sink], step: int, metrics: Mapping[str, Any], failed_writes: FailedWrites) -> None:
     """Give one step to each sink."""
     for sink in sinks:
-        with losses.tolerating(type(sink).__name__):
+        with failed_writes.tolerating(type(sink).__name__):
             sink.log(step, metrics)
 
 
-def close_sinks(sinks: Iterable[Sink], losses: Losses) -> None:
+def close_sinks(sinks: Iterable[Sink], failed_writes: FailedWrites) -> None:
     for sink in sinks:
-        with losses.tolerating(type(sink).__name__):
+        with failed_writes.tolerating(type(sink).__name__):
             sink.close()
-
-
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that can be plotted."""
-    return {
-        name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)
-    }
 
 
 class JsonLines:
@@ -75,7 +74,7 @@ class TensorBoard:
 
         self._event, self._summary = Event, Summary
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendedFile(directory.tensorboard / name, "tensorboard", directory.losses, _open_below_run)
+        self._file = AppendedFile(directory.tensorboard / name, "tensorboard", directory.failed_writes, _open_below_run)
         self._append(file_version="brain.Event:2")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -117,6 +116,48 @@ class RayGauges:
 def gauge_name(name: str) -> str:
     """The name of a gauge as Prometheus allows it: `penstock_step_actor_pg_loss` for `actor/pg_loss`."""
     return STEP_PREFIX + re.sub(r"\W", "_", name)
+
+
+FILES: Mapping[str, Callable[[RunDirectory], Sink]] = {
+    "tensorboard": TensorBoard,
+    "ray": lambda directory: RayGauges(directory.path.name),
+}
+"""Sinks of `tracking.sinks` that talk to no service, by name."""
+TRACKERS: Mapping[str, Callable[[TrackingConfig], Tracker]] = {
+    "wandb": lambda tracking: Wandb(tracking.wandb, tracking.close_timeout_s),
+    "mlflow": lambda tracking: Mlflow(tracking.mlflow),
+    "trackio": lambda tracking: Trackio(tracking.trackio),
+}
+
+
+@contextlib.contextmanager
+def opened_sinks(config: RunConfig, directory: RunDirectory, own: Sequence[Sink] = ()) -> Iterator[list[Sink]]:
+    """Open metrics.jsonl, the sinks that the configuration asks for, and `own`. They are told how the run has ended by
+    what ends the block, and closed."""
+    sinks: list[Sink] = [*own, JsonLines(directory)]
+    senders: list[Sender] = []
+    try:
+        sinks += [FILES[name](directory) for name in config.tracking.sinks if name in FILES]
+        for name in (name for name in config.tracking.sinks if name in TRACKERS):
+            tracker, about = TRACKERS[name](config.tracking), About.of(config, directory)
+            senders.append(Sender(name, tracker, about, directory, config.tracking.close_timeout_s))
+            senders[-1].begin()
+        yield [*sinks, *senders]
+    except BaseException as error:
+        _tell_end(senders, error, directory)
+        raise
+    else:
+        _tell_end(senders, None, directory)
+    finally:
+        close_sinks([*senders, *sinks], directory.failed_writes)
+
+
+def _tell_end(senders: Sequence[Sender], error: BaseException | None, directory: RunDirectory) -> None:
+    """Tell the end to all senders before any is waited for: they share the deadline."""
+    if senders:
+        end = End.of(error, directory)
+        for sender in senders:
+            sender.finish(end)
 
 
 def _open_below_run(file: Path) -> int:

@@ -1,9 +1,13 @@
-"""The interface of experiment trackers: what they are told of a run, and the three calls that tell it.
+"""The interface of experiment trackers: what they are told of a run, the three calls that tell it, and what a tracker
+has of it already.
 
-Each tracker is a file beside this one. It is called from a thread of its own: it may be slow, and raise anything.
+`trackers.py` has the trackers. Each is called from a thread of its own: it may be slow, and raise anything.
 """
 
 import asyncio
+import contextlib
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +20,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 FINISHED, FAILED, INTERRUPTED, TAKEN_OVER = "finished", "failed", "interrupted", "taken_over"
 DEFAULT_PROJECT = "penstock"
+FOLDER = "trackers"
 
 
 @dataclass(frozen=True)
@@ -99,3 +104,71 @@ class Tracker(Protocol):
         ...
 
     def finish(self, end: End) -> None: ...
+
+
+class TrackerState:
+    """The facts that a tracker needs to go on with a run in another process: `trackers/NAME.json` and `NAME.step`, in
+    the run's directory. There are two files since the id is written once: so it is at the URL of a run long before its
+    machine may be lost.
+
+    Lifecycle: read when made, `keep` once the tracker knows the run, `keep_step` with each step that it has.
+
+    Raises no `OSError`: what cannot be written is told as a loss of the tracker.
+    """
+
+    def __init__(self, directory: RunDirectory, name: str) -> None:
+        self._directory, self._name = directory, name
+        self.id: str | None = None
+        """The run's id in the tracker, of an earlier process."""
+        self.step: int | None = None
+        """The last step that an earlier process gave to the tracker."""
+        folder = directory.path / FOLDER
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            self.id = str(json.loads((folder / f"{name}.json").read_text())["id"])
+            self.step = int((folder / f"{name}.step").read_text())
+
+    def keep(self, id: str) -> None:
+        self.id = id
+        self._write(f"{self._name}.json", json.dumps({"id": id}))
+
+    def keep_step(self, step: int) -> None:
+        self._write(f"{self._name}.step", str(step))
+
+    def _write(self, file: str, text: str) -> None:
+        with self._directory.failed_writes.tolerating(FOLDER):
+            (self._directory.path / FOLDER).mkdir(exist_ok=True)
+            self._directory.write_text(f"{FOLDER}/{file}", text)
+
+
+class NewSteps:
+    """Selects the metrics that a tracker has not had yet. Pure. A run that goes on from a checkpoint takes some steps
+    again. Trackers keep what they had first: a curve that goes back is drawn as a zigzag, and W&B refuses it.
+
+    >>> new = NewSteps(after=None)
+    >>> new.of(1, {"loss": 0.5}), new.of(1, {"loss": 0.4, "accuracy": 0.9}), new.of(0, {"loss": 0.1})
+    ({'loss': 0.5}, {'accuracy': 0.9}, {})
+    """
+
+    def __init__(self, after: int | None) -> None:
+        """`after`: the last step of an earlier process."""
+        self._last = after
+        self._names: set[str] | None = None if after is not None else set()
+        """Names of the last step's metrics that the tracker has; None: all."""
+
+    def of(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
+        if self._last is not None and step < self._last:
+            return {}
+        if self._last is None or step > self._last:
+            self._last, self._names = step, set()
+        if self._names is None:
+            return {}
+        new = {name: value for name, value in numbers.items() if name not in self._names}
+        self._names |= new.keys()
+        return new
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that can be plotted."""
+    return {
+        name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)
+    }

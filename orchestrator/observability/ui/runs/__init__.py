@@ -1,1 +1,1 @@
-"""Readers of run directories, which another process may be writing meanwhile."""
+"""Readers of run directories, which another process may be writing."""

@@ -24,7 +24,7 @@ from penstock.orchestrator.observability.ui.runs.own_files import (
     section,
 )
 from penstock.orchestrator.run_directory.run_lock import FILE as LOCK
-from penstock.orchestrator.run_directory.run_lock import last_turn
+from penstock.orchestrator.run_directory.run_lock import last_start_or_end
 
 _LOG = logging.getLogger("penstock")
 DEPTH = 3
@@ -51,7 +51,7 @@ class RunLine:
     """The run's path below the place that was given; "." for the place itself."""
     name: str
     state: str
-    """The state: running, finished, failed, interrupted; lost: its process is gone without a word; unfinished: of a
+    """The state: running, finished, failed, interrupted; lost: its process is gone and left no event; unfinished: of a
     copy, where nothing tells whether a process works in it; unreadable: its files may not be read, `error` says why."""
     recipe: str | None = None
     algorithm: str | None = None
@@ -86,7 +86,7 @@ class Runs:
             known = self._known.get(path)
             try:
                 seen = tuple(_seen(path / name) for name in ("config.yaml", "events.jsonl", "metrics.jsonl", LOCK))
-                # A process may die without a word, so a run that goes on is looked at each time.
+                # A process may die and leave no event, so a run that goes on is looked at each time.
                 if known is None or known[0] != seen or known[1].state in (RUNNING, UNREADABLE):
                     known = (seen, any_line_of(path, self.id_of(path)))
             except FileNotFoundError:  # it is being removed
@@ -191,7 +191,7 @@ def line_of(path: Path, run: str = ".") -> RunLine:
 
 def state_of(path: Path, events: list[dict[str, Any]]) -> tuple[str, str | None]:
     """The state of a run, and the error that it failed with."""
-    last = last_turn(events)
+    last = last_start_or_end(events)
     if state := ENDED.get(str(last.get("kind"))):
         return state, _text(last.get("message")) if state == FAILED else None
     if not is_own(path, LOCK):

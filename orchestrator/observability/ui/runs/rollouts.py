@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from penstock.orchestrator.observability.ui.runs.own_files import open_own
-from penstock.orchestrator.observability.ui.runs.sample_index import SampleIndex, Wanted, matching, ordered
+from penstock.orchestrator.observability.ui.runs.sample_index import SampleFilter, SampleIndex, matching, ordered
 
 EXCERPT = 240
 """Most characters of a text in a list."""
@@ -64,7 +64,7 @@ class Rollouts:
         pa.default_memory_pool().release_unused()
         return not self._unread
 
-    def find(self, wanted: Wanted, budget_s: float = 1.0) -> dict[str, Any]:
+    def find(self, wanted: SampleFilter, budget_s: float = 1.0) -> dict[str, Any]:
         """A page of the samples that are wanted: {total, rows, complete}. `complete`: false if there was not enough
         time to look for the text in all of them."""
         index = self._index
@@ -120,7 +120,7 @@ class Rollouts:
         return np.array([self.reasons.index(one) if one else -1 for one in said], np.int64)
 
     def _with_text(
-        self, index: SampleIndex, order: NDArray[np.int64], wanted: Wanted, budget_s: float
+        self, index: SampleIndex, order: NDArray[np.int64], wanted: SampleFilter, budget_s: float
     ) -> tuple[NDArray[np.int64], bool]:
         """Rows that contain the text, and whether all were looked at. Files are read in the order of their first
         rows."""

@@ -19,7 +19,7 @@ SORTS = ("step", "group", "reward", "advantage", "tokens")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleFilter:
     """A filter of samples; what is None or empty does not matter."""
 
     first_step: int | None = None
@@ -76,7 +76,7 @@ class SampleIndex:
             self._columns[name][:kept] = values[:kept]
 
 
-def matching(index: SampleIndex, wanted: Wanted, reasons: Sequence[str]) -> NDArray[np.bool_]:
+def matching(index: SampleIndex, wanted: SampleFilter, reasons: Sequence[str]) -> NDArray[np.bool_]:
     """Return for each sample whether it is wanted, `[N]`. `reasons`: those that `finish` is an index of. The text is
     not looked at."""
     kept = np.ones(len(index), np.bool_)
@@ -96,7 +96,7 @@ def matching(index: SampleIndex, wanted: Wanted, reasons: Sequence[str]) -> NDAr
     return kept
 
 
-def ordered(index: SampleIndex, kept: NDArray[np.int64], wanted: Wanted, most: int) -> NDArray[np.int64]:
+def ordered(index: SampleIndex, kept: NDArray[np.int64], wanted: SampleFilter, most: int) -> NDArray[np.int64]:
     """Order of at least the first `most` rows, by what is asked for, then by step, group and place; unknown values come
     last."""
     if wanted.sort not in SORTS:

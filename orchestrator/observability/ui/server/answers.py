@@ -1,34 +1,47 @@
 """Answers to what the page asks for below /api/, as plain data, from any thread, and the questions by name: what an
-address's words mean, and which answer is given. `app.py` makes HTTP of them, `open_run.py` reads one run.
+address's words mean, and which answer is given; `Live`: runs that change. `app.py` makes HTTP of them,
+`open_run.py` answers about one run.
 
-A new question is a function here and a line in `QUESTIONS`.
+A new question is a line in `QUESTIONS`.
 """
 
+import asyncio
+import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import anyio
 from starlette.datastructures import QueryParams
 
 from penstock.orchestrator.observability.differences import differing
-from penstock.orchestrator.observability.ui.charts.themes import charts_of
 from penstock.orchestrator.observability.ui.runs.found import Runs, any_line_of
 from penstock.orchestrator.observability.ui.runs.own_files import read_config
-from penstock.orchestrator.observability.ui.runs.sample_index import Wanted
+from penstock.orchestrator.observability.ui.runs.sample_index import SampleFilter
 from penstock.orchestrator.observability.ui.server.open_run import OpenRun
+from penstock.orchestrator.observability.ui.themes import charts_of
+from penstock.orchestrator.run_directory.json_lines import json_of
 
 MAX_RUNS = 32
 """Most runs in one comparison, and whose metrics stay in memory: those that were asked for last."""
 DEFAULT_POINTS = 1000
-WANTED: dict[str, Callable[[str], Any]] = {
+FILTER_FIELDS: dict[str, Callable[[str], Any]] = {
     "first_step": int, "last_step": int, "group": int, "least_reward": float, "most_reward": float,
     "least_tokens": int, "most_tokens": int, "finish_reason": str, "text": str, "sort": str, "offset": int,
     "limit": int,
 }  # fmt: skip
-"""Fields of `Wanted` that an address may have, with their types."""
+"""Fields of `SampleFilter` that an address may have, with their types."""
+SHARE = 4
+"""Least pause after a look, in multiples of its time: so many runs on a slow disk keep no core busy."""
+BEHIND = 8
+"""Most changes that wait for a slow page; then it is told to ask for everything again."""
+ANEW = {"anew": True}
+Table = list[dict[str, Any]]
+_LOG = logging.getLogger("penstock")
 
 
 class NoSuchRun(Exception):
@@ -44,20 +57,16 @@ class Answers:
         self._open: OrderedDict[Path, OpenRun] = OrderedDict()
         """Runs that are open, by path; the one that was asked for last comes last."""
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> Table:
         """The lines of all runs."""
         with self._listing:
             return [asdict(line) for line in self.runs.lines()]
-
-    def run(self, run: str) -> dict[str, Any]:
-        """The facts of one run: its line, its configuration, its events, and its charts."""
-        return self._opened(run).described()
 
     def compared(self, runs: Sequence[str]) -> dict[str, Any]:
         """The comparison of several runs: charts that any of them has, and the differences of their configurations."""
         paths = {run: self._path(run) for run in runs[:MAX_RUNS]}
         configs = {run: read_config(path) for run, path in paths.items()}
-        keys = dict.fromkeys(key for run in paths for key in self._opened(run).metrics())
+        keys = dict.fromkeys(key for run in paths for key in self.opened(run).metrics())
         bounds = [config.get("max_staleness") for config in configs.values()]
         shared = {"max_staleness": bounds[0]} if bounds and all(bound == bounds[0] for bound in bounds) else {}
         return {
@@ -66,40 +75,8 @@ class Answers:
             "charts": [chart.plain() for chart in charts_of(list(keys), shared)],
         }
 
-    def series(
-        self, run: str, keys: Sequence[str], points: int, first: float = float("-inf"), last: float = float("inf")
-    ) -> dict[str, Any]:
-        """Steps and values of each metric between two steps, by metric, and where there are more than `points`, the
-        range around each."""
-        return self._opened(run).series(keys, points, first, last)
-
-    def samples(self, run: str, wanted: Wanted) -> dict[str, Any]:
-        """A page of a run's samples, and how far its files are known."""
-        return self._opened(run).samples(wanted)
-
-    def sample(self, run: str, step: int, place: int) -> dict[str, Any]:
-        """A sample with its tokens. Raises `LookupError`."""
-        return self._opened(run).sample(step, place)
-
-    def timeline(self, run: str, first: int | None, last: int | None) -> dict[str, Any]:
-        """The timeline of a run: when actors were busy."""
-        return self._opened(run).timeline(first, last)
-
-    def state(self, run: str) -> dict[str, Any]:
-        """The state of a run: which actors are there, and which wait for which."""
-        return self._opened(run).state()
-
-    def logs(self, run: str, member: str, text: str, only_trouble: bool) -> dict[str, Any]:
-        """The lines that actors printed. Raises `LookupError`."""
-        return self._opened(run).logs(member, text, only_trouble)
-
-    def _path(self, run: str) -> Path:
-        path = self.runs.path_of(run)
-        if path is None:
-            raise NoSuchRun(f"There is no run {run!r:.200} below {self.runs.place}.")
-        return path
-
-    def _opened(self, run: str) -> OpenRun:
+    def opened(self, run: str) -> OpenRun:
+        """The run, to answer about. Raises `NoSuchRun`."""
         path = self._path(run)
         with self._opening:
             found = self._open.setdefault(path, OpenRun(path, run))
@@ -108,78 +85,119 @@ class Answers:
                 self._open.popitem(last=False)
             return found
 
-
-def runs(answers: Answers, asked: QueryParams) -> Any:
-    """Answer with the lines of all runs."""
-    return answers.table()
-
-
-def run(answers: Answers, asked: QueryParams) -> Any:
-    """Answer about one run: run=…"""
-    return answers.run(_run_of(asked))
+    def _path(self, run: str) -> Path:
+        path = self.runs.path_of(run)
+        if path is None:
+            raise NoSuchRun(f"There is no run {run!r:.200} below {self.runs.place}.")
+        return path
 
 
-def compare(answers: Answers, asked: QueryParams) -> Any:
-    """Compare runs: run=…&run=…"""
-    return answers.compared(asked.getlist("run"))
+class Live:
+    """Lifecycle: `run` until it is cancelled; `events` for each page."""
+
+    def __init__(self, look_s: float) -> None:
+        self._look_s = look_s
+        self._pages: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._new: set[asyncio.Queue[dict[str, Any]]] = set()
+        """Queues of `_pages` that have not been told anything: what they have asked for may be older than a look."""
+        self._lines: dict[str, dict[str, Any]] = {}
+
+    async def run(self, look: Callable[[], Awaitable[Table]]) -> None:
+        while True:
+            started = time.monotonic()
+            if self._pages:
+                try:
+                    self._tell({line["id"]: line for line in await look()})
+                except OSError as error:
+                    _LOG.warning("the runs cannot be looked at: %s", error)
+            await asyncio.sleep(max(self._look_s, SHARE * (time.monotonic() - started)))
+
+    async def events(self, ending: anyio.Event | None = None) -> AsyncIterator[dict[str, str]]:
+        """Events `{"runs": {id: its line, or null}}` of runs that changed; `ANEW` first, after the first look.
+        `ending`: set when the server ends."""
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._pages.add(queue)
+        self._new.add(queue)
+        ended = asyncio.create_task((ending or anyio.Event()).wait())
+        try:
+            while not ended.done():
+                change = asyncio.create_task(queue.get())
+                try:
+                    await asyncio.wait({change, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    if change.done():
+                        yield _event(change.result())
+                finally:
+                    change.cancel()
+        finally:
+            ended.cancel()
+            self._pages.discard(queue)
+            self._new.discard(queue)
+
+    def _tell(self, lines: dict[str, dict[str, Any]]) -> None:
+        before, self._lines = self._lines, lines
+        names = [name for name in before | lines if before.get(name) != lines.get(name)]
+        for queue in self._pages:
+            if queue in self._new:
+                self._new.discard(queue)
+                queue.put_nowait(ANEW)
+            elif names and queue.qsize() < BEHIND:
+                queue.put_nowait({"runs": {name: lines.get(name) for name in names}})
+            elif names and queue.qsize() == BEHIND:
+                queue.put_nowait(ANEW)
 
 
-def series(answers: Answers, asked: QueryParams) -> Any:
-    """Answer with the numbers of charts: run=…&key=…&key=…, points=…, first=…, last=…"""
+def filter_of(asked: QueryParams) -> SampleFilter:
+    """The filter of samples in an address. Raises `ValueError`."""
+    found = {name: kind(value) for name, kind in FILTER_FIELDS.items() if (value := asked.get(name, "")) != ""}
+    return SampleFilter(**found, down=asked.get("down", "1") != "0")
+
+
+def _event(value: dict[str, Any]) -> dict[str, str]:
+    return {"data": json_of(value).encode(errors="replace").decode()}
+
+
+def _run(answers: Answers, asked: QueryParams) -> OpenRun:
+    return answers.opened(asked.get("run", ""))
+
+
+def _series(answers: Answers, asked: QueryParams) -> Any:
     first, last = float(asked.get("first", "-inf")), float(asked.get("last", "inf"))
     points = int(asked.get("points", DEFAULT_POINTS))
-    return answers.series(_run_of(asked), asked.getlist("key"), points, first, last)
+    return _run(answers, asked).series(asked.getlist("key"), points, first, last)
 
 
-def samples(answers: Answers, asked: QueryParams) -> Any:
-    """Answer with a run's samples by a filter: run=…, fields of `Wanted`."""
-    return answers.samples(_run_of(asked), wanted_of(asked))
-
-
-def sample(answers: Answers, asked: QueryParams) -> Any:
-    """Answer with a sample and its tokens: run=…&step=…&place=…"""
-    return answers.sample(_run_of(asked), int(asked.get("step", "")), int(asked.get("place", "")))
-
-
-def timeline(answers: Answers, asked: QueryParams) -> Any:
-    """Answer with the timeline of some steps: run=…&first=…&last=…"""
+def _timeline(answers: Answers, asked: QueryParams) -> Any:
     first, last = (int(asked[name]) if asked.get(name) else None for name in ("first", "last"))
-    return answers.timeline(_run_of(asked), first, last)
+    return _run(answers, asked).timeline(first, last)
 
 
-def state(answers: Answers, asked: QueryParams) -> Any:
-    """Answer with the state of a run: run=…"""
-    return answers.state(_run_of(asked))
-
-
-def logs(answers: Answers, asked: QueryParams) -> Any:
-    """Answer with what actors printed: run=…&member=…&text=…&trouble=1"""
-    return answers.logs(_run_of(asked), asked.get("member", ""), asked.get("text", ""), asked.get("trouble") == "1")
+def _logs(answers: Answers, asked: QueryParams) -> Any:
+    return _run(answers, asked).logs(asked.get("member", ""), asked.get("text", ""), asked.get("trouble") == "1")
 
 
 QUESTIONS: dict[str, Callable[[Answers, QueryParams], Any]] = {
-    "runs": runs,
-    "run": run,
-    "compare": compare,
-    "series": series,
-    "samples": samples,
-    "sample": sample,
-    "timeline": timeline,
-    "state": state,
-    "logs": logs,
+    "runs": lambda answers, asked: answers.table(),
+    "compare": lambda answers, asked: answers.compared(asked.getlist("run")),
+    "run": lambda answers, asked: _run(answers, asked).described(),
+    "series": _series,
+    "samples": lambda answers, asked: _run(answers, asked).samples(filter_of(asked)),
+    "sample": lambda answers, asked: _run(answers, asked).sample(
+        int(asked.get("step", "")), int(asked.get("place", ""))
+    ),
+    "timeline": _timeline,
+    "state": lambda answers, asked: _run(answers, asked).state(),
+    "logs": _logs,
 }
-"""Questions by name. Each raises `NoSuchRun` or `LookupError` for what is not there, `ValueError` for words that mean
-nothing."""
+"""Questions by name, with the words of their addresses:
 
+    runs                                                       the lines of all runs
+    compare    run=…&run=…                                     the comparison of several runs
+    run        run=…                                           one run: its line, configuration, events, charts
+    series     run=…&key=…&key=…, points=…, first=…, last=…    the numbers of charts, between two steps
+    samples    run=…, fields of `SampleFilter`                       samples by a filter; how far files are known
+    sample     run=…&step=…&place=…                            a sample and its tokens
+    timeline   run=…&first=…&last=…                            when actors were busy
+    state      run=…                                           which actors are there, which wait for which
+    logs       run=…&member=…&text=…&trouble=1                 what actors printed
 
-def wanted_of(asked: QueryParams) -> Wanted:
-    """The filter of samples in an address. Raises `ValueError`."""
-    found: dict[str, Any] = {}
-    for name, kind in WANTED.items():
-        if (value := asked.get(name, "")) != "":
-            found[name] = kind(value)
-    return Wanted(**found, down=asked.get("down", "1") != "0")
-
-
-def _run_of(asked: QueryParams) -> str:
-    return asked.get("run", "")
+Each raises `NoSuchRun` or `LookupError` for what is not there, `ValueError` for words that mean nothing."""

@@ -1,22 +1,25 @@
-"""The HTTP of `penstock ui`: the page, its data as JSON, and what changes as a stream of events.
+"""`penstock ui`: serves the page, its data as JSON, and what changes as a stream of events, until it is interrupted.
 
     GET /             the page              GET /api/NAME    an answer of `answers.py`, as JSON
     GET /static/…     its files             GET /api/live    events: runs that changed, from one look a second for all
 
-Files are read in threads. `Door` decides about access.
+Files are read in threads. `AccessCheck` decides about access.
 """
 
 import asyncio
 import contextlib
 import hmac
-import logging
-import time
+import secrets
+import socket
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import anyio
+import uvicorn
+from rich.console import Console
 from sse_starlette.sse import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -29,8 +32,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.orchestrator.observability.ui.server.answers import QUESTIONS, Answers, NoSuchRun
+from penstock.conf.errors import ConfigError
+from penstock.orchestrator.observability.ui.runs.remote import Copy
+from penstock.orchestrator.observability.ui.server.answers import QUESTIONS, Answers, Live, NoSuchRun
 from penstock.orchestrator.run_directory.json_lines import json_of
+from penstock.workers.files import is_url
 
 STATIC = Path(__file__).parent.parent / "static"
 LOOK_S = 1.0
@@ -38,19 +44,63 @@ LOOK_S = 1.0
 PING_S = 15
 """Seconds between pings of a stream."""
 END_S = 1.0
-"""Seconds for a stream to end by itself with the server, which waits twice as long (`serve.py`)."""
+"""Seconds for a stream to end by itself with the server, which waits twice as long."""
 COOKIE = "penstock_key"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+PORT = 8420
+NUM_PORTS = 20
+"""Number of ports tried from PORT on, unless one is asked for."""
+GRACE_S = 2
+"""Seconds for open pages when the server ends."""
 POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 """Content policy: nothing from elsewhere, and no script in what a model wrote. Styles: the charts set their sizes."""
-_LOG = logging.getLogger("penstock")
-SHARE = 4
-"""Least pause after a look, in multiples of its time: so many runs on a slow disk keep no core busy."""
-BEHIND = 8
-"""Most changes that wait for a slow page; then it is told to ask for everything anew."""
-ANEW = {"anew": True}
-Table = list[dict[str, Any]]
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+def serve(
+    place: str, console: Console, host: str = "127.0.0.1", port: int | None = None, key: str | None = None
+) -> None:
+    """Serve the page. `port`: None for the first that is free; 0 for any. `key`: the one that visitors need; where
+    others than this machine can reach the page, there is one in any case. Raises `ConfigError`, `CheckpointError` for a
+    URL that does not answer."""
+    if is_url(place):
+        with tempfile.TemporaryDirectory(prefix="penstock-ui-") as folder, Copy(place, Path(folder)).follow():
+            _serve(Path(folder), place, console, host, port, key)
+        return
+    directory = Path(place).expanduser()
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{place}: there is no such directory. Name one with runs in it, or a run: `penstock ui runs`."
+        )
+    _serve(directory, place, console, host, port, key)
+
+
+def _serve(directory: Path, place: str, console: Console, host: str, port: int | None, key: str | None) -> None:
+    """Serve a directory. `place`: its name for people."""
+    shown = f"[{host}]" if ":" in host else host
+    if key is None and shown not in LOOPBACK:
+        key = secrets.token_urlsafe(16)
+    bound = listen(host, port)
+    address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?key={key}" if key else "")
+    console.print(f"[bold]{place}[/] at {address}", highlight=False, soft_wrap=True)
+    console.print("Ctrl-C ends it.", style="dim")
+    config = uvicorn.Config(
+        make_app(directory, key), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S
+    )
+    with bound:
+        uvicorn.Server(config).run([bound])
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """Listen on a port. Raises `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for one in range(PORT, PORT + NUM_PORTS) if port is None else [port]:
+        try:
+            return socket.create_server((host, one), family=family)
+        except OSError as error:
+            problem = error
+    tried = f"{PORT} to {PORT + NUM_PORTS - 1}" if port is None else f"{port}"
+    raise ConfigError(f"port {tried} of {host}: {problem.strerror}. Choose another: --port N, or --port 0 for any.")
 
 
 def make_app(place: Path, key: str | None = None, *, look_s: float = LOOK_S) -> Starlette:
@@ -64,7 +114,7 @@ def make_app(place: Path, key: str | None = None, *, look_s: float = LOOK_S) -> 
             Route("/api/live", streaming(live)),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        middleware=[Middleware(Door, key=key), Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)],
+        middleware=[Middleware(AccessCheck, key=key), Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)],
         exception_handlers={
             NoSuchRun: _refused(404), LookupError: _refused(404), ValueError: _refused(400), OSError: _refused(503),
             Exception: _refused(500),
@@ -88,7 +138,7 @@ def as_json(value: Any, status: int = 200) -> Response:
     return Response(json_of(value).encode(errors="replace"), status, media_type="application/json")
 
 
-class Door:
+class AccessCheck:
     """ASGI middleware that checks the access. Without a key: for visitors who reach the port by a name of this
     machine's loopback, so that no page of another site can have a browser read it (DNS rebinding). With a key: for
     visitors who have it, in the address once, then in a cookie."""
@@ -141,60 +191,6 @@ def host_of(headers: Headers) -> str:
     return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
 
 
-class Live:
-    """Lifecycle: `run` until it is cancelled; `events` for each page."""
-
-    def __init__(self, look_s: float) -> None:
-        self._look_s = look_s
-        self._pages: set[asyncio.Queue[dict[str, Any]]] = set()
-        self._new: set[asyncio.Queue[dict[str, Any]]] = set()
-        """Queues of `_pages` that have not been told anything: what they have asked for may be older than a look."""
-        self._lines: dict[str, dict[str, Any]] = {}
-
-    async def run(self, look: Callable[[], Awaitable[Table]]) -> None:
-        while True:
-            started = time.monotonic()
-            if self._pages:
-                try:
-                    self._tell({line["id"]: line for line in await look()})
-                except OSError as error:
-                    _LOG.warning("the runs cannot be looked at: %s", error)
-            await asyncio.sleep(max(self._look_s, SHARE * (time.monotonic() - started)))
-
-    async def events(self, ending: anyio.Event | None = None) -> AsyncIterator[dict[str, str]]:
-        """Events `{"runs": {id: its line, or null}}` of runs that changed; `ANEW` first, after the first look.
-        `ending`: set when the server ends."""
-        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._pages.add(queue)
-        self._new.add(queue)
-        ended = asyncio.create_task((ending or anyio.Event()).wait())
-        try:
-            while not ended.done():
-                change = asyncio.create_task(queue.get())
-                try:
-                    await asyncio.wait({change, ended}, return_when=asyncio.FIRST_COMPLETED)
-                    if change.done():
-                        yield _event(change.result())
-                finally:
-                    change.cancel()
-        finally:
-            ended.cancel()
-            self._pages.discard(queue)
-            self._new.discard(queue)
-
-    def _tell(self, lines: dict[str, dict[str, Any]]) -> None:
-        before, self._lines = self._lines, lines
-        names = [name for name in before | lines if before.get(name) != lines.get(name)]
-        for queue in self._pages:
-            if queue in self._new:
-                self._new.discard(queue)
-                queue.put_nowait(ANEW)
-            elif names and queue.qsize() < BEHIND:
-                queue.put_nowait({"runs": {name: lines.get(name) for name in names}})
-            elif names and queue.qsize() == BEHIND:
-                queue.put_nowait(ANEW)
-
-
 def streaming(live: Live) -> Handler:
     async def stream(request: Request) -> Response:
         ending = anyio.Event()
@@ -225,7 +221,3 @@ def _refused(status: int) -> Callable[[Request, Exception], Awaitable[Response]]
 
 def _is(given: str | None, key: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode(), key.encode())
-
-
-def _event(value: dict[str, Any]) -> dict[str, str]:
-    return {"data": json_of(value).encode(errors="replace").decode()}

@@ -4,26 +4,34 @@ Metrics and samples have a lock each. So a search for a text in a million sample
 same run nor anything of another.
 """
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from penstock.orchestrator.observability.cards import cards
 from penstock.orchestrator.observability.differences import differences_of
 from penstock.orchestrator.observability.marks import marks_of
-from penstock.orchestrator.observability.ui.charts.chart import plain, thinned
-from penstock.orchestrator.observability.ui.charts.themes import charts_of
+from penstock.orchestrator.observability.ui.cards import cards
+from penstock.orchestrator.observability.ui.chart import plain, thinned
 from penstock.orchestrator.observability.ui.runs.activity import Traced, printed
 from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.observability.ui.runs.found import MAX_CHARACTERS, line_of
-from penstock.orchestrator.observability.ui.runs.own_files import MOST_STATE_BYTES, read_config, read_events, read_json
+from penstock.orchestrator.observability.ui.runs.own_files import (
+    MOST_STATE_BYTES,
+    MOST_TOKENIZER_BYTES,
+    read_config,
+    read_events,
+    read_json,
+    read_own,
+    section,
+)
 from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts
-from penstock.orchestrator.observability.ui.runs.sample_index import Wanted
-from penstock.orchestrator.observability.ui.runs.token_texts import TokenTexts
+from penstock.orchestrator.observability.ui.runs.sample_index import SampleFilter
+from penstock.orchestrator.observability.ui.themes import charts_of
 
 MAX_EVENTS = 500
 """Most events that are shown, the newest."""
@@ -38,6 +46,9 @@ FAILURES = ("fault", "ended", "failed", "return_failed")
 MOST_FAILURES = 20
 INDEX_S = 0.2
 """Seconds of one answer for taking up new files of samples."""
+TOKENIZER = "tokenizer.json"
+TOKENIZER_PLACES = ("model", "initial_model")
+"""Directories of a run in which a tokenizer may be."""
 
 
 class OpenRun:
@@ -93,7 +104,7 @@ class OpenRun:
                 found[key] |= {"low": plain(few.low), "high": plain(few.high)}
         return found
 
-    def samples(self, wanted: Wanted) -> dict[str, Any]:
+    def samples(self, wanted: SampleFilter) -> dict[str, Any]:
         """A page of the run's samples, and how far its files are known."""
         with self._reading_samples:
             rollouts = self._rollouts
@@ -149,3 +160,48 @@ class OpenRun:
         with self._reading_metrics:
             self._columns.update()
             return self._columns.keys, len(self._columns.steps), self._columns.num_unreadable
+
+
+class TokenTexts:
+    """Texts of single tokens, by the tokenizer that a run left: read by `tokenizers`, without transformers."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self._path, self._config = path, config
+        self._tokenizer: Any = None
+        self._is_sought = False
+
+    def of(self, ids: Sequence[int]) -> list[str]:
+        """Texts of tokens; the token's number where there is no tokenizer to read, or it is no token. What is no whole
+        character by itself is shown as the replacement character."""
+        if not self._is_sought:
+            self._is_sought, self._tokenizer = True, self._found()
+        if self._tokenizer is None:
+            return [f"[{token}]" for token in ids]
+        try:
+            texts: list[str] = self._tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
+        except (TypeError, OverflowError):  # a token that is no number, or one below 0
+            return [f"[{token}]" for token in ids]
+        return texts
+
+    def _found(self) -> Any:
+        text = self._text()
+        if text is None:
+            return None
+        from tokenizers import Tokenizer
+
+        try:
+            return Tokenizer.from_str(text)
+        except Exception:  # noqa: BLE001 - whatever the package makes of a file of another version
+            return None
+
+    def _text(self) -> str | None:
+        """The text of the first file that can be read. The run's own model is where its configuration says, and may be
+        a link, as in a hub's cache."""
+        for name in TOKENIZER_PLACES:
+            with contextlib.suppress(OSError, ValueError):
+                return read_own(self._path, f"{name}/{TOKENIZER}", MOST_TOKENIZER_BYTES).decode()
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: ~ of a user that is unknown
+            if own := section(self._config, "model").get("path"):
+                file = (Path(str(own)).expanduser() / TOKENIZER).resolve()
+                return read_own(file.parent, file.name, MOST_TOKENIZER_BYTES).decode()
+        return None

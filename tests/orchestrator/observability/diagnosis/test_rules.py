@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.diagnosis import DiagnosisConfig
+from penstock.orchestrator.observability.diagnosis.history import HINT, Finding, History
 from penstock.orchestrator.observability.diagnosis.rules import findings
-from penstock.orchestrator.observability.diagnosis.seen import HINT, Finding, Seen
 
 CONFIG = DiagnosisConfig()
 Change = Callable[[int], dict[str, Any]]
@@ -36,11 +36,11 @@ SLOW_RANK = {"ranks/slowest": 1.0, "ranks/forward_s_slowest": 2.5}
 
 
 def told(change: Change, num_steps: int = 100, max_staleness: int = 1) -> dict[str, Finding]:
-    seen = Seen(CONFIG.window)
+    history = History(CONFIG.window)
     found: dict[str, Finding] = {}
     for step in range(1, num_steps + 1):
-        seen.add(sound(step) | change(step))
-        found |= {one.rule: one for one in findings(seen, CONFIG, max_staleness)}
+        history.add(sound(step) | change(step))
+        found |= {one.rule: one for one in findings(history, CONFIG, max_staleness)}
     return found
 
 
@@ -145,10 +145,10 @@ def test_a_run_that_is_sure_of_what_it_has_learned_has_not_collapsed() -> None:
 def test_nothing_is_said_of_few_steps_or_of_numbers_that_are_not_there() -> None:
     bad: Change = lambda step: {"response_length/clip_ratio": 1.0}  # noqa: E731
     assert told(bad, num_steps=CONFIG.window - 1) == {}
-    seen = Seen(CONFIG.window)
+    history = History(CONFIG.window)
     for step in range(50):
-        seen.add({"step": step, "reward/std": None})
-    assert findings(seen, CONFIG, 0) == []
+        history.add({"step": step, "reward/std": None})
+    assert findings(history, CONFIG, 0) == []
     same = {"reward/std": 0.0}
     assert told(lambda step: {**same, "reward/mean": None, "reward/max": None}) == {}
 
@@ -159,7 +159,7 @@ NUMBERS = st.one_of(st.none(), st.floats(), st.integers(-3, 3), st.just("text"))
 
 @given(st.lists(st.dictionaries(st.sampled_from(KEYS), NUMBERS), max_size=25), st.integers(0, 2))
 def test_whatever_the_numbers_are_no_rule_fails(lines: list[dict[str, Any]], max_staleness: int) -> None:
-    seen = Seen(3)
+    history = History(3)
     for line in lines:
-        seen.add(line)
-        findings(seen, DiagnosisConfig(window=3), max_staleness)
+        history.add(line)
+        findings(history, DiagnosisConfig(window=3), max_staleness)

@@ -14,8 +14,7 @@ from ray.util.state import list_actors, list_jobs
 from penstock.metering.table import MEMBER_ROLES, ON_GPU
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.grafana.dashboard import ROWS
-from penstock.orchestrator.observability.grafana.rules import RULES
-from penstock.orchestrator.observability.grafana.writing import SETTINGS, write
+from penstock.orchestrator.observability.grafana.files import RULES, SETTINGS, write
 from penstock.orchestrator.run import run
 from tests.orchestrator.observability.grafana.prometheus import Prometheus, running
 from tests.ray_cluster import running_cluster

@@ -11,9 +11,7 @@ import yaml
 from penstock.metering import table
 from penstock.metering.meters import Metric
 from penstock.metering.ray_export import ALMOST_NOTHING
-from penstock.orchestrator.observability.grafana.rules import RULES
-from penstock.orchestrator.observability.grafana.writing import RULES as FILE
-from penstock.orchestrator.observability.grafana.writing import write
+from penstock.orchestrator.observability.grafana.files import RULES, RULES_FILE, write
 from tests.orchestrator.observability.grafana.prometheus import needed
 
 Series = tuple[Metric, dict[str, str], str]
@@ -92,7 +90,7 @@ def test_each_rule_fires_where_it_is_to_and_nowhere_else(files: Path) -> None:
         unit_test(name, series, fires=case == "bad") for name, cases in CASES.items() for case, series in cases.items()
     ]
     (files / "cases.yml").write_text(
-        yaml.safe_dump({"rule_files": [FILE], "evaluation_interval": "1m", "tests": tests})
+        yaml.safe_dump({"rule_files": [RULES_FILE], "evaluation_interval": "1m", "tests": tests})
     )
     done = subprocess.run(
         [needed("promtool"), "test", "rules", files / "cases.yml"], capture_output=True, text=True, timeout=900
@@ -101,7 +99,7 @@ def test_each_rule_fires_where_it_is_to_and_nowhere_else(files: Path) -> None:
 
 
 def test_promtool_finds_nothing_wrong_with_the_files(files: Path) -> None:
-    for what, name in (("rules", FILE), ("config", "prometheus.yml")):
+    for what, name in (("rules", RULES_FILE), ("config", "prometheus.yml")):
         command = [needed("promtool"), "check", what, str(files / name)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr

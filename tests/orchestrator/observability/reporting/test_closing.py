@@ -8,6 +8,7 @@ from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.reporting.closing import print_summary, print_unfinished
+from penstock.orchestrator.observability.ui.cards import elapsed
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 
@@ -57,3 +58,8 @@ def test_an_error_with_brackets_is_told_as_it_is(tmp_path: Path) -> None:
     run.event("checkpoint_failed", step=1, error="CheckpointError", message="rank 1: [/src/pair.cc:537] closed")
     print_summary(run.path, config, Console(file=text, width=200))
     assert "[/src/pair.cc:537] closed" in text.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(None, "0:00"), (7.9, "0:07"), (750, "12:30"), (3723, "1:02:03")])
+def test_seconds_are_told_as_a_clock_does(seconds: float | None, text: str) -> None:
+    assert elapsed(seconds) == text

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.orchestrator.observability.reporting.metrics import StepArrays, StepTimes, rank_metrics, step_metrics
+from penstock.orchestrator.observability.reporting.metrics import StepTimes, joined, rank_metrics, step_metrics
 from penstock.store.client.lease import Share
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import StepReport, TrainedRows
@@ -28,7 +28,7 @@ def rows_of(lengths: list[int], version: int = 4, reward: list[float] | None = N
 
 
 def test_metrics_of_a_batch_by_hand() -> None:
-    arrays = StepArrays.of(rows_of([2, 6], reward=[1.0, 0.0]), 4)
+    arrays = TrainedRows.of(rows_of([2, 6], reward=[1.0, 0.0]), 4)
     metrics = step_metrics(
         5, 5, arrays, TIMES, trainer={"actor/kl": 0.1}, store={"dropped/reward_error": 1.0}, generated_length_mean=5.0
     )
@@ -68,19 +68,19 @@ def test_metrics_of_a_batch_by_hand() -> None:
 
 
 def test_a_dataflow_without_rewards_has_no_reward_metrics() -> None:
-    metrics = step_metrics(1, 1, StepArrays.of(rows_of([3]), 4), TIMES)
+    metrics = step_metrics(1, 1, TrainedRows.of(rows_of([3]), 4), TIMES)
     assert not [name for name in metrics if name.startswith("reward/")]
 
 
 def test_held_out_accuracy_is_there_only_when_it_was_measured() -> None:
-    arrays = StepArrays.of(rows_of([3]), 4)
+    arrays = TrainedRows.of(rows_of([3]), 4)
     assert "accuracy/heldout" not in step_metrics(1, 1, arrays, TIMES)
     assert step_metrics(1, 1, arrays, TIMES, evaluated={"accuracy/heldout": 0.0})["accuracy/heldout"] == 0.0
 
 
 def test_idle_shares_lie_between_none_and_all() -> None:
     times = StepTimes(1.0, {}, {"rollout": 1.7, "train": 0.0})
-    metrics = step_metrics(1, 1, StepArrays.of(rows_of([1]), 4), times)
+    metrics = step_metrics(1, 1, TrainedRows.of(rows_of([1]), 4), times)
     assert (metrics["idle/rollout"], metrics["idle/train"]) == (0.0, 1.0)
 
 
@@ -89,8 +89,8 @@ def test_ranks_shares_together_say_what_the_batch_says(rows: list[tuple[int, flo
     whole = rows_of([length for length, _ in rows], reward=[reward for _, reward in rows])
     cut = data.draw(st.integers(1, len(rows) - 1))
     parts = [whole.select(np.arange(0, cut)), whole.select(np.arange(cut, len(rows)))]
-    together = StepArrays.concat([StepArrays.of(part, 4) for part in parts])
-    expected, found = (step_metrics(1, 1, arrays, TIMES) for arrays in (StepArrays.of(whole, 4), together))
+    together = joined([TrainedRows.of(part, 4) for part in parts])
+    expected, found = (step_metrics(1, 1, arrays, TIMES) for arrays in (TrainedRows.of(whole, 4), together))
     assert all(math.isclose(expected[name], found[name], abs_tol=1e-12) for name in expected)
     assert found.keys() == expected.keys()
 

@@ -6,15 +6,15 @@ from pathlib import Path
 from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.reporting.progress import Progress
-from penstock.orchestrator.run_directory.losses import Losses
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
+from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from tests.small_files import files_up_to
 
 
 def shown(*, terminal: bool, words: tuple[str, ...] = ()) -> str:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100)
-    progress = Progress(load_config(["trainer.max_steps=4", *words]), "a run", console=console)
+    progress = ProgressDisplay(load_config(["trainer.max_steps=4", *words]), "a run", console=console)
     progress.phase("starting vLLM (about 20 s)")
     for step in range(1, 5):
         progress.step(
@@ -46,17 +46,17 @@ def test_the_live_display_can_be_switched_off() -> None:
 
 
 def test_odd_numbers_do_not_stop_the_display() -> None:
-    progress = Progress(load_config([]), "odd", console=Console(file=io.StringIO(), force_terminal=True))
+    progress = ProgressDisplay(load_config([]), "odd", console=Console(file=io.StringIO(), force_terminal=True))
     progress.step(1, {"reward/mean": float("nan"), "timing_s/step": None, "actor/loss": float("inf")})
     progress.close()
 
 
 def test_an_output_that_cannot_be_written_is_counted_and_written_again_later(tmp_path: Path) -> None:
     """Standard output may be a file on the disk that is full."""
-    losses = Losses(lambda kind, error: None)
+    failed_writes = FailedWrites(lambda kind, error: None)
     with (tmp_path / "log").open("w") as file:
-        progress = Progress(load_config([]), "a run", console=Console(file=file), losses=losses)
-        losses.tell_to(progress.note)
+        progress = ProgressDisplay(load_config([]), "a run", console=Console(file=file), failed_writes=failed_writes)
+        failed_writes.tell_to(progress.note)
         progress.step(1, {})
         for step in range(2, 1002):
             with files_up_to(100):
@@ -67,13 +67,13 @@ def test_an_output_that_cannot_be_written_is_counted_and_written_again_later(tmp
     steps = [int(line.split()[1].partition("/")[0]) for line in lines if line.startswith("step")]
     assert steps == sorted(set(steps))
     assert (steps[0], steps[-1]) == (1, 1002)
-    assert losses.lost["output"] > 900
+    assert failed_writes.lost["output"] > 900
     assert lines[-1].endswith("output: can be written again")
 
 
 def test_the_newest_warning_stays_on_the_screen_with_what_to_do() -> None:
     stream = io.StringIO()
-    progress = Progress(load_config([]), "a run", console=Console(file=stream, force_terminal=True, width=80))
+    progress = ProgressDisplay(load_config([]), "a run", console=Console(file=stream, force_terminal=True, width=80))
     progress.warn("warning", "step 3: all samples had the same reward", "Read some of them.")
     progress.warn("hint", "engines wait 80% of a step", "Use fewer engines.")
     for number in range(20):
@@ -86,7 +86,7 @@ def test_the_newest_warning_stays_on_the_screen_with_what_to_do() -> None:
 
 def test_a_warning_is_a_line_of_a_log() -> None:
     stream = io.StringIO()
-    progress = Progress(load_config([]), "a run", console=Console(file=stream))
+    progress = ProgressDisplay(load_config([]), "a run", console=Console(file=stream))
     progress.warn("warning", "step 3: it does not learn", "Read some samples")
     progress.close()
     assert stream.getvalue().endswith("0:00  warning: step 3: it does not learn. Read some samples\n")
@@ -96,7 +96,7 @@ def test_it_fits_on_a_small_terminal() -> None:
     """24 lines of 80 characters."""
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=80, height=24)
-    progress = Progress(load_config(["trainer.max_steps=100"]), "a run", console=console)
+    progress = ProgressDisplay(load_config(["trainer.max_steps=100"]), "a run", console=console)
     phases = ("rollout", "reward", "reference", "train", "keep", "partner", "publish", "checkpoint", "evaluation")
     numbers = {"reward/mean": 0.123456, "accuracy/heldout": 0.5, "perf/tokens_per_s": 1234567.8, "idle/rollout": 0.9}
     for step in range(1, 9):
@@ -115,7 +115,7 @@ def test_it_fits_on_a_small_terminal() -> None:
 
 def test_a_note_after_the_live_display_has_closed_is_seen() -> None:
     stream = io.StringIO()
-    progress = Progress(load_config([]), "a run", console=Console(file=stream, force_terminal=True))
+    progress = ProgressDisplay(load_config([]), "a run", console=Console(file=stream, force_terminal=True))
     progress.close()
     progress.note("report: cannot be written")
     assert stream.getvalue().endswith("report: cannot be written\n")

@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.observability.reporting import report
 from penstock.orchestrator.observability.reporting.closing import cards_of, next_steps, print_summary
-from penstock.orchestrator.observability.reporting.report import write_report
-from penstock.orchestrator.observability.ui.charts.pngs import write_pngs
-from penstock.orchestrator.observability.ui.charts.themes import charts_of
+from penstock.orchestrator.observability.reporting.report import SCRIPT, script, static, write_report
+from penstock.orchestrator.observability.ui.chart import write_pngs
 from penstock.orchestrator.observability.ui.runs.columns import Columns
+from penstock.orchestrator.observability.ui.themes import charts_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from tests.small_files import files_up_to
@@ -209,3 +210,22 @@ def test_a_plot_that_cannot_be_written_is_not_there_by_half(tmp_path: Path) -> N
     with files_up_to(9_000), pytest.raises(OSError, match="File too large"):
         write_pngs(charts_of(columns.keys), columns, directory.plots)
     assert list(directory.plots.iterdir()) == []
+
+
+def test_modules_become_a_script_that_names_no_other() -> None:
+    text = script(*SCRIPT)
+    assert not re.search(r"^\s*(import|export)\b", text, re.MULTILINE)
+    assert "class ChartView" in text
+    assert "</script" not in text + static("vendor/uPlot.iife.min.js")
+
+
+def test_no_two_modules_define_the_same_name() -> None:
+    names = re.findall(r"^(?:async )?(?:const|let|class|function) (\w+)", script(*SCRIPT), re.MULTILINE)
+    assert sorted(names) == sorted(set(names))
+
+
+def test_modules_that_cannot_be_one_script_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "odd.js").write_text("export default 3;\n")
+    monkeypatch.setattr(report, "STATIC", tmp_path)
+    with pytest.raises(ValueError, match="export default"):
+        script("odd.js")

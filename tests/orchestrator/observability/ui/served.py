@@ -8,8 +8,7 @@ from pathlib import Path
 
 import uvicorn
 
-from penstock.orchestrator.observability.ui.server.app import make_app
-from penstock.orchestrator.observability.ui.server.serve import listen
+from penstock.orchestrator.observability.ui.server.app import listen, make_app
 
 LOOK_S = 0.1
 STARTED_WITHIN_S = 300

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.conf.tracking import MlflowConfig
-from penstock.orchestrator.observability.reporting.sinks.mlflow import Mlflow, plain_name
 from penstock.orchestrator.observability.reporting.sinks.sender import Sender
 from penstock.orchestrator.observability.reporting.sinks.tracker import About, End
+from penstock.orchestrator.observability.reporting.sinks.trackers import Mlflow, plain_name
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import about, new_run, sent
 
 
@@ -102,11 +102,11 @@ def test_a_server_that_is_down_costs_the_run_nothing(tmp_path: Path) -> None:
         nobody.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         directory, told = new_run(tmp_path), list[str]()
-        directory.losses.tell_to(told.append)
+        directory.failed_writes.tell_to(told.append)
         sender = Sender("mlflow", Mlflow(MlflowConfig(tracking_uri=uri)), about(directory), directory, 60.0)
         sender.begin()
         sent(sender, *range(20))
-    assert directory.losses.lost == {"mlflow": 20}
+    assert directory.failed_writes.lost == {"mlflow": 20}
     assert told[0].startswith("mlflow: cannot be written: MlflowException: API request to ")
     assert told[1:] == ["mlflow: It lacks 20 steps; metrics.jsonl has them."]
 

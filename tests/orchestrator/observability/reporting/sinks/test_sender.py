@@ -1,5 +1,6 @@
-"""A tracker that is down, slow or broken costs the run nothing, and what it lacks is told."""
+"""A tracker that is down, slow or broken costs the run nothing, what it lacks is told, and no number comes twice."""
 
+import doctest
 import threading
 import time
 from collections import Counter
@@ -7,9 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from penstock.orchestrator.observability import differences
 from penstock.orchestrator.observability.reporting.sinks import sender as sender_module
-from penstock.orchestrator.observability.reporting.sinks.tracker import End
+from penstock.orchestrator.observability.reporting.sinks import tracker, trackers
+from penstock.orchestrator.observability.reporting.sinks.tracker import End, NewSteps
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import (
     PATIENCE_S,
     Gate,
@@ -22,6 +27,7 @@ from tests.orchestrator.observability.reporting.sinks.scripted_tracker import (
 
 SHORT_S = 0.05
 """A deadline that is to pass."""
+LINES = st.lists(st.tuples(st.integers(0, 5), st.dictionaries(st.sampled_from("abc"), st.just(1.0))))
 
 
 def test_every_step_arrives_in_order_and_then_the_end(tmp_path: Path) -> None:
@@ -32,7 +38,7 @@ def test_every_step_arrives_in_order_and_then_the_end(tmp_path: Path) -> None:
     assert tracker.numbers == [{"loss": 1.0}] * 5
     assert tracker.end == End("finished")
     assert told == ["tracker: its page"]
-    assert not directory.losses.lost
+    assert not directory.failed_writes.lost
     (event,) = [event for event in directory.read_events() if event["kind"] == "tracked"]
     assert (event["tracker"], event["id"], event["place"]) == ("tracker", "new", "its page")
 
@@ -49,8 +55,8 @@ def test_a_tracker_that_hangs_is_left_at_the_deadline(tmp_path: Path, monkeypatc
     gate.open()
     (left,) = [text for text in told if "left" in text]
     assert left == "tracker: has not closed within 60 s, and is left. It lacks 3 steps; metrics.jsonl has them."
-    assert directory.losses.lost == {"tracker": 3}
-    assert directory.losses.waiting.total() == 0
+    assert directory.failed_writes.lost == {"tracker": 3}
+    assert directory.failed_writes.waiting.total() == 0
 
 
 def test_a_tracker_that_hangs_at_its_end_lacks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +69,7 @@ def test_a_tracker_that_hangs_at_its_end_lacks_nothing(tmp_path: Path, monkeypat
     sender.close()
     gate.open()
     assert told[-1].endswith("and is left. It has every step.")
-    assert not directory.losses.lost
+    assert not directory.failed_writes.lost
 
 
 def test_a_tracker_that_hangs_until_after_the_end_writes_nothing_any_more(tmp_path: Path) -> None:
@@ -95,7 +101,7 @@ def test_a_tracker_that_was_down_gets_everything_once_it_is_back(tmp_path: Path)
     until(lambda: tracker.calls[-1] == "3")
     sent(sender, 4)
     assert tracker.calls == ["open", "1", "2", "3", "4", "finish"]
-    assert not directory.losses.lost
+    assert not directory.failed_writes.lost
     trouble = [text for text in told if "written" in text]
     assert [text.partition(". The run")[0] for text in trouble] == [
         "tracker: cannot be written: ConnectionRefusedError: nobody there", "tracker: can be written again",
@@ -113,7 +119,7 @@ def test_a_tracker_that_stays_down_is_told_once_with_what_it_lacks(tmp_path: Pat
         " cannot be written",
         " It lacks 100 steps; metrics.jsonl has them.",
     ]
-    assert directory.losses.lost == {"tracker": 100}
+    assert directory.failed_writes.lost == {"tracker": 100}
     assert [event["what"] for event in directory.read_events() if event["kind"] == "recording_failed"] == ["tracker"]
 
 
@@ -126,7 +132,7 @@ def test_a_step_that_it_chokes_on_costs_that_step_alone(tmp_path: Path) -> None:
     sender, _ = sender_to(tracker, directory)
     sent(sender, 1, 2, 3)
     assert tracker.calls == ["open", "1", "3", "finish"]
-    assert directory.losses.lost == {"tracker": 1}
+    assert directory.failed_writes.lost == {"tracker": 1}
 
 
 def test_more_than_fits_in_the_queue_is_dropped_from_its_old_end_and_told_once(tmp_path: Path) -> None:
@@ -135,11 +141,11 @@ def test_more_than_fits_in_the_queue_is_dropped_from_its_old_end_and_told_once(t
     sender, told = sender_to(tracker, directory, most=3)
     for step in range(10):
         sender.log(step, {"loss": 1.0})
-    assert directory.losses.waiting["tracker"] == 3
+    assert directory.failed_writes.waiting["tracker"] == 3
     gate.open()
     sent(sender)
     assert tracker.calls == ["open", "7", "8", "9", "finish"]
-    assert directory.losses.lost == {"tracker": 7}
+    assert directory.failed_writes.lost == {"tracker": 7}
     assert len([text for text in told if "queue" in text]) == 1
 
 
@@ -165,3 +171,23 @@ def test_a_damaged_note_of_the_last_run_does_no_harm(tmp_path: Path) -> None:
     sent(sender_to(tracker, directory)[0], 1)
     assert tracker.ids == [None]
     assert tracker.calls == ["open", "1", "finish"]
+
+
+def test_the_examples_of_the_trackers_hold() -> None:
+    assert [doctest.testmod(module).failed for module in (tracker, trackers, differences)] == [0, 0, 0]
+
+
+@given(LINES, st.none() | st.integers(0, 3))
+def test_steps_grow_and_no_number_comes_twice(lines: list[tuple[int, dict[str, float]]], after: int | None) -> None:
+    new = NewSteps(after)
+    heard = [(step, name) for step, numbers in lines for name in new.of(step, numbers)]
+    steps = [step for step, _ in heard]
+    assert steps == sorted(steps)
+    assert len(set(heard)) == len(heard)
+    assert all(after is None or step > after for step in steps)
+
+
+@given(st.lists(st.integers(0, 50), unique=True))
+def test_a_run_without_repetitions_loses_nothing(steps: list[int]) -> None:
+    new = NewSteps(None)
+    assert all(new.of(step, {"a": 1.0}) == {"a": 1.0} for step in sorted(steps))

@@ -1,4 +1,4 @@
-"""Numbers reach every sink that can take them, and TensorBoard reads what is written."""
+"""Numbers reach every sink that can take them, TensorBoard reads what is written, and trackers are told of the end."""
 
 import struct
 from collections.abc import Mapping
@@ -8,21 +8,25 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from penstock.conf.errors import DataError
+from penstock.conf.tracking import SINKS
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.prerequisites import CHECKS
+from penstock.orchestrator.observability.reporting.sinks import sink
 from penstock.orchestrator.observability.reporting.sinks.sink import (
+    FILES,
+    TRACKERS,
     JsonLines,
     RayGauges,
     TensorBoard,
     close_sinks,
     gauge_name,
     log_to,
+    opened_sinks,
 )
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from tests.orchestrator.observability.reporting.sinks.scripted_tracker import Scripted, new_run
 from tests.small_files import files_up_to
-
-
-def new_run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(load_config([f"output_dir={tmp_path}", "name=run"]))
 
 
 def points(directory: RunDirectory, tag: str) -> list[tuple[int, float]]:
@@ -66,7 +70,7 @@ def test_tensorboard_has_every_step_once_though_its_disk_was_full(tmp_path: Path
     sink.close()
     assert points(directory, "reward/mean") == [(step, float(step)) for step in range(1, 10)]
     assert len(list(directory.tensorboard.iterdir())) == 1
-    assert not directory.losses.lost
+    assert not directory.failed_writes.lost
 
 
 def test_records_are_whole_as_they_are_written(tmp_path: Path) -> None:
@@ -87,14 +91,14 @@ def test_records_are_whole_as_they_are_written(tmp_path: Path) -> None:
 def test_a_sink_of_ones_own_that_cannot_write_costs_its_own_numbers(tmp_path: Path, error: OSError) -> None:
     directory, own = new_run(tmp_path), Own(error)
     told: list[str] = []
-    directory.losses.tell_to(told.append)
+    directory.failed_writes.tell_to(told.append)
     sinks = [own, JsonLines(directory)]
     for step in (1, 2, 3):
-        log_to(sinks, step, {"a": step}, directory.losses)
-    close_sinks(sinks, directory.losses)
+        log_to(sinks, step, {"a": step}, directory.failed_writes)
+    close_sinks(sinks, directory.failed_writes)
     assert own.steps == [1, 2, 3]
     assert [line["step"] for line in directory.read_metrics()] == [1, 2, 3]
-    assert directory.losses.lost == {"Own": 3}
+    assert directory.failed_writes.lost == {"Own": 3}
     assert [text.partition(":")[0] for text in told] == ["Own"] * 3
     assert [event["what"] for event in directory.read_events()] == ["Own"] * 2
 
@@ -102,9 +106,9 @@ def test_a_sink_of_ones_own_that_cannot_write_costs_its_own_numbers(tmp_path: Pa
 def test_a_mistake_of_its_author_is_raised(tmp_path: Path) -> None:
     directory = new_run(tmp_path)
     with pytest.raises(KeyError):
-        log_to([Own(KeyError("reward"))], 1, {}, directory.losses)
+        log_to([Own(KeyError("reward"))], 1, {}, directory.failed_writes)
     with pytest.raises(KeyError):
-        close_sinks([Own(KeyError("reward"))], directory.losses)
+        close_sinks([Own(KeyError("reward"))], directory.failed_writes)
 
 
 def test_a_gauge_of_a_step_has_a_name_of_its_own() -> None:
@@ -118,3 +122,43 @@ def test_the_gauges_of_steps_end_with_the_run() -> None:
     gauges.log(2, {"reward/mean": 0.7})
     gauges.close()
     RayGauges("none").close()
+
+
+def test_every_name_has_a_sink_and_every_tracker_a_check() -> None:
+    assert {*FILES, *TRACKERS} == set(SINKS)
+    assert CHECKS.keys() == TRACKERS.keys()
+
+
+@pytest.fixture
+def tracker(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    scripted = Scripted()
+    monkeypatch.setattr(sink, "TRACKERS", {"wandb": lambda tracking: scripted})
+    return scripted
+
+
+def test_a_trackers_end_has_the_outcome_of_the_run(tmp_path: Path, tracker: Scripted) -> None:
+    config = load_config(["tracking.sinks=[wandb]", f"output_dir={tmp_path}", "name=run"])
+    directory = RunDirectory.create(config)
+    with opened_sinks(config, directory) as sinks:
+        for sink in sinks:
+            sink.log(1, {"reward/mean": 0.5})
+    assert tracker.calls == ["open", "1", "finish"]
+    assert tracker.end is not None
+    assert tracker.end.state == "finished"
+    assert tracker.end.cards["Mean reward"] == "0.500 → 0.500 (best step 0.500)"
+    assert [line["step"] for line in directory.read_metrics()] == [1]
+
+
+def test_a_run_that_fails_is_told_with_its_error(tmp_path: Path, tracker: Scripted) -> None:
+    config = load_config(["tracking.sinks=[wandb]", f"output_dir={tmp_path}", "name=run"])
+    with pytest.raises(DataError), opened_sinks(config, RunDirectory.create(config)):
+        raise DataError("no rows")
+    assert tracker.end is not None
+    assert (tracker.end.state, tracker.end.error) == ("failed", "DataError: no rows")
+
+
+def test_a_run_without_sinks_has_its_lines(tmp_path: Path) -> None:
+    config = load_config(["tracking.sinks=[]", f"output_dir={tmp_path}", "name=run"])
+    directory = RunDirectory.create(config)
+    with opened_sinks(config, directory) as sinks:
+        assert [type(sink).__name__ for sink in sinks] == ["JsonLines"]

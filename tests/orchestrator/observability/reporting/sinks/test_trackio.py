@@ -11,7 +11,7 @@ import json, sys
 from pathlib import Path
 from penstock.conf.tracking import TrackioConfig
 from penstock.orchestrator.observability.reporting.sinks.tracker import About, End
-from penstock.orchestrator.observability.reporting.sinks.trackio import Trackio
+from penstock.orchestrator.observability.reporting.sinks.trackers import Trackio
 
 place = Path(sys.argv[1])
 told = About("run", "group", None, {"recipe": "none"}, {"seed": 1}, place)

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.conf.tracking import WandbConfig
 from penstock.orchestrator.observability.reporting.sinks.tracker import End
-from penstock.orchestrator.observability.reporting.sinks.wandb import Wandb
+from penstock.orchestrator.observability.reporting.sinks.trackers import Wandb
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import about, new_run
 
 MAGIC_BYTES, BLOCK_BYTES, HEADER_BYTES = 7, 1 << 15, 7

@@ -38,7 +38,9 @@ def test_a_run_is_a_line(tmp_path: Path) -> None:
         ((), HERE, "running"),
     ],
 )
-def test_its_state_is_that_of_its_last_turn(tmp_path: Path, kinds: tuple[str, ...], holder: Any, state: str) -> None:
+def test_its_state_is_that_of_its_last_start_or_end(
+    tmp_path: Path, kinds: tuple[str, ...], holder: Any, state: str
+) -> None:
     make_run(tmp_path / "run", *kinds, holder=holder)
     line = lines_of(tmp_path)["run"]
     assert line.state == state

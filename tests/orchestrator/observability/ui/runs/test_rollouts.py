@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts
-from penstock.orchestrator.observability.ui.runs.sample_index import Wanted
+from penstock.orchestrator.observability.ui.runs.sample_index import SampleFilter
 from tests.orchestrator.observability.ui.made_runs import write_samples
 
 
@@ -29,7 +29,7 @@ def places(found: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def test_the_newest_come_first_with_what_is_known_of_them(rollouts: Rollouts) -> None:
-    found = rollouts.find(Wanted())
+    found = rollouts.find(SampleFilter())
     assert (found["total"], found["complete"]) == (5, True)
     assert places(found) == [(2, 0), (2, 1), (2, 2), (1, 0), (1, 1)]
     first = found["rows"][0]
@@ -41,26 +41,26 @@ def test_the_newest_come_first_with_what_is_known_of_them(rollouts: Rollouts) ->
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (Wanted(first_step=2), [(2, 0), (2, 1), (2, 2)]),
-        (Wanted(last_step=1), [(1, 0), (1, 1)]),
-        (Wanted(group=2), [(2, 1), (2, 2)]),
-        (Wanted(least_reward=0.5), [(2, 1), (1, 1)]),
-        (Wanted(most_reward=0.25, least_reward=0.1), [(2, 0)]),
-        (Wanted(least_tokens=4), [(2, 0)]),
-        (Wanted(most_tokens=1), [(2, 1)]),
-        (Wanted(finish_reason="length"), [(2, 0)]),
-        (Wanted(finish_reason="unheard of"), []),
-        (Wanted(text="four"), [(2, 0), (1, 0)]),
-        (Wanted(text="QUESTION 2"), [(2, 1), (2, 2)]),
-        (Wanted(text="four", finish_reason="stop"), [(1, 0)]),
-        (Wanted(sort="reward"), [(1, 1), (2, 1), (2, 0), (1, 0), (2, 2)]),
-        (Wanted(sort="reward", down=False), [(1, 0), (2, 0), (2, 1), (1, 1), (2, 2)]),
-        (Wanted(sort="tokens", limit=1), [(2, 0)]),
-        (Wanted(offset=3, limit=1), [(1, 0)]),
+        (SampleFilter(first_step=2), [(2, 0), (2, 1), (2, 2)]),
+        (SampleFilter(last_step=1), [(1, 0), (1, 1)]),
+        (SampleFilter(group=2), [(2, 1), (2, 2)]),
+        (SampleFilter(least_reward=0.5), [(2, 1), (1, 1)]),
+        (SampleFilter(most_reward=0.25, least_reward=0.1), [(2, 0)]),
+        (SampleFilter(least_tokens=4), [(2, 0)]),
+        (SampleFilter(most_tokens=1), [(2, 1)]),
+        (SampleFilter(finish_reason="length"), [(2, 0)]),
+        (SampleFilter(finish_reason="unheard of"), []),
+        (SampleFilter(text="four"), [(2, 0), (1, 0)]),
+        (SampleFilter(text="QUESTION 2"), [(2, 1), (2, 2)]),
+        (SampleFilter(text="four", finish_reason="stop"), [(1, 0)]),
+        (SampleFilter(sort="reward"), [(1, 1), (2, 1), (2, 0), (1, 0), (2, 2)]),
+        (SampleFilter(sort="reward", down=False), [(1, 0), (2, 0), (2, 1), (1, 1), (2, 2)]),
+        (SampleFilter(sort="tokens", limit=1), [(2, 0)]),
+        (SampleFilter(offset=3, limit=1), [(1, 0)]),
     ],
 )
 def test_samples_are_asked_for_by_what_they_are(
-    rollouts: Rollouts, wanted: Wanted, expected: list[tuple[int, int]]
+    rollouts: Rollouts, wanted: SampleFilter, expected: list[tuple[int, int]]
 ) -> None:
     assert places(rollouts.find(wanted)) == expected
 
@@ -75,14 +75,14 @@ def test_the_group_with_the_lowest_reward_is_found(tmp_path: Path) -> None:
     write_samples(tmp_path, 6, [{"group": 77, "reward": 0.5}])
     rollouts = Rollouts(tmp_path)
     rollouts.update(10)
-    assert rollouts.find(Wanted(sort="reward", down=False, limit=1))["rows"][0]["group"] == 77
+    assert rollouts.find(SampleFilter(sort="reward", down=False, limit=1))["rows"][0]["group"] == 77
 
 
 def test_a_value_equal_to_a_limit_is_found(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, [{"group": 0, "reward": 0.1}])  # which no binary number is
     rollouts = Rollouts(tmp_path)
     rollouts.update(10)
-    assert rollouts.find(Wanted(least_reward=0.1, most_reward=0.1))["total"] == 1
+    assert rollouts.find(SampleFilter(least_reward=0.1, most_reward=0.1))["total"] == 1
 
 
 def test_one_sample_has_all_its_columns(rollouts: Rollouts) -> None:
@@ -95,18 +95,18 @@ def test_one_sample_has_all_its_columns(rollouts: Rollouts) -> None:
 def test_new_files_are_taken_up_and_broken_ones_left_out(tmp_path: Path) -> None:
     rollouts = Rollouts(tmp_path / "samples")
     assert rollouts.update()
-    assert rollouts.find(Wanted())["total"] == 0
+    assert rollouts.find(SampleFilter())["total"] == 0
     write_samples(tmp_path / "samples", 1, [{"group": 0, "reward": 1.0}])
     (tmp_path / "samples" / "step_2.parquet").write_bytes(b"PAR1 and then nothing")
     (tmp_path / "samples" / "notes.txt").write_text("mine")
     parquet.write_table(pa.table({"other": ["version"]}), tmp_path / "samples" / "step_3.parquet")
     assert rollouts.update(10)
     assert rollouts.num_unreadable == 1
-    found = rollouts.find(Wanted())
+    found = rollouts.find(SampleFilter())
     assert places(found) == [(3, 0), (1, 0)]
     assert found["rows"][0]["group"] == -1
     (tmp_path / "samples" / "step_1.parquet").unlink()  # a run that is being removed
-    assert "response_text" not in rollouts.find(Wanted(last_step=1))["rows"][0]
+    assert "response_text" not in rollouts.find(SampleFilter(last_step=1))["rows"][0]
 
 
 def test_with_little_time_the_newest_files_come_first(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_with_little_time_the_newest_files_come_first(tmp_path: Path) -> None:
         write_samples(tmp_path, step, [{"group": step, "reward": 1.0, "text": "word"}])
     rollouts = Rollouts(tmp_path)
     assert not rollouts.update(budget_s=0.0)
-    assert (rollouts.num_files, places(rollouts.find(Wanted()))) == ((1, 8), [(8, 0)])
+    assert (rollouts.num_files, places(rollouts.find(SampleFilter()))) == ((1, 8), [(8, 0)])
     while not rollouts.update(budget_s=0.0):
         pass
-    assert rollouts.find(Wanted())["total"] == 8
-    found = rollouts.find(Wanted(text="word"), budget_s=-1)
+    assert rollouts.find(SampleFilter())["total"] == 8
+    found = rollouts.find(SampleFilter(text="word"), budget_s=-1)
     assert (found["total"], found["complete"]) == (0, False)

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from starlette.testclient import TestClient
 
 from penstock.orchestrator.observability.ui.runs.found import MAX_CHARACTERS, MAX_RUNS, Runs
-from penstock.orchestrator.observability.ui.runs.sample_index import Wanted
+from penstock.orchestrator.observability.ui.runs.sample_index import SampleFilter
 from penstock.orchestrator.observability.ui.server import answers as answers_module
 from penstock.orchestrator.observability.ui.server.answers import Answers
 from penstock.orchestrator.observability.ui.server.app import make_app
@@ -149,7 +149,7 @@ def test_a_run_that_may_not_be_read_has_a_line_that_says_so() -> None:
             found = {line["id"]: line for line in answers.table()}
             for run in ("secret", "hidden"):
                 with pytest.raises(PermissionError):
-                    answers.run(run)
+                    answers.opened(run).described()
         (place / "closed").chmod(0o700)
     assert found["good"]["step"] == 3
     assert "closed" not in found  # nobody can tell whether it is a run
@@ -207,12 +207,12 @@ def test_a_slow_look_at_one_run_keeps_nobody_from_another(tmp_path: Path) -> Non
         make_run(tmp_path / name, "start", metrics=steps(2))
         write_samples(tmp_path / name / "samples", 1, [{"group": 0, "reward": 1.0}])
     answers = Answers(tmp_path)
-    opened = answers._opened("slow")
+    opened = answers.opened("slow")
     with opened._reading_samples:  # somebody looks for a text in a million samples
-        blocked = threading.Thread(target=answers.samples, args=("slow", Wanted()))
+        blocked = threading.Thread(target=opened.samples, args=(SampleFilter(),))
         blocked.start()
-        assert answers.samples("quick", Wanted())["total"] == 1
-        assert answers.run("slow")["num_steps"] == 2
+        assert answers.opened("quick").samples(SampleFilter())["total"] == 1
+        assert answers.opened("slow").described()["num_steps"] == 2
         assert blocked.is_alive()
     blocked.join(10)
     assert not blocked.is_alive()
@@ -225,5 +225,5 @@ def test_numbers_of_runs_that_nobody_looks_at_any_more_are_let_go(
         make_run(tmp_path / f"run{index}", "start", metrics=steps(index + 1))
     monkeypatch.setattr(answers_module, "MAX_RUNS", 2)
     answers = Answers(tmp_path)
-    assert [answers.run(f"run{index}")["num_steps"] for index in (0, 1, 2, 3, 0)] == [1, 2, 3, 4, 1]
+    assert [answers.opened(f"run{index}").described()["num_steps"] for index in (0, 1, 2, 3, 0)] == [1, 2, 3, 4, 1]
     assert len(answers._open) == 2

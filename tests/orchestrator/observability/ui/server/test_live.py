@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 
-from penstock.orchestrator.observability.ui.server.app import ANEW, BEHIND, Live
+from penstock.orchestrator.observability.ui.server.answers import ANEW, BEHIND, Live
 
 
 async def heard(events: Any) -> Any:

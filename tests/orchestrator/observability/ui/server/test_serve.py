@@ -12,7 +12,7 @@ from rich.console import Console
 
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator import cli
-from penstock.orchestrator.observability.ui.server.serve import PORT, listen, serve
+from penstock.orchestrator.observability.ui.server.app import PORT, listen, serve
 from tests.orchestrator.observability.ui.made_runs import make_run
 
 

@@ -1,4 +1,4 @@
-"""The input of rules, and their findings. Pure. The rules are in `rules.py`."""
+"""The metrics that rules look at, and their findings. Pure. The rules are in `rules.py`."""
 
 import math
 from collections import deque
@@ -15,12 +15,12 @@ WARNING, HINT = "warning", "hint"
 class Finding:
     rule: str
     text: str
-    """A sentence on what was seen, with its numbers."""
+    """A sentence on what was history, with its numbers."""
     advice: str
     level: str = WARNING
 
 
-class Seen:
+class History:
     """The metrics of a run's first steps and of its last ones: rules look at no others, so that a long run's memory
     stays bounded."""
 
@@ -46,8 +46,8 @@ class Seen:
         """Values of a metric in the first steps that have it: as many as `last` at least."""
         return self._first.get(key, [])
 
-    def grown(self, key: str) -> float:
-        """Growth of a counter within the window, for counters that only grow. 0 where it began anew."""
+    def increase(self, key: str) -> float:
+        """Increase of a counter within the window, for counters that only grow. 0 where it was reset."""
         newest = next(_each(reversed(self._last), key), None)
         if newest is None:
             return 0.0
@@ -65,7 +65,7 @@ class Seen:
         return len(self._last) >= self.window
 
 
-Rule = Callable[[Seen, DiagnosisConfig, int], Finding | None]
+Rule = Callable[[History, DiagnosisConfig, int], Finding | None]
 """A rule; its last argument is `max_staleness`."""
 
 

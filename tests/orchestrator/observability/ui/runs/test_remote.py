@@ -8,11 +8,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from penstock.conf.errors import CheckpointError
-from penstock.orchestrator.observability.ui.runs import far
-from penstock.orchestrator.observability.ui.runs.far import SAMPLES_AT_ONCE, Copy
+from penstock.orchestrator.observability.ui.runs import remote
 from penstock.orchestrator.observability.ui.runs.found import Runs
+from penstock.orchestrator.observability.ui.runs.remote import SAMPLES_AT_ONCE, Copy
 from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts
-from penstock.orchestrator.observability.ui.runs.sample_index import Wanted
+from penstock.orchestrator.observability.ui.runs.sample_index import SampleFilter
 from tests.orchestrator.observability.ui.made_runs import make_run, steps, write_samples
 
 URL = "memory://bucket/runs"
@@ -54,7 +54,7 @@ def test_a_copy_equals_its_runs_and_follows_them(there: Path, tmp_path: Path) ->
     assert [(line.state, line.step) for line in runs.lines()] == [("finished", 4)]
     rollouts = Rollouts(here / "sums" / "samples")
     rollouts.update(10)
-    assert rollouts.find(Wanted())["total"] == 1
+    assert rollouts.find(SampleFilter())["total"] == 1
     fsspec.filesystem("memory").rm("/bucket/runs/sums", recursive=True)
     copy.look()
     assert not runs.lines()
@@ -65,8 +65,10 @@ def test_unchanged_files_are_not_brought_again(there: Path, tmp_path: Path, monk
     make_run(there / "sums", "start", "end", metrics=steps(3))
     put(there)
     brought: list[str] = []
-    download = far.download
-    monkeypatch.setattr(far, "download", lambda url, place, names: (brought.extend(names), download(url, place, names)))
+    download = remote.download
+    monkeypatch.setattr(
+        remote, "download", lambda url, place, names: (brought.extend(names), download(url, place, names))
+    )
     copy = Copy(URL, tmp_path)
     copy.look()
     copy.look()

@@ -188,8 +188,8 @@ def _faults(numbers: Numbers, events: Sequence[Event]) -> Card | None:
     roles = ", ".join(f"{role} {count}" for role, count in Counter(fault.role for fault in found).items())
     shares = _values(numbers, "faults/effective_time")
     effective = f"; effective training time {shares[-1]:.1%}" if shares else ""
-    is_mended = all(fault.seconds is not None for fault in found)
-    return Card("Members lost", f"{len(found)}", f"{roles}{effective}", is_mended)
+    is_recovered = all(fault.seconds is not None for fault in found)
+    return Card("Members lost", f"{len(found)}", f"{roles}{effective}", is_recovered)
 
 
 def _warnings(events: Sequence[Event]) -> Card | None:

@@ -1,6 +1,6 @@
 """Counts and tells what could not be written of a run, which is no reason to end it while training can go on.
 
-    with losses.tolerating("samples"):      # an OSError in here costs these samples
+    with failed_writes.tolerating("samples"):      # an OSError in here costs these samples
         parquet.write_table(…)
 
 `appended_file.py` reports its records to it, which wait instead of being lost.
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 TRIED_AGAIN = "It is lost, and the next is tried."
 
 
-class Losses:
-    """Losses by kind. Kinds are `metrics`, `events`, `samples`, `timeline`, `tensorboard`, …, the names of trackers,
-    and the class of a user's own sink.
+class FailedWrites:
+    """Writes that failed, by kind. Kinds are `metrics`, `events`, `samples`, `timeline`, `tensorboard`, …, the names of
+    trackers, and the class of a user's own sink.
 
     A kind fails from its first error until it can be written again. Both are told once, and the error becomes an event;
     those in between are only counted.

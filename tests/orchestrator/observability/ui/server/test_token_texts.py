@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from penstock.conf.model import FreshModelConfig
-from penstock.orchestrator.observability.ui.runs.token_texts import TokenTexts
+from penstock.orchestrator.observability.ui.server.open_run import TokenTexts
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.prompts.tokenization import load_tokenizer
 

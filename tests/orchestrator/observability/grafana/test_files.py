@@ -11,8 +11,8 @@ from penstock.metering.meters import HISTOGRAM, ORIGIN
 from penstock.metering.table import all_metrics
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.observability.grafana.dashboard import ROWS
+from penstock.orchestrator.observability.grafana.files import RULES
 from penstock.orchestrator.observability.grafana.promql import PANELS
-from penstock.orchestrator.observability.grafana.rules import RULES
 
 EXPORTED = {metric.exported: metric for metric in all_metrics()}
 QUERIES = [query.expr for panels in ROWS.values() for panel in panels for query in panel.queries]

@@ -1,1 +1,0 @@
-"""Charts of a run, and the numbers in them."""
