@@ -71,7 +71,7 @@ class GymnasiumOptions:
     penalty: float = 0.0
     """Cost of an answer that is no action, for which nothing else happens."""
     threads: bool = False
-    """True where steps are slow."""
+    """True where steps are slow: they run in threads then."""
 
 
 @environment("gymnasium")
