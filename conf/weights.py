@@ -133,6 +133,11 @@ def _check_stream(wanted: str, config: Ends) -> None:
             f"{key}: it reads the shards of FSDP2, and trainer.engine={config.trainer.engine}. Use "
             "weights.transport=nccl or trainer.engine=fsdp."
         )
+    if wanted == "nccl_m2n" and config.trainer.lora.rank:
+        raise ConfigError(
+            f"{key}: it sends parameters as they lie, and trainer.lora.rank={config.trainer.lora.rank} has them merged "
+            "first. Use weights.transport=nccl."
+        )
 
 
 def _check_place(wanted: str, key: str, config: Ends) -> None:

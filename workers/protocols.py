@@ -165,7 +165,7 @@ class RolloutEngine(Protocol):
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]: ...
 
     async def load(self, publication: Publication) -> None:
-        """Pause, load, verify checksums and version, resume: the version is served from here on. Raises `WeightError`,
+        """Verify checksums, pause, load, check the version, resume: it is served from here on. Raises `WeightError`,
         `DeadlineExceeded`."""
 
     async def version(self) -> int: ...

@@ -79,6 +79,8 @@ class WeightSync:
         calls = [(name, handle.send.remote(version)) for name, handle in self._trainers]
         calls += [(name, handle.load.remote(delivery)) for name, handle in self._engines]
         await answers(calls, phase=f"send version {version}", timeout_s=SYNC_PHASES * self._timeout_s)
+        self.loaded = {name: time.time() for name, _ in self._engines}
+        self.serving |= dict.fromkeys(self.loaded, version)
         return delivery
 
     async def load(self, delivery: Delivery) -> float:

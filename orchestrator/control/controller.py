@@ -5,7 +5,7 @@
                   └──▶ Trainer-policy-r      one call a `step`: leases the batch, updates, reports
                             │ publish v+1 (shared memory)
                             ▼
-                       Rollout-i.load        pause, load, verify, resume; then the store hears `published(v+1)`,
+                       Rollout-i.load        verify, pause, load, resume; then the store hears `published(v+1)`,
                                              which gives the Prompts their credits back
 
 The controller waits only for the trainers; all others work on rows as they become ready, and no row passes through
@@ -283,7 +283,7 @@ class Controller:
         """Bring the version that the step made to the engines, evaluate if due, tell the store, write the numbers.
         `phases`: seconds of what the step had besides its update."""
         phases["publish"] += await self._versions.load(delivery)
-        evaluated, evaluation_s = await self._evaluate_if_due(step)
+        evaluated, evaluation_s = await self._evaluate_if_due(step)  # of one version: prompts of the next come after it
         await self._versions.tell(delivery.version)
         phases |= {"evaluation": evaluation_s} if evaluated else {}
         self.outcome.last_metrics = await self._observer.written(step, reports, phases, evaluated)

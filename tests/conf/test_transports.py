@@ -58,6 +58,7 @@ def test_auto_takes_what_fits_the_placement(config, expected):
         (run("nccl"), r"transport=nccl: .* trainer.num_gpus_per_rank=0"),
         (run("nccl", trainer_gpus=1), r"transport=nccl: .* rollout.num_gpus_per_worker=0"),
         (run("nccl_m2n", engine_gpus=1), r"transport=nccl_m2n: .* trainer.num_gpus_per_rank=0"),
+        (run("nccl_m2n", 1, 1, lora=LoraConfig(rank=8)), r"transport=nccl_m2n: .* trainer.lora.rank=8"),
         (run("nccl", 1, 1, engine="hf"), r"transport=nccl: only vLLM engines .* rollout.engine=hf"),
         (run("ipc", 1, 1), r"transport=ipc: .* must share a GPU, and trainer.num_gpus_per_rank=1 and .*=1 give"),
         (run("nccl", 0.5, 0.5), r"transport=nccl: NCCL cannot connect two processes on one GPU"),

@@ -92,7 +92,8 @@ class _Rank:
 class Trainer(_Rank):
     """Lifecycle: `address` on the first of several ranks, `start` on all with it, `attach` where there is a store, then
     `step`, `publish` and the rest, then `close`. Calls that change a run carry the `epoch` of the command that makes
-    them (`store/epoch.py`), and raise `TakenOver` for an older one."""
+    them (`store/epoch.py`), and raise `TakenOver` for an older one. Streams have none: no other command takes them
+    over."""
 
     _spec: TrainerSpec
 

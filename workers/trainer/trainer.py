@@ -2,7 +2,7 @@
 where (`engine.py`).
 
     update(rows, loss):  rows ─▶ minibatches of whole groups ─▶ micro-batches ─▶ forward, loss, backward ─▶ clip, AdamW
-    publish(root, v):    each rank writes its shard into shared memory; rank 0 seals
+    publish(root, v):    each rank writes its shard into shared memory (`publishing.py`)
 
 How rows are cut into micro-batches and spread over ranks changes no result but for rounding: losses are divided by
 totals over all ranks, gradients are sums.
@@ -218,9 +218,9 @@ class PolicyTrainer:
         return UpdateReport(metrics, len(rows), num_tokens, dict(seconds))
 
     def publish(self, directory: str, version: int) -> Publication:
-        """Write version `version` under the root `directory`, every rank its shard; returns once it is sealed. The
-        model, or with `trainer.lora.publish=adapter` the adapter alone. Collective.
-        """
+        """Write version `version` under the root `directory`, every rank its shard. On one node it is sealed then;
+        relays between nodes seal it later. The model, or with `trainer.lora.publish=adapter` the adapter alone.
+        Collective."""
         with self._phase(f"publication of version {version}"):
             return self.publisher.publish(directory, version)
 

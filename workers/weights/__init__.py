@@ -1,7 +1,7 @@
-"""The transport of weights from the trainer's ranks to the engines. Begin with `transport.py`: one interface over every
-way.
+"""The transport of weights from the trainer's ranks to the engines.
 
-publication/   files in shared memory, which every engine of a machine can load
-streaming/     from GPU to GPU
+publication/   files in shared memory, which every engine of a machine can load; `trainer/publishing.py` writes them
+chain/         publications from node to node, while they are written
+streaming/     from GPU to GPU, behind the interface in `transport.py`
 vllm/          the other end of both, inside vLLM
 """

@@ -59,12 +59,12 @@ class TrainEngine(Protocol):
         """Release gathered parameters, which an optimizer step outdates. Called after passes without backward."""
 
     def pieces(self) -> Iterator[Piece]:
-        """The weights as a checkpoint of the model has them, by HF names: whole rows, tied weights once, persistent
-        buffers too. Adapters are merged. Collective."""
+        """The weights as a checkpoint of the model has them, by HF names: this rank's ranges of their elements, tied
+        weights once, persistent buffers too. Adapters are merged. Collective."""
 
     def adapter_pieces(self) -> Iterator[Piece]:
-        """A and B of every adapter, whole rows, by PEFT's names (`weights/publication/adapter.py`); nothing where there
-        are none. Collective."""
+        """A and B of every adapter, ranges of their elements, by PEFT's names (`weights/publication/adapter.py`);
+        nothing where there are none. Collective."""
 
     def state(self) -> Iterator[Piece]:
         """Everything that a resumed run needs, bit for bit: `weights/<name>` (float32), `exp_avg/<name>`,

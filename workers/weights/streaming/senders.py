@@ -133,7 +133,7 @@ class StreamTransport:
         self._run(meet, "connecting trainer and engines", client)
 
     def prepare(self, version: int) -> Delivery:
-        return StreamedVersion(version, len(self.stream.metadata()))
+        return StreamedVersion(version, len(self._source.metadata()))
 
     def send(self, version: int) -> None:
         client = self._client
@@ -159,7 +159,7 @@ class StreamTransport:
             watched(
                 action,
                 timeout_s=self.place.timeout_s,
-                progress=lambda: self.stream.num_taken,
+                progress=lambda: self._source.num_taken,
                 alarm=client.alarm,
                 device=self.place.device,
             )
@@ -179,10 +179,10 @@ class StreamTransport:
             return ResourceError(f"weights.transport={self.name} needs what is not installed: {failure}")
         if isinstance(failure, TimeoutError):
             return DeadlineExceeded(
-                f"{where}, {self.name}: nothing moved for {self.place.timeout_s:g} s ({self.stream.position}). An "
+                f"{where}, {self.name}: nothing moved for {self.place.timeout_s:g} s ({self._source.position}). An "
                 "engine or another rank does not take part; see their errors, or raise weights.phase_timeout_s."
             )
-        return WeightError(f"{where}, {self.name}: {type(failure).__name__}: {failure} ({self.stream.position}).")
+        return WeightError(f"{where}, {self.name}: {type(failure).__name__}: {failure} ({self._source.position}).")
 
 
 def watched(

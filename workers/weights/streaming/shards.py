@@ -22,10 +22,22 @@ class ShardStream(DTensorModuleSource):
     def __init__(self, module: nn.Module, num_ranks: int, dtype: str) -> None:
         super().__init__(module, num_ranks)
         self._dtype: torch.dtype = getattr(torch, dtype)
+        self._num = 0
+        self.num_taken = 0
+        """Shards of the current pass, or the last one, that were taken."""
 
     def metadata(self) -> list[Any]:
-        return [replace(meta, dtype=self._dtype) for meta in super().metadata()]
+        found = [replace(meta, dtype=self._dtype) for meta in super().metadata()]
+        self._num = len(found)
+        return found
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.num_taken = 0
         for name, shard in super().__iter__():
             yield name, shard.detach().to(self._dtype)
+            self.num_taken += 1
+
+    @property
+    def position(self) -> str:
+        """The position of the current pass, for error messages."""
+        return f"{self.num_taken} of {self._num} shards taken"
