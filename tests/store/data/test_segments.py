@@ -251,11 +251,11 @@ def test_large_files_are_removed_in_a_thread(tmp_path: Path, monkeypatch: pytest
         for one in placed:
             segments.adopt(one)
         segments._carry_out(Instructions(removed=[(one.segment, False) for one in placed]))
-    segments._apart.close()
+    segments._file_thread.close()
     segments._carry_out(Instructions(removed=[(one.segment, False) for one in placed]))  # they go with the store
     assert removed == [(2, True), (2, False)]
     with pytest.raises(StoreClosed):
-        segments._apart.begin(lambda: None)
+        segments._file_thread.begin(lambda: None)
 
 
 class Leaving:

@@ -171,8 +171,8 @@ def test_a_move_after_the_stores_end_is_refused_by_name_and_leaving_is_free(tmp_
         assert store.segments is not None
         moving = [asyncio.ensure_future(client.put_groups(LARGE)) for client in clients]
         await until(lambda: gate.reached.is_set() and len(store.segments._moving) == 2)
-        closing = asyncio.create_task(asyncio.to_thread(store.segments._apart.close))
-        await until(lambda: store.segments._apart._thread._shutdown)
+        closing = asyncio.create_task(asyncio.to_thread(store.segments._file_thread.close))
+        await until(lambda: store.segments._file_thread._thread._shutdown)
         gate.opened.set()
         await closing
         answers = await asyncio.gather(*moving, return_exceptions=True)
