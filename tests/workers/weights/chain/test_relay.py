@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -209,19 +210,33 @@ def test_chunks_that_came_before_the_connection_broke_in_a_parcel_are_there(
 ) -> None:
     """The link breaks within the last chunk of the first parcel, and of the first parcel of the next version."""
     broken: set[int] = set()
-    whole = Connection.send_bytes
+    send_bytes, send_file = Connection.send_bytes, Connection.send_file
 
-    def break_off(self: Connection, data: object) -> None:
-        view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        if cluster.number in broken or len(view) < CHUNK_BYTES:
-            whole(self, view)
-            return
-        broken.add(cluster.number)
-        whole(self, view[:-1])
-        self.hang_up()
+    def is_due(num_bytes: int) -> bool:
+        """Parcels are of several chunks, or of one where the relay keeps pace with the rank."""
+        is_first = cluster.number not in broken and num_bytes >= CHUNK_BYTES
+        broken.update([cluster.number] if is_first else [])
+        return is_first
+
+    def hang_up(connection: Connection) -> NoReturn:
+        connection.hang_up()
         raise ConnectionResetError
 
-    monkeypatch.setattr(Connection, "send_bytes", break_off)
+    def some_bytes(self: Connection, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        breaks = is_due(len(view))
+        send_bytes(self, view[:-1] if breaks else view)
+        if breaks:
+            hang_up(self)
+
+    def some_of_file(self: Connection, file: Any, start: int, num_bytes: int) -> None:
+        breaks = is_due(num_bytes)
+        send_file(self, file, start, num_bytes - breaks)
+        if breaks:
+            hang_up(self)
+
+    monkeypatch.setattr(Connection, "send_bytes", some_bytes)
+    monkeypatch.setattr(Connection, "send_file", some_of_file)
     with Cluster(tmp_path, plan_of(["x"]), ["a"]) as cluster:
         for version in (1, 2):
             cluster.begin(version)
