@@ -84,7 +84,8 @@ class DataConfig:
     chat_template: bool = True
     """Apply the tokenizer's chat template. Off, or a tokenizer without one: the bare text."""
     max_prompt_tokens: int = 512
-    """Most tokens of a prompt. A longer one is an error, or is skipped, as `too_long` says."""
+    """Most tokens of a prompt. A longer one is an error, or is skipped, as `too_long` says. Environments make
+    their own prompts, which `rollout.max_model_len` bounds."""
     too_long: str = "error"
     """Treatment of longer prompts. error: end with the row's number, before anything starts. skip: leave the row out,
     counted as dropped/prompt_too_long."""

@@ -102,7 +102,8 @@ class AttemptRunner:
             sampler.end(AttemptOver("the attempt has ended"))
             self._keys.dismiss(key)
         if outcome.is_trained and not sampler.turns:
-            outcome = AttemptOutcome(FAILED, "no_turn", "the environment had the policy sample nothing")
+            why = outcome.detail or "the environment had the policy sample nothing"
+            outcome = AttemptOutcome(FAILED, "no_turn", why)
         self.counts["turns_cut"] += sum(turn.is_cut for turn in sampler.turns)
         self.counts[f"attempts_{outcome.kind}"] += 1
         self._meters.add(table.ENVIRONMENT_ATTEMPTS, outcome=outcome.kind)

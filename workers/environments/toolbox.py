@@ -111,8 +111,8 @@ class Toolbox:
         self.descriptions: Tools = tuple(found)
 
     async def answers(self, turn: Turn) -> list[Message]:
-        """Answer each call of a turn with a message; calls that could not be read, with one that says why. None for a
-        turn that calls nothing."""
+        """Answer each call of a turn with a message; calls that could not be read, with one that says why. Empty
+        for a turn that calls nothing."""
         if turn.problem:
             return [{"role": "user", "content": f"Error: {turn.problem}"}]
         contents = await asyncio.gather(*(self.call(call) for call in turn.calls))

@@ -12,8 +12,8 @@ class Prompts(ServingActor):
     """Lifecycle: that of every `ServingActor`."""
 
     def __init__(self, config: RunConfig, model_path: str, rows_are: str, start: PromptStart | None = None) -> None:
-        """`rows_are`: "prompts", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where the
-        tokenizer is. `start`: the place where a resumed run goes on."""
+        """`rows_are`: "prompts", "tasks", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where
+        the tokenizer is. `start`: the place where a resumed run goes on."""
         super().__init__("Prompts")
         self._start = start
         self._config, self._model_path, self._rows_are = config, model_path, rows_are

@@ -111,6 +111,7 @@ class StepMeter:
             self._meters.observe(table.TRAINER_PHASES, value, phase=phase)
 
     def _note_flops(self, rows: Rows, seconds: float) -> None:
+        """Note the rate of an update. A row of several segments counts as one sequence: an upper bound."""
         if self._size is None or not seconds:
             return
         lengths = (rows.lengths(context_column(rows)) + rows.lengths("response_ids")).tolist() if len(rows) else []

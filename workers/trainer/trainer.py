@@ -1,5 +1,5 @@
 """A rank of a trainer: log-probabilities, updates, publications. Its engine decides what lies
-where (`engine.py`).
+where (`engines/engine.py`).
 
     update(rows, loss):  rows ─▶ minibatches of whole groups ─▶ micro-batches ─▶ forward, loss, backward ─▶ clip, AdamW
     publish(root, v):    each rank writes its shard into shared memory (`publishing.py`)

@@ -168,6 +168,12 @@ def test_an_environment_that_has_nothing_sampled_fails() -> None:
     assert play(Played(run), say("y"))[0].outcome.reason == "no_turn"
 
 
+def test_a_task_whose_prompt_is_too_long_for_a_turn_fails_and_says_so() -> None:
+    outcome = play(Played(talk), say("y"), max_model_len=4)[0].outcome
+    assert (outcome.kind, outcome.reason) == (FAILED, "no_turn")
+    assert "rollout.max_model_len" in outcome.detail
+
+
 def test_one_that_hangs_is_truncated_by_time_and_fails_without_a_turn() -> None:
     async def late(ctx: Any) -> None:
         await talk(ctx)

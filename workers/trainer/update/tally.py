@@ -68,9 +68,8 @@ class Tally:
 
 def add_mismatch(tally: Tally, trainer_BT: Tensor, behavior_BT: Tensor, mask_BT: Tensor, num_tokens: float) -> None:
     """Add how far the trainer's log-probabilities are from those that the tokens were sampled under: with `d = trainer
-    - behavior`, the means over the batch's `num_tokens` tokens of |d| and of `exp(d) - 1 - d` (k3 of KL(behavior ||
-    trainer), Schulman 2020), and max |d|.
-    """
+    - behavior`, the means over the `num_tokens` tokens of the step's first minibatch, before any update of it, of |d|
+    and of `exp(d) - 1 - d` (k3 of KL(behavior || trainer), Schulman 2020), and max |d|."""
     difference_N = trainer_BT.detach()[mask_BT] - behavior_BT[mask_BT]
     if difference_N.numel() == 0:
         return
