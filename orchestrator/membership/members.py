@@ -183,7 +183,7 @@ class Membership:
     async def _leave(self, role: str, name: str, drain_s: float) -> None:
         began, place = time.monotonic(), self._fleet.capacity.place_of(name)
         self._supervisor.let_go(name)
-        if (handle := self._fleet.actors.get(name)) is not None:  # else it was lost, and has nothing to finish
+        if (handle := self._fleet.handle_of(name)) is not None:  # else it was lost, and has nothing to finish
             await drain([(name, handle)], drain_s)
         async with self.staying:
             if not self._is_planned(name):  # its node has left meanwhile

@@ -111,7 +111,7 @@ class Supervisor:
 
     async def _run(self, name: str) -> None:
         """Run a member's pull loop. It ends when the store closes or the member was asked to leave, and not before."""
-        if (handle := self._fleet.actors.get(name)) is None:
+        if (handle := self._fleet.handle_of(name)) is None:
             raise WorkerDied(f"{name} was gone before it served.")
         try:
             await handle.run.remote(self._fleet.store)

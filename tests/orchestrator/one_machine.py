@@ -36,6 +36,9 @@ class OneMachine:
     def actors(self) -> dict[str, Any]:
         return {name: handle for role in ROLES for name, handle in self._role(role)}
 
+    def handle_of(self, name: str) -> Any:
+        return self.actors.get(name)
+
     async def places(self, directory: str) -> dict[str, str]:
         return {name: directory for name, _ in self._role("trainer")}
 

@@ -257,6 +257,9 @@ class ScriptedFleet(OneMachine):
     def actors(self) -> dict[str, Any]:
         return self._handles
 
+    def handle_of(self, name: str) -> Any:
+        return self._handles.get(name)
+
     @property
     def watched(self) -> list[tuple[str, str, Any]]:
         return [(self._makers[name][0], name, handle) for name, handle in self._handles.items()]

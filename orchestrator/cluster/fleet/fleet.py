@@ -154,7 +154,7 @@ class Fleet(MemberTable):
         self.agents.facts(timeout_s)
         calls: list[tuple[str, Any]] = []
         for team in self.teams():
-            members, address = [(name, self.actors[name]) for name in team], None
+            members, address = [(name, self.handle_of(name)) for name in team], None
             if len(team) > 1:
                 (address,) = get_all([_address(members)], phase="start", timeout_s=timeout_s)
             calls += self._starts(members, address)
@@ -264,7 +264,7 @@ class Fleet(MemberTable):
     def watched(self) -> list[tuple[str, str, Any]]:
         """Role, name and handle of every actor that is there: members, agents and the store."""
         found = [("agent", name, handle) for name, handle in self.agents.members.values()]
-        found += [(actor.role, actor.name, self.actors[actor.name]) for actor in self.plan if actor.name in self.actors]
+        found += [(self.plan_of(name).role, name, handle) for name, handle in self.actors.items()]
         return found + ([("store", STORE, self.store)] if self.store is not None else [])
 
     @property

@@ -43,6 +43,11 @@ class Member:
     has_left: bool = False
     """True once the member is no part of the plan any more. Its name does not come again."""
 
+    @property
+    def handles(self) -> list[Any]:
+        """Its actors, the one that starts, too."""
+        return [handle for handle in (self.handle, self.starting) if handle is not None]
+
 
 class MemberTable:
     """Members by name.
@@ -65,6 +70,11 @@ class MemberTable:
     def actors(self) -> dict[str, Any]:
         """Handles of the actors that serve, by name."""
         return {member.plan.name: member.handle for member in self._present() if member.handle is not None}
+
+    def handle_of(self, name: str) -> Any:
+        """The handle of the actor that serves as a member; None: none does."""
+        member = self._members.get(name)
+        return member.handle if member is not None else None
 
     @property
     def names_made(self) -> list[str]:
@@ -118,9 +128,8 @@ class MemberTable:
         """End actors that are dead, or of no use. Their callers hear that they are gone."""
         for name in names:
             if (member := self._members.get(name)) is not None:
-                for handle in (member.handle, member.starting):
-                    if handle is not None:
-                        self.owner.end(handle)
+                for handle in member.handles:
+                    self.owner.end(handle)
 
     def remove(self, names: Collection[str]) -> None:
         """End actors, and take them out of their role."""
@@ -137,12 +146,7 @@ class MemberTable:
 
     def all_handles(self) -> list[Any]:
         """Handles of all actors, those that start too."""
-        return [
-            handle
-            for member in self._members.values()
-            for handle in (member.handle, member.starting)
-            if handle is not None
-        ]
+        return [handle for member in self._members.values() for handle in member.handles]
 
     def clear(self) -> None:
         """Forget all actors: they have ended, or are another process's."""

@@ -139,8 +139,9 @@ class StageView:
 def stages_of(flow: Dataflow, fleet: Fleet) -> list[StageView]:
     """Views of the stages, the source first, the train stage last."""
     serving: dict[str, list[str]] = {}
+    there = fleet.actors
     for actor in fleet.plan:
-        if actor.stage is not None and actor.name in fleet.actors:
+        if actor.stage is not None and actor.name in there:
             serving.setdefault(actor.stage, []).append(actor.name)
     return views_of(flow, serving)
 

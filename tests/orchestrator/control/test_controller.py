@@ -115,6 +115,7 @@ class Play:
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
             places=files.places, collect=files.collect, discard=files.discard, config=self.config, owner=ThisProcess(),
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove, kill=files.kill,
+            handle_of=files.handle_of,
             roll_call=files.roll_call,
             relay_nodes=on_one_node(), state_nodes=StateNodes({}, {}, {}), stacks_root="", watched=[],
             capacity=SimpleNamespace(nodes=[]), plan=[], machines=[],
