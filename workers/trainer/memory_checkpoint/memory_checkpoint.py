@@ -4,7 +4,8 @@ by the ranks that come after its death. Called on all ranks alike.
     save(12):  begin a slot ─▶ bytes, summed while they are in the cache, by torch's number of threads ─▶ seal
 
 One copy of the bytes at the speed of memory: slots are mapped once, and their pages written again and again. A failure
-here never ends a run. Where there is no room, on any rank, none of them makes copies, and that is told once.
+here never ends a run. Where there is no room, on any rank, none of them makes copies, and that is told once. Where the
+files vanish, the node's agent is gone, which removes them: the step has failed, as one whose node is lost.
 """
 
 import uuid
@@ -14,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from penstock.conf.errors import DataflowError
+from penstock.conf.errors import DataflowError, PartnerGone
 from penstock.workers.trainer.memory_checkpoint.rank_copy import parts_of, restore, runs_of
 from penstock.workers.trainer.memory_checkpoint.slots import BLOCK_BYTES, Block, Header, Slots, reserve_slots
 from penstock.workers.trainer.ranks import phase
@@ -48,7 +49,7 @@ class MemoryCheckpoint:
     def save(self, step: int) -> str | None:
         """Copy the state after step `step`: when this returns, the copy is there, and so are those of the ranks that
         have the same rows, one of which completes them for all. None: it is there; else why there are no copies from
-        now on, told once. Collective the first time."""
+        now on, told once. Collective the first time. Raises `PartnerGone` where the node's agent is gone."""
         problem = None if self._is_off else self._save(step)
         if self._ranks.num_peers > 1:
             with phase(f"copy of the state after step {step}", self._ranks):
@@ -87,6 +88,11 @@ class MemoryCheckpoint:
             problem = self._begin(pieces) if self._lineage is None else None
             if problem is None:
                 self._copy(step, pieces, carried)
+        except FileNotFoundError as error:
+            raise PartnerGone(
+                f"the agent of the node of rank {self._ranks.rank} has ended, and the directory of the run there with "
+                f"it, before the rank had copied its state: {error}"
+            ) from error
         except OSError as error:
             problem = (
                 f"{self.slots.directory}: the state of rank {self._ranks.rank} could not be kept there ({error}). If a "
@@ -100,6 +106,8 @@ class MemoryCheckpoint:
         """Reserve room, and agree on a lineage that all ranks share. Collective: where one rank cannot, none does."""
         try:
             problem = reserve_slots(self.slots, _num_bytes(pieces), self._leave_bytes)
+        except FileNotFoundError:
+            raise
         except OSError as error:
             problem = f"{self.slots.directory} cannot be made: {error}. faults.keep_state=false does without copies."
         problems, lineages = zip(*self._ranks.gather_ranks((problem, uuid.uuid4().hex)), strict=True)

@@ -2,6 +2,7 @@
 rank, in one process; of two, one of which is killed: `several_ranks/test_ranks_killed.py`."""
 
 import errno
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
-from penstock.conf.errors import MemoryCheckpointError
+from penstock.conf.errors import MemoryCheckpointError, PartnerGone
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.workers.trainer.memory_checkpoint import memory_checkpoint
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
@@ -219,13 +220,20 @@ def test_without_room_it_is_told_once_and_the_rank_goes_on(
     rank.update(1)
 
 
-def test_where_the_runs_directory_is_gone_none_is_made(make_rank: Callable[..., Rank], tmp_path: Path) -> None:
-    """Nobody would remove a new one."""
-    rank = make_rank(tmp_path / "gone" / "policy")
-    problem = rank.checkpoint.save(1)
-    assert problem is not None
-    assert "cannot be made" in problem
-    assert not (tmp_path / "gone").exists()
+@pytest.mark.parametrize("num_copies", [0, 1])
+def test_where_the_runs_directory_is_gone_its_agent_is_and_the_step_fails(
+    make_rank: Callable[..., Rank], tmp_path: Path, num_copies: int
+) -> None:
+    """A step that counted as made without its copies would be lost with the node. Nobody would remove a new directory."""
+    root = tmp_path / "states" / "policy"
+    root.parent.mkdir()
+    rank = make_rank(root)
+    for step in range(1, 1 + num_copies):
+        assert rank.checkpoint.save(step) is None
+    shutil.rmtree(root.parent)
+    with pytest.raises(PartnerGone, match=r"the agent of the node of rank 0 has ended.*/states/policy"):
+        rank.checkpoint.save(1 + num_copies)
+    assert not root.parent.exists()
 
 
 def test_a_copy_that_fails_later_ends_the_copies_and_nothing_else(
