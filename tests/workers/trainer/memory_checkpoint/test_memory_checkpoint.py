@@ -224,7 +224,7 @@ def test_without_room_it_is_told_once_and_the_rank_goes_on(
 def test_where_the_runs_directory_is_gone_its_agent_is_and_the_step_fails(
     make_rank: Callable[..., Rank], tmp_path: Path, num_copies: int
 ) -> None:
-    """A step that counted as made without its copies would be lost with the node. Nobody would remove a new directory."""
+    """A step that counted as made without its copies would be lost with the node. Nobody would remove new files."""
     root = tmp_path / "states" / "policy"
     root.parent.mkdir()
     rank = make_rank(root)
