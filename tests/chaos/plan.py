@@ -1,5 +1,6 @@
 """Faults of a run and their moments, drawn from a seed."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -9,6 +10,10 @@ KILL, STOP, CUT, POWER = "kill", "stop", "cut", "power"
 that is gone without a word."""
 COMMAND = "the command"
 """`penstock run` itself, as a target."""
+SEEDS = range(
+    first := int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")), first + int(os.environ.get("PENSTOCK_CHAOS", "1"))
+)
+"""Seeds of the runs of each file."""
 CUT_S = 5.0
 LONGEST_DELAY_S = 0.6
 

@@ -2,7 +2,6 @@
 happened, bit for bit, and keep their promises. `make chaos` draws many."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,12 +11,11 @@ from tests.chaos.bed import OneMachine
 from tests.chaos.checker import Promises, answers_of, broken
 from tests.chaos.disturbance import Disturbed
 from tests.chaos.outcome import note
-from tests.chaos.plan import COMMAND, KILL, STOP, Target, draw
+from tests.chaos.plan import COMMAND, KILL, SEEDS, STOP, Target, draw
 from tests.model_files import load_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-SEEDS = range(int(os.environ.get("PENSTOCK_CHAOS", "1")))
 STEPS = 36
 HEARTBEAT_S, START_S = 10.0, 40.0
 NOTICED_S = {KILL: 30.0, STOP: HEARTBEAT_S + 30.0}

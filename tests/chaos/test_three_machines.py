@@ -1,7 +1,6 @@
 """Runs over three machines whose clocks are an hour apart, whose cables come out, and of which one loses its power,
 while members die and hang at random moments: they end with the bits of a run on one machine. `make chaos` has more."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from tests.chaos.bed import Machines
 from tests.chaos.checker import Promises, answers_of, broken
 from tests.chaos.disturbance import Disturbed, Done
 from tests.chaos.outcome import note
-from tests.chaos.plan import COMMAND, CUT, KILL, POWER, STOP, Fault, Target, draw
+from tests.chaos.plan import COMMAND, CUT, KILL, POWER, SEEDS, STOP, Fault, Target, draw
 from tests.machines.cluster import Cluster, machines
 from tests.model_files import load_model
 from tests.run_files import events_of
@@ -20,7 +19,6 @@ from tests.warm_workers import CLOCK_AHEAD_S
 
 pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
 
-SEEDS = range(int(os.environ.get("PENSTOCK_CHAOS", "1")))
 QUICK_STEPS, STEPS = 4, 32
 LAST_STEP = 24
 """Nothing happens after it, so that the run needs what it has lost once more."""
