@@ -22,16 +22,16 @@ VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 @dataclass
 class WeightsConfig:
     transport: str = "auto"
-    """Transport of the weights: auto, or one of:
+    """Transport of the weights: auto, which is shm, or one of:
     shm: a file in the node's shared memory, written by all ranks at once and mapped by every engine; between nodes it
-    goes from one to the next in chunks. Without GPUs the only way, and with them the one that works for every engine
-    and every placement.
+    goes from one to the next in chunks. It works for every engine and every placement, with and without GPUs, and
+    engines and ranks may die, join and leave while it goes on.
     ipc: handles to GPU memory that trainer and engine share, where both run on the same GPU.
     nccl: broadcast from rank 0 to engines on GPUs of their own, also on other nodes.
     nccl_m2n: each FSDP2 rank's shard straight to where an engine wants it, without a whole tensor anywhere; needs
-    NVIDIA's `nccl-extensions` and NCCL 2.30.5, which vLLM does not bring, so it is never chosen by itself.
-    auto takes ipc where trainer ranks and vLLM engines share GPUs, nccl where each has its own, and shm otherwise, as
-    well as for trainer.lora.publish=adapter."""
+    NVIDIA's `nccl-extensions` and NCCL 2.30.5, which vLLM does not bring.
+    With the last three engines and ranks meet at the start, so the death of one is a return to the checkpoint: take
+    them by name, where shared memory is short or the time of a weight sync counts for more."""
     bucket_mib: int = 256
     """Bytes that ipc and nccl gather and have under way at a time, in MiB; at least the largest tensor. Larger buckets
     mean fewer calls and more GPU memory beside the weights: once it for ipc, up to four times for nccl."""
@@ -60,11 +60,9 @@ def choose_transport(config: Ends) -> str:
     if config.trainer.lora.publishes_adapter:
         _check_adapter(wanted, config)
         return "shm"
-    if wanted == "auto":
-        return _natural(config)
     if wanted in STREAMS:
         _check_stream(wanted, config)
-    return wanted
+    return "shm" if wanted == "auto" else wanted
 
 
 def takes_newcomers(config: Ends) -> bool:
@@ -92,15 +90,6 @@ def _check_adapter(wanted: str, config: Ends) -> None:
             f"trainer.lora.rank={rank}: vLLM serves adapters of rank {largest} at most. Lower it, or set "
             "trainer.lora.publish=merged."
         )
-
-
-def _natural(config: Ends) -> str:
-    on_gpus = config.trainer.num_gpus_per_rank > 0 and config.rollout.num_gpus_per_worker > 0
-    if not on_gpus or config.rollout.engine != "vllm" or config.rollout.follows_cluster:
-        return "shm"
-    if not shares_gpus(config):
-        return "nccl"
-    return "ipc" if _every_engine_has_a_rank(config) else "shm"
 
 
 def _every_engine_has_a_rank(config: Ends) -> bool:

@@ -19,7 +19,7 @@ from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.reward import ENVIRONMENT_REWARD, JUDGE, has_own_judge
 from penstock.conf.run import RunConfig, WarmStartConfig
-from penstock.conf.weights import choose_transport, shares_gpus
+from penstock.conf.weights import choose_transport
 from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
@@ -148,8 +148,6 @@ def _weights(config: RunConfig) -> str:
     transport = choose_transport(config)
     if config.weights.transport != "auto":
         return f"{transport}, as asked for"
-    if transport != "shm":
-        return f"{transport}: ranks and engines {'share' if shares_gpus(config) else 'each have'} GPUs"
     what = "adapters alone, " if config.trainer.lora.publishes_adapter else ""
     return f"shm: {what}through shared memory, and from node to node by their agents"
 

@@ -9,7 +9,15 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import ENGINES, RolloutConfig
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.trainer import LoraConfig, TrainerConfig
-from penstock.conf.weights import STREAMS, TRANSPORTS, VLLM_LORA_RANKS, WeightsConfig, choose_transport, shares_gpus
+from penstock.conf.weights import (
+    STREAMS,
+    TRANSPORTS,
+    VLLM_LORA_RANKS,
+    WeightsConfig,
+    choose_transport,
+    shares_gpus,
+    takes_newcomers,
+)
 
 
 def run(transport="auto", trainer_gpus=0.0, engine_gpus=0.0, ranks=1, lora=None, **rollout):
@@ -25,30 +33,27 @@ ALONE = LoraConfig(rank=8, publish="adapter")
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    "config",
     [
-        (run(), "shm"),
-        (run(trainer_gpus=1), "shm"),
-        (run(trainer_gpus=1, engine_gpus=1, num_workers="auto"), "shm"),  # engines that come later cannot meet ranks
-        (run(engine_gpus=1), "shm"),
-        (run(trainer_gpus=1, engine_gpus=1), "nccl"),
-        (run(trainer_gpus=0.5, engine_gpus=0.5), "ipc"),
-        (run(trainer_gpus=0.6, engine_gpus=0.5), "nccl"),  # together more than one
-        (run(trainer_gpus=0.5, engine_gpus=0.5, num_workers=2, ranks=2), "ipc"),
-        (run(trainer_gpus=0.5, engine_gpus=0.5, num_workers=2), "shm"),  # an engine without a rank on its GPU
-        (run(trainer_gpus=0.5, engine_gpus=0.5, tensor_parallel_size=2, ranks=2), "shm"),
-        (run(trainer_gpus=1, engine_gpus=1, tensor_parallel_size=2), "nccl"),
-        (run(trainer_gpus=1, engine_gpus=1, engine="hf"), "shm"),
-        (run(engine="scripted"), "shm"),
-        (run(lora=ALONE), "shm"),
-        (run(trainer_gpus=1, engine_gpus=1, lora=ALONE), "shm"),
-        (run(trainer_gpus=0.5, engine_gpus=0.5, lora=ALONE), "shm"),
-        (run("shm", lora=ALONE), "shm"),
-        (run(trainer_gpus=1, engine_gpus=1, lora=LoraConfig(rank=8)), "nccl"),
+        run(),
+        run(trainer_gpus=1, engine_gpus=1),
+        run(trainer_gpus=1, engine_gpus=1, num_workers="auto"),
+        run(trainer_gpus=0.5, engine_gpus=0.5),
+        run(trainer_gpus=1, engine_gpus=1, tensor_parallel_size=2),
+        run(trainer_gpus=1, engine_gpus=1, engine="hf"),
+        run(trainer_gpus=1, engine_gpus=1, lora=LoraConfig(rank=8)),
+        run(trainer_gpus=1, engine_gpus=1, lora=ALONE),
+        run("shm", lora=ALONE),
     ],
 )
-def test_auto_takes_what_fits_the_placement(config, expected):
-    assert choose_transport(config) == expected
+def test_auto_is_shared_memory_with_gpus_too_so_members_may_come_and_go(config):
+    assert choose_transport(config) == "shm"
+    assert takes_newcomers(config)
+
+
+@pytest.mark.parametrize(("transport", "gpus"), [("ipc", 0.5), ("nccl", 1), ("nccl_m2n", 1)])
+def test_what_is_streamed_is_asked_for_by_name_and_takes_no_newcomers(transport, gpus):
+    assert not takes_newcomers(run(transport, gpus, gpus))
 
 
 @pytest.mark.parametrize(
@@ -116,13 +121,16 @@ def test_an_unknown_transport_and_an_empty_bucket_are_refused():
     st.integers(1, 3),
     st.integers(1, 2),
     st.sampled_from(ENGINES),
+    st.sampled_from(TRANSPORTS),
 )
-def test_what_auto_takes_may_be_asked_for_by_name(trainer_gpus, engine_gpus, ranks, workers, parallel, engine):
+def test_what_is_taken_suits_the_gpus(trainer_gpus, engine_gpus, ranks, workers, parallel, engine, name):
     sizes = {"num_workers": workers, "tensor_parallel_size": parallel, "engine": engine}
-    chosen = choose_transport(run("auto", trainer_gpus, engine_gpus, ranks, **sizes))
-    config = run(chosen, trainer_gpus, engine_gpus, ranks, **sizes)
-    assert choose_transport(config) == chosen
-    assert chosen in TRANSPORTS
-    if chosen in STREAMS:
+    config = run(name, trainer_gpus, engine_gpus, ranks, **sizes)
+    try:
+        assert choose_transport(config) == name
+    except ConfigError:
+        assert name in STREAMS
+        return
+    if name in STREAMS:
         assert min(trainer_gpus, engine_gpus) > 0
-        assert (chosen == "ipc") == shares_gpus(config)
+        assert (name == "ipc") == shares_gpus(config)

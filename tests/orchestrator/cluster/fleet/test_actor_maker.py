@@ -37,7 +37,7 @@ class Anywhere:
     [
         ([], True),
         (["faults.keep_state=false"], False),
-        ([*GPUS, "weights.transport=shm"], True),
+        (GPUS, True),
         ([*GPUS, "weights.transport=nccl"], False),
         (["placement=colocated", "max_staleness=0"], False),
         (["algorithm=sft", "evaluation.every_steps=0"], True),

@@ -32,6 +32,7 @@ def test_rank_i_shares_with_engine_i_and_scorers_with_nobody():
 
 def test_engines_that_get_weights_in_gpu_memory_share_a_gpu_with_their_rank():
     config = colocated(placement="disaggregated")
+    config.weights.transport = "ipc"
     config.trainer.num_ranks = config.rollout.num_workers = 2
     assert [[actor.name for actor in actors] for actors in plan_sharing(PLAN[:-1], config)] == [
         ["Rollout-0", "Trainer-policy-0"],
