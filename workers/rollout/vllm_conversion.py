@@ -26,7 +26,7 @@ CPU_BATCHED_TOKENS = 4096
 CPU_BLOCK_TOKENS = 32
 """Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
 
-WORKER_THREADS = "penstock.workers.rollout.vllm_threads.WorkerThreads"
+WORKER_THREADS = "penstock.workers.rollout.vllm_extensions.WorkerThreads"
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:

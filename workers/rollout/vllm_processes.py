@@ -71,7 +71,7 @@ class VllmProcesses:
         """The factories of stat loggers; vLLM gathers its statistics only where there is one."""
         if self._meters is None:
             return []
-        from penstock.workers.rollout.vllm_stats import VllmStats
+        from penstock.workers.rollout.vllm_extensions import VllmStats
 
         self._stats = VllmStats(self._meters)
         return [self._stats.logger]

@@ -277,7 +277,7 @@ def test_a_response_has_the_structure_that_was_asked_for(tmp_path: Path) -> None
 def test_what_vllm_says_of_a_step_is_noted() -> None:
     from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
-    from penstock.workers.rollout.vllm_stats import VllmStats
+    from penstock.workers.rollout.vllm_extensions import VllmStats
 
     meters = Meters()
     stats = VllmStats(meters)

@@ -27,6 +27,7 @@ import torch
 from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError, WeightError
 from penstock.workers.weights.streaming.weight_stream import WeightStream
 from penstock.workers.weights.transport import Delivery, Engines, Info, Part, StreamedVersion
+from penstock.workers.weights.vllm.plugin import PICKLED
 
 
 @dataclass(frozen=True)
@@ -218,12 +219,11 @@ def _vllm_trainer_init() -> Callable[..., Any]:
 
 
 def portable(info: Info) -> Info:
-    """The info in a form that reaches vLLM's engine process: handles of GPU memory contain classes (`vllm/ipc.py`)."""
+    """The info in a form that reaches vLLM's engine process: handles of GPU memory contain classes
+    (`vllm/backends.py`)."""
     handles = info.get("ipc_handles")
     if handles is None:
         return info
-    from penstock.workers.weights.vllm.ipc import PICKLED
-
     return {key: value for key, value in info.items() if key != "ipc_handles"} | {PICKLED: pickle.dumps(handles)}
 
 

@@ -8,9 +8,11 @@ when an engine asks for it by name.
 BACKEND = "penstock_shm"
 IPC_BACKEND = "penstock_ipc"
 CLASSES = {
-    BACKEND: ("penstock.workers.weights.vllm.shm", "ShmTransferEngine"),
-    IPC_BACKEND: ("penstock.workers.weights.vllm.ipc", "PickledIpcEngine"),
+    BACKEND: ("penstock.workers.weights.vllm.backends", "ShmTransferEngine"),
+    IPC_BACKEND: ("penstock.workers.weights.vllm.backends", "PickledIpcEngine"),
 }
+PICKLED = "pickled_ipc_handles"
+"""Field of an update for `IPC_BACKEND`: the handles, pickled."""
 
 
 def register() -> None:

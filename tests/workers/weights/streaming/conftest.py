@@ -83,7 +83,7 @@ def worker(name: str, model: Model) -> Any:
     """The worker that loads into the model: vLLM's where the transport is."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from penstock.workers.weights.vllm.ipc import PickledIpcEngine
+    from penstock.workers.weights.vllm.backends import PickledIpcEngine
 
     if name == "shm":
         return ShmWorker(model)

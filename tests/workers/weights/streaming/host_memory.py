@@ -99,7 +99,7 @@ class Model(torch.nn.Module):
 
 
 class ShmWorker:
-    """`vllm/shm.ShmTransferEngine` without vLLM's layerwise reload, which wants a model of vLLM's."""
+    """`vllm/backends.ShmTransferEngine` without vLLM's layerwise reload, which wants a model of vLLM's."""
 
     def __init__(self, model: Model) -> None:
         self.model = model

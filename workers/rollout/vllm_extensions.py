@@ -1,11 +1,16 @@
-"""The statistics of vLLM after each of its steps, noted in `Meters`: its queue, its KV cache, its prefix cache.
+"""Extensions of vLLM, by its own interfaces: what an engine notes after each step, and a call that its worker processes
+answer. Imports vLLM, and so is imported late.
 
-`engine_vllm.py` hands `VllmStats.logger` to `AsyncLLM` as one of its `stat_loggers`. Imports vLLM, and so is imported
-late.
+    VllmStats       `stat_loggers` of `AsyncLLM`: its queue, its KV cache, its prefix cache, noted in `Meters`
+    WorkerThreads   `worker_extension_cls`: how many threads compute in a worker process
+
+vLLM's CPU worker takes `torch.set_num_threads` away from its process once it binds threads. It imports this module
+before, and Penstock's engines bind none.
 """
 
 from typing import Any
 
+from torch import set_num_threads
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from penstock.metering import table
@@ -47,3 +52,11 @@ class _Logger(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Do nothing: there is nothing to note of the engine's settings."""
+
+
+class WorkerThreads:
+    """The extension of vLLM's worker."""
+
+    def use_threads(self, num_threads: int) -> None:
+        """Compute with this number of threads from the next decode step on."""
+        set_num_threads(num_threads)

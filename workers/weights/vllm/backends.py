@@ -1,12 +1,20 @@
-"""Loads a publication into a running vLLM engine: the worker's side of `RolloutEngine.load`.
+"""Weight-transfer backends of vLLM: how its worker processes take weights, the receiving side of `RolloutEngine.load`.
+vLLM makes one of them in each worker process (one a tensor-parallel rank).
 
-vLLM creates one `ShmTransferEngine` in each of its worker processes (one a tensor-parallel rank). While it generates
-on, `init_transfer_engine` has the file mapped and its page tables filled; once generation is paused,
-`start_weight_update`, `update_weights` and `finish_weight_update` load it. Each worker maps the same file; vLLM's own
-loaders take the slice that its rank holds. Either the caller has checked the checksums and holds a lock on the file
-until all is loaded, or they are checked here before the model is changed.
+`ShmTransferEngine` loads a publication. While the engine generates on, `init_transfer_engine` has the file mapped and
+its page tables filled; once generation is paused, `start_weight_update`, `update_weights` and `finish_weight_update`
+load it. Each worker maps the same file; vLLM's own loaders take the slice that its rank holds. Either the caller has
+checked the checksums and holds a lock on the file until all is loaded, or they are checked here before the model is
+changed.
+
+`PickledIpcEngine` is vLLM's own `ipc`, which gets handles in a form that reaches its process. Handles of GPU memory
+contain classes. vLLM passes such things to its engine process only with `VLLM_ALLOW_INSECURE_SERIALIZATION=1`, which
+makes it unpickle data from any source, and which both processes must have for as long as they live. So the trainer
+pickles the handles (`streaming/senders.py`) and they are unpickled here, in the worker that opens them: one field, from
+the run's own trainer, and nothing else.
 """
 
+import pickle
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -14,6 +22,7 @@ from typing import Any, cast
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -21,6 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.vllm.plugin import PICKLED
 
 
 @dataclass(kw_only=True)
@@ -110,6 +120,17 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def shutdown(self) -> None:
         pass
+
+
+class PickledIpcEngine(IPCWeightTransferEngine):
+    """Backend `penstock_ipc`. Only the form of the handles differs from vLLM's."""
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
+        """Parse the info, with pickled handles too. Raises `ValueError` as vLLM's does."""
+        others = {key: value for key, value in update_dict.items() if key != PICKLED}
+        if PICKLED in update_dict:
+            others["ipc_handles"] = pickle.loads(update_dict[PICKLED])
+        return super().parse_update_info(others)
 
 
 def packed_embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 pytestmark = [pytest.mark.vllm]
-shm = pytest.importorskip("penstock.workers.weights.vllm.shm", reason="vLLM is not installed")
+backends = pytest.importorskip("penstock.workers.weights.vllm.backends", reason="vLLM is not installed")
 
 
 def model() -> nn.ModuleDict:
@@ -16,15 +16,15 @@ def model() -> nn.ModuleDict:
 
 def test_a_model_of_which_nothing_is_left_out_is_one_part() -> None:
     whole = model()
-    assert list(shm.parts_without(whole, [])) == [whole]
+    assert list(backends.parts_without(whole, [])) == [whole]
 
 
 def test_parts_have_every_layer_but_those_left_out_once() -> None:
     whole = model()
     left_out = [whole["model"]["embed"], whole["head"]]
-    parts = list(shm.parts_without(whole, left_out))
+    parts = list(backends.parts_without(whole, left_out))
     assert parts == [whole["model"]["layers"]]
 
 
 def test_an_embedding_that_nothing_is_packed_for_is_loaded_like_any_layer() -> None:
-    assert shm.packed_embeddings(model()) == []
+    assert backends.packed_embeddings(model()) == []
