@@ -65,9 +65,16 @@ def choose_transport(config: Ends) -> str:
     return "shm" if wanted == "auto" else wanted
 
 
+def replaces_members(config: Ends) -> bool:
+    """Return whether engines and ranks can be replaced while the run goes on: they have not met at the start, as where
+    weights are streamed."""
+    return choose_transport(config) not in STREAMS
+
+
 def takes_newcomers(config: Ends) -> bool:
-    """Return whether engines and ranks may come and go: they have not met each other at the start."""
-    return config.placement != "colocated" and choose_transport(config) not in STREAMS
+    """Return whether there may be more of them and fewer, and another command may go on with them: none has the device
+    of another."""
+    return config.placement != "colocated" and replaces_members(config)
 
 
 def shares_gpus(config: Ends) -> bool:

@@ -28,6 +28,7 @@ from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
+from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.checkpointing.model_export import export_model
 from penstock.orchestrator.cluster.cluster import Cluster, check_placement, namespace_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
@@ -295,7 +296,9 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
                 Policy(fleet, config, weights),
                 Prompts(open_source(config, model_path)),
                 Reward(fleet, config),
-                Workers(ScalableRole("rollout", fleet, config, catch_up.get("rollout"))),
+                Workers(
+                    ScalableRole("rollout", fleet, config, catch_up.get("rollout") if takes_newcomers(config) else None)
+                ),
                 Workers(ScalableRole("reward", fleet, config, catch_up["reward"])),
                 Model(ranks, config) if ranks else None,
                 sinks,

@@ -5,7 +5,7 @@ whether a new process can help.
 import asyncio
 import concurrent.futures
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -111,6 +111,16 @@ async def outcomes(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, t
     finally:
         for task in tasks:
             task.cancel()
+
+
+def failed(results: Mapping[str, Any]) -> list[str]:
+    """Names of the actors whose call failed, of `outcomes` by name: others can take their places. Raises an error that
+    another actor would have, too."""
+    errors = {name: result for name, result in results.items() if isinstance(result, Exception)}
+    for error in errors.values():
+        if not is_recoverable(error):
+            raise error
+    return list(errors)
 
 
 def _outcome(task: "asyncio.Future[Any]", name: str, phase: str, timeout_s: float) -> Any:

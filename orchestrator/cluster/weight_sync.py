@@ -9,7 +9,7 @@ What the two sides do is in `workers/weights/`; here are the order of the calls,
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from typing import Any, cast
 
 from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError, WorkerDied
@@ -18,7 +18,7 @@ from penstock.conf.weights import STREAMS, SYNC_PHASES, choose_transport
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.member_table import LOOK_S
 from penstock.orchestrator.cluster.nodes.weight_relays import WeightRelays
-from penstock.orchestrator.cluster.ray_calls import Handles, answers, is_recoverable, outcomes
+from penstock.orchestrator.cluster.ray_calls import Handles, answers, failed, outcomes
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.streaming.engine_calls import ActorEngines
 from penstock.workers.weights.transport import Delivery
@@ -97,7 +97,7 @@ class WeightSync:
                 for name, handle in self._engines
             ]
             results = await outcomes(calls, phase=phase, timeout_s=SYNC_PHASES * self._timeout_s)
-            self._end_failed(dict(zip([name for name, _ in calls], results, strict=True)))
+            self._fleet.remove(failed(dict(zip([name for name, _ in calls], results, strict=True))))
             await self._between_nodes.reclaim()
         return time.time() - start
 
@@ -131,16 +131,6 @@ class WeightSync:
                 names = ", ".join(name for name, _ in members)
                 raise DeadlineExceeded(f"no version of the weights came to the node of {names} within {longest_s:g} s.")
             await asyncio.sleep(LOOK_S)
-
-    def _end_failed(self, failed: Mapping[str, Any]) -> None:
-        """Remove the engines whose call failed. `failed`: the outcome of each call, by name. Raises an error that
-        another engine would have, too."""
-        errors = {name: result for name, result in failed.items() if isinstance(result, Exception)}
-        for error in errors.values():
-            if not is_recoverable(error):
-                raise error
-        if errors:
-            self._fleet.remove(errors)
 
     @property
     def _trainers(self) -> Handles:

@@ -94,7 +94,7 @@ class Controller:
         self._taken = taken
         self._handover = handover if handover is not None else Handover(ThisProcess(), lambda owner: b"")
         self._weights = WeightSync(fleet, config)
-        self._turns = DeviceTurns(fleet.role, self.store, config)
+        self._turns = DeviceTurns(fleet, self.store, config)
         self._saving = CheckpointWriter(context)
         self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
         faults = config.faults
@@ -103,7 +103,9 @@ class Controller:
         self._journal = StepJournal(fleet.owner, self._before, unwritten)
         self._stores = StoreRecovery(context, self._restarts, self._journal)
         self._watch = Watch(fleet, config, self.directory)
-        self._supervisor = Supervisor(context, self._restarts, self._stores, self._watch.tokens_in_flight)
+        self._supervisor = Supervisor(
+            context, self._restarts, self._stores, self._watch.tokens_in_flight, self._turns.of
+        )
         catch_up = catching_up(config, self._weights)
         self._members = Membership(context, self._restarts, self._stores, self._supervisor, catch_up, wanted)
         connect = self._weights.connect if "rollout" in catch_up or not self._weights.has_engines else None
@@ -230,9 +232,9 @@ class Controller:
         lost before all ranks have made it, they take the step again."""
         while True:
             self.progress.phase(f"step {step}")
-            await self._turns.training(step)
             incarnation = self._ranks.incarnation
             try:
+                await self._turns.training(step)
                 reports = await self._update(step)
                 copied_s = await self._states.copy(step)
             except PenstockError as failure:

@@ -59,6 +59,7 @@ class Versions:
         await self._turns.generation()
         start, self._on_its_way = time.time(), delivery
         while True:
+            await self._turns.generation()  # again after a restart of the ranks
             incarnation, delivery = self._ranks.incarnation, self._on_its_way
             try:
                 seconds = await self._weights.load(delivery)

@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.conf.errors import CannotScale, PenstockError
 from penstock.conf.run import RunConfig
-from penstock.conf.weights import takes_newcomers
+from penstock.conf.weights import replaces_members, takes_newcomers
 from penstock.orchestrator.cluster.failures import first_line, held_back
 from penstock.orchestrator.cluster.ray_calls import Handles, outcomes
 from penstock.orchestrator.cluster.weight_sync import WeightSync
@@ -219,7 +219,7 @@ class Membership:
         for role in ROLES:
             if not self._flow.of_kind(role):
                 found[role] = f"the dataflow of {self._config.algorithm.name} has no {role} stage."
-            elif role not in self._catch_up:
+            elif role == "rollout" and not takes_newcomers(self._config):
                 found[role] = MET_AT_START
         return found
 
@@ -274,11 +274,10 @@ async def drain(members: Handles, drain_s: float) -> None:
 
 def catching_up(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:
     """The calls by which actors that replace others or join catch up before they serve, by role. Roles that are not in
-    it cannot be replaced alone: engines that share their devices with trainers, or are sent weights by them, have met
-    these at the start."""
+    it cannot be replaced alone: engines that the trainers stream weights to have met these at the start."""
     catching: dict[str, CatchUp] = dict.fromkeys(
         ("prompts", "environment", "reward", "compute", "scorer"), nothing_to_catch_up
     )
-    if takes_newcomers(config) and config.placement != "colocated":
+    if replaces_members(config):
         catching["rollout"] = weights.catch_up
     return catching

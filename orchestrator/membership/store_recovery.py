@@ -36,7 +36,6 @@ class StoreRecovery:
         """Number of stores before this one."""
         self._fleet, self._store, self._restarts, self._journal = context.fleet, context.store, restarts, journal
         self._epoch = self._fleet.owner.epoch
-        self._can_replace = context.config.placement != "colocated"  # engines sleep while it would be brought back
         self._every_s = context.config.faults.store_snapshot_s
         """Seconds between snapshots; 0: none is taken, and another store begins with what the run began with."""
         self._timeout_s = context.config.rollout.start_timeout_s
@@ -67,9 +66,6 @@ class StoreRecovery:
                 return True
             if await self._is_there(failure):
                 return False
-            if not self._can_replace:
-                self._restarts.beyond_help(ROLE, STORE, failure)
-                raise failure
             await self._restarts.run(STORE, lambda: self._restarts.start_anew(ROLE, STORE, failure, self._start))
             return True
 

@@ -9,6 +9,7 @@ its last checkpoint, or ends.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 from penstock.conf.errors import PartnerGone, WorkerDied
@@ -32,12 +33,14 @@ class Supervisor:
         restarts: Restarts,
         stores: StoreRecovery,
         tokens_in_flight: Callable[[Sequence[str]], int] = lambda names: 0,
+        turn_of: Callable[[str], AbstractAsyncContextManager[None]] = lambda role: contextlib.nullcontext(),
     ) -> None:
-        """`tokens_in_flight`: the number that given members had under way."""
+        """`tokens_in_flight`: the number that given members had under way. `turn_of`: holds the turn in which a member
+        of a role can start, where devices are shared."""
         self._fleet, self._store = context.fleet, context.store
         self._directory, self._progress = context.directory, context.progress
         self._restarts, self._stores, self._tokens_in_flight = restarts, stores, tokens_in_flight
-        self._closing = False
+        self._turn_of, self._closing = turn_of, False
         self._leaving: set[str] = set()
 
     async def keep(self, role: str, team: Sequence[str], catch_up: CatchUp | None = None) -> None:
@@ -71,7 +74,8 @@ class Supervisor:
 
         async def start() -> None:
             self._fleet.remove(team)  # those of a start that has failed, too
-            await self._start(team, catch_up, title)
+            async with self._turn_of(role):
+                await self._start(team, catch_up, title)
 
         async def restart() -> None:
             tokens = self._tokens_in_flight(team)

@@ -1,7 +1,8 @@
 """Actors that note what they are asked, in the order of all: what the controller's parts say to whom, and when."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
@@ -11,10 +12,19 @@ from tests.orchestrator.one_node import on_one_node
 
 
 class NotingActors:
-    """Actors in place of a fleet's. `numbers`: how many each role has."""
+    """Actors in place of a fleet's. `numbers`: how many each role has. `answers`: what an actor's methods return, by
+    its name."""
 
-    def __init__(self, numbers: Mapping[str, int], weights_root: Path = Path()) -> None:
+    def __init__(
+        self,
+        numbers: Mapping[str, int],
+        weights_root: Path = Path(),
+        answers: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         self.calls: list[Call] = []
+        self.killed: list[str] = []
+        self.removed: list[str] = []
+        self._answers = answers or {}
         self.weights_root, self.owner = weights_root, ThisProcess()
         self.relay_nodes = on_one_node(self.handle("agent"))
         self._numbers = numbers
@@ -27,8 +37,15 @@ class NotingActors:
         return [f"{call.name} {call.method}" for call in self.calls]
 
     def handle(self, name: str) -> FakeHandle:
-        return FakeHandle(None, name, self.calls, publish=lambda root, version, epoch: Publication("v", version))
+        answers = {"publish": lambda root, version, epoch: Publication("v", version), **self._answers.get(name, {})}
+        return FakeHandle(None, name, self.calls, **answers)
 
     def role(self, role: str) -> list[tuple[str, FakeHandle]]:
         names = [f"{role}-{index}" for index in range(self._numbers[role])]
         return [(name, self.handle(name)) for name in names]
+
+    def kill(self, names: Iterable[str]) -> None:
+        self.killed += names
+
+    def remove(self, names: Iterable[str]) -> None:
+        self.removed += names

@@ -9,7 +9,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.reward import JUDGE, has_own_judge
 from penstock.conf.run import RunConfig
-from penstock.conf.weights import choose_transport, takes_newcomers
+from penstock.conf.weights import choose_transport, replaces_members
 from penstock.metering.ray_export import Origin
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
@@ -197,7 +197,7 @@ class ActorMaker:
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
         config, stage = self._config, self._flow.stage(str(actor.stage))
         assert stage.function is not None  # `Dataflow.check` has seen to it
-        are_replaced = takes_newcomers(config) or not any(other.role == "rollout" for other in self._table.plan)
+        are_replaced = replaces_members(config) or not any(other.role == "rollout" for other in self._table.plan)
         return TrainerSpec(
             model_path=self.local(actor.name, self._model_path),
             loss=stage.function,

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from penstock.conf.errors import ConfigError, DeadlineExceeded
+from penstock.conf.errors import ConfigError, DeadlineExceeded, WeightError, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.colocation import DeviceTurns
@@ -43,7 +43,7 @@ def turns(actors, config=None, **options):
     if config is None:
         config = RunConfig(placement="colocated")
         config.trainer.step_timeout_s = 0.05
-    return DeviceTurns(actors.role, Store(actors.calls, **options), config)
+    return DeviceTurns(actors, Store(actors.calls, **options), config)
 
 
 def test_engines_sleep_before_trainers_come_and_trainers_go_before_engines_wake():
@@ -51,6 +51,8 @@ def test_engines_sleep_before_trainers_come_and_trainers_go_before_engines_wake(
 
     async def body():
         both = turns(actors)
+        await both.generation()
+        actors.calls.clear()
         await both.training(1)
         await both.generation()
 
@@ -76,3 +78,102 @@ def test_with_devices_of_their_own_nobody_waits_for_a_turn():
 
     asyncio.run(body())
     assert actors.said == []
+
+
+def test_an_engine_that_fails_in_its_turn_is_ended_and_the_turn_goes_on():
+    for call in ("wake", "sleep"):
+        actors = NotingActors(TWO_EACH, answers={"rollout-1": {call: WorkerDied("rollout-1 has died")}})
+
+        async def body(actors=actors):
+            both = turns(actors)
+            await both.generation()
+            await both.training(1)
+
+        asyncio.run(body())
+        assert actors.removed == ["rollout-1"]
+        assert actors.said[-2:] == ["trainer-0 take_device", "trainer-1 take_device"]
+
+
+def test_a_rank_that_does_not_make_room_is_ended_and_missed_in_its_turn():
+    death = WorkerDied("trainer-0 has died")
+    actors = NotingActors(TWO_EACH, answers={"trainer-0": {"leave_device": death, "take_device": death}})
+
+    async def body():
+        both = turns(actors)
+        await both.generation()
+        assert actors.killed == ["trainer-0"]
+        assert actors.said[-2:] == ["rollout-0 wake", "rollout-1 wake"]
+        with pytest.raises(WorkerDied, match="trainer-0"):
+            await both.training(1)
+
+    asyncio.run(body())
+
+
+def test_what_another_actor_would_fail_with_too_ends_the_turn():
+    actors = NotingActors(TWO_EACH, answers={"rollout-0": {"wake": WeightError("out of memory")}})
+    with pytest.raises(WeightError, match="out of memory"):
+        asyncio.run(turns(actors).generation())
+
+
+def test_an_engine_starts_in_its_turn_and_the_next_turn_waits_for_it():
+    actors = NotingActors(TWO_EACH)
+
+    async def body():
+        both = turns(actors)
+        await both.generation()
+        await both.training(1)
+        started = asyncio.Event()
+
+        async def start():
+            async with both.of("rollout"):
+                actors.calls.append(Call("rollout-9", "starts"))
+                await started.wait()
+                actors.calls.append(Call("rollout-9", "serves"))
+
+        starting = asyncio.create_task(start())
+        await asyncio.sleep(0)
+        assert "rollout-9 starts" not in actors.said
+        await both.generation()
+        training = asyncio.create_task(both.training(2))
+        while "rollout-9 starts" not in actors.said or "batch ready" not in actors.said[-2:]:
+            await asyncio.sleep(0)
+        assert not training.done()
+        started.set()
+        await asyncio.gather(starting, training)
+
+    asyncio.run(body())
+    assert actors.said.index("rollout-9 serves") < len(actors.said) - 4
+    assert actors.said[-4:-2] == ["rollout-0 sleep", "rollout-1 sleep"]
+
+
+def test_ranks_that_take_the_place_of_others_start_while_engines_sleep():
+    actors = NotingActors(TWO_EACH)
+
+    async def body():
+        both = turns(actors)
+        await both.generation()
+        actors.calls.clear()
+        async with both.of("trainer"):
+            actors.calls.append(Call("trainer", "starts"))
+        async with both.of("reward"):
+            actors.calls.append(Call("reward", "starts"))
+
+    asyncio.run(body())
+    assert actors.said == ["rollout-0 sleep", "rollout-1 sleep", "trainer starts", "reward starts"]
+
+
+def test_a_step_that_is_taken_again_begins_with_a_turn_of_the_engines():
+    """A new store may lack some of its samples."""
+    actors = NotingActors(TWO_EACH)
+
+    async def body():
+        both = turns(actors)
+        await both.generation()
+        await both.training(1)
+        actors.calls.clear()
+        await both.training(1)
+
+    asyncio.run(body())
+    assert actors.said[:5] == [
+        "trainer-0 leave_device", "trainer-1 leave_device", "rollout-0 wake", "rollout-1 wake", "batch ready",
+    ]  # fmt: skip

@@ -78,6 +78,17 @@ def test_what_is_replaced_changes_no_bit(disturbed: Callable[..., Path], undistu
     assert "Rollout-0" in (directory / ended["stacks"]).read_text(), "who hangs leaves its stacks"
 
 
+def test_where_devices_are_shared_it_is_replaced_in_its_turn(disturbed: Callable[..., Path], undisturbed: Path) -> None:
+    members = ["Rollout-0", "Trainer-policy-0", "Store", "Rollout-1", "Trainer-policy-0", "Reward-0"]
+    more = ("placement=colocated", "rollout.num_workers=2", "faults.pause_s=0.1")
+    directory = disturbed(*members, more=more)
+    assert [line["step"] for line in metrics_of(directory)] == list(range(1, STEPS + 1))
+    assert_same_model(directory, undisturbed)
+    kinds = kinds_of(directory)
+    assert kinds.count("fault") == kinds.count("recovered") == len(members)
+    assert not {"returned", "state_not_kept"} & set(kinds)
+
+
 @pytest.mark.parametrize(
     ("name", "more"),
     [("Scorer-reference-0", "algorithm.kl_coef=0.05"), ("Trainer-policy-1", "trainer.num_ranks=2")],

@@ -39,7 +39,7 @@ class Anywhere:
         (["faults.keep_state=false"], False),
         (GPUS, True),
         ([*GPUS, "weights.transport=nccl"], False),
-        (["placement=colocated", "max_staleness=0"], False),
+        (["placement=colocated", "max_staleness=0"], True),
         (["algorithm=sft", "evaluation.every_steps=0"], True),
     ],
 )
