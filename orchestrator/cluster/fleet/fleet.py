@@ -27,7 +27,7 @@ from penstock.orchestrator.cluster.nodes.files import NodeFiles
 from penstock.orchestrator.cluster.nodes.memory_checkpoints import POLICY, StateNodes
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.cluster.owners import RunOwner
-from penstock.orchestrator.cluster.placement.actors import ActorPlan
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, start_rounds
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial, threads_of
@@ -149,16 +149,21 @@ class Fleet(MemberTable):
             self.store_process.adopt(state.store, handles)
 
     def start(self) -> None:
-        """Load models and start engines, all at the same time. Raises what the first failing actor raised."""
+        """Load models and start engines, all at the same time but for those that share a GPU. Raises what the first
+        failing actor raised."""
         timeout_s = self.config.rollout.start_timeout_s
         self.agents.facts(timeout_s)
-        calls: list[tuple[str, Any]] = []
-        for team in self.teams():
-            members, address = [(name, self.handle_of(name)) for name in team], None
-            if len(team) > 1:
-                (address,) = get_all([_address(members)], phase="start", timeout_s=timeout_s)
-            calls += self._starts(members, address)
-        get_all(calls, phase="start", timeout_s=timeout_s)
+        for number, teams in enumerate(start_rounds(self.teams(), self.plan, self.config)):
+            if number and self.with_store and self.config.placement == "colocated":
+                asleep = [(name, handle.sleep.remote()) for name, handle in self.role("rollout")]
+                get_all(asleep, phase="rollout: sleep", timeout_s=self.config.weights.phase_timeout_s)
+            calls: list[tuple[str, Any]] = []
+            for team in teams:
+                members, address = [(name, self.handle_of(name)) for name in team], None
+                if len(team) > 1:
+                    (address,) = get_all([_address(members)], phase="start", timeout_s=timeout_s)
+                calls += self._starts(members, address)
+            get_all(calls, phase="start", timeout_s=timeout_s)
         if self.with_store:
             get_all(self._attaches(self.role("trainer")), phase="start", timeout_s=timeout_s)
         if self.resumed is not None:

@@ -12,7 +12,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ResourceError
 from penstock.conf.reward import has_own_judge
 from penstock.conf.run import RunConfig
-from penstock.conf.weights import choose_transport
+from penstock.conf.weights import choose_transport, shares_gpus
 from penstock.metering.ray_export import Origin
 from penstock.store.service.actor import STORE
 
@@ -115,6 +115,16 @@ def pairs(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]
 def plan_sharing(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
     """Actors that share a GPU, one list a GPU; empty where none has one."""
     return pairs([actor for actor in plan if actor.num_gpus], config)
+
+
+def start_rounds(
+    teams: Sequence[Sequence[str]], plan: Sequence[ActorPlan], config: RunConfig
+) -> list[list[Sequence[str]]]:
+    """Teams that start at the same time, one list after the other: where engines and ranks have parts of the same GPUs
+    the ranks come last, as an engine takes its share of the memory that it finds free."""
+    of_ranks = {actor.name for actor in plan if actor.role == "trainer" and shares_gpus(config)}
+    rounds = [[team for team in teams if of_ranks.isdisjoint(team) is first] for first in (True, False)]
+    return [found for found in rounds if found]
 
 
 def origin_of(config: RunConfig, role: str, actor: str) -> Origin | None:

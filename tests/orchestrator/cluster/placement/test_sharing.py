@@ -5,7 +5,7 @@ import ray
 
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_sharing
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_sharing, start_rounds
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 
 PLAN = [
@@ -46,6 +46,12 @@ def test_nobody_shares_without_gpus_or_with_devices_of_their_own():
     assert plan_sharing(PLAN, RunConfig()) == []
     without = [ActorPlan(actor.name, actor.role, rank=actor.rank) for actor in PLAN]
     assert plan_sharing(without, colocated()) == []
+
+
+def test_engines_start_before_the_ranks_that_have_a_part_of_their_gpu():
+    teams = [[actor.name] for actor in PLAN[:4]] + [["Trainer-policy-0", "Trainer-policy-1", "Trainer-policy-2"]]
+    assert start_rounds(teams, PLAN, colocated(placement="disaggregated")) == [teams[:-1], teams[-1:]]
+    assert start_rounds(teams, PLAN, RunConfig()) == [teams]
 
 
 @ray.remote
