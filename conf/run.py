@@ -180,11 +180,12 @@ def _check_colocated(config: RunConfig) -> None:
             f"rollout.num_gpus_per_worker={config.rollout.num_gpus_per_worker:g} do not share a GPU. Give each a part, "
             "such as 0.5 and 0.5."
         )
-    if on_gpus and config.rollout.tensor_parallel_size > 1:
+    engines, size, ranks = config.rollout.least_workers, config.rollout.tensor_parallel_size, config.trainer.num_ranks
+    if on_gpus and size > 1 and engines * size > ranks:
         raise ConfigError(
-            f"placement=colocated: rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} spreads an "
-            "engine over GPUs of which each belongs to another rank. Use rollout.tensor_parallel_size=1, or "
-            "placement=disaggregated."
+            f"placement=colocated: rollout.num_workers={engines} engines of rollout.tensor_parallel_size={size} have "
+            f"the GPUs of {engines * size} ranks, and there are {ranks}. Lower one of them, or set trainer.num_ranks="
+            f"{engines * size}."
         )
     if config.rollout.follows_cluster:
         raise ConfigError(

@@ -5,6 +5,7 @@ call after each training step; `generate` serves evaluation and the imperative A
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +71,11 @@ class Rollout(ServingActor):
         )  # fmt: skip
         return RolloutWorker(self._engine, intake, timeout_s=config.generate_timeout_s, greedy=greedy)
 
-    async def start(self) -> None:
+    async def start(self, gpus: Sequence[str] = ()) -> None:
+        """Start the engine. `gpus`: those to use, where Ray has given them to the ranks that the engine shares them
+        with."""
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         await self._engine.start()
         await super().start()
 

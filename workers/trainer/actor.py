@@ -65,6 +65,10 @@ class _Rank:
         """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
         return register(stacks)
 
+    def gpus(self) -> list[str]:
+        """Numbers of the GPUs that Ray has given this rank."""
+        return [str(number) for number in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+
     def address(self) -> str:
         """Open the meeting place of all ranks on this rank, the first, and return it as `host:port`."""
         from penstock.workers.trainer.meeting import Meeting

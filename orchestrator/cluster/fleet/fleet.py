@@ -27,7 +27,12 @@ from penstock.orchestrator.cluster.nodes.files import NodeFiles
 from penstock.orchestrator.cluster.nodes.memory_checkpoints import POLICY, StateNodes
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.cluster.owners import RunOwner
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, start_rounds
+from penstock.orchestrator.cluster.placement.actors import (
+    ActorPlan,
+    has_gpus_of_ranks,
+    ranks_of,
+    start_rounds,
+)
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial, threads_of
@@ -64,6 +69,8 @@ class Fleet(MemberTable):
         self.config, self.flow, self.model_path, self.namespace = config, flow, model_path, agents.namespace
         self.agents, self.with_store, self.resumed = agents, with_store, resumed
         self._reservation: Reservation | None = None
+        self._gpus_of: dict[str, tuple[str, ...]] = {}
+        """GPUs of the engines that have those of ranks, by name."""
         self._files = NodeFiles(agents, config.cluster.files_timeout_s)
         self._maker: ActorMaker | None = None
         self._capacity: Capacity | None = None
@@ -153,6 +160,7 @@ class Fleet(MemberTable):
         failing actor raised."""
         timeout_s = self.config.rollout.start_timeout_s
         self.agents.facts(timeout_s)
+        self._look_for_gpus()
         for number, teams in enumerate(start_rounds(self.teams(), self.plan, self.config)):
             if number and self.with_store and self.config.placement == "colocated":
                 asleep = [(name, handle.sleep.remote()) for name, handle in self.role("rollout")]
@@ -322,8 +330,27 @@ class Fleet(MemberTable):
 
     def _starts(self, members: Handles, address: str | None) -> Handles:
         """The members' calls of `start`. `address`: where several meet."""
-        told = (address,) if self.plan_of(members[0][0]).role in GANGS else ()
-        return [(name, handle.start.remote(*told)) for name, handle in members]
+        return [(name, handle.start.remote(*self._told(name, address))) for name, handle in members]
+
+    def _told(self, name: str, address: str | None) -> tuple[Any, ...]:
+        """What a member is told when it starts: where its gang meets, or the GPUs of ranks that an engine has."""
+        role = self.plan_of(name).role
+        if role in GANGS:
+            return (address,)
+        return (self._gpus_of[name],) if name in self._gpus_of else ()
+
+    def _look_for_gpus(self) -> None:
+        """Ask the ranks for the GPUs that engines have with them: members that come later get the same."""
+        if not has_gpus_of_ranks(self.config):
+            return
+        ranks = self.role("trainer")
+        calls = [(name, handle.gpus.remote()) for name, handle in ranks]
+        gpus = get_all(calls, phase="start", timeout_s=self.config.rollout.start_timeout_s)
+        of_rank = {name: found for (name, _), found in zip(ranks, gpus, strict=True)}
+        for engine in self.plan:
+            if engine.role == "rollout":
+                own = ranks_of(engine, self.plan, self.config)
+                self._gpus_of[engine.name] = tuple(gpu for name in own for gpu in of_rank[name])
 
     def _attaches(self, trainers: Handles) -> Handles:
         return [(name, handle.attach.remote(self.store, self.owner.epoch)) for name, handle in trainers]

@@ -39,11 +39,13 @@ class ActorPlan:
 def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     """Every actor of the run, in the order in which they are created."""
     cpus = config.cluster.cpus_per_worker
-    trainer = config.trainer
+    trainer, rank_gpus = config.trainer, config.trainer.num_gpus_per_rank
     actors = [ActorPlan(STORE, "store"), ActorPlan("Prompts", "prompts", stage="source")]
     samples = bool(flow.of_kind("rollout") or config.evaluation.every_steps)
     if samples:
         gpus = config.rollout.num_gpus_per_worker * config.rollout.tensor_parallel_size
+        if has_gpus_of_ranks(config):  # Ray gives no actor parts of several GPUs
+            gpus, rank_gpus = 0.0, 1.0
         for index in range(config.rollout.least_workers):
             actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index))
     if flow.has_environment:
@@ -64,8 +66,21 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     actors.extend(ActorPlan(f"Compute-{stage.name}", "compute", stage=stage.name) for stage in computed)
     model = flow.of_kind("train")[0].model
     for rank in range(trainer.num_ranks):
-        actors.append(ActorPlan(f"Trainer-{model}-{rank}", "trainer", cpus, trainer.num_gpus_per_rank, "train", rank))
+        actors.append(ActorPlan(f"Trainer-{model}-{rank}", "trainer", cpus, rank_gpus, "train", rank))
     return actors
+
+
+def has_gpus_of_ranks(config: RunConfig) -> bool:
+    """Return whether each engine has the GPUs of several ranks, as many as it has parallel parts: the ranks reserve
+    them whole, and the engine is told which they are."""
+    return config.placement == "colocated" and shares_gpus(config) and config.rollout.tensor_parallel_size > 1
+
+
+def ranks_of(engine: ActorPlan, plan: Sequence[ActorPlan], config: RunConfig) -> list[str]:
+    """Names of the ranks whose GPUs an engine has, where they are reserved by the ranks alone."""
+    size = config.rollout.tensor_parallel_size
+    own = range(engine.rank * size, (engine.rank + 1) * size)
+    return [actor.name for actor in plan if actor.role == "trainer" and actor.rank in own]
 
 
 def reward_of(flow: Dataflow, stage: str, config: RunConfig) -> tuple[str, Mapping[str, Any]]:
@@ -100,20 +115,24 @@ def check_fits(actors: Sequence[ActorPlan], num_cpus: float, num_gpus: float, wh
 
 
 def pairs(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
-    """Actors that share a device, by rank: they take turns (`placement=colocated`), or weights are handed over in the
-    memory of one GPU (`weights.transport=ipc`). Empty where none do. The last ones may be alone, where there are more
-    engines than ranks or fewer."""
+    """Actors that share devices, by the engine's rank: they take turns (`placement=colocated`), or weights are handed
+    over in the memory of one GPU (`weights.transport=ipc`). Empty where none do. The last ones may be alone, where
+    there are more engines than ranks or fewer."""
     members = [actor for actor in plan if actor.role in SHARING]
     if not members or (config.placement != "colocated" and choose_transport(config) != "ipc"):
         return []
-    together: list[list[ActorPlan]] = [[] for _ in range(1 + max(actor.rank for actor in members))]
-    for actor in members:
-        together[actor.rank].append(actor)
+    size = config.rollout.tensor_parallel_size if has_gpus_of_ranks(config) else 1
+    places = [actor.rank // size if actor.role == "trainer" else actor.rank for actor in members]
+    together: list[list[ActorPlan]] = [[] for _ in range(1 + max(places))]
+    for actor, place in zip(members, places, strict=True):
+        together[place].append(actor)
     return together
 
 
 def plan_sharing(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
-    """Actors that share a GPU, one list a GPU; empty where none has one."""
+    """Actors that Ray has to give the same GPU, one list a GPU; empty where none has one."""
+    if has_gpus_of_ranks(config):
+        return []
     return pairs([actor for actor in plan if actor.num_gpus], config)
 
 

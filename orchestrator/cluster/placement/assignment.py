@@ -115,7 +115,9 @@ def _place_ranks(filling: Filling, actors: Sequence[ActorPlan], config: RunConfi
     """Place the ranks, and the engines that share their devices."""
     blocks = (config.trainer.shard_size, config.trainer.ranks_per_row)
     together = pairs(actors, config)
-    filling.gang(together or [[actor] for actor in actors if actor.role == "trainer"], blocks)
+    size = max((sum(actor.role == "trainer" for actor in unit) for unit in together), default=1)
+    own = [actor for actor in actors if actor.role == "trainer"]
+    filling.gang(together or [[actor] for actor in own], [block // (size or 1) for block in blocks])
     for stage in dict.fromkeys(actor.stage for actor in actors if actor.role == "scorer"):
         filling.gang([[actor] for actor in actors if actor.role == "scorer" and actor.stage == stage], blocks)
 

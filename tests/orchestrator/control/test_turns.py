@@ -25,8 +25,10 @@ def test_turns_on_gpus_need_parts_of_them():
         load_config([*words, "trainer.num_gpus_per_rank=1", "rollout.num_gpus_per_worker=1"])
     halves = [*words, "trainer.num_gpus_per_rank=0.5", "rollout.num_gpus_per_worker=0.5"]
     load_config(halves)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 spreads an engine over GPUs"):
-        load_config([*halves, "rollout.tensor_parallel_size=2"])
+    parallel = [*halves, "rollout.tensor_parallel_size=2"]
+    load_config([*parallel, "trainer.num_ranks=2"])
+    with pytest.raises(ConfigError, match=r"GPUs of 2 ranks, and there are 1\. Lower one of them, or set trainer"):
+        load_config(parallel)
 
 
 class Store:

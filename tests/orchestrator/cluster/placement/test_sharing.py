@@ -3,10 +3,21 @@
 import pytest
 import ray
 
+from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_sharing, start_rounds
+from penstock.orchestrator.cluster.placement.actors import (
+    ActorPlan,
+    pairs,
+    plan_actors,
+    plan_sharing,
+    ranks_of,
+    start_rounds,
+)
+from penstock.orchestrator.cluster.placement.assignment import assign
+from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.cluster.placement.reservation import Reservation
+from penstock.orchestrator.configuration.compose import load_config
 
 PLAN = [
     ActorPlan("Store", "store"),
@@ -52,6 +63,31 @@ def test_engines_start_before_the_ranks_that_have_a_part_of_their_gpu():
     teams = [[actor.name] for actor in PLAN[:4]] + [["Trainer-policy-0", "Trainer-policy-1", "Trainer-policy-2"]]
     assert start_rounds(teams, PLAN, colocated(placement="disaggregated")) == [teams[:-1], teams[-1:]]
     assert start_rounds(teams, PLAN, RunConfig()) == [teams]
+
+
+def parallel(num_engines=2, num_ranks=4):
+    config = colocated()
+    config.rollout.engine, config.rollout.tensor_parallel_size = "vllm", 2
+    config.rollout.num_workers, config.trainer.num_ranks = num_engines, num_ranks
+    return config
+
+
+def test_a_parallel_engine_is_on_the_node_of_the_ranks_whose_gpus_it_has():
+    config = parallel()
+    plan = plan_actors(dataflow_of(load_config(["model=tiny", "data.path=x.jsonl"])), config)
+    gpus = {actor.name: actor.num_gpus for actor in plan if actor.role in ("rollout", "trainer")}
+    ranks = [f"Trainer-policy-{rank}" for rank in range(4)]
+    assert gpus == {"Rollout-0": 0, "Rollout-1": 0} | dict.fromkeys(ranks, 1)
+    assert [[actor.name for actor in unit] for unit in pairs(plan, config)] == [
+        ["Rollout-0", *ranks[:2]],
+        ["Rollout-1", *ranks[2:]],
+    ]
+    assert plan_sharing(plan, config) == []
+    nodes = [Node("a", "10.0.0.1", "a", 8, 2), Node("b", "10.0.0.2", "b", 8, 3)]
+    node_of = {name: node.id for name, node in assign(plan, nodes, config).node_of.items()}
+    assert [node_of[name] for name in ("Rollout-0", *ranks[:2])] == ["a"] * 3
+    assert [node_of[name] for name in ("Rollout-1", *ranks[2:])] == ["b"] * 3
+    assert ranks_of(plan[3], plan, config) == ranks[2:]
 
 
 @ray.remote
