@@ -29,7 +29,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.weights import takes_newcomers
-from penstock.orchestrator.checkpointing.model_export import export_model
+from penstock.orchestrator.checkpointing.export import export_model
 from penstock.orchestrator.cluster.cluster import Cluster, check_placement, namespace_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents

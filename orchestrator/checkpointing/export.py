@@ -1,24 +1,46 @@
-"""`penstock export CHECKPOINT DIRECTORY`: a checkpoint's weights as a HF model directory. Needs neither Ray nor
-the run.
+"""Models as HF directories: the trainer's during a run, wherever its ranks are, and a checkpoint's by `penstock export
+CHECKPOINT DIRECTORY`, which needs neither Ray nor the run.
 
-The model is made as the run made it (base weights, adapters, head), the trained weights are read into it, and it is
-written as `tracking.export_model` writes it at the end of a run.
+The model of a checkpoint is made as the run made it (base weights, adapters, head), the trained weights are read into
+it, and it is written as `tracking.export_model` writes it at the end of a run. Only this needs the trainer's code, so
+that is imported late.
 """
 
+import asyncio
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, WeightError
 from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpointing.checkpoints import bring_model, open_checkpoint
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.workers.files import absolute, is_url, list_names, upload_directory
-from penstock.workers.trainer.scalar import ScalarTrainer
-from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trainer.training_state import TrainingState
+from penstock.workers.trainer.exported_files import check_exported
+
+if TYPE_CHECKING:
+    from penstock.workers.trainer.trainer import PolicyTrainer
+
+
+async def export_model(fleet: Fleet, directory: str) -> None:
+    """Export the trainer's model to the driver's machine. Raises `DeadlineExceeded`, `WorkerDied`, `ResourceError`,
+    `WeightError`, `CheckpointError`."""
+    try:
+        places = await fleet.places(directory)
+        calls = [(name, handle.export.remote(places[name])) for name, handle in fleet.role("trainer")]
+        written = await answers(calls, phase="export", timeout_s=fleet.config.trainer.collective_timeout_s)
+        await fleet.collect(directory, places)
+        await asyncio.to_thread(check_exported, directory, written)
+    except OSError as error:  # of this machine: an actor's is an error of Ray's
+        raise WeightError(
+            f"export to {directory}: cannot be written: {error}. Make room there, or see whether its file system "
+            "answers. A checkpoint has the weights too: penstock export CHECKPOINT DIRECTORY."
+        ) from None
 
 
 def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> str:
@@ -30,6 +52,8 @@ def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> str
     target = absolute(str(directory))
     if list_names(target) or Path(target).is_file():
         raise ConfigError(f"{directory} is there and not empty. Give the name of a new directory.")
+    from penstock.workers.trainer.training_state import TrainingState
+
     checkpoint = open_checkpoint(absolute(place))
     with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
         if is_url(checkpoint.model_path):
@@ -47,8 +71,11 @@ def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> str
     return str(directory)
 
 
-def open_trainer(checkpoint: Checkpoint, dtype: str = "") -> PolicyTrainer:
+def open_trainer(checkpoint: Checkpoint, dtype: str = "") -> "PolicyTrainer":
     """A trainer of a single rank, made as the run's ranks were."""
+    from penstock.workers.trainer.scalar import ScalarTrainer
+    from penstock.workers.trainer.trainer import PolicyTrainer
+
     sections = checkpoint.config
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainerConfig), sections["trainer"]))
     assert isinstance(config, TrainerConfig)

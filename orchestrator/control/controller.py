@@ -25,7 +25,7 @@ from typing import Any
 
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.metering.meters import Meters
-from penstock.orchestrator.checkpointing.model_export import export_model
+from penstock.orchestrator.checkpointing.export import export_model
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.cluster.failures import cause_of, held_back, leaves
 from penstock.orchestrator.cluster.nodes.memory_checkpoints import MemoryCheckpoints
@@ -35,9 +35,8 @@ from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.control.colocation import DeviceTurns
 from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
 from penstock.orchestrator.control.observer import Observer
-from penstock.orchestrator.control.preemption import Preemption
+from penstock.orchestrator.control.process import Preemption
 from penstock.orchestrator.control.versions import Versions
-from penstock.orchestrator.membership.engine_directory import EngineDirectory
 from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.liveness import Watch
 from penstock.orchestrator.membership.members import Membership, catching_up
@@ -45,9 +44,8 @@ from penstock.orchestrator.membership.recoveries import Recoveries
 from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.scaling import AutoscalerFollower, ScalingListener
-from penstock.orchestrator.membership.step_journal import StepJournal
-from penstock.orchestrator.membership.store_recovery import StoreRecovery
-from penstock.orchestrator.membership.supervisor import Supervisor
+from penstock.orchestrator.membership.store_recovery import StepJournal, StoreRecovery
+from penstock.orchestrator.membership.supervisor import EngineDirectory, Supervisor
 from penstock.orchestrator.membership.takeover import TakeoverPoint
 from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.observability.reporting.metrics import joined, update_metrics

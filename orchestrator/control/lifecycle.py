@@ -31,7 +31,7 @@ from penstock.orchestrator.cluster.placement.actors import DRIVER, ActorPlan, ne
 from penstock.orchestrator.cluster.placement.threads import read_trials
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.configuration.prerequisites import limits_of_code
-from penstock.orchestrator.control import event_loop
+from penstock.orchestrator.control import process
 from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.control.evaluation import Evaluator
 from penstock.orchestrator.membership.handover import Handover, Identity, RunState, pack
@@ -101,7 +101,7 @@ class RunLifecycle:
                         context, sinks, evaluator, self._recoveries, self._wanted, self._handover(fleet), taken, meters
                     )
                     try:
-                        return event_loop.run(controller.run())
+                        return process.run(controller.run())
                     finally:
                         step = controller.outcome.num_steps
             except PenstockError as error:

@@ -1,7 +1,7 @@
 """The state that a command leaves for the one that may come after it, told to the run's owner while the run goes on.
 
     every second    which actors are where, if that has changed
-    each step       the ranks' reports (`step_journal.py`)
+    each step       the ranks' reports (`store_recovery.py`)
 
 The next command can only read what one of the same code has written, so what tells them apart is read first: the same
 settings, the same code, on the same node. How it goes on with the state is in `takeover.py`.

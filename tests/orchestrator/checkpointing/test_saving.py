@@ -16,7 +16,7 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpointing import checkpoints
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
-from penstock.orchestrator.control import event_loop
+from penstock.orchestrator.control import process
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.workers.files import SavedFile
 from penstock.workers.prompts.source import PromptStart
@@ -213,7 +213,7 @@ from penstock.orchestrator.checkpointing import checkpoints
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.control import event_loop
+from penstock.orchestrator.control import process
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.trainer.checkpointing.shard_files import check_files
 from penstock.workers.trainer.checkpointing.saver import Saver
@@ -323,7 +323,7 @@ def test_a_thread_that_outlives_its_run_completes_nothing_and_no_other_begins(tm
         await writer.finish(strict=True)
 
     monkeypatch.setattr(checkpoints, "write_text", late)
-    monkeypatch.setattr(event_loop, "LEAVE_S", 0.0)
-    event_loop.run(returns())
-    event_loop.run(goes_on())
+    monkeypatch.setattr(process, "LEAVE_S", 0.0)
+    process.run(returns())
+    process.run(goes_on())
     assert [path.parent.name for path in tmp_path.glob("*/COMPLETE")] == ["global_step_2"]

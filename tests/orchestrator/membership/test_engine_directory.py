@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from penstock.orchestrator.membership.engine_directory import EngineDirectory
+from penstock.orchestrator.membership.supervisor import EngineDirectory
 from tests.fakes.actors import FakeHandle
 
 

@@ -15,8 +15,7 @@ from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.membership.recoveries import Recoveries
 from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.membership.step_journal import StepJournal
-from penstock.orchestrator.membership.store_recovery import StoreRecovery
+from penstock.orchestrator.membership.store_recovery import StepJournal, StoreRecovery
 from penstock.orchestrator.membership.supervisor import Supervisor, nothing_to_catch_up
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.conf.errors import TakenOver
 from penstock.orchestrator.cluster.owners import ThisProcess
-from penstock.orchestrator.membership.step_journal import StepJournal
+from penstock.orchestrator.membership.store_recovery import StepJournal
 
 
 class Report:

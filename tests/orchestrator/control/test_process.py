@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from penstock.orchestrator.control import event_loop
+from penstock.orchestrator.control import process
 
 
 def test_a_thread_that_hangs_keeps_no_loop_from_its_end_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "LEAVE_S", 0.2)
+    monkeypatch.setattr(process, "LEAVE_S", 0.2)
     began, answers, threads = threading.Event(), threading.Event(), []
 
     def hang() -> None:
@@ -25,7 +25,7 @@ def test_a_thread_that_hangs_keeps_no_loop_from_its_end_and_no_process(monkeypat
         raise ConnectionError("the run returns")
 
     with pytest.raises(ConnectionError, match="the run returns"):
-        event_loop.run(main())
+        process.run(main())
     assert threads[0].is_alive()
     assert threads[0].daemon
     answers.set()
@@ -52,5 +52,5 @@ def test_what_ends_soon_is_waited_for_and_its_result_and_errors_are_its_callers(
         return 3
 
     began = threading.Event()
-    assert event_loop.run(main()) == 3
+    assert process.run(main()) == 3
     assert written == ["run", "run"]

@@ -1,0 +1,113 @@
+"""The process that drives a run: its event loop, the threads of its blocking calls, and the signal that ends it.
+
+A file system that does not answer keeps its thread for as long as it likes: files, object stores, the lock of a
+directory. Such a thread keeps neither a run from returning to its checkpoint nor a command from ending: both wait
+`LEAVE_S` for it. What a thread does after that must harm nobody: `checkpointing/saving.py` has its part in this.
+
+Schedulers and spot machines send SIGTERM before they end a process. A run that has some time left
+(`faults.preemption_s`) takes a checkpoint:
+
+    SIGTERM ─▶ the step under way ends ─▶ a checkpoint ─▶ the end, as by Ctrl-C
+       └────── the time is over, or a second SIGTERM ────▶
+"""
+
+import asyncio
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+LEAVE_S = 15.0
+"""Seconds that the end of a loop waits for threads: what a write to a slow disk takes, and not what a dead one does."""
+END_S = 60.0
+"""Seconds for the ending by a signal to be delivered; far more than it needs."""
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run as `asyncio.run` does, and end without threads that hang."""
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_default_executor(DaemonThreads())
+        return runner.run(main)
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Threads of a loop, one for each call: few are under way at a time. No process waits for them at its end.
+
+    It is a `ThreadPoolExecutor` because a loop takes no other as its own."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._calls: set[threading.Thread] = set()
+
+    def submit(self, function: Callable[..., T], /, *arguments: Any, **named: Any) -> "Future[T]":
+        future: Future[T] = Future()
+        thread = threading.Thread(
+            target=self._run, args=(future, partial(function, *arguments, **named)), name="run", daemon=True
+        )
+        self._calls.add(thread)
+        thread.start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for what is under way, for `LEAVE_S` at most. A second time changes nothing."""
+        super().shutdown(wait=False)
+        deadline = time.monotonic() + LEAVE_S if wait else 0.0
+        for thread in list(self._calls):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self, future: "Future[T]", call: Callable[[], T]) -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - its caller is told
+                future.set_exception(error)
+        self._calls.discard(threading.current_thread())
+
+
+class Preemption:
+    """Handler of a scheduler's SIGTERM. Lifecycle: within `heeded`, `is_due` is true once no further step is to begin;
+    then `leave`."""
+
+    def __init__(self, time_s: float, tell: Callable[[str], None]) -> None:
+        """`time_s`: seconds between the signal and the end; 0: SIGTERM does what it did before."""
+        self.is_due = False
+        self._time_s, self._tell = time_s, tell
+        self._end: Callable[[], None] = lambda: None
+
+    @contextlib.contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Handle SIGTERM, if this process has a handler of its own for it, as the command line has."""
+        before = signal.getsignal(signal.SIGTERM)
+        if not (self._time_s and callable(before) and threading.current_thread() is threading.main_thread()):
+            yield
+            return
+        self._end = lambda: before(signal.SIGTERM, None)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._hear, loop)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, before)
+
+    async def leave(self) -> NoReturn:
+        """End now, by the handler that SIGTERM had before."""
+        self._end()
+        await asyncio.sleep(END_S)
+        raise AssertionError("the way out of SIGTERM leads nowhere")
+
+    def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.is_due:
+            self._end()
+            return
+        self.is_due = True
+        loop.call_later(self._time_s, self._end)
+        self._tell(
+            f"SIGTERM: a checkpoint follows the step that is under way, if there is time for both within "
+            f"faults.preemption_s={self._time_s:g} s. Ctrl-C, or SIGTERM again, ends the run at once."
+        )
