@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from penstock.conf.errors import CheckpointError
 from penstock.network.names import OutsideName, below
 from penstock.workers.direct_io import DirectReader
-from penstock.workers.whole_files import replacing
+from penstock.workers.local_files import replacing
 
 BLOCK_BYTES = 2**20
 """Bytes that are read from a URL and summed at a time, while they are in the cache."""

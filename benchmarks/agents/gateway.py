@@ -8,8 +8,7 @@ from openai import AsyncOpenAI
 
 from benchmarks.agents.engine import Engine
 from benchmarks.harness import Target
-from penstock.workers.gateway.attempt_keys import AttemptKeys
-from penstock.workers.gateway.http.server import HttpServer
+from penstock.workers.gateway.http.server import AttemptKeys, HttpServer
 from penstock.workers.protocols import Sampling
 
 TOKENS = 128

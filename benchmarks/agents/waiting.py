@@ -16,7 +16,7 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.workers.attempts.runner import AttemptRunner
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.task import Task
-from penstock.workers.gateway.attempt_keys import AttemptKeys
+from penstock.workers.gateway.http.server import AttemptKeys
 from penstock.workers.protocols import Sampling
 
 TURNS, TOKENS = 3, 32

@@ -41,9 +41,9 @@ from penstock.workers.files import (
     upload_directory,
     write_text,
 )
+from penstock.workers.local_files import replacing
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
-from penstock.workers.whole_files import replacing
 
 PREFIX = "global_step_"
 ASIDE = "damaged_"

@@ -28,7 +28,7 @@ from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.sweep_points import Point
 from penstock.orchestrator.observability.ui.runs.found import FINISHED, RunLine, line_of
-from penstock.workers.whole_files import write_whole
+from penstock.workers.local_files import write_whole
 
 FILE = "sweep.json"
 """Name of the file in the sweep's directory with its words and its runs, for the page."""

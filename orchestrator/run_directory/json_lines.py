@@ -1,6 +1,6 @@
 """Files of one JSON object a line, whole whenever their writer stops.
 
-A line is appended by one call (`appended_file.py`). A kill can cut the last one short: readers leave such an end out,
+A line is appended by one call (`failed_writes.py`). A kill can cut the last one short: readers leave such an end out,
 and the next writer removes it.
 """
 

@@ -11,7 +11,7 @@
     trackers/       their ids of the run      wandb/          files of W&B
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
-(`appended_file.py`), any other file written whole (`workers/whole_files.py`): a run that is killed leaves whole files,
+(`failed_writes.py`), any other file written whole (`workers/local_files.py`): a run that is killed leaves whole files,
 and whole lines but perhaps the last one. One process at a time works in it (`run_lock.py`). Once the run has begun,
 what cannot be written does not end it (`failed_writes.py`): lines wait until they can be, samples and timeline are
 lost. With a URL as output_dir it is a working copy on this machine (`run_place.py`), which `mirror.py` brings to the
@@ -37,8 +37,7 @@ from omegaconf import OmegaConf
 from penstock.conf.errors import CheckpointError, ConfigError, PenstockError, RunInUse
 from penstock.conf.run import RunConfig
 from penstock.conf.tracking import TrackingConfig
-from penstock.orchestrator.run_directory.appended_file import AppendedFile
-from penstock.orchestrator.run_directory.failed_writes import FailedWrites
+from penstock.orchestrator.run_directory.failed_writes import AppendedFile, FailedWrites
 from penstock.orchestrator.run_directory.json_lines import cut_lines, each_line, line_of, open_for_lines, read_lines
 from penstock.orchestrator.run_directory.mirror import Mirror
 from penstock.orchestrator.run_directory.mirrored import EVENTS, LOGS, METRICS, RECORD, SPANS, STATE, url_of
@@ -52,7 +51,7 @@ from penstock.orchestrator.run_directory.run_place import (
     new_place,
 )
 from penstock.orchestrator.run_directory.timeline import Timeline, chrome_trace
-from penstock.workers.whole_files import replacing, write_whole
+from penstock.workers.local_files import replacing, write_whole
 
 MADE_AT_START = (
     "config.yaml", EVENTS, "timeline.json", "report.html", "plots", "cluster.json", "initial_model",

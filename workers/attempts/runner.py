@@ -26,7 +26,7 @@ from penstock.workers.environments.context import Context, finite
 from penstock.workers.environments.task import Task
 from penstock.workers.environments.tool_threads import ToolThreads
 from penstock.workers.environments.toolbox import Toolbox
-from penstock.workers.gateway.attempt_keys import AttemptKeys
+from penstock.workers.gateway.http.server import AttemptKeys
 from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.protocols import Sampling
 from penstock.workers.sandbox.execution import Limits

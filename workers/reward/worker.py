@@ -19,8 +19,7 @@ from penstock.metering.meters import Meters
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.workers.concurrent_tasks import BusyClock, run_all
-from penstock.workers.error_share import ErrorShare
-from penstock.workers.reward.result import RewardError, RewardResult
+from penstock.workers.reward.result import ErrorShare, RewardError, RewardResult
 
 DROP_REASON = "reward_error"
 WRITE_AFTER_S = 0.25

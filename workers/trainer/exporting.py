@@ -26,14 +26,13 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from penstock.conf.errors import WeightError
-from penstock.workers.free_space import FreeSpace
+from penstock.workers.local_files import FreeSpace, part_of, write_whole
 from penstock.workers.trainer.engines.engine import TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
 from penstock.workers.trainer.exported_files import INDEX, SINGLE, remove_weights, shard_name
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece, Span, spans_by_tensor
 from penstock.workers.weights.publication.layout import DTYPE_BYTES, Layout, compute_layout
-from penstock.workers.whole_files import part_of, write_whole
 
 ADVICE = "Make room, or make the model of a checkpoint elsewhere: penstock export CHECKPOINT DIRECTORY."
 ADAPTER_FOLDER = "adapter"

@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import RunInUse
-from penstock.orchestrator.run_directory import appended_file
-from penstock.orchestrator.run_directory.appended_file import AppendedFile
-from penstock.orchestrator.run_directory.failed_writes import FailedWrites
+from penstock.orchestrator.run_directory.failed_writes import AppendedFile, FailedWrites
 from penstock.orchestrator.run_directory.json_lines import open_for_lines
 from tests.small_files import files_up_to
 
@@ -83,7 +81,7 @@ def test_a_place_that_is_away_is_written_to_once_it_is_back_and_not_elsewhere(tm
 
 
 def test_more_than_can_be_kept_costs_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appended_file, "MAX_WAITING", 2)
+    monkeypatch.setattr("penstock.orchestrator.run_directory.failed_writes.MAX_WAITING", 2)
     file, failed_writes = file_at(tmp_path / "lines")
     with files_up_to(0):
         for record in (b"one\n", b"two\n", b"three\n", b"four\n"):

@@ -23,6 +23,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -33,7 +34,6 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from penstock.conf.errors import AttemptOver
-from penstock.workers.gateway.attempt_keys import AttemptKeys
 from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http.chat import CHAT
 from penstock.workers.gateway.http.errors import NO_KEY, UNKNOWN_KEY, Failure, error_shape, failure_of
@@ -56,6 +56,32 @@ PROTOCOLS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/mess
 """Protocols by their paths."""
 COUNT = "/v1/messages/count_tokens"
 RETRIES = "x-stainless-retry-count"
+
+
+class AttemptKeys:
+    """The API keys of attempts: which requests are admitted, and which attempt each belongs to.
+
+    Lifecycle: `admit` an attempt, `sampler_of` its requests, `dismiss` it; `base_url` is known once a server
+    listens.
+    """
+
+    def __init__(self) -> None:
+        self.base_url = ""
+        """The server's URL, such as http://127.0.0.1:8000/v1; empty while no server listens."""
+        self._samplers: dict[str, TurnSampler] = {}
+
+    def admit(self, sampler: TurnSampler) -> tuple[str, str]:
+        """Admit an attempt; return the address, and a key for this attempt alone."""
+        key = f"ps-{secrets.token_urlsafe(24)}"
+        self._samplers[key] = sampler
+        return self.base_url, key
+
+    def sampler_of(self, key: str) -> TurnSampler | None:
+        """The sampler of a key; None: no attempt has this key, or not any more."""
+        return self._samplers.get(key)
+
+    def dismiss(self, key: str) -> None:
+        self._samplers.pop(key, None)
 
 
 @dataclass

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.workers.files import SavedFile, fault_of, is_url, remove, upload
-from penstock.workers.free_space import FreeSpace
+from penstock.workers.local_files import FreeSpace
 from penstock.workers.trainer.checkpointing.flat_shards import FlatSavePlanner, values_of
 from penstock.workers.trainer.checkpointing.shard_files import CARRIED, INDEX, ShardWriter, file_of
 from penstock.workers.trainer.ranks import Ranks

@@ -31,11 +31,11 @@ from penstock.conf.errors import CheckpointError, DamagedCheckpoint, suggest
 from penstock.network.names import checked
 from penstock.workers.direct_io import DirectReader, DirectWriter
 from penstock.workers.files import FarFile, SavedFile, fault_of, is_url, open_file, read_text
+from penstock.workers.local_files import write_whole
 from penstock.workers.trainer.checkpointing.flat_shards import FlatLoadPlanner, values_of
 from penstock.workers.trainer.checkpointing.plain_data import TENSORS
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
-from penstock.workers.whole_files import write_whole
 
 INDEX = "index.json"
 CARRIED = "carried.json"

@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from penstock.conf.errors import DeadlineExceeded, WeightError
 from penstock.network.connection import Connection
+from penstock.workers.local_files import write_whole
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 from penstock.workers.weights.chain.pull import Pull
@@ -32,7 +33,6 @@ from penstock.workers.weights.publication.reused_files import (
     prepare_slot,
     publication_directory,
 )
-from penstock.workers.whole_files import write_whole
 
 LEAVING_S = 5.0
 """Seconds for which `give_up` waits until no connection uses the file."""

@@ -26,6 +26,7 @@ import xxhash
 from torch import Tensor
 
 from penstock.conf.errors import WeightError
+from penstock.workers.local_files import write_whole
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication.layout import (
     NO_OUTLET,
@@ -47,7 +48,6 @@ from penstock.workers.weights.publication.reused_files import (
     publication_directories,
     publication_directory,
 )
-from penstock.workers.whole_files import write_whole
 
 BLOCK_BYTES = 2**19
 """Bytes that are copied, then summed: the bytes read and written fit into the cache of a core, also at four bytes to

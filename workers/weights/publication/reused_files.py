@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.conf.errors import WeightError
-from penstock.workers.free_space import Shortage, Spans, reserve
+from penstock.workers.local_files import Shortage, Spans, reserve
 
 WEIGHTS_NAME = "model.safetensors"
 MANIFEST_NAME = "manifest.json"

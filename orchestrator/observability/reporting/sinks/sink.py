@@ -25,8 +25,7 @@ from penstock.orchestrator.cluster.placement.actors import DRIVER
 from penstock.orchestrator.observability.reporting.sinks.sender import Sender
 from penstock.orchestrator.observability.reporting.sinks.tracker import About, End, Tracker, numbers
 from penstock.orchestrator.observability.reporting.sinks.trackers import Mlflow, Trackio, Wandb
-from penstock.orchestrator.run_directory.appended_file import AppendedFile
-from penstock.orchestrator.run_directory.failed_writes import FailedWrites
+from penstock.orchestrator.run_directory.failed_writes import AppendedFile, FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 STEP_PREFIX = "penstock_step_"

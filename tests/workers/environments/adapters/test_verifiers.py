@@ -15,8 +15,7 @@ import pytest
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.environments.task import Task
-from penstock.workers.gateway.attempt_keys import AttemptKeys
-from penstock.workers.gateway.http.server import HttpServer
+from penstock.workers.gateway.http.server import AttemptKeys, HttpServer
 from penstock.workers.prompts.opening import EnvironmentTasks, open_held_out, open_rows
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import COMPLETED, FAILED, Trajectory

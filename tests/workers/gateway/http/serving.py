@@ -10,8 +10,7 @@ from typing import Any
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from penstock.workers.gateway.attempt_keys import AttemptKeys
-from penstock.workers.gateway.http.server import HttpServer
+from penstock.workers.gateway.http.server import AttemptKeys, HttpServer
 from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.protocols import Sampling
 from tests.workers.gateway.chat_models import Saying, make_sampler

@@ -11,8 +11,7 @@ from openai import AsyncOpenAI
 from penstock.conf.environment import EnvironmentConfig
 from penstock.workers.attempts.runner import AttemptRunner
 from penstock.workers.environments.task import Task
-from penstock.workers.gateway.attempt_keys import AttemptKeys
-from penstock.workers.gateway.http.server import HttpServer
+from penstock.workers.gateway.http.server import AttemptKeys, HttpServer
 from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import Trajectory

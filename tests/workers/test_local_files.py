@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from penstock.workers.free_space import FreeSpace
+from penstock.workers.local_files import FreeSpace
 
 
 def test_room_is_told_where_it_may_be_too_little(tmp_path: Path) -> None:
