@@ -25,6 +25,7 @@ from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.store.service.actor import STORE
 from penstock.store.service.server import Endpoint
 from penstock.workers.node.agent import NodeFacts
+from penstock.workers.weights.publication.room import SharedMemory
 
 LEASE_S = 300.0
 NAMESPACE = "penstock-controller"
@@ -131,4 +132,5 @@ def _node(number: int, cpus: float) -> Node:
 
 
 def _facts(node: Node) -> NodeFacts:
-    return NodeFacts(node.name, Address(node.address, 1), int(node.cpus), node.id, ("/dev/shm/rows", "/tmp/rows"))
+    rows, memory = ("/dev/shm/rows", "/tmp/rows"), SharedMemory(2**40, 2**40)
+    return NodeFacts(node.name, Address(node.address, 1), int(node.cpus), node.id, rows, memory)

@@ -19,7 +19,6 @@ from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.reward import ENVIRONMENT_REWARD, JUDGE, has_own_judge
 from penstock.conf.run import RunConfig, WarmStartConfig
-from penstock.conf.weights import choose_transport
 from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
@@ -32,6 +31,7 @@ from penstock.orchestrator.configuration.prerequisites import (
     runs_code,
     tokenizer_of,
 )
+from penstock.orchestrator.configuration.weights_view import describe_weights
 from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.files import is_url, list_names
@@ -63,7 +63,7 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     if is_url(config.output_dir):
         yield Check("output_dir", lambda: _output_dir(config.output_dir))
     if any(actor.role == "rollout" for actor in plan):
-        yield Check("weights", lambda: _weights(config))
+        yield Check("weights", lambda: describe_weights(config))
     if config.rollout.follows_cluster:
         most = config.max_active_groups
         yield Check("engines", lambda: f"1 to {most}: as many as there is room for, and groups under way")
@@ -141,15 +141,6 @@ def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
 def _output_dir(url: str) -> str:
     """Check that there is a file system for the URL, and that it answers."""
     return f"{url} answers: {len(list_names(url))} runs are there"
-
-
-def _weights(config: RunConfig) -> str:
-    """The transport, and the reason for it where it was not asked for by name."""
-    transport = choose_transport(config)
-    if config.weights.transport != "auto":
-        return f"{transport}, as asked for"
-    what = "adapters alone, " if config.trainer.lora.publishes_adapter else ""
-    return f"shm: {what}through shared memory, and from node to node by their agents"
 
 
 def _states(states: dict[str, Any]) -> str:

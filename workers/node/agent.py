@@ -14,6 +14,7 @@ However the agent ends, the root is removed: by `close`, or by a separate proces
 
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from penstock.workers.processes import ProcessId, kill
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import checked_here
 from penstock.workers.weights.chain.relay import Relay
+from penstock.workers.weights.publication.room import SharedMemory
 
 WEIGHTS, ROWS, STATES, STACKS = "weights", "rows", "states", "stacks"
 """Folders of the root. That of states has a folder for each trainer."""
@@ -55,6 +57,7 @@ class NodeFacts:
     """Id of its shared memory: nodes with the same id see each other's files."""
     rows: tuple[str, str]
     """Directories of the store's large batches: shared memory, disk."""
+    shared_memory: SharedMemory
     owns_root: bool = True
     """True if this agent owns the root. False: another agent of the run is there for the same shared memory, relays its
     weights and serves its rows."""
@@ -112,10 +115,11 @@ class NodeAgent:
 
     @property
     def facts(self) -> NodeFacts:
-        cores = len(os.sched_getaffinity(0))
+        cores, usage = len(os.sched_getaffinity(0)), shutil.disk_usage(self.root)
         return NodeFacts(
-            platform.node(), self.listener.address, cores, memory_of(self.root), self._row_places, self._owns_root
-        )
+            platform.node(), self.listener.address, cores, memory_of(self.root), self._row_places,
+            SharedMemory(usage.total, usage.free), self._owns_root,
+        )  # fmt: skip
 
     def try_fences(self, all_limits: Sequence[Limits]) -> str:
         """A text that says what holds on this node for code of models. Raises `SandboxUnavailable`, which names the

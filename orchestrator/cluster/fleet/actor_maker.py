@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -13,6 +14,7 @@ from penstock.conf.weights import choose_transport, replaces_members
 from penstock.metering.ray_export import Origin
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
+from penstock.orchestrator.cluster.nodes.shared_memory import bytes_published
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, origin_of, reward_of
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
@@ -46,6 +48,11 @@ class Sources:
     resumed: Checkpoint | None = None
     """The checkpoint that they go on from."""
 
+    @cached_property
+    def published_bytes(self) -> int:
+        """Bytes of a publication of the weights, as far as they are known."""
+        return bytes_published(self.config, self.model_path)
+
 
 class ActorMaker:
     """Lifecycle: `bring_files` where there are several nodes, then `make` for any actor of the plan, at any time."""
@@ -64,6 +71,7 @@ class ActorMaker:
         self._table, self._owner = table, table.owner
         self._config, self._flow, self._model_path = sources.config, sources.flow, sources.model_path
         self._namespace, self._resumed = sources.namespace, sources.resumed
+        self.sources = sources
         self._reservation, self._files = reservation, files
         self._threads_of, self._states_root = threads_of, states_root
 

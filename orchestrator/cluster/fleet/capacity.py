@@ -20,6 +20,7 @@ from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents, StartedAgent
+from penstock.orchestrator.cluster.nodes.shared_memory import check_room
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.assignment import engines_to_add, next_of
 from penstock.orchestrator.cluster.placement.nodes import free_nodes
@@ -169,7 +170,8 @@ class Capacity:
         self._cores.pop(node, None)
 
     def _claimed(self, actor: ActorPlan, claims: Claims) -> tuple[Claim, StartedAgent | None]:
-        """Claim room, and start an agent on its node where it has none. Blocks, in any thread."""
+        """Claim room, and start an agent on its node where it has none. Blocks, in any thread. Raises `ResourceError`,
+        also where the node cannot hold the weights."""
         try:
             claim = claims(actor, self._table.plan, self._config, self._namespace)
         except RayError as error:
@@ -177,11 +179,19 @@ class Capacity:
         node = claim.node
         if node.id in self._agents.members:
             return claim, None
+        agent = None
         try:
-            return claim, self._agents.started(node.id, node.address, self._config.rollout.start_timeout_s)
+            agent = self._agents.started(node.id, node.address, self._config.rollout.start_timeout_s)
+            plan = {one.name: one for one in (*self._table.plan, actor)}
+            check_room(
+                {node.id: agent.facts}, {actor.name: node.id}, list(plan.values()), self._maker.sources.published_bytes
+            )
         except BaseException:
             claim.release()
+            if agent is not None:
+                self._agents.owner.end(agent.handle)
             raise
+        return claim, agent
 
     @contextlib.contextmanager
     def _on_node_of(self, claim: Claim, agent: StartedAgent | None) -> Iterator[None]:

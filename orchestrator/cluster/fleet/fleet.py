@@ -25,6 +25,7 @@ from penstock.orchestrator.cluster.fleet.store_process import StoreProcess
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
 from penstock.orchestrator.cluster.nodes.memory_checkpoints import POLICY, StateNodes
+from penstock.orchestrator.cluster.nodes.shared_memory import bytes_published, check_room
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.cluster.owners import RunOwner
 from penstock.orchestrator.cluster.placement.actors import (
@@ -157,9 +158,11 @@ class Fleet(MemberTable):
 
     def start(self) -> None:
         """Load models and start engines, all at the same time but for those that share a GPU. Raises what the first
-        failing actor raised."""
+        failing actor raised, and `ResourceError` for a node that has no room for the weights."""
         timeout_s = self.config.rollout.start_timeout_s
-        self.agents.facts(timeout_s)
+        node_of = {name: node.id for name, node in self.reservation.assignment.node_of.items()}
+        facts, size = self.agents.facts(timeout_s), bytes_published(self.config, self.model_path)
+        check_room(facts, node_of, self.plan, size)
         self._look_for_gpus()
         for number, teams in enumerate(start_rounds(self.teams(), self.plan, self.config)):
             if number and self.with_store and self.config.placement == "colocated":

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from penstock.conf.errors import WeightError
 from penstock.workers.local_files import Shortage, Spans, reserve
+from penstock.workers.weights.publication.room import how_to_enlarge
 
 WEIGHTS_NAME = "model.safetensors"
 MANIFEST_NAME = "manifest.json"
@@ -222,6 +223,5 @@ def _no_space(file: Path, short: Shortage) -> WeightError:
     return WeightError(
         f"{platform.node()}: no room for a publication in {file.parent}: {short.needed_bytes:,} bytes are needed, "
         f"{short.free_bytes:,} of {short.total_bytes:,} are free. Two publications must fit side by side, and a third "
-        "while an engine still loads the one before: enlarge shared memory (docker: --shm-size; else: mount -o "
-        "remount,size=… /dev/shm)."
+        f"while an engine still loads the one before: {how_to_enlarge(3 * short.needed_bytes)}."
     )

@@ -1,0 +1,64 @@
+"""The way of the weights in a run, as `penstock validate` tells it: the transport, what each publication takes, and
+whether this machine has room for it. A cluster's nodes are asked when the run starts (`cluster/nodes/`).
+"""
+
+import shutil
+
+from penstock.conf.run import RunConfig
+from penstock.conf.weights import choose_transport, replaces_members
+from penstock.orchestrator.cluster.cluster import is_elsewhere
+from penstock.orchestrator.cluster.nodes.shared_memory import too_small
+from penstock.orchestrator.configuration.prerequisites import num_parameters, starting_model_config
+from penstock.store.data.roots import SHARED_MEMORY
+from penstock.workers.weights.publication.room import (
+    TURNS,
+    SharedMemory,
+    how_to_enlarge,
+    kept_bytes,
+    publication_bytes,
+    stored_elements,
+)
+
+
+def describe_weights(config: RunConfig) -> str:
+    """The transport, and what it takes. Raises `ResourceError` where this machine has to hold publications and
+    cannot."""
+    transport = choose_transport(config)
+    if transport != "shm":
+        return f"{transport}, as asked for: a death is a return to the checkpoint, and ranks keep no copies"
+    if config.trainer.lora.publishes_adapter:
+        return "shm: adapters alone, through shared memory, and from node to node by their agents"
+    told = ["shm: through shared memory, and from node to node by their agents"]
+    if (num_elements := elements_of(config)) is None:
+        return f"{told[0]}; how much is known once the model is here"
+    size = publication_bytes(num_elements, config.rollout.dtype)
+    told.append(f"{size / 1e9:.2f} GB a publication, {TURNS} of them on each node with engines")
+    if not is_elsewhere():
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        told += look_at_room(config, num_elements, SharedMemory(usage.total, usage.free))
+    return "; ".join(told)
+
+
+def look_at_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> list[str]:
+    """What a machine that all of the run is on has no room for, and the promise that lapses with it. Raises
+    `ResourceError` if that is the publications."""
+    publications = TURNS * publication_bytes(num_elements, config.rollout.dtype)
+    if memory.total_bytes < publications:
+        raise too_small("This machine", memory.total_bytes, publications)
+    if not (config.faults.keep_state and replaces_members(config)) or config.trainer.lora.rank:
+        return []
+    kept = kept_bytes(num_elements)
+    left = max(0, memory.free_bytes - publications)
+    if kept <= left:
+        return []
+    return [
+        f"the copies that ranks keep of their state ({kept / 1e9:.2f} GB, faults.keep_state) do not fit into the "
+        f"{left / 1e9:.2f} GB beside: the death of a rank is a return to the newest checkpoint, as is that of a "
+        f"trainer's node. To have ranks replaced, {how_to_enlarge(publications + kept)}"
+    ]
+
+
+def elements_of(config: RunConfig) -> int | None:
+    """Number of elements of the policy's tensors; None for a model that is not here."""
+    model = starting_model_config(config)
+    return num_parameters(model.fresh) if model.path is None else stored_elements(model.path)

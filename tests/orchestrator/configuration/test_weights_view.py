@@ -1,0 +1,48 @@
+"""What `penstock validate` says of the weights' way."""
+
+import pytest
+
+from penstock.conf.errors import ResourceError
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.weights_view import describe_weights, look_at_room
+from penstock.workers.weights.publication.room import SharedMemory
+
+TINY = ["model=tiny", "data.path=x.jsonl"]
+GPUS = ["trainer.num_gpus_per_rank=1", "rollout.num_gpus_per_worker=1"]
+MILLION = 10**6
+"""Elements: 4 MB a publication in float32, 24 MB for the copies that ranks keep."""
+
+
+def test_the_bytes_of_a_publication_are_told() -> None:
+    told = describe_weights(load_config(TINY))
+    assert told.startswith("shm: through shared memory, and from node to node by their agents; ")
+    assert "GB a publication, 2 of them on each node with engines" in told
+
+
+def test_what_is_streamed_keeps_no_copies_and_says_so() -> None:
+    told = describe_weights(load_config([*TINY, *GPUS, "weights.transport=nccl"]))
+    assert told == "nccl, as asked for: a death is a return to the checkpoint, and ranks keep no copies"
+
+
+def test_a_model_that_is_not_here_has_no_size_yet() -> None:
+    assert "known once the model is here" in describe_weights(load_config([*TINY, "model.path=Qwen/of-the-hub"]))
+
+
+def test_a_machine_without_room_for_publications_is_refused() -> None:
+    with pytest.raises(
+        ResourceError, match=r"This machine has 64 bytes .*need 8,000,000 .*--shm-size.*sizeLimit.*nccl"
+    ):
+        look_at_room(load_config(TINY), MILLION, SharedMemory(64, 64))
+
+
+def test_copies_that_do_not_fit_are_told_with_the_promise_that_lapses() -> None:
+    config, large = load_config(TINY), 10**9
+    (told,) = look_at_room(config, MILLION, SharedMemory(large, 31 * MILLION))
+    assert "(0.02 GB, faults.keep_state) do not fit" in told
+    assert "the death of a rank is a return to the newest checkpoint" in told
+    assert look_at_room(config, MILLION, SharedMemory(large, 32 * MILLION)) == []
+
+
+@pytest.mark.parametrize("words", [["faults.keep_state=false"], ["trainer.lora.rank=8"]])
+def test_copies_that_nobody_makes_need_no_room(words: list[str]) -> None:
+    assert look_at_room(load_config([*TINY, *words]), MILLION, SharedMemory(10**9, 0)) == []

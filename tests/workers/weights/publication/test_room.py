@@ -1,0 +1,58 @@
+"""Room for publications: what a model's files say, and what each node needs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.workers.weights.publication.room import (
+    how_to_enlarge,
+    kept_bytes,
+    needed_on_node,
+    publication_bytes,
+    stored_elements,
+)
+
+
+def test_elements_are_those_of_the_files_that_the_index_names(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(())}, tmp_path / "one.safetensors")
+    save_file({"c": torch.zeros(7)}, tmp_path / "two.safetensors")
+    save_file({"all": torch.zeros(23)}, tmp_path / "consolidated.safetensors")
+    names = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert stored_elements(tmp_path) == 3 * 5 + 1 + 7
+
+
+def test_a_whole_model_counts_without_the_other_files_beside_it(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 5)}, tmp_path / "model.safetensors")
+    save_file({"a": torch.zeros(3, 5)}, tmp_path / "consolidated.safetensors")
+    assert stored_elements(tmp_path) == 15
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 20, b"\x02" + bytes(7) + b"[]"])
+def test_what_is_not_here_or_cannot_be_read_has_no_number(tmp_path: Path, damage: bytes) -> None:
+    assert stored_elements(tmp_path) is None
+    assert stored_elements("Qwen/of-the-hub") is None
+    (tmp_path / "model.safetensors").write_bytes(damage)
+    assert stored_elements(tmp_path) is None
+
+
+def test_a_7b_model_takes_two_times_15_gb_and_its_copies_183_gb() -> None:
+    size = publication_bytes(7_615_616_512, "bfloat16")
+    assert size == 15_231_233_024
+    assert needed_on_node(size, 0, 8, has_engines=True) == 30_462_466_048
+    assert kept_bytes(7_615_616_512) == 182_774_796_288
+
+
+def test_a_node_with_ranks_alone_needs_what_they_write() -> None:
+    assert needed_on_node(1000, 3, 4, has_engines=False) == 2 * 750
+    assert needed_on_node(1000, 4, 4, has_engines=False) == needed_on_node(1000, 4, 4, has_engines=True)
+
+
+def test_the_advice_names_the_setting_of_each_kind_of_container() -> None:
+    advice = how_to_enlarge(30_462_466_048)
+    assert "--shm-size=29g" in advice
+    assert "sizeLimit: 29Gi" in advice
+    assert "medium: Memory" in advice
