@@ -12,11 +12,12 @@
 Bytes are cast and copied straight into a mapping of the file, whose pages are warm and known to be there
 (`reused_files.py`): one copy, summed while it is in the cache, and several ranks do not wait for each other. Several
 threads copy at once, without torch's own, which would synchronize after every block and, on cores that others use as
-well, wait for each other longer than they copy. Reading is in `reading.py`.
+well, wait for each other longer than they copy. What lies on a device comes by `device_copies.py`. Reading is in
+`reading.py`.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from penstock.conf.errors import WeightError
 from penstock.workers.local_files import write_whole
 from penstock.workers.protocols import Publication
+from penstock.workers.weights.publication.device_copies import DeviceCopies, Part
 from penstock.workers.weights.publication.layout import (
     NO_OUTLET,
     ElementRange,
@@ -89,6 +91,7 @@ class PublicationWriter:
         self._file = _mappings.map(file, Path(directory))
         num_threads = torch.get_num_threads()
         self._threads = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
+        self._from_device: DeviceCopies | None = None
         if rank == 0:
             self._file.memory[: len(layout.header)] = layout.header
 
@@ -111,8 +114,9 @@ class PublicationWriter:
         """Write elements `[first_element, first_element + len(values))` of the flattened tensor `name`, cast to the
         layout's dtype.
 
-        `values`: `[num_elements]`, any device and float dtype, without padding. None of them (an empty shard): nothing
-        happens. Raises `WeightError` for a wrong name or range, and when the file system is full.
+        `values`: `[num_elements]`, any device and float dtype, without padding; those on a device must stay as they are
+        until `close`. None of them (an empty shard): nothing happens. Raises `WeightError` for a wrong name or range,
+        and when the file system is full.
         """
         place = self.layout.place(name)
         _check_elements(place, first_element, tuple(values.shape))
@@ -121,13 +125,17 @@ class PublicationWriter:
         flat = values.detach()
         cuts = cut(place, 0, len(flat), self._outlet.range_bytes)
         parts = [(place, first_element + start, flat[start : start + size]) for start, size in cuts]
-        if self._threads is None or len(parts) == 1:
-            self.ranges += [self._write(*part) for part in parts]
-        else:
-            self.ranges += self._threads.map(lambda part: self._write(*part), parts)
+        if not needs_buffers(flat):
+            self._write_all(parts)
+            return
+        self._from_device = self._from_device or DeviceCopies(self._write_all)
+        for part in parts:
+            self._from_device.add(*part)
 
     def close(self) -> None:
-        """Wait until all is written, and the outlet has been told of all of it."""
+        """Wait until all is written, and the outlet has been told of all of it. Values may change then."""
+        if self._from_device is not None:
+            self._from_device.finish()
         if self._threads is not None:
             self._threads.shutdown()
 
@@ -137,6 +145,12 @@ class PublicationWriter:
         entries = [list(entry) for entry in self.ranges]
         write_whole(_rank_file(self.path, self.rank), json.dumps(entries))
         return self.ranges
+
+    def _write_all(self, parts: Sequence[Part]) -> None:
+        if self._threads is None or len(parts) == 1:
+            self.ranges += [self._write(*part) for part in parts]
+        else:
+            self.ranges += self._threads.map(lambda part: self._write(*part), parts)
 
     def _write(self, place: TensorPlace, first_element: int, values: Tensor) -> ElementRange:
         """Cast, copy, sum. Called from any thread."""
@@ -193,6 +207,11 @@ def newest_publication(directory: str | Path) -> Publication | None:
         if is_sealed(path):
             return Publication(str(path), int(path.name[1:]), (path / WEIGHTS_NAME).stat().st_size)
     return None
+
+
+def needs_buffers(values: Tensor) -> bool:
+    """Return whether values go to the file through page-locked buffers: those on a device."""
+    return values.device.type != "cpu"
 
 
 def copy_and_sum(values: Tensor, target: memoryview, dtype: str) -> str:

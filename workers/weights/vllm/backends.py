@@ -76,8 +76,8 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         changes nothing."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load like the base class, without its `torch.accelerator.synchronize()`: that raises on a CPU, and elsewhere
-        the copies below run in the stream of the next forward pass."""
+        """Load like the base class, without its `torch.accelerator.synchronize()`, which raises on a CPU:
+        `receive_weights` waits for the device's stream."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
@@ -97,6 +97,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         for part in parts:
             finalize_layerwise_reload(part, self.model_config)
         repack(self.model, in_place)
+        wait_for_device()
         if loaded is not None and expected - loaded:
             raise WeightError(
                 f"{mapped.manifest.file}: lacks the engine's parameters {', '.join(sorted(expected - loaded)[:5])}: "
@@ -131,6 +132,13 @@ class PickledIpcEngine(IPCWeightTransferEngine):
         if PICKLED in update_dict:
             others["ipc_handles"] = pickle.loads(update_dict[PICKLED])
         return super().parse_update_info(others)
+
+
+def wait_for_device() -> None:
+    """Wait until the device has copied everything: only then may the file be unmapped and unlocked, and another version
+    be written into it."""
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
 
 
 def packed_embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -1,6 +1,9 @@
 """Modules of an engine that are loaded layer by layer, and those that are loaded in place."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from torch import nn
 
 pytestmark = [pytest.mark.vllm]
@@ -28,3 +31,13 @@ def test_parts_have_every_layer_but_those_left_out_once() -> None:
 
 def test_an_embedding_that_nothing_is_packed_for_is_loaded_like_any_layer() -> None:
     assert backends.packed_embeddings(model()) == []
+
+
+def test_a_version_counts_as_loaded_once_the_device_has_copied_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))
+    backends.wait_for_device()  # a CPU has nothing to wait for
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    backends.wait_for_device()
+    assert waited == ["stream"]
