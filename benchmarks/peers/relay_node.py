@@ -5,12 +5,14 @@
     in   {"op": "write", "version": v, "rank": r}                     as a rank publishes: reported while it writes
     in   {"op": "wait", "version": v}                                 until all of it is here
     in   {"op": "stats"}
+    in   {"op": "usage"}                                              processor time of this process so far, in s
     out  {...}                                                        counters, or nothing
 
 The parent takes the times: machines have clocks of their own.
 """
 
 import argparse
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,9 @@ WAIT_S = 300.0
 
 
 class Node:
-    def __init__(self, name: str, host: str, root: Path) -> None:
+    def __init__(self, name: str, host: str, root: Path, lanes: int | None = None) -> None:
         self._root = root
-        self.relay = Relay(root, name, TOKEN, CHUNKS)
+        self.relay = Relay(root, name, TOKEN, CHUNKS, most_lanes=lanes)
         self.listener = Listener(host, TOKEN, {CHUNKS: self.relay.serve})
         self._plan: ChunkPlan | None = None
         self._values: dict[int, torch.Tensor] = {}
@@ -68,6 +70,10 @@ class Node:
     def stats(self, _: dict[str, Any]) -> dict[str, Any]:
         return self.relay.stats()
 
+    def usage(self, _: dict[str, Any]) -> dict[str, Any]:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return {"user_s": used.ru_utime, "system_s": used.ru_stime}
+
     def _random(self, count: int, version: int) -> torch.Tensor:
         """Values that are the same for all chunks of a size, and others in each version: making them is not what is
         measured."""
@@ -82,9 +88,10 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--host", required=True)
     parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--lanes", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    node = Node(arguments.name, arguments.host, arguments.root)
+    node = Node(arguments.name, arguments.host, arguments.root, arguments.lanes)
     channel.send({"ready": True, "address": [node.listener.address.host, node.listener.address.port]})
     for request in channel.requests():
         channel.send(getattr(node, request["op"])(request))

@@ -1,4 +1,4 @@
-"""Both benchmarks of many machines run and write what they promise. Their figures are not judged here."""
+"""Benchmarks of many machines run and write what they promise. Their figures are not judged here."""
 
 import pytest
 
@@ -21,3 +21,10 @@ def test_the_quick_run_measures_every_way_between_machines(run_quickly):
         ("connection", 1), ("connection", 32), ("ray", 1), ("ray", 32),
     ]  # fmt: skip
     assert len(written["targets"]) == 9
+
+
+@pytest.mark.slow
+def test_the_quick_run_brings_a_version_over_each_number_of_lanes(run_quickly):
+    written, _ = run_quickly("relay")
+    assert [one["lanes"] for one in written["rounds"]] == [1, 2, 4]
+    assert all(one["receive_s"] > 0 and one["seconds"] > 0 for one in written["rounds"])

@@ -37,6 +37,8 @@ time of that many bytes at 10 GB/s."""
 FILLING = 16
 """Denominator of the largest share of a version's time that filling a chain may take, as long as `LEAST_BYTES` allows
 it. A chain is full when its last node gets its first chunk."""
+LANE_BYTES = 2**28
+"""Fewest bytes that a lane is opened for: a connection and a thread cost about as much as a few MB."""
 NEARBY = 3
 """Nodes of the chain that are asked before its trainer is: a node that dies then costs its neighbours little, and all
 nodes share the trainer's link."""
@@ -49,6 +51,14 @@ class Chunk(NamedTuple):
     first_element: int
     num_elements: int
     rank: int
+
+
+class Lane(NamedTuple):
+    """A share of the chunks of a chain that comes over a connection of its own, in a thread of its own."""
+
+    source: str
+    """The node where the chain begins."""
+    number: int
 
 
 PieceSpan = tuple[str, int, int]
@@ -130,6 +140,20 @@ def choose_chunk_bytes(num_bytes: int, num_sources: int, num_receivers: int) -> 
     """
     filling = max(1, num_receivers - 1) * FILLING
     return min(RANGE_BYTES, max(LEAST_BYTES, num_bytes // num_sources // filling))
+
+
+def lanes_of(plan: ChunkPlan, source: str, most: int) -> dict[Lane, list[int]]:
+    """The chunks of a chain by lane. Large data has as many lanes as are allowed, `most`, and at least one; each gets
+    the next `chunk_bytes` in turn, so that all are at the same place of what ranks write."""
+    chunks = plan.of_node(source)
+    sizes = [end - start for start, end in (plan.spans[chunk] for chunk in chunks)]
+    num_lanes = max(1, min(most, sum(sizes) // LANE_BYTES))
+    lanes: dict[Lane, list[int]] = {Lane(source, number): [] for number in range(num_lanes)}
+    before = 0
+    for chunk, size in zip(chunks, sizes, strict=True):
+        lanes[Lane(source, before // plan.chunk_bytes % num_lanes)].append(chunk)
+        before += size
+    return lanes
 
 
 class Broadcast(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ memory afterwards is what ranks of one node alone would have written there.
 Plain Python, without Ray. The agent's listener calls `serve`; the orchestrator's weight sync the rest.
 """
 
+import os
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from penstock.conf.errors import NotStarted, WeightError
 from penstock.network.connection import Connection
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, chain, upstreams
+from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, Lane, chain, lanes_of, upstreams
 from penstock.workers.weights.chain.pull import ChunkTimes, Pull, Timeouts
 from penstock.workers.weights.chain.puller import Puller
 from penstock.workers.weights.chain.reports import ReportServer
@@ -29,6 +30,8 @@ from penstock.workers.weights.chain.transfer import Counters, Slot, Transfer, Tr
 from penstock.workers.weights.publication.reused_files import WritableMappings, reclaim
 
 PUBLICATIONS_KEPT = 2
+MOST_LANES = 8
+"""Largest number of connections that a node receives a version over: a core each, while it comes."""
 EXPECT_S = 30.0
 """Seconds for which reports and subscriptions of a broadcast that has not begun here wait for it."""
 
@@ -43,9 +46,19 @@ class Relay:
     publication = relay.wait(12, timeout_s=120)
     """
 
-    def __init__(self, root: Path, node: str, token: bytes, service: int, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        node: str,
+        token: bytes,
+        service: int,
+        timeouts: Timeouts | None = None,
+        most_lanes: int | None = None,
+    ) -> None:
         """`root`: of publications, the same path on every node. `node`: name of this one in plans and broadcasts.
-        `service`: number of `serve` in the nodes' listeners, the same on every node."""
+        `service`: number of `serve` in the nodes' listeners, the same on every node. `most_lanes`: of all chains; None:
+        one a core, `MOST_LANES` at most."""
+        self._most_lanes = most_lanes or min(MOST_LANES, len(os.sched_getaffinity(0)))
         self._root, self._node, self._token, self._service = root, node, token, service
         self._timeouts = timeouts or Timeouts()
         self._counters = Counters()
@@ -55,7 +68,7 @@ class Relay:
         self._plan: ChunkPlan | None = None
         self._transfer: Transfer | None = None
         self._is_closed = False
-        self._chunk_times: dict[str, ChunkTimes] = {}
+        self._chunk_times: dict[Lane, ChunkTimes] = {}
         root.mkdir(parents=True, exist_ok=True)
         self._reports = ReportServer(root, self._expect_reports)
 
@@ -86,9 +99,9 @@ class Relay:
         with self._changed:
             self._transfer = transfer
             self._changed.notify_all()
-        for source in transfer.pulls:
-            puller = Puller(transfer, source, self._token, self._service, self._counters)
-            threading.Thread(target=puller.run, name=f"pull-{source}", daemon=True).start()
+        for lane in transfer.pulls:
+            puller = Puller(transfer, lane, self._token, self._service, self._counters)
+            threading.Thread(target=puller.run, name=f"pull-{lane.source}-{lane.number}", daemon=True).start()
         self.reclaim()
 
     def wait(self, version: int, timeout_s: float) -> Publication:
@@ -134,14 +147,15 @@ class Relay:
         receives = self._node in broadcast.receivers
         spans = None if receives else plan.spans_of_node(self._node)
         slot = Slot(self._root, broadcast.version, plan, spans, self._mappings)
-        pulls = {}
-        for source in plan.sources if receives else []:
-            if source != self._node:
-                order = chain(broadcast, plan.sources, source)
-                chunk_times = self._chunk_times.setdefault(source, ChunkTimes(self._timeouts))
-                pulls[source] = Pull(
-                    plan.of_node(source), upstreams(order, source, self._node), plan.chunk_bytes, chunk_times,
-                    self._timeouts, time.monotonic(),
+        pulls: dict[Lane, Pull] = {}
+        sources = [source for source in plan.sources if receives and source != self._node]
+        for source in sources:
+            order = chain(broadcast, plan.sources, source)
+            for lane, chunks in lanes_of(plan, source, self._most_lanes // len(sources)).items():
+                chunk_times = self._chunk_times.setdefault(lane, ChunkTimes(self._timeouts))
+                pulls[lane] = Pull(
+                    chunks, upstreams(order, source, self._node), plan.chunk_bytes, chunk_times, self._timeouts,
+                    time.monotonic(),
                 )  # fmt: skip
         return Transfer(broadcast, plan, self._node, slot, pulls)
 

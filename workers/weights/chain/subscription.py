@@ -7,11 +7,11 @@ node.
     downstream ◀─ Ended | Gone | Failed       all sent | that version is no longer here | it will never be whole
 
 Each message is a header and a small body of plain data, which ends with its checksum: a bit that flips in transit must
-not turn one chunk's number into another's. A connection is one subscription, which a thread of the agent's listener
-serves: `Feed`, which is pure, decides what is sent next, and `Server` sends it. The downstream's side: `puller.py`.
+not turn one chunk's number into another's. A connection is one subscription, of some or
+all chunks of a chain, which a thread of the agent's listener serves: `Feed`, which is pure, decides what is sent next,
+and `Server` sends it. The downstream's side: `puller.py`.
 """
 
-import time
 from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
@@ -132,8 +132,7 @@ class Server:
                 return Parcel([(chunk, transfer.digests[chunk]) for chunk in parcel]), parcel
             if self._feed.is_over:
                 return Ended(), []
-            pull = transfer.pulls.get(self._source)
-            return Waiting(0.0 if pull is None else pull.source_age_s(time.monotonic())), []
+            return Waiting(transfer.source_age_s(self._source)), []
 
     def _take(self) -> list[int]:
         return [] if self._transfer.is_over else self._feed.next_parcel()

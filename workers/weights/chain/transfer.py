@@ -23,7 +23,7 @@ from penstock.conf.errors import DeadlineExceeded, WeightError
 from penstock.network.connection import Connection
 from penstock.workers.local_files import write_whole
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
+from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, Lane
 from penstock.workers.weights.chain.pull import Pull
 from penstock.workers.weights.publication.layout import ElementRange
 from penstock.workers.weights.publication.reading import Manifest, manifest_to_json
@@ -115,14 +115,15 @@ class TransferOver(Exception):
 class Transfer:
     """Lifecycle: `add` chunks until `publication` is there, or `fail`; then, or before, `give_up`."""
 
-    def __init__(self, broadcast: Broadcast, plan: ChunkPlan, node: str, slot: Slot, pulls: dict[str, Pull]) -> None:
-        """`pulls`: one for each chain that this node receives, by its source. Empty: the node only sends."""
+    def __init__(self, broadcast: Broadcast, plan: ChunkPlan, node: str, slot: Slot, pulls: dict[Lane, Pull]) -> None:
+        """`pulls`: one for each lane that this node receives. Empty: the node only sends."""
         self.broadcast, self.plan, self.node, self.slot, self.pulls = broadcast, plan, node, slot, pulls
         self.condition = threading.Condition()
         self.receives = node in broadcast.receivers
         self.digests: dict[int, bytes] = {}
         """Digests of the chunks that are here."""
-        self.logs: dict[str, list[int]] = {source: [] for source in {*pulls, *plan.sources} if source in {*pulls, node}}
+        sent = {lane.source for lane in pulls} | ({node} & set(plan.sources))
+        self.logs: dict[str, list[int]] = {source: [] for source in sent}
         """Chunks in the order in which they came, for each chain that this node sends."""
         self.publication: Publication | None = None
         self.failure: str | None = None
@@ -191,6 +192,11 @@ class Transfer:
                 self._connections.discard(connection)
                 self.condition.notify_all()
 
+    def source_age_s(self, source: str) -> float:
+        """Seconds since the node where a chain begins was heard of; 0 on that node."""
+        now = time.monotonic()
+        return min((pull.source_age_s(now) for lane, pull in self.pulls.items() if lane.source == source), default=0.0)
+
     def wait(self, timeout_s: float) -> Publication:
         """Wait for the publication. Raises `WeightError`, `DeadlineExceeded`."""
         version = self.broadcast.version
@@ -212,7 +218,7 @@ class Transfer:
         parts = [f"{len(own)} chunks of ranks of this node"] if own else []
         parts += [
             f"{len(pull.missing)} chunks from {source}, last asked of {pull.upstream} ({pull.reparented} times another)"
-            for source, pull in self.pulls.items()
+            for (source, _), pull in self.pulls.items()
             if pull.missing
         ]
         return ", ".join(parts)

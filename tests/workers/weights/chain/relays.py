@@ -46,8 +46,16 @@ def piece_of(name: str, rank: int, num_ranks: int) -> tuple[str, int, int]:
 class Cluster:
     """Lifecycle: a context; in it `begin` and `write` for each version, `wait` for what has come of it."""
 
-    def __init__(self, folder: Path, plan: ChunkPlan, receivers: list[str], timeouts: Timeouts | None = None) -> None:
-        self.plan, self.receivers = plan, receivers
+    def __init__(
+        self,
+        folder: Path,
+        plan: ChunkPlan,
+        receivers: list[str],
+        timeouts: Timeouts | None = None,
+        lanes: int | None = None,
+    ) -> None:
+        """`lanes`: most of each node."""
+        self.plan, self.receivers, self._lanes = plan, receivers, lanes
         self.relays: dict[str, Relay] = {}
         self.roots: dict[str, Path] = {}
         self.addresses: dict[str, Address] = {}
@@ -66,7 +74,7 @@ class Cluster:
 
     def start(self, node: str) -> None:
         self.roots[node] = self._folder / node
-        relay = Relay(self.roots[node], node, TOKEN, SERVICE, self._timeouts)
+        relay = Relay(self.roots[node], node, TOKEN, SERVICE, self._timeouts, self._lanes)
         listener = self._stack.enter_context(Listener("127.0.0.1", TOKEN, {SERVICE: relay.serve}))
         self._stack.callback(relay.close)
         relay.plan(self.plan)

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import WeightError
 from penstock.workers.weights.chain.plan import (
+    LANE_BYTES,
     NEARBY,
     Broadcast,
     ChunkPlan,
     chain,
     choose_chunk_bytes,
+    lanes_of,
     make_plan,
     upstreams,
 )
@@ -34,6 +36,28 @@ def test_pieces_are_cut_at_the_ends_of_ranks_and_of_chunks() -> None:
     assert plan.of_node("y") == [3, 4]
     header = len(LAYOUT.header)
     assert plan.spans_of_node("y") == [(0, header), *(plan.spans[number] for number in (3, 4))]
+
+
+@given(st.lists(st.integers(1, LANE_BYTES), min_size=1, max_size=12), st.integers(0, 9))
+def test_each_chunk_of_a_chain_is_in_one_lane_and_lanes_are_as_long(sizes: list[int], most: int) -> None:
+    layout = compute_layout((f"{number:02}", (size // 2,), "bfloat16") for number, size in enumerate(sizes))
+    pieces = [[(place.name, 0, place.num_elements) for place in layout.tensors], []]
+    plan = make_plan(layout, pieces, ["x", "y"])
+    lanes = lanes_of(plan, "x", most)
+    total = layout.num_bytes - len(layout.header)
+    assert len(lanes) == max(1, min(most, total // LANE_BYTES))
+    assert sorted(chunk for lane in lanes.values() for chunk in lane) == plan.of_node("x")
+    assert {lane.source for lane in lanes} == {"x"}
+    assert all(lane == sorted(lane) for lane in lanes.values())
+    lengths = [sum(plan.spans[chunk][1] - plan.spans[chunk][0] for chunk in lane) for lane in lanes.values()]
+    assert max(lengths) - min(lengths) <= 3 * RANGE_BYTES
+
+
+def test_four_chunks_over_two_lanes_take_turns() -> None:
+    layout = compute_layout([("w", (2 * LANE_BYTES,), "bfloat16")])
+    plan = make_plan(layout, [[("w", 0, 2 * LANE_BYTES)]], ["x"])
+    first, second = lanes_of(plan, "x", 2).values()
+    assert (first[:3], second[:3]) == ([0, 2, 4], [1, 3, 5])
 
 
 def test_all_ranks_of_a_node_are_one_source() -> None:

@@ -12,6 +12,7 @@ import pytest
 from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError
 from penstock.network.connection import Connection, connect
 from penstock.network.listener import Listener
+from penstock.workers.weights.chain import plan as plans
 from penstock.workers.weights.chain import subscription
 from penstock.workers.weights.chain.plan import Broadcast
 from penstock.workers.weights.chain.pull import Timeouts
@@ -37,6 +38,34 @@ def test_every_receiver_gets_every_version_bit_for_bit(tmp_path: Path, nodes: li
             cluster.write(version)
             cluster.check(version)
         assert sum(relay.stats()["reparented"] for relay in cluster.relays.values()) == 0
+
+
+@pytest.mark.parametrize("nodes", [["x"], ["x", "y"]])
+def test_large_data_comes_over_several_lanes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[str]
+) -> None:
+    monkeypatch.setattr(plans, "LANE_BYTES", 1)
+    made = plan_of(nodes)
+    payload = sum(end - start for start, end in made.spans)
+    with Cluster(tmp_path, made, ["a", "b", "c"], lanes=4) as cluster:
+        for version in range(1, 4):
+            cluster.begin(version)
+            pulling = [thread.name for thread in threading.enumerate() if thread.name.startswith("pull-")]
+            cluster.write(version)
+            cluster.check(version)
+            lanes = range(4 // len(nodes))
+            assert {f"pull-{source}-{number}" for source in nodes for number in lanes} == set(pulling)
+        assert all(cluster.relays[node].stats()["bytes_in"] == 3 * payload for node in "abc")
+
+
+def test_a_relay_that_is_killed_is_passed_by_on_every_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "LANE_BYTES", 1)
+    with Cluster(tmp_path, plan_of(["x", "y"]), ["a", "b", "c"], lanes=4) as cluster:
+        cluster.begin(1)
+        cluster.write(1, ranks=[0])
+        cluster.kill("b")
+        cluster.write(1, ranks=[1])
+        cluster.check(1, ["a", "c"])
 
 
 def test_a_node_receives_and_sends_the_payload_once(tmp_path: Path) -> None:
