@@ -147,7 +147,3 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "driver": (RUN_LOST, RUN_REPLACED),
 }  # fmt: skip
 """Metrics by the role of the process that measures them."""
-
-
-def all_metrics() -> tuple[Metric, ...]:
-    return tuple(metric for metrics in METRICS.values() for metric in metrics)

@@ -26,7 +26,6 @@ from penstock.algorithms.advantages.outcome import reinforce_plus_plus_baseline 
 from penstock.algorithms.advantages.outcome import remax as remax
 from penstock.algorithms.advantages.outcome import rloo as rloo
 from penstock.algorithms.advantages.temporal import gae as gae
-from penstock.algorithms.advantages.temporal import gae_ragged as gae_ragged
 from penstock.algorithms.advantages.temporal import token_rewards as token_rewards
 from penstock.algorithms.advantages.temporal import turn_rloo as turn_rloo
 from penstock.algorithms.advantages.temporal import unpadded as unpadded

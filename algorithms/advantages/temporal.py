@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from penstock.algorithms.advantages.outcome import advantage, finite_rewards
 from penstock.algorithms.aggregation import masked
@@ -88,26 +87,6 @@ def gae(
         next_value = torch.where(here, value[:, t], next_value)
         advantage[:, t] = torch.where(here, next_advantage, 0.0)
     return advantage, advantage + value
-
-
-def gae_ragged(
-    rewards: Sequence[Tensor], values: Sequence[Tensor], *, gamma: float = 1.0, lam: float = 0.95
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Compute `gae` of responses as lists of `[T_i]`, as stages have token columns; returns two such lists.
-
-    Raises `ShapeError` if the lists or two tensors of the same response differ in length.
-    """
-    if len(rewards) != len(values):
-        raise ShapeError(f"values has {len(values)} responses; expected {len(rewards)}, as many as rewards.")
-    for i, (reward, value) in enumerate(zip(rewards, values, strict=True)):
-        same_shape(reward, f"rewards[{i}]", **{f"values[{i}]": value})
-    if not rewards:
-        return [], []
-    lengths = [len(reward) for reward in rewards]
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
-    pad = [pad_sequence(list(column), batch_first=True) for column in (rewards, values)]
-    advantage, returns = gae(pad[0], pad[1], mask.to(pad[0].device), gamma=gamma, lam=lam)
-    return unpadded(advantage, lengths), unpadded(returns, lengths)
 
 
 def unpadded(values_BT: Tensor, lengths: Sequence[int]) -> list[Tensor]:

@@ -86,11 +86,6 @@ class SegmentBook:
         """Bytes in shared memory, in use."""
         return self._in_use.total()
 
-    @property
-    def pooled_bytes(self) -> int:
-        """Bytes in shared memory, with their writers."""
-        return self._pooled.total()
-
     def entered(self, client: str) -> None:
         """Let a client write and read from now on."""
         self._clients.add(client)

@@ -9,7 +9,6 @@ Environments call the sampler through their context, agents over HTTP.
 
 import asyncio
 import hashlib
-import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,8 +82,6 @@ class TurnSampler:
         self._in_flight: set[asyncio.Task[Any]] = set()
         self.last_messages: Sequence[Message] = ()
         """The conversation with its newest answer."""
-        self.active_since = time.monotonic()
-        """Time when the attempt last asked for something."""
 
     @property
     def turns(self) -> list[Turn]:
@@ -119,7 +116,6 @@ class TurnSampler:
             self.counts["retries_answered"] += 1
             return self._by_request[request]
         self._check_open()
-        self.active_since = time.monotonic()
         options = self._accepted(options) if is_client else options
         if not train:
             return await self._untrained(messages, tools, options)

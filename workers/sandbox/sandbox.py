@@ -66,7 +66,6 @@ class Sandbox:
         self._starting = asyncio.Lock()
         self.places: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
         """Idle workers; None: one that is to be started."""
-        self._num_workers = num_workers
         self.alive: set[Worker] = set()
         """Workers whose fence stands, idle ones too."""
         for _ in range(num_workers):

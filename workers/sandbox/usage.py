@@ -80,11 +80,6 @@ class ProcessorTime:
         self._there = set(now)
 
 
-def memory_below(pid: int) -> int:
-    """Bytes of the process's descendants, without what lies in /tmp, pipes and sockets."""
-    return sum(map(memory_of, descendants(pid)))
-
-
 def descendants(pid: int) -> list[int]:
     """Descendants of a process that are seen on the way, each after its parent; some may end, and others begin,
     meanwhile."""

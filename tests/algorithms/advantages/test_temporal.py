@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.advantages import gae, gae_ragged, token_rewards, whitened
+from penstock.algorithms.advantages import gae, token_rewards, whitened
 from penstock.conf.errors import ConfigError, ShapeError
 
 REWARDS = torch.tensor([[0.0, 0.0, 1.0]])
@@ -66,19 +66,6 @@ def test_what_lies_under_padding_changes_nothing_and_becomes_zero(seed, rows, wi
         assert (got[~mask] == 0).all()
 
 
-@given(st.integers(0, 2**16), st.integers(0, 4), st.integers(1, 6))
-def test_ragged_lists_give_the_same_as_padded_tensors(seed, rows, width):
-    rewards, values, mask = ragged(seed, rows, width)
-    advantages, returns = gae_ragged(
-        [row[keep] for row, keep in zip(rewards, mask, strict=True)],
-        [row[keep] for row, keep in zip(values, mask, strict=True)],
-    )
-    padded = gae(rewards, values, mask)
-    for i in range(rows):
-        assert torch.equal(advantages[i], padded[0][i][mask[i]])
-        assert torch.equal(returns[i], padded[1][i][mask[i]])
-
-
 def test_a_perfect_critic_leaves_no_advantage():
     advantages, returns = gae(REWARDS, torch.ones(1, 3), torch.ones(1, 3), gamma=1.0, lam=0.95)
     assert advantages.tolist() == [[0.0] * 3]
@@ -124,10 +111,6 @@ def test_bad_input_is_named():
         gae(REWARDS, VALUES, torch.ones(1, 3), lam=math.nan)
     with pytest.raises(ShapeError, match=r"values is float32 \[1, 2\]; expected \[1, 3\], the shape of rewards"):
         gae(REWARDS, VALUES[:, :2], torch.ones(1, 3))
-    with pytest.raises(ShapeError, match=r"values\[0\] is float32 \[2\]; expected \[3\], the shape of rewards\[0\]"):
-        gae_ragged([torch.zeros(3)], [torch.zeros(2)])
-    with pytest.raises(ShapeError, match="values has 0 responses; expected 1"):
-        gae_ragged([torch.zeros(3)], [])
     with pytest.raises(ConfigError, match="eps=-1"):
         whitened(REWARDS, torch.ones(1, 3), eps=-1)
 

@@ -8,13 +8,13 @@ import pytest
 
 from penstock.metering import table
 from penstock.metering.meters import HISTOGRAM, ORIGIN
-from penstock.metering.table import all_metrics
+from penstock.metering.table import METRICS
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.observability.grafana.dashboard import ROWS
 from penstock.orchestrator.observability.grafana.files import RULES
 from penstock.orchestrator.observability.grafana.promql import PANELS
 
-EXPORTED = {metric.exported: metric for metric in all_metrics()}
+EXPORTED = {metric.exported: metric for metrics in METRICS.values() for metric in metrics}
 QUERIES = [query.expr for panels in ROWS.values() for panel in panels for query in panel.queries]
 
 
