@@ -191,7 +191,7 @@ def drive(ledger: Ledger, num_rounds: int, latencies: list[float]) -> int:
         latencies.append(clock() - start)
         assert made is not None
         ledger.complete_shared(made.lease_id, 0)
-        ledger.published(number + 1)
+        ledger.served(number + 1)
     return num_rounds * 64 * len(spec.stages)
 
 

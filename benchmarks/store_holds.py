@@ -160,7 +160,7 @@ class Filled:
         lease = await self.client.lease_shared("train", number, 0, 1)
         assert lease is not None
         await self.client.complete_shared(lease.share)
-        await self.client.published(number + 1)
+        await self.client.served(number + 1)
 
     async def end(self) -> None:
         await self.store.end()

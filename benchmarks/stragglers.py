@@ -87,7 +87,7 @@ async def run(factor: float, case: str, num_steps: int, first_prompt: int) -> di
         assert lease is not None
         await client.complete_shared(lease.share)
         await asyncio.gather(*(engine.load(Publication("", step + 1)) for engine in engines))
-        await client.published(step + 1)
+        await client.served(step + 1)
         now = time.perf_counter()
         seconds.append(now - before)
         before = now

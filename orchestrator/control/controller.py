@@ -5,8 +5,8 @@
                   └──▶ Trainer-policy-r      one call a `step`: leases the batch, updates, reports
                             │ publish v+1 (shared memory)
                             ▼
-                       Rollout-i.load        verify, pause, load, resume; then the store hears `published(v+1)`,
-                                             which gives the Prompts their credits back
+                       Rollout-i.load        verify, pause, load, resume; then the store hears `served(v+1)`, which
+                                             gives the Prompts their credits back
 
 The controller waits only for the trainers; all others work on rows as they become ready, and no row passes through
 here. The store is told of a step once all ranks have reported it. With `max_staleness=0` the credits make it the

@@ -77,7 +77,7 @@ class Versions:
 
     async def tell(self, version: int) -> None:
         """Tell the store of a version, once every engine serves it."""
-        await self._stores.published(version)
+        await self._stores.served(version)
         self._told = version
 
     async def _republish(self, trained: int, failure: PenstockError) -> None:

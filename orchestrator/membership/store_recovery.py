@@ -73,7 +73,7 @@ class StepJournal:
 
 
 class StoreRecovery:
-    """Lifecycle: `trained` for each step and `published` for each version; `take_snapshots` until it is cancelled. Any
+    """Lifecycle: `trained` for each step and `served` for each version; `take_snapshots` until it is cancelled. Any
     other call of the store goes through `with_store`, or its failure is asked about by `recovered`."""
 
     def __init__(self, context: RunContext, restarts: Restarts, journal: StepJournal) -> None:
@@ -130,9 +130,9 @@ class StoreRecovery:
         await self._restarts.joined(STORE)
         await self.with_store(self._tell)
 
-    async def published(self, version: int) -> None:
+    async def served(self, version: int) -> None:
         """Tell the store that every engine serves a version."""
-        await self.with_store(lambda: self._store.published(version, self._epoch))
+        await self.with_store(lambda: self._store.served(version, self._epoch))
         self._version = version
 
     async def settled(self) -> int:

@@ -225,8 +225,8 @@ class StoreClient:
 
     async def catch_up(self, steps: Sequence[Sequence[int]], version: int, epoch: int = 0) -> None:
         """Tell a store that was restored in another one's place what was trained, before a batch is asked for. `steps`:
-        ids of the rows trained since what it knows, by step. `version`: the last published. What was not trained comes
-        again. `epoch`: as in `settle`."""
+        ids of the rows trained since what it knows, by step. `version`: the newest that every engine serves. What was
+        not trained comes again. `epoch`: as in `settle`."""
         await self.link.call("catch_up", [list(map(int, rows)) for rows in steps], version, epoch)
 
     async def lost(self, node: str) -> None:
@@ -234,10 +234,10 @@ class StoreClient:
         again."""
         await self.link.call("lost", node)
 
-    async def published(self, version: int, epoch: int = 0) -> None:
+    async def served(self, version: int, epoch: int = 0) -> None:
         """Report that all engines serve `version`: the groups trained by steps up to it return their credits. `epoch`:
         as in `settle`."""
-        await self.link.call("published", version, epoch)
+        await self.link.call("served", version, epoch)
 
     async def last_batch(self, columns: Sequence[str] | None = None) -> Rows:
         """Return the rows of the batch trained last (none before the first), by row id. `columns`: None for all."""

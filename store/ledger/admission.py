@@ -1,12 +1,12 @@
 """Backpressure: which producer may put another group, by credits (groups) and by bytes.
 
-A group is *active* from its admission until `published(v)`, by which every engine serves v, covers the step that
+A group is *active* from its admission until `served(v)`, by which every engine serves v, covers the step that
 trained it, or until drops end it. With at most `(S + 1) P` of them, a group admitted while version p is out has fewer
 than `(S + 1) P` active ones before it, so the step that makes version `p + S + 1` trains it at the latest, and its
 tokens are of version p or newer: staleness at most S (`conf/run.py` computes S from `max_staleness` and the window). A
 window w lets at most w - 1 later groups overtake it, which adds at most `ceil((w - 1) / P)`.
 
-This needs versions to be published no sooner than every engine samples under them.
+This needs the store to be told of a version no sooner than every engine samples under it.
 """
 
 from collections.abc import Iterable
@@ -31,10 +31,10 @@ class Credits:
         self.max_bytes = max_bytes
         self.active = 0
         self.bytes = 0
-        self.published = 0
-        """Newest version of the policy that is out."""
+        self.served_version = 0
+        """Newest version of the policy that every engine serves."""
         self.due: dict[int, int] = {}
-        """Number of groups whose credits return when a version is published, by version."""
+        """Number of groups whose credits return when every engine serves a version, by version."""
 
     def refusal(self, nbytes: int, num_waiting: int) -> str | None:
         """The reason why a group of `nbytes` must wait ("credits" or "bytes"), or None. `num_waiting`: groups in no
@@ -54,12 +54,13 @@ class Credits:
 
     def trained(self, version: int, num_groups: int) -> None:
         """Note that `num_groups` were trained by the step that makes `version`."""
-        if version <= self.published:
+        if version <= self.served_version:
             self.active -= num_groups
         elif num_groups:
             self.due[version] = self.due.get(version, 0) + num_groups
 
-    def publish(self, version: int) -> None:
-        self.published = max(self.published, version)
-        for due in [due for due in self.due if due <= self.published]:
+    def served(self, version: int) -> None:
+        """Note that every engine serves a version."""
+        self.served_version = max(self.served_version, version)
+        for due in [due for due in self.due if due <= self.served_version]:
             self.active -= self.due.pop(due)

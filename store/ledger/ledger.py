@@ -1,6 +1,6 @@
 """The ledger: the store's decisions as a pure state machine. Events in, decisions and effects out; time is an argument.
 
-    admit ─▶ lease(stage) ─▶ write ─▶ … ─▶ lease_shared(train) ─▶ complete_shared ─▶ published
+    admit ─▶ lease(stage) ─▶ write ─▶ … ─▶ lease_shared(train) ─▶ complete_shared ─▶ served
                  │  ▲          │
      expire, release, lost     └▶ drop
 
@@ -43,7 +43,7 @@ class Ledger:
         kept, effects = ledger.write(lease.id, "rollout", rows, ["response_ids", ...], Facts(...), now=1.0)
         batch, effects = ledger.lease_shared("train", 0, num_ranks=1, max_units=0, owner="trainer", now=2.0)
         effects = ledger.complete_shared(batch.lease_id, rank=0)
-        effects = ledger.published(1)
+        effects = ledger.served(1)
 
     `now` is in seconds on any clock that does not go back.
     """
@@ -231,10 +231,10 @@ class Ledger:
         return self.rounds.next_number(consumer), effects
 
     def catch_up(self, steps: Sequence[Sequence[int]], version: int) -> Effects:
-        """Take over rows that were trained elsewhere since the last step that is known, by step, and the version
-        published last. See `catching_up.py`. Raises `StoreError`."""
+        """Take over rows that were trained elsewhere since the last step that is known, by step, and the newest
+        version that every engine serves. See `catching_up.py`. Raises `StoreError`."""
         catch_up(self.residents, self.rounds, steps, effects := Effects(credits=True))
-        self.published(version)
+        self.served(version)
         return effects
 
     def has_formed(self, stage: str, number: int) -> bool:
@@ -276,15 +276,15 @@ class Ledger:
         self.rounds.complete(lease_id, rank, effects)
         return effects
 
-    def published(self, version: int) -> Effects:
+    def served(self, version: int) -> Effects:
         """Note that version `version` of the policy serves everywhere: groups trained by steps up to it return their
         credits."""
         if version > self.rounds.formed:
             raise StoreError(
-                f"published({version}): only {self.rounds.formed} batches were formed, so the newest version can be "
+                f"served({version}): only {self.rounds.formed} batches were formed, so the newest version can be "
                 f"{self.rounds.formed}. Versions count steps, from 0."
             )
-        self.residents.credits.publish(version)
+        self.residents.credits.served(version)
         return Effects(credits=True)
 
     def _held(self, lease_id: int, stage: Stage, masks: dict[int, int]) -> HeldLease | None:

@@ -255,7 +255,7 @@ class Rounds:
                 f"group {group.id} has a token of version {group.oldest_version()}, which the step that makes "
                 f"version {self.formed + 1} would train at staleness {age} > "
                 f"max_staleness={self._residents.spec.max_staleness}. Admission should "
-                "have made this impossible: were versions published before the engines had loaded them?"
+                "have made this impossible: was the store told of a version before all engines had loaded it?"
             )
         self._residents.drop(group, group.live, "stale", effects)
 

@@ -25,7 +25,7 @@ from penstock.store.ledger.facts import Facts
 
 CALLS = (
     "spec", "put", "withdraw_put", "lease", "withdraw", "lease_shared", "batch_ready", "complete_shared", "write",
-    "drop", "release", "renew", "abandon", "settle", "lost", "published", "last_batch", "cut", "snapshot", "stats",
+    "drop", "release", "renew", "abandon", "settle", "lost", "served", "last_batch", "cut", "snapshot", "stats",
     "describe", "work", "close", "become_source", "catch_up", "retire", "superseded",
 )  # fmt: skip
 """Methods that clients call."""

@@ -98,7 +98,7 @@ async def describe(ledger: Ledger, now: float, since: Callable[[int], float | No
         "credits": {
             "active": residents.credits.active,
             "max": residents.credits.max_active,
-            "published": residents.credits.published,
+            "served": residents.credits.served_version,
         },
     }
 

@@ -2,7 +2,7 @@
 
     producers  ─ put ───────▶ ┌───────┐ ─ lease ────────▶ workers
                               │ Store │ ◀─ write, drop ── workers
-    controller ─ published ─▶ └───────┘ ─ lease_shared ─▶ trainer ranks
+    controller ─ served ────▶ └───────┘ ─ lease_shared ─▶ trainer ranks
 
 Workers call it through `client/client.py` only. Callers that wait are woken one after the other when their stage may
 have become ready, so none polls and first come is first served. All calls must come from one event loop.
@@ -298,16 +298,16 @@ class Store:
 
     async def catch_up(self, steps: list[list[int]], version: int, epoch: int) -> None:
         """Catch up a store that was restored in another one's place. `steps`: rows that were trained since what it
-        knows, by step. `version`: the one published last. See `ledger/catching_up.py`."""
+        knows, by step. `version`: the newest that every engine serves. See `ledger/catching_up.py`."""
         self._epoch.check(epoch)
         self._pump.carry_out(self.ledger.catch_up(steps, version))
 
     async def complete_shared(self, lease_id: int, rank: int) -> None:
         self._pump.carry_out(self.ledger.complete_shared(lease_id, rank))
 
-    async def published(self, version: int, epoch: int) -> None:
+    async def served(self, version: int, epoch: int) -> None:
         self._epoch.check(epoch)
-        self._pump.carry_out(self.ledger.published(version))
+        self._pump.carry_out(self.ledger.served(version))
 
     async def last_batch(self, names: list[str] | None) -> Granted:
         """Return the batch trained last, less rows that are lost. `names`: None for all that they have. Raises

@@ -9,7 +9,7 @@ from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.ledger import Ledger
 
 EVENTS = (
-    "admit", "write", "drop", "release", "abandon", "expire", "lost", "lease_shared", "complete_shared", "published",
+    "admit", "write", "drop", "release", "abandon", "expire", "lost", "lease_shared", "complete_shared", "served",
     "settle", "catch_up",
 )  # fmt: skip
 

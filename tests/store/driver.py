@@ -116,7 +116,7 @@ class Driver:
         self.ledger.complete_shared(made.lease_id, 0)
         check_invariants(self.ledger)
         if publish:
-            self.ledger.published(made.version + 1)
+            self.ledger.served(made.version + 1)
             check_invariants(self.ledger)
         return rows
 

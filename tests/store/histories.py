@@ -478,7 +478,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         self.served += 1
-        self.ledger.published(self.served)
+        self.ledger.served(self.served)
 
     @invariant()
     def the_ledger_agrees_with_itself(self) -> None:

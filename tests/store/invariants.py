@@ -80,10 +80,12 @@ def _check_credits(residents: Residents, rounds: Rounds) -> None:
     active = unfinished + sum(credits.due.values())
     assert credits.active == active, f"{credits.active} groups are counted active, {active} are"
     assert credits.active <= credits.max_active, f"{credits.active} groups are active, {credits.max_active} may be"
-    assert all(version > credits.published for version in credits.due), "credits are due for published versions"
+    assert all(version > credits.served_version for version in credits.due), (
+        "credits are due for a version that is served"
+    )
     nbytes = sum(group.nbytes for group in residents.groups.values())
     assert credits.bytes == nbytes, f"{credits.bytes} bytes are counted, {nbytes} are resident"
-    assert credits.published <= rounds.formed, "a version was published whose batch was never formed"
+    assert credits.served_version <= rounds.formed, "a version is served whose batch was never formed"
 
 
 def _check_rows(residents: Residents, rounds: Rounds) -> None:

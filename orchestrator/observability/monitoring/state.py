@@ -240,7 +240,7 @@ def _for_credits(described: Mapping[str, Any], stages: Sequence[StageView]) -> I
     """Waits of the prompts until a version is out that trained what is under way."""
     credits = described.get("credits") or {}
     under_way = f"{credits.get('active')} of {credits.get('max')} groups are under way"
-    what = f"version {int(credits.get('published') or 0) + 1} ({under_way})"
+    what = f"version {int(credits.get('served') or 0) + 1} ({under_way})"
     for source in (stage for stage in stages if stage.name == SOURCE):
         for member in source.members:
             yield from (Wait(member, rank, what) for rank in stages[-1].members)

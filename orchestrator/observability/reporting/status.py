@@ -54,7 +54,7 @@ def print_store(described: dict[str, Any], console: Console) -> None:
     """Print `StoreClient.describe()` as tables."""
     console.print(_stages(described))
     credits = described["credits"]
-    line = f"groups active {credits['active']} of {credits['max']}  ·  version out {credits['published']}"
+    line = f"groups active {credits['active']} of {credits['max']}  ·  version served {credits['served']}"
     line += f"  ·  {described['blocks']['count']} blocks, {described['blocks']['bytes'] / 2**20:,.1f} MiB"
     console.print(line)
     if described["oldest_group"] is not None:

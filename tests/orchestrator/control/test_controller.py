@@ -39,7 +39,7 @@ class Store:
         self.closed = asyncio.Event()
         self.versions: list[int] = []
 
-    async def published(self, version: int, epoch: int) -> None:
+    async def served(self, version: int, epoch: int) -> None:
         self.versions.append(version)
 
     async def close(self, reason: str) -> None:

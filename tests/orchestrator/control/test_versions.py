@@ -72,7 +72,7 @@ class Bed:
     async def are_there(self, step: int) -> bool:
         return True
 
-    generation = copy = published = nothing
+    generation = copy = served = nothing
 
     def lose_ranks(self) -> Awaitable[None]:
         return self.ranks.recovered(DEATH, self.ranks.incarnation)

@@ -68,7 +68,7 @@ def test_a_batch_goes_its_whole_way(tmp_path: Path, way: str, long: bool) -> Non
         await client.complete_shared(share.share)
         assert (await client.last_batch(["task"])).strings("task") == ["é" * tokens] * 4
         assert set((await client.last_batch()).names) >= {"prompt_ids", "response_text", "reward"}
-        await client.published(1)
+        await client.served(1)
         assert (await client.stats())["store/rows_trained"] == 4
         assert (await client.describe())["rows"]["train"] is not None
 
@@ -90,7 +90,7 @@ def test_errors_arrive_as_themselves(tmp_path: Path, way: str) -> None:
         with pytest.raises(LeaseExpired):
             await client.renew(lease)
         with pytest.raises(StoreError, match="only 0 batches"):
-            await client.published(3)
+            await client.served(3)
         await client.close("enough")
         with pytest.raises(StoreClosed, match="enough"):
             await client.put_groups([group()])

@@ -103,14 +103,14 @@ def test_ranks_on_two_machines_train_a_step_and_its_batch_is_read_afterwards(han
         batch = await remote.last_batch(["response_ids", "task"])
         assert sorted(set(batch.group_ids.tolist())) == numbers
         assert [ids[0] for ids in batch.arrays("response_ids")] == batch.row_ids.tolist()
-        await remote.published(1)
+        await remote.served(1)
         # A batch stays until the next one is trained.
         await local.put_groups([group(number) for number in range(2)])
         for stage in ("rollout", "reward", "reference", "group_advantage"):
             lease = await leased(local, stage, 4, stage)
             await local.write(lease, lease.rows.row_ids, values_of(stage, lease))
         await train(local, 1)
-        await local.published(2)
+        await local.served(2)
 
     elsewhere(handle, body)
 

@@ -23,7 +23,7 @@ def test_admission_stops_at_the_active_groups_and_goes_on_after_publication(driv
     driver.compute_all()
     assert driver.train(0, publish=False) == [0, 1, 2, 3]
     assert driver.admit() == [None]  # trained, but the engines still serve version 0
-    driver.ledger.published(1)
+    driver.ledger.served(1)
     assert driver.admit(3) == [4, 5, None]
 
 

@@ -284,8 +284,8 @@ def test_trained_rows_stay_until_the_next_batch_is_trained() -> None:
 
 
 def test_a_version_that_no_batch_can_have_made_is_refused(driver: Driver) -> None:
-    with pytest.raises(StoreError, match=r"published\(1\): only 0 batches"):
-        driver.ledger.published(1)
+    with pytest.raises(StoreError, match=r"served\(1\): only 0 batches"):
+        driver.ledger.served(1)
 
 
 def test_the_train_stage_is_not_leased_row_by_row(driver: Driver) -> None:

@@ -168,11 +168,11 @@ class Cluster:
         self.announce()
 
     def announce(self) -> None:
-        """A version counts as published once every engine serves it."""
+        """A version counts as served once every engine serves it."""
         slowest = min(engine.version for engine in self.engines)
         if slowest > self.served:
             self.served = slowest
-            self.ledger.published(slowest)
+            self.ledger.served(slowest)
 
     def restart(self) -> None:
         """The store's process dies and goes on from a snapshot; whoever had a lease comes too late."""

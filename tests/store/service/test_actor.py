@@ -128,7 +128,7 @@ def test_typed_errors_cross_the_process_boundary_as_themselves(handle: Any) -> N
         with pytest.raises(LeaseExpired):
             await client.renew(late)
         with pytest.raises(StoreError, match="only 0 batches"):
-            await client.published(3)
+            await client.served(3)
 
     asyncio.run(body())
 

@@ -162,7 +162,7 @@ class History:
     def publish(self) -> None:
         if self.serves.version < self.round:
             self.serves.version += 1
-            self.ask("published", self.serves.version, 0)
+            self.ask("served", self.serves.version, 0)
 
     def any_worker(self) -> Any:
         return self.workers[self.dice.choice(list(self.workers))]
@@ -248,7 +248,7 @@ class History:
                 assert lease is not None
                 await self._train(client, lease)
                 self.serves.version = self.round
-                await client.published(self.round)
+                await client.served(self.round)
 
     def _check_numbers(self) -> None:
         stats = self.ask("stats")

@@ -58,7 +58,7 @@ def test_a_cancelled_put_withdraws_what_is_not_admitted_yet() -> None:
                 lease = await leased(client, stage, 2 if stage in ("rollout", "group_advantage") else 4, "worker")
                 await client.write(lease, lease.rows.row_ids, values_of(stage, lease))
         await train(client, 0)
-        await client.published(1)
+        await client.served(1)
         assert await asyncio.gather(gathered[0], gathered[2]) == [[4], [5]]
         lease = await leased(client, "rollout", 9, "engine")
         assert [prompt[2] - 10 for prompt in lease.rows.lists("prompt_ids")[::2]] == [10, 12]
@@ -147,7 +147,7 @@ def test_the_source_is_the_last_that_became_it() -> None:
             await client.put_groups([group(9)])
         await finish_everything(client)
         await train(client, 0)
-        await client.published(1)
+        await client.served(1)
         assert await late == [4, 5]
         assert await client.become_source() == 6
 
@@ -162,7 +162,7 @@ def test_a_put_that_is_about_to_be_admitted_is_not_once_another_is_the_source() 
         await asyncio.sleep(0.01)
         await finish_everything(client)
         await train(client, 0)
-        store.ledger.published(1)
+        store.ledger.served(1)
         store.puts.wake()
         assert await store.become_source("another") == 4
         with pytest.raises(StoreError, match="another client is the source"):
@@ -182,7 +182,7 @@ def test_what_a_client_that_leaves_has_under_way_is_not_admitted() -> None:
             await waiting
         await finish_everything(client)
         await train(client, 0)
-        await client.published(1)
+        await client.served(1)
         assert await client.put_groups([group()]) == [4]
 
     run(body)

@@ -33,7 +33,7 @@ def start_workers(store: Store, client: StoreClient) -> list["asyncio.Task[None]
         return {"reward": [float(len(text)) for text in lease.rows.strings("response_text")]}
 
     def responses(lease: Lease) -> dict[str, Any]:
-        return response(len(lease.rows), version=store.ledger.residents.credits.published)
+        return response(len(lease.rows), version=store.ledger.residents.credits.served_version)
 
     return [
         asyncio.ensure_future(work(client, "rollout", responses)),
@@ -67,7 +67,7 @@ def test_rows_stream_through_all_stages_with_the_values_that_were_written() -> N
                 assert lease.rows.values("reward").dtype == np.float32
                 await client.complete_shared(lease.share)
             assert len(await client.last_batch(["task", "advantage"])) == 4
-            await client.published(number + 1)
+            await client.served(number + 1)
         assert await producer == list(range(8))
         stats = await client.stats()
         assert (stats["store/rows"], stats["store/rows_trained"], stats["store/waiting_producers"]) == (0, 16, 0)
@@ -86,7 +86,7 @@ def test_the_data_of_ended_rows_is_let_go() -> None:
             await client.put_groups([group(), group()])
             lease = await client.lease_shared("train", number, 0, 1)
             await client.complete_shared(lease.share)
-            await client.published(number + 1)
+            await client.served(number + 1)
             blocks = (await client.describe())["blocks"]
             assert blocks["count"] <= 12  # of the last batch: no growth with the number of steps
         await client.close()
@@ -259,7 +259,7 @@ def test_ranks_that_take_the_place_of_others_get_the_batch_that_was_not_trained(
         assert await client.settle("train", 2) == 1
         with pytest.raises(UnknownStage):
             await client.settle("trian", 2)
-        for late in (client.settle("train", 1), client.published(1, 1), client.catch_up([], 1, 1)):
+        for late in (client.settle("train", 1), client.served(1, 1), client.catch_up([], 1, 1)):
             with pytest.raises(TakenOver):
                 await late
         assert await client.settle("train") == 1  # a worker's

@@ -117,7 +117,7 @@ async def consume(client: StoreClient, steps: range, taken: list[list[int]]) -> 
                     taken += [ids.tolist() for ids in lease.rows.arrays("prompt_ids")[::2]]
                 await client.write(lease, lease.rows.row_ids, values_of(stage, lease, step))
         await train(client, step)
-        await client.published(step + 1)
+        await client.served(step + 1)
 
 
 @skipping

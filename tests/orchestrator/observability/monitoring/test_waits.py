@@ -20,7 +20,7 @@ def described(
         "waiters": waiters,
         "leases": [{"stage": stage, "owner": owner, "open_rows": rows} for stage, owner, rows in leases],
         "rows": {name: {"free": count} for name, count in free.items()},
-        "credits": {"active": 32, "max": 32, "published": 4},
+        "credits": {"active": 32, "max": 32, "served": 4},
     }
 
 

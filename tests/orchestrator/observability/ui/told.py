@@ -62,7 +62,7 @@ def write_state(run: Path) -> None:
             "wait_s": {"rollout": 0.01, "reward": 0.02}, "counters": {"dropped/reward_error": 3},
             "oldest_group": 128, "oldest_group_waits_for": {"reward": 8},
             "leases": [lease],
-            "credits": {"active": 16, "max": 32, "published": 4},
+            "credits": {"active": 16, "max": 32, "served": 4},
         },
         "waits": [
             {"who": "Reward-0", "on": "Rollout-1", "what": "24 row(s) of rollout"},
