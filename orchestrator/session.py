@@ -62,7 +62,7 @@ class Prompt:
     task: str
 
 
-class Prompts:
+class PromptStream:
     """The run's dataset in its order, epoch after epoch."""
 
     def __init__(self, source: PromptSource) -> None:
@@ -215,7 +215,7 @@ class Session:
     directory: Path
     """The run's directory on this machine: with a URL as output_dir the working copy."""
     policy: Policy
-    prompts: Prompts
+    prompts: PromptStream
     reward: Reward
     rollouts: Workers
     """The engines: `add` and `remove` some."""
@@ -294,7 +294,7 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
                 config,
                 directory.path,
                 Policy(fleet, config, weights),
-                Prompts(open_source(config, model_path)),
+                PromptStream(open_source(config, model_path)),
                 Reward(fleet, config),
                 Workers(
                     ScalableRole("rollout", fleet, config, catch_up.get("rollout") if takes_newcomers(config) else None)

@@ -38,7 +38,7 @@ from penstock.store.service.messages import (
     calls_of,
     refs_of,
 )
-from penstock.store.service.server import STORE, Endpoint
+from penstock.store.service.server import STORE_SERVICE, Endpoint
 from penstock.store.service.store import Store
 from penstock.store.service.wire import Wire
 
@@ -242,7 +242,7 @@ class OverTcp(Connected):
         tries = 0
         while True:
             try:
-                arguments = endpoint.address, STORE, endpoint.token, CONNECT_S
+                arguments = endpoint.address, STORE_SERVICE, endpoint.token, CONNECT_S
                 connection = await asyncio.to_thread(connect, *arguments)  # the event loop goes on meanwhile
                 break
             except OSError as error:

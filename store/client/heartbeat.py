@@ -20,7 +20,7 @@ from penstock.network.connection import Connection, connect
 from penstock.store.data.codec import NOTHING, Codec, Malformed
 from penstock.store.service import peers
 from penstock.store.service.messages import ANSWER, HELLO, MESSAGE, Answer, ClientMessage, Hello, calls_of
-from penstock.store.service.server import STORE, Endpoint
+from penstock.store.service.server import STORE_SERVICE, Endpoint
 from penstock.store.service.store import Store
 
 BEATS_PER_TIMEOUT = 3
@@ -116,7 +116,7 @@ def renewer_over_tcp(endpoint: Endpoint, client: str) -> ConnectionRenewer:
     assert address is not None
 
     def connected(timeout_s: float) -> Connection:
-        return connect(address, STORE, endpoint.token, timeout_s, silence_s=timeout_s)
+        return connect(address, STORE_SERVICE, endpoint.token, timeout_s, silence_s=timeout_s)
 
     return ConnectionRenewer(connected, address, client)
 

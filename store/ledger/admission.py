@@ -1,10 +1,13 @@
 """Backpressure: which producer may put another group, by credits (groups) and by bytes.
 
+P: groups of a step. w: the window (`store.window`). S: staleness that is left for admission when the window has had its
+part, `max_staleness - ceil((w - 1) / P)` (`conf/run.py`).
+
 A group is *active* from its admission until `served(v)`, by which every engine serves v, covers the step that
-trained it, or until drops end it. With at most `(S + 1) P` of them, a group admitted while version p is out has fewer
-than `(S + 1) P` active ones before it, so the step that makes version `p + S + 1` trains it at the latest, and its
-tokens are of version p or newer: staleness at most S (`conf/run.py` computes S from `max_staleness` and the window). A
-window w lets at most w - 1 later groups overtake it, which adds at most `ceil((w - 1) / P)`.
+trained it, or until drops end it. With at most `(S + 1) P` of them, a group admitted while version v is served has
+fewer than `(S + 1) P` active ones before it, so the step that makes version `v + S + 1` trains it at the latest, and
+its tokens are of version v or newer: staleness at most S. A window w lets at most w - 1 later groups overtake it, which
+adds at most `ceil((w - 1) / P)`.
 
 This needs the store to be told of a version no sooner than every engine samples under it.
 """

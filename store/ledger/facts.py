@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from penstock.conf.errors import suggest
 from penstock.store.errors import TooLarge, UnknownColumn, WrongLength
 from penstock.store.ledger.group import Group, Span, bits, mask_of, untouched
-from penstock.store.ledger.readiness import Stage
+from penstock.store.ledger.readiness import StageQueue
 from penstock.store.ledger.residents import Residents
 
 
@@ -29,7 +29,7 @@ class Facts:
     """Tokens of a trajectory that were read and not sampled."""
 
 
-def columns_written(residents: Residents, stage: Stage, columns: Sequence[str]) -> Sequence[int]:
+def columns_written(residents: Residents, stage: StageQueue, columns: Sequence[str]) -> Sequence[int]:
     """Numbers of the columns of a write. Raises `UnknownColumn` for those that the stage does not write."""
     if tuple(columns) == stage.spec.writes:
         return stage.writes
@@ -76,7 +76,7 @@ def check_facts(
 
 def note_facts(
     residents: Residents,
-    stage: Stage,
+    stage: StageQueue,
     spans: Sequence[Span],
     fresh: dict[int, int],
     written: Sequence[int],
@@ -113,7 +113,7 @@ def _lacks(residents: Residents, group: Group, index: int, name: str) -> bool:
 
 def _note_span(
     residents: Residents,
-    stage: Stage,
+    stage: StageQueue,
     group: Group,
     indices: range,
     position: int,

@@ -27,7 +27,7 @@ from penstock.store.ledger.facts import Facts, check_facts, columns_written, not
 from penstock.store.ledger.group import Group, masks_of, num_rows, row_ids, spans_of
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.lost_values import Cells, lose
-from penstock.store.ledger.readiness import Stage
+from penstock.store.ledger.readiness import StageQueue
 from penstock.store.ledger.residents import Residents
 from penstock.store.ledger.rounds import Round, Rounds
 from penstock.store.spec import StoreSpec
@@ -287,7 +287,7 @@ class Ledger:
         self.residents.credits.served(version)
         return Effects(credits=True)
 
-    def _held(self, lease_id: int, stage: Stage, masks: dict[int, int]) -> HeldLease | None:
+    def _held(self, lease_id: int, stage: StageQueue, masks: dict[int, int]) -> HeldLease | None:
         """Find the lease, which must hold the rows; None if it is over and there is nothing left to do for any of
         them."""
         lease = self.residents.leases.held.get(lease_id)
@@ -318,7 +318,7 @@ class Ledger:
     def _complete(
         self,
         lease: HeldLease,
-        stage: Stage,
+        stage: StageQueue,
         group: Group,
         mask: int,
         written: Sequence[int],

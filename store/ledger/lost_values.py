@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import Group, bits
 from penstock.store.ledger.leases import HeldLease
-from penstock.store.ledger.readiness import Stage
+from penstock.store.ledger.readiness import StageQueue
 from penstock.store.ledger.residents import Residents
 
 Cells = Mapping[int, Mapping[str, int]]
@@ -43,7 +43,7 @@ class GroupLoss:
         return _union(self.columns)
 
 
-def group_loss(group: Group, gone: list[int], stages: Iterable[Stage], source: Iterable[int]) -> GroupLoss:
+def group_loss(group: Group, gone: list[int], stages: Iterable[StageQueue], source: Iterable[int]) -> GroupLoss:
     """Work out a group's loss. `gone`: by column, rows whose value is gone. `source`: columns that no stage makes.
 
     With `response_ids` of sample 1 go its other columns of the rollout, its reward, and the advantages of the whole

@@ -12,8 +12,8 @@ from penstock.store.ledger.group import Group
 from penstock.store.spec import StoreSpec
 
 
-class Stage:
-    """A stage with its columns as numbers, its queue, and the count of its units that are free."""
+class StageQueue:
+    """The queue of a stage: the groups that wait, the count of units that are free, and its columns as numbers."""
 
     def __init__(self, spec: StoreSpec, index: int, column_index: dict[str, int]) -> None:
         self.spec = spec.stages[index]
@@ -28,7 +28,7 @@ class Stage:
         self.sees_siblings = self.unit == "group" and any(name not in shared for name in self.spec.reads)
         """True if the result depends on the other rows of the group: after a partial write the whole group is leased
         again."""
-        self.readers: tuple[Stage, ...] = ()
+        self.readers: tuple[StageQueue, ...] = ()
         """Stages that a write of this one can make ready, itself included."""
         self.queue: list[int] = []
         """Heap of the numbers of groups, so the oldest is first."""
@@ -61,7 +61,7 @@ class Readiness:
 
     def __init__(self, spec: StoreSpec, groups: dict[int, Group]) -> None:
         self.column_index = {column.name: index for index, column in enumerate(spec.columns)}
-        self.stages = [Stage(spec, index, self.column_index) for index in range(len(spec.stages))]
+        self.stages = [StageQueue(spec, index, self.column_index) for index in range(len(spec.stages))]
         self.by_name = {stage.name: stage for stage in self.stages}
         for stage in self.stages:
             stage.readers = tuple(
@@ -81,7 +81,7 @@ class Readiness:
                     stage.waited_s += stage.num_free * seconds
         self._now = now
 
-    def refresh(self, group: Group, stage: Stage) -> int:
+    def refresh(self, group: Group, stage: StageQueue) -> int:
         """Recount what is free of `group` in `stage`, after any of its masks changed. Returns the stage's bit if rows
         are free that were not, else 0."""
         free = free_rows(group, stage)
@@ -99,7 +99,7 @@ class Readiness:
             heapq.heappush(stage.queue, group.id)
         return stage.bit if free & ~before else 0
 
-    def refresh_all(self, group: Group, stages: Iterable[Stage] | None = None) -> int:
+    def refresh_all(self, group: Group, stages: Iterable[StageQueue] | None = None) -> int:
         """Refresh all stages, or some. Returns the bits of those of which more is free."""
         if not (group.live or any(group.free)):
             return 0  # it has ended, and nothing of it was free
@@ -108,7 +108,7 @@ class Readiness:
             more |= self.refresh(group, stage)
         return more
 
-    def held(self, group: Group, stage: Stage, mask: int) -> None:
+    def held(self, group: Group, stage: StageQueue, mask: int) -> None:
         """Note that rows of the mask have been leased: what `refresh` would find, at less cost."""
         before = group.free[stage.index]
         if stage.takes_samples:
@@ -119,7 +119,7 @@ class Readiness:
             stage.rows_of_free -= before.bit_count()
             stage.num_free -= 1
 
-    def take(self, stage: Stage, max_units: int, hold: Callable[[Group, int, int], None]) -> int:
+    def take(self, stage: StageQueue, max_units: int, hold: Callable[[Group, int, int], None]) -> int:
         """Call `hold(group, open, granted)` for up to `max_units` free units in their turn. Returns how many they were.
 
         `open`: mask of the rows to compute. `granted`: those and the finished siblings that the stage reads as well.
@@ -141,7 +141,7 @@ class Readiness:
         return taken
 
 
-def free_rows(group: Group, stage: Stage) -> int:
+def free_rows(group: Group, stage: StageQueue) -> int:
     """Mask of the rows of `group` that may be leased for `stage`: the definition that all counting follows."""
     ready, leased = group.live & ~group.lost, group.leased[stage.index]
     have = group.have
@@ -152,7 +152,7 @@ def free_rows(group: Group, stage: Stage) -> int:
     return ready & ~(leased | group.done[stage.index])
 
 
-def num_units(stage: Stage, free: int) -> int:
+def num_units(stage: StageQueue, free: int) -> int:
     return free.bit_count() if stage.takes_samples else int(free != 0)
 
 

@@ -13,7 +13,7 @@ from penstock.store.ledger.admission import Credits
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import Group, Span, bits, masks_of, untouched
 from penstock.store.ledger.leases import HeldLease, LeaseBook
-from penstock.store.ledger.readiness import Readiness, Stage
+from penstock.store.ledger.readiness import Readiness, StageQueue
 from penstock.store.ledger.stragglers import Stragglers
 from penstock.store.spec import StoreSpec
 
@@ -52,7 +52,7 @@ class Residents:
         self.watchers: list[Callable[[Group], None]] = []
         """Functions that are told of a group before anything changes in it that a snapshot has."""
 
-    def stage(self, name: str) -> Stage:
+    def stage(self, name: str) -> StageQueue:
         """Find a stage. Raises `UnknownStage` with the nearest name."""
         stage = self.readiness.by_name.get(name)
         if stage is None:

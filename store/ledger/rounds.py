@@ -14,7 +14,7 @@ from penstock.store.ledger.batches import balance, choose_groups, row_cost
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import NO_VERSION, Group, masks_of, row_ids, spans_of
 from penstock.store.ledger.lost_values import begin_again
-from penstock.store.ledger.readiness import Stage
+from penstock.store.ledger.readiness import StageQueue
 from penstock.store.ledger.residents import Residents
 
 KEPT_ROUNDS = 8
@@ -57,16 +57,16 @@ class Rounds:
         self.staleness_max = 0
         """Largest staleness of any row ever put into a batch, in versions."""
 
-    def may_form(self, stage: Stage) -> bool:
+    def may_form(self, stage: StageQueue) -> bool:
         """Return whether the next round of a stage is there to be formed."""
         return stage.num_free > 0 if stage.unit != "batch" else self._next_groups(stage) is not None
 
-    def under_way(self, stage: Stage) -> list[Round]:
+    def under_way(self, stage: StageQueue) -> list[Round]:
         """Rounds that were formed, and neither ended nor given back; newest first."""
         rounds = sorted(self._rounds.get(stage.name, {}).items(), reverse=True)
         return [made for _, made in rounds if not made.void and made.lease_id in self._residents.leases.held]
 
-    def next_number(self, stage: Stage) -> int:
+    def next_number(self, stage: StageQueue) -> int:
         """Number of the next round of a stage. Batches are numbered as steps are, from 0."""
         return self.formed if stage.unit == "batch" else self._newest.get(stage.name, -1) + 1
 
@@ -75,7 +75,7 @@ class Rounds:
         train = self._residents.train
         return list(self._rounds.get(train.name, {}).values()) if train is not None else []
 
-    def find(self, stage: Stage, number: int, num_ranks: int) -> Round | None:
+    def find(self, stage: StageQueue, number: int, num_ranks: int) -> Round | None:
         """Find the round, if it was formed. Raises `LeaseExpired` if it is over, `StoreError` if the ranks disagree."""
         known = self._rounds.get(stage.name, {}).get(number)
         if known is None:
@@ -101,7 +101,14 @@ class Rounds:
         return known is not None and not known.void
 
     def form(
-        self, stage: Stage, number: int, num_ranks: int, max_units: int, owner: str, deadline: float, effects: Effects
+        self,
+        stage: StageQueue,
+        number: int,
+        num_ranks: int,
+        max_units: int,
+        owner: str,
+        deadline: float,
+        effects: Effects,
     ) -> Round | None:
         """Form a new round if its units are ready. The train stage's has no deadline. Raises `StalenessViolation`."""
         residents = self._residents
@@ -193,7 +200,7 @@ class Rounds:
         del self._rounds[made.stage][made.number], self.by_lease[made.lease_id]
         self._newest[made.stage] = made.number - 1
 
-    def _choose_batch(self, stage: Stage, effects: Effects) -> list[Group] | None:
+    def _choose_batch(self, stage: StageQueue, effects: Effects) -> list[Group] | None:
         """Choose the next batch's groups, those with a token too old evicted; a strict spec raises instead."""
         residents, spec = self._residents, self._residents.spec
         while stage.num_free >= spec.groups_per_step:
@@ -209,7 +216,7 @@ class Rounds:
                 self._evict(group, effects)
         return None
 
-    def _next_groups(self, stage: Stage) -> list[int] | None:
+    def _next_groups(self, stage: StageQueue) -> list[int] | None:
         """Find the groups of the next batch, in order, whatever their age; None if they are not complete.
 
         The ones of a batch that was taken back are the next, though others may have become complete, which precede some
@@ -230,7 +237,7 @@ class Rounds:
             lambda group: self._is_complete(stage, group),
         )
 
-    def _is_complete(self, stage: Stage, group: int) -> bool:
+    def _is_complete(self, stage: StageQueue, group: int) -> bool:
         """Return whether a group waits for a batch, and could be in one."""
         known = self._residents.groups.get(group)
         return known is not None and known.free[stage.index] != 0
@@ -259,7 +266,7 @@ class Rounds:
             )
         self._residents.drop(group, group.live, "stale", effects)
 
-    def _split(self, stage: Stage, granted: dict[int, int], num_ranks: int) -> list[list[int]]:
+    def _split(self, stage: StageQueue, granted: dict[int, int], num_ranks: int) -> list[list[int]]:
         """Split rows (whole groups where the stage's unit is the group) over ranks, balanced by what prompt and
         response cost."""
         residents = self._residents

@@ -110,7 +110,7 @@ def restore(ledger: Ledger, values: dict[str, Any], groups: Iterable[dict[str, A
     residents.next_group, residents.leases.next_id = values["next_group"], values["next_lease"]
     residents.counters = ledger.counters = Counter(values["counters"])
     residents.past = {int(group): (mask, version) for group, (mask, version) in values.get("past", {}).items()}
-    residents.credits.served_version = values.get("served", values.get("published"))  # its name in older snapshots
+    residents.credits.served_version = values["served" if "served" in values else "published"]  # so in older ones
     residents.credits.due = {int(version): groups for version, groups in values["credits_due"].items()}
     residents.credits.active = sum(residents.credits.due.values())
     ledger.rounds.formed, ledger.rounds.staleness_max = values["formed"], values["staleness_max"]

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from penstock.store.ledger.leases import HeldLease, LeaseBook
-from penstock.store.ledger.readiness import Stage
+from penstock.store.ledger.readiness import StageQueue
 
 RECENT = 101
 """Number of groups that the median is of. Lengths of responses change slowly while a policy learns."""
@@ -25,7 +25,7 @@ class Stragglers:
     """The groups that engines sample. Lifecycle of a group: `began` with each lease of it, `completed` or nothing,
     `ended` with each lease."""
 
-    def __init__(self, factor: float, stage: Stage | None, leases: LeaseBook) -> None:
+    def __init__(self, factor: float, stage: StageQueue | None, leases: LeaseBook) -> None:
         """Watch `stage`, that of the engines, which take whole groups; None: there is none."""
         is_on = factor and stage is not None and stage.unit == "group"
         self._factor, self._leases = factor, leases

@@ -31,7 +31,7 @@ from penstock.store.service import peers
 from penstock.store.service.messages import ANSWER, HELLO, MANY, MESSAGE, Answer, Calls, Hello, refs_of
 from penstock.store.service.wire import Wire
 
-STORE = 4
+STORE_SERVICE = 4
 """The number of the service that a connection from another machine asks for (`network/listener.py`)."""
 
 
@@ -115,8 +115,8 @@ class Server:
 
     def _listening(self, port: StorePort) -> Listener:
         try:
-            services = {STORE: self._come_in, ROWS: self._segments.rows.serve}
-            return Listener(port.host, port.token, services, port.ports, takers=(STORE,))
+            services = {STORE_SERVICE: self._come_in, ROWS: self._segments.rows.serve}
+            return Listener(port.host, port.token, services, port.ports, takers=(STORE_SERVICE,))
         except OSError as error:
             raise StoreError(
                 f"the store finds no port to listen on at {port.host} ({error}). Widen cluster.ports, or set it to "

@@ -16,7 +16,7 @@ from penstock.store.data.segments import Segments
 from penstock.store.ledger.group import bits
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.readiness import Stage
+from penstock.store.ledger.readiness import StageQueue
 from penstock.store.service.clients import Clients
 from penstock.store.service.messages import Granted, LeaseRequest
 from penstock.store.service.waiting.sharing import PATIENCE_S, Sharing
@@ -32,7 +32,7 @@ class Locality:
     def __init__(self, ledger: Ledger, blocks: Blocks, segments: Segments) -> None:
         self._ledger, self._blocks, self._segments = ledger, blocks, segments
 
-    def node_of_next(self, stage: Stage) -> str | None:
+    def node_of_next(self, stage: StageQueue) -> str | None:
         """The node of the next rows; None if they are in no file, or have gone."""
         oldest = heapq.nsmallest(LOOK, stage.queue)
         groups = (group for group in map(self._ledger.residents.groups.get, oldest) if group is not None)
