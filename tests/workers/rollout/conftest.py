@@ -16,7 +16,7 @@ from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import EngineSpec, Publication
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.weights.publication.adapter import tensor_name
-from penstock.workers.weights.publication.publication import write_publication
+from tests.publications import write_publication
 
 T = TypeVar("T")
 

@@ -29,8 +29,8 @@ from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.vllm_conversion import engine_arguments
-from penstock.workers.weights.publication.publication import write_publication
 from tests.metering.measured import measured
+from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import Action, FakeLLM, fail, hang, is_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -21,7 +21,7 @@ from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
 from penstock.workers.rollout.vllm_conversion import adapter_arguments
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import adapted_layers, layout_of, tensor_name
-from penstock.workers.weights.publication.publication import write_publication
+from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import FakeLLM, fail, is_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]

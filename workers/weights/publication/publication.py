@@ -17,7 +17,7 @@ well, wait for each other longer than they copy. What lies on a device comes by 
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,17 +37,13 @@ from penstock.workers.weights.publication.layout import (
     Outlet,
     TensorPlace,
     check_coverage,
-    compute_layout,
     cut,
 )
 from penstock.workers.weights.publication.reading import Manifest, manifest_to_json
 from penstock.workers.weights.publication.reused_files import (
     MANIFEST_NAME,
-    WEIGHTS_NAME,
     WritableMappings,
-    is_sealed,
     prepare_slot,
-    publication_directories,
     publication_directory,
 )
 
@@ -94,21 +90,6 @@ class PublicationWriter:
         self._from_device: DeviceCopies | None = None
         if rank == 0:
             self._file.memory[: len(layout.header)] = layout.header
-
-    def write_rows(self, name: str, first_row: int, tensor: Tensor) -> None:
-        """Write rows `[first_row, first_row + tensor.shape[0])` of tensor `name`: `write_elements` for a shard of dim
-        0.
-
-        `tensor`: the full tensor's shape but for dim 0; a scalar is one row. Raises `WeightError` as `write_elements`
-        does, and for a wrong shape.
-        """
-        place = self.layout.place(name)
-        if place.shape and tuple(tensor.shape[1:]) != place.shape[1:]:
-            raise WeightError(
-                f"tensor {name!r}: rows of shape {list(tensor.shape)} do not fit into {list(place.shape)}. A shard is "
-                "a range of dim 0 of the full tensor; write_elements takes other pieces."
-            )
-        self.write_elements(name, first_row * place.row_elements, tensor.detach().reshape(-1))
 
     def write_elements(self, name: str, first_element: int, values: Tensor) -> None:
         """Write elements `[first_element, first_element + len(values))` of the flattened tensor `name`, cast to the
@@ -184,29 +165,6 @@ def seal(directory: str | Path, version: int, layout: Layout, num_ranks: int = 1
     for rank in range(num_ranks):
         _rank_file(path, rank).unlink(missing_ok=True)
     return Publication(str(path), version, layout.num_bytes)
-
-
-def write_publication(
-    directory: str | Path, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: str | None = None
-) -> Publication:
-    """Write a whole publication in one process: `(name, tensor)` pairs, cast to `dtype` (default: each its own)."""
-    pairs = list(tensors)
-    layout = compute_layout(
-        (name, tensor.shape, dtype or str(tensor.dtype).removeprefix("torch.")) for name, tensor in pairs
-    )
-    writer = PublicationWriter(directory, version, layout)
-    for name, tensor in pairs:
-        writer.write_rows(name, 0, tensor)
-    writer.finish()
-    return seal(directory, version, layout)
-
-
-def newest_publication(directory: str | Path) -> Publication | None:
-    """The sealed publication of the highest version, for an engine that has just started; None when there is none."""
-    for path in reversed(publication_directories(directory)):
-        if is_sealed(path):
-            return Publication(str(path), int(path.name[1:]), (path / WEIGHTS_NAME).stat().st_size)
-    return None
 
 
 def needs_buffers(values: Tensor) -> bool:

@@ -27,7 +27,7 @@ from penstock.workers.protocols import Completion, EngineSpec, Publication, Samp
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trajectory import Trajectory, row_columns, segments_of
-from penstock.workers.weights.publication.publication import write_publication
+from tests.publications import write_publication
 from tests.workers.gateway.chat_models import SPECIAL, TEMPLATES
 from tests.workers.gateway.http.agents import KINDS
 from tests.workers.gateway.http.serving import Gateway

@@ -11,8 +11,8 @@ from penstock.conf.errors import WeightError
 from penstock.conf.trainer import LoraConfig
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes, layout_of, peft_config, tensor_name
 from penstock.workers.weights.publication.layout import compute_layout
-from penstock.workers.weights.publication.publication import write_publication
 from penstock.workers.weights.publication.reading import Manifest, MappedWeights, open_publication
+from tests.publications import write_publication
 
 CONFIG = LoraConfig(rank=2, alpha=6, publish="adapter")
 LAYER = "model.layers.0.self_attn.q_proj"

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from penstock.workers.weights.publication import device_copies, publication
 from penstock.workers.weights.publication.device_copies import ALIGNMENT, DeviceCopies, Part
 from penstock.workers.weights.publication.layout import ElementRange, Outlet, compute_layout
-from penstock.workers.weights.publication.publication import PublicationWriter, seal, write_publication
+from penstock.workers.weights.publication.publication import PublicationWriter, seal
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from tests.publications import write_publication, write_rows
 
 TENSORS = {"a": torch.arange(-500.0, 500.0) / 3, "b": torch.randn(7, 5), "scalar": torch.tensor(0.1)}
 BYTES = 256
@@ -102,7 +103,7 @@ def test_a_publication_through_buffers_is_the_one_without(
     layout = compute_layout((name, tuple(tensor.shape), "bfloat16") for name, tensor in TENSORS.items())
     writer = PublicationWriter(tmp_path / "buffered", 1, layout, outlet=Outlet(range_bytes=64, written=told.append))
     for name, tensor in TENSORS.items():
-        writer.write_rows(name, 0, tensor)
+        write_rows(writer, name, 0, tensor)
     assert writer.finish() == sorted(told, key=lambda entry: list(TENSORS).index(entry.name) * 10**6 + entry[1])
     buffered = seal(tmp_path / "buffered", 1, layout)
     MappedWeights(open_publication(buffered)).verify()

@@ -11,14 +11,10 @@ import torch
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication.layout import Outlet, compute_layout
-from penstock.workers.weights.publication.publication import (
-    PublicationWriter,
-    newest_publication,
-    seal,
-    write_publication,
-)
+from penstock.workers.weights.publication.publication import PublicationWriter, seal
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 from penstock.workers.weights.publication.reused_files import publication_directories, publication_directory, reclaim
+from tests.publications import newest_publication, write_publication, write_rows
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(7 * 4, dtype=torch.float32).reshape(7, 4),
@@ -74,11 +70,11 @@ def test_ranks_writing_their_rows_make_the_same_file_as_one(tmp_path: Path, num_
     writers = [PublicationWriter(tmp_path, 2, layout, rank, num_ranks) for rank in range(num_ranks)]
     for name, tensor in TENSORS.items():
         if not tensor.shape:
-            writers[0].write_rows(name, 0, tensor)
+            write_rows(writers[0], name, 0, tensor)
             continue
         rows = -(-tensor.shape[0] // num_ranks)
         for rank, writer in enumerate(writers):
-            writer.write_rows(name, min(rank * rows, tensor.shape[0]), tensor[rank * rows : (rank + 1) * rows])
+            write_rows(writer, name, min(rank * rows, tensor.shape[0]), tensor[rank * rows : (rank + 1) * rows])
     for writer in reversed(writers):
         writer.finish()
     publication = seal(tmp_path, 2, layout, num_ranks)
@@ -107,7 +103,7 @@ def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("penstock.workers.weights.publication.publication.BLOCK_BYTES", 12)
     writer = PublicationWriter(tmp_path, 1, layout_of(), outlet=Outlet(range_bytes=36))
     for name, tensor in TENSORS.items():
-        writer.write_rows(name, 0, tensor)
+        write_rows(writer, name, 0, tensor)
     assert max(entry.num_elements for entry in writer.finish()) == 9
     publication = seal(tmp_path, 1, layout_of())
     MappedWeights(open_publication(publication)).verify()
@@ -116,7 +112,7 @@ def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest
 
 def test_a_half_written_publication_cannot_be_opened(tmp_path: Path) -> None:
     writer = PublicationWriter(tmp_path, 4, layout_of())
-    writer.write_rows("model.layers.0.bias", 0, TENSORS["model.layers.0.bias"])
+    write_rows(writer, "model.layers.0.bias", 0, TENSORS["model.layers.0.bias"])
     writer.finish()
     with pytest.raises(WeightError, match="never completed"):
         open_publication(Publication(str(publication_directory(tmp_path, 4)), 4))
@@ -126,7 +122,7 @@ def test_a_half_written_publication_cannot_be_opened(tmp_path: Path) -> None:
 def test_sealing_names_the_tensor_whose_elements_are_missing(tmp_path: Path) -> None:
     writer = PublicationWriter(tmp_path, 4, layout_of())
     for name, tensor in TENSORS.items():
-        writer.write_rows(name, 0, tensor[:5] if name == "model.embed_tokens.weight" else tensor)
+        write_rows(writer, name, 0, tensor[:5] if name == "model.embed_tokens.weight" else tensor)
     writer.finish()
     with pytest.raises(WeightError, match=r"'model.embed_tokens.weight' has 28 elements, 20 were written"):
         seal(tmp_path, 4, layout_of())
@@ -137,7 +133,7 @@ def test_sealing_refuses_elements_that_two_ranks_wrote(tmp_path: Path) -> None:
     for rank in range(2):
         writer = PublicationWriter(tmp_path, 4, layout, rank, 2)
         for name, tensor in TENSORS.items():
-            writer.write_rows(name, 0, tensor)
+            write_rows(writer, name, 0, tensor)
         writer.finish()
     with pytest.raises(WeightError, match="written by exactly one rank"):
         seal(tmp_path, 4, layout, 2)
@@ -213,7 +209,7 @@ def test_a_shard_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     writer = PublicationWriter(tmp_path, 1, layout_of())
     for first_row, shape in ((0, (7, 5)), (1, (7, 4)), (-1, (2, 4)), (0, (8, 4))):
         with pytest.raises(WeightError, match="do not fit"):
-            writer.write_rows("model.embed_tokens.weight", first_row, torch.zeros(shape))
+            write_rows(writer, "model.embed_tokens.weight", first_row, torch.zeros(shape))
 
 
 def test_too_small_a_file_system_is_reported_before_writing(tmp_path: Path) -> None:

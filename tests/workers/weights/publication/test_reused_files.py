@@ -18,7 +18,7 @@ import torch
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication.layout import compute_layout
-from penstock.workers.weights.publication.publication import PublicationWriter, newest_publication, write_publication
+from penstock.workers.weights.publication.publication import PublicationWriter
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 from penstock.workers.weights.publication.reused_files import (
     WritableMappings,
@@ -26,6 +26,7 @@ from penstock.workers.weights.publication.reused_files import (
     publication_directory,
     reclaim,
 )
+from tests.publications import newest_publication, write_publication
 from tests.tmpfs import run_in_tmpfs
 
 ELEMENTS = 300_000
@@ -211,7 +212,7 @@ SMALL_TMPFS = """
 import sys
 import torch
 from penstock.conf.errors import WeightError
-from penstock.workers.weights.publication.publication import newest_publication, write_publication
+from tests.publications import newest_publication, write_publication
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 
 def publish(version, megabytes):

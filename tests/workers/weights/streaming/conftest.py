@@ -11,9 +11,9 @@ import torch
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.weights.publication.publication import write_publication
 from penstock.workers.weights.trainer_side import make_transport
 from penstock.workers.weights.transport import Part
+from tests.publications import write_publication
 from tests.workers.weights.streaming.host_memory import (
     BUCKET_MIB,
     HostTorch,

@@ -1,0 +1,39 @@
+"""Whole publications, written in one process."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from penstock.workers.protocols import Publication
+from penstock.workers.weights.publication.layout import compute_layout
+from penstock.workers.weights.publication.publication import PublicationWriter, seal
+from penstock.workers.weights.publication.reused_files import WEIGHTS_NAME, is_sealed, publication_directories
+
+
+def write_rows(writer: PublicationWriter, name: str, first_row: int, tensor: Tensor) -> None:
+    """Write rows of a tensor. `tensor`: the full tensor's shape but for dim 0; a scalar is one row."""
+    writer.write_elements(name, first_row * writer.layout.place(name).row_elements, tensor.reshape(-1))
+
+
+def write_publication(
+    directory: str | Path, version: int, tensors: Iterable[tuple[str, Tensor]], dtype: str | None = None
+) -> Publication:
+    """Write a publication of `(name, tensor)` pairs, cast to `dtype` (default: each its own)."""
+    pairs = list(tensors)
+    layout = compute_layout(
+        (name, tensor.shape, dtype or str(tensor.dtype).removeprefix("torch.")) for name, tensor in pairs
+    )
+    writer = PublicationWriter(directory, version, layout)
+    for name, tensor in pairs:
+        write_rows(writer, name, 0, tensor.detach())
+    writer.finish()
+    return seal(directory, version, layout)
+
+
+def newest_publication(directory: str | Path) -> Publication | None:
+    """The sealed publication of the highest version; None when there is none."""
+    for path in reversed(publication_directories(directory)):
+        if is_sealed(path):
+            return Publication(str(path), int(path.name[1:]), (path / WEIGHTS_NAME).stat().st_size)
+    return None
