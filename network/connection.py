@@ -1,16 +1,21 @@
-"""A connection between two processes of a run on different machines: frames with a fixed header, and files' bytes.
+"""Connections between two processes of a run. On different machines: frames with a fixed header, and files' bytes.
 
     kind │ bytes of the body │ bytes that follow it │ body │ bytes …
 
 The body is small plain data (`msgspec`), which the user of the connection encodes; the bytes that follow it are a
 file's, sent by the kernel (`sendfile`), or an array's. Blocking, for threads: every call ends within the connection's
 silence.
+
+On one machine: a Unix socket at a path, whose ends run as the same user.
 """
 
 import contextlib
+import os
 import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
@@ -25,6 +30,8 @@ few seconds is not noticed."""
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 5))
 """Keepalive options, in seconds, seconds, probes: an idle connection to a machine that is gone ends after
 `SILENCE_S`."""
+CREDENTIALS = struct.Struct("iII")
+"""Layout of `SO_PEERCRED`: PID, user, group (unix(7))."""
 
 
 @dataclass(frozen=True)
@@ -156,3 +163,45 @@ def hang_up(connected: socket.socket) -> None:
     belong to another file by then."""
     with contextlib.suppress(OSError):  # it has ended already
         connected.shutdown(socket.SHUT_RDWR)
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Return whether the process at the other end runs as this one's user. The kernel says so, not the peer. The
+    standard library has no call for it, and `multiprocessing.connection` wants a secret that the caller would have to
+    hand over."""
+    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(said)[1]) == os.geteuid()
+
+
+def bind_path(path: Path) -> socket.socket:
+    """Make a socket at `path`, to listen on. Raises `OSError`."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _short(path) as name:
+        listener.bind(name)
+    return listener
+
+
+def connect_path(path: Path) -> socket.socket:
+    """Connect to the socket at `path`, which a process of this user serves. Raises `OSError`: `PermissionError` if it
+    is another's."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(False)  # at once, or not at all
+    try:
+        with _short(path) as name:
+            connection.connect(name)
+        if not is_same_user(connection):
+            raise PermissionError(f"{path} is served by another user")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A name of the socket that the kernel takes, however long its directory's is: it has 108 bytes for it."""
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)

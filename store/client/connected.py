@@ -15,7 +15,7 @@ import pyarrow as pa
 from msgspec import Raw
 
 from penstock.conf.errors import NotPlainData, PartnerGone
-from penstock.network.connection import SILENCE_S, connect
+from penstock.network.connection import SILENCE_S, connect, connect_path
 from penstock.store.client.heartbeat import LeaseRenewer, renewer_over_socket, renewer_over_tcp
 from penstock.store.data.arena import Arena, Slot
 from penstock.store.data.codec import Malformed
@@ -26,7 +26,6 @@ from penstock.store.data.remote.nodes import RowsNode
 from penstock.store.data.remote.pulls import Pulls
 from penstock.store.data.segments import Notice
 from penstock.store.errors import StoreError, StoreUnreachable
-from penstock.store.service import peers
 from penstock.store.service.messages import (
     ANSWER,
     HELLO,
@@ -213,7 +212,7 @@ class OverSocket(Connected):
         user's."""
         link = cls(endpoint, client, calls or calls_of(Store))
         try:
-            connection = peers.connect(Path(endpoint.path))
+            connection = connect_path(Path(endpoint.path))
         except OSError:
             return None
         await asyncio.get_running_loop().create_unix_connection(lambda: link.wire, sock=connection)

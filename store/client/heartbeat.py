@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.conf.errors import PartnerGone, StoreError, WorkerDied
-from penstock.network.connection import Connection, connect
+from penstock.network.connection import Connection, connect, connect_path
 from penstock.store.data.codec import NOTHING, Codec, Malformed
-from penstock.store.service import peers
 from penstock.store.service.messages import ANSWER, HELLO, MESSAGE, Answer, ClientMessage, Hello, calls_of
 from penstock.store.service.server import STORE_SERVICE, Endpoint
 from penstock.store.service.store import Store
@@ -108,7 +107,7 @@ class ConnectionRenewer:
 
 
 def renewer_over_socket(path: Path, client: str) -> ConnectionRenewer:
-    return ConnectionRenewer(lambda timeout_s: Connection(peers.connect(path), timeout_s), path, client)
+    return ConnectionRenewer(lambda timeout_s: Connection(connect_path(path), timeout_s), path, client)
 
 
 def renewer_over_tcp(endpoint: Endpoint, client: str) -> ConnectionRenewer:

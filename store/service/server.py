@@ -20,17 +20,18 @@ from typing import Any, Protocol, cast
 import pyarrow as pa
 
 from penstock.conf.errors import NotPlainData
-from penstock.network.connection import Address
+from penstock.network.connection import Address, bind_path, is_same_user
 from penstock.network.listener import Listener
 from penstock.store.data.codec import Malformed
 from penstock.store.data.mappings import DebouncedCall
 from penstock.store.data.remote.nodes import ROWS, RowsNodes
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
-from penstock.store.service import peers
 from penstock.store.service.messages import ANSWER, HELLO, MANY, MESSAGE, Answer, Calls, Hello, refs_of
 from penstock.store.service.wire import Wire
 
+BACKLOG = 4096
+"""Connections that wait to be accepted: all clients of a run come at once."""
 STORE_SERVICE = 4
 """The number of the service that a connection from another machine asks for (`network/listener.py`)."""
 
@@ -87,10 +88,8 @@ class Server:
         self._listener = self._listening(port) if port is not None else None
 
     async def start(self) -> None:
-        listening = peers.bind(self.path)
-        self._server = await self._loop.create_unix_server(
-            lambda: PeerCheck(self), sock=listening, backlog=peers.BACKLOG
-        )
+        listening = bind_path(self.path)
+        self._server = await self._loop.create_unix_server(lambda: PeerCheck(self), sock=listening, backlog=BACKLOG)
 
     def endpoint(self, node: str) -> Endpoint:
         places = str(self._segments.directory), str(self._segments.spill)
@@ -146,7 +145,7 @@ class PeerCheck(asyncio.BaseProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)
-        if not peers.is_same_user(transport.get_extra_info("socket")):
+        if not is_same_user(transport.get_extra_info("socket")):
             self._server.other_users += 1
             transport.abort()
             return

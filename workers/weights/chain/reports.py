@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from penstock.conf.errors import WeightError
-from penstock.network.connection import hang_up, read_exactly
-from penstock.store.service.peers import bind, connect, is_same_user
+from penstock.network.connection import bind_path, connect_path, hang_up, is_same_user, read_exactly
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.chain.transfer import Transfer, TransferOver
 from penstock.workers.weights.publication.layout import ElementRange, Outlet
@@ -52,7 +51,7 @@ class Reporter:
         self.outlet = Outlet(plan.chunk_bytes, plan.spans_of_node(plan.nodes[rank]), self._written)
         self._lock = threading.Lock()
         try:
-            self._socket = connect(Path(root) / SOCKET_NAME)
+            self._socket = connect_path(Path(root) / SOCKET_NAME)
         except OSError as error:
             raise self._gone(error) from None
         self._socket.settimeout(TIMEOUT_S)
@@ -100,7 +99,7 @@ class ReportServer:
         self._expect = expect
         self._path = root / SOCKET_NAME
         self._path.unlink(missing_ok=True)
-        self._socket = bind(self._path)
+        self._socket = bind_path(self._path)
         self._socket.listen(BACKLOG)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
