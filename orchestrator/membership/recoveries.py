@@ -82,11 +82,11 @@ class Recoveries:
             self._faults[role] += 1
         return self._return(f"{title} was lost, and nobody can take its place alone", now, step)
 
-    def starting(self, title: str, now: float) -> None:
+    def starting(self, title: str) -> None:
         if not self._is_suspended:
             self._members[title].starting()
 
-    def started(self, title: str, now: float) -> None:
+    def started(self, title: str) -> None:
         if not self._is_suspended:
             self._members[title].started()
 

@@ -81,7 +81,7 @@ class Restarts:
         decision = self._recoveries.lost(title, role, began, self.step)
         while isinstance(decision, Restart):
             await asyncio.sleep(decision.after_s)
-            self._recoveries.starting(title, self._clock())
+            self._recoveries.starting(title)
             try:
                 await start()
                 break
@@ -100,7 +100,7 @@ class Restarts:
 
     def started(self, title: str) -> None:
         """Note that the process is there which takes the place of a lost member; it has to catch up."""
-        self._recoveries.started(title, self._clock())
+        self._recoveries.started(title)
 
     def beyond_help(self, role: str, title: str, failure: Exception) -> None:
         """Note a loss after which no new process alone can help, before the failure is raised."""

@@ -67,9 +67,6 @@ class Engines(Protocol):
 class Transport(Protocol):
     """The trainer's side. Every rank has one and makes the same calls; all but `close` are collective."""
 
-    streams: bool
-    """True if `send` and the engines' `load` must run at the same time."""
-
     def connect(self, engines: Engines, address: str) -> None:
         """Connect to the engines, once, before the first version. `address`: host:port on rank 0's node, where they can
         meet."""
@@ -87,8 +84,6 @@ class Transport(Protocol):
 
 class ShmTransport:
     """Publications in the node's shared memory: nothing to agree on, nothing to send once they are sealed."""
-
-    streams = False
 
     def __init__(self, publish: Callable[[str, int], Publication], directory: str) -> None:
         """`publish`: the trainer's, collective. `directory`: root of the run's publications."""

@@ -16,8 +16,8 @@ def book_of(**options: float) -> Recoveries:
 
 
 def bring_back(book: Recoveries, title: str, now: float) -> float:
-    book.starting(title, now)
-    book.started(title, now)
+    book.starting(title)
+    book.started(title)
     return book.caught_up(title, now)
 
 
@@ -100,12 +100,12 @@ def test_what_members_say_while_the_run_returns_changes_nothing() -> None:
     book = book_of(max_restarts=1)
     lose(book, "Reward-0", 0.0, 1)
     lose(book, "Rollout-0", 0.0, 1)
-    book.starting("Reward-0", 0.5)
+    book.starting("Reward-0")
     assert isinstance(book.failed("Rollout-0", 1.0, 1), Return)
     before = book.metrics(2.0)
     assert lose(book, "Trainer-policy", 2.0, 1) is None
     assert book.failed("Reward-0", 2.0, 1) is None
-    book.started("Reward-0", 2.0)
+    book.started("Reward-0")
     assert book.caught_up("Reward-0", 2.0) == 2.0
     assert book.metrics(2.0) == before
 
@@ -206,9 +206,9 @@ class Histories(RuleBasedStateMachine):
     def goes_on(self, title: str) -> None:
         match self.book.state(title):
             case MemberState.LOST:
-                self.book.starting(title, self.now)
+                self.book.starting(title)
             case MemberState.STARTING:
-                self.book.started(title, self.now)
+                self.book.started(title)
             case MemberState.CATCHING_UP:
                 assert self.book.caught_up(title, self.now) >= 0
 

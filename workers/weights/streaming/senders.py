@@ -95,8 +95,6 @@ class StreamTransport:
     collective.
     """
 
-    streams = True
-
     def __init__(
         self,
         name: str,
