@@ -103,7 +103,7 @@ class Server:
 
     def accept(self) -> Wire:
         """Make the server's end of a client's connection."""
-        return Connection(self, self._store, self._calls, self._segments).wire
+        return ClientConnection(self, self._store, self._calls, self._segments).wire
 
     def close(self) -> None:
         """Take no more connections; those that are open stay."""
@@ -154,7 +154,7 @@ class PeerCheck(asyncio.BaseProtocol):
         wire.connection_made(transport)
 
 
-class Connection:
+class ClientConnection:
     """A client's connection. Its first message is its name, the others are calls."""
 
     def __init__(self, server: Server, store: Served, calls: Calls, segments: Segments) -> None:

@@ -40,7 +40,7 @@ class Pump:
     def connect(
         self,
         consumers: Sequence[Consumers],
-        ranks: "Sequence[Ranks]",
+        ranks: "Sequence[WaitingRanks]",
         wake_puts: Callable[[], None],
         arm_timers: Callable[[], None],
         superseded: Callable[[list[Superseded]], None],
@@ -159,13 +159,13 @@ class Waiters:
         self._is_closed = False
         self.superseded = SupersededLeases(clients)
         self.consumers: dict[str, Consumers] = {}
-        self.ranks: dict[str, Ranks] = {}
+        self.ranks: dict[str, WaitingRanks] = {}
         for index, stage in enumerate(ledger.spec.stages):
             schedule = partial(pump.wake_stage, index)
             self.consumers[stage.name] = Consumers(stage.name, ledger, clients, schedule, locality, self._stragglers)
-            self.ranks[stage.name] = Ranks(stage.name, ledger, schedule)
+            self.ranks[stage.name] = WaitingRanks(stage.name, ledger, schedule)
         consumers, ranks = list(self.consumers.values()), list(self.ranks.values())
-        self._queues: list[Consumers | Ranks] = [*consumers, *ranks]
+        self._queues: list[Consumers | WaitingRanks] = [*consumers, *ranks]
         pump.connect(consumers, ranks, puts.wake, self._arm_timers, self.superseded.tell)
 
     def __len__(self) -> int:
@@ -207,7 +207,7 @@ class Waiters:
             queue.close()
 
 
-class Ranks:
+class WaitingRanks:
     """The ranks of one stage. Lifecycle: `wait` for each call, `wake` whenever a round may be there, `close`."""
 
     def __init__(self, stage: str, ledger: Ledger, schedule: Callable[[], None]) -> None:
