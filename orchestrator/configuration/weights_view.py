@@ -2,6 +2,7 @@
 whether this machine has room for it. A cluster's nodes are asked when the run starts (`cluster/nodes/`).
 """
 
+import os
 import shutil
 
 from penstock.conf.run import RunConfig
@@ -10,6 +11,7 @@ from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.cluster.nodes.shared_memory import too_small
 from penstock.orchestrator.configuration.prerequisites import num_parameters, starting_model_config
 from penstock.store.data.roots import SHARED_MEMORY
+from penstock.workers.weights.publication.reading import MOST_THREADS
 from penstock.workers.weights.publication.room import (
     TURNS,
     SharedMemory,
@@ -18,6 +20,7 @@ from penstock.workers.weights.publication.room import (
     publication_bytes,
     stored_elements,
 )
+from penstock.workers.weights.publication.timing import BUSES, Way
 
 
 def describe_weights(config: RunConfig) -> str:
@@ -33,10 +36,31 @@ def describe_weights(config: RunConfig) -> str:
         return f"{told[0]}; how much is known once the model is here"
     size = publication_bytes(num_elements, config.rollout.dtype)
     told.append(f"{size / 1e9:.2f} GB a publication, {TURNS} of them on each node with engines")
+    if config.trainer.num_gpus_per_rank and config.rollout.num_gpus_per_worker:
+        told.append(describe_times(way_of(config, size)))
     if not is_elsewhere():
         usage = shutil.disk_usage(SHARED_MEMORY)
         told += look_at_room(config, num_elements, SharedMemory(usage.total, usage.free))
     return "; ".join(told)
+
+
+def way_of(config: RunConfig, num_bytes: int) -> Way:
+    """The way of a version. A cluster's nodes are taken to have as many cores as a version can use."""
+    cores = MOST_THREADS if is_elsewhere() else len(os.sched_getaffinity(0))
+    return Way(
+        num_bytes, config.trainer.num_ranks, config.rollout.tensor_parallel_size,
+        threads_per_rank=max(1, int(config.cluster.cpus_per_worker)), threads_per_node=min(cores, MOST_THREADS),
+    )  # fmt: skip
+
+
+def describe_times(way: Way) -> str:
+    """The seconds that a version takes by each bus, by arithmetic."""
+    told = [
+        f"{bus}: {way.on_one_node_s(bus):.1f} s a publication, {way.between_nodes_s(bus):.1f} s to other nodes, then a "
+        f"pause of {way.paused_s(bus):.1f} s an engine"
+        for bus in BUSES
+    ]
+    return f"by arithmetic, {'; '.join(told)}"
 
 
 def look_at_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> list[str]:

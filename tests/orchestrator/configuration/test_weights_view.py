@@ -1,10 +1,17 @@
 """What `penstock validate` says of the weights' way."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.conf.errors import ResourceError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.weights_view import describe_weights, look_at_room
+from penstock.orchestrator.configuration.weights_view import (
+    describe_times,
+    describe_weights,
+    look_at_room,
+    way_of,
+)
 from penstock.workers.weights.publication.room import SharedMemory
 
 TINY = ["model=tiny", "data.path=x.jsonl"]
@@ -17,6 +24,17 @@ def test_the_bytes_of_a_publication_are_told() -> None:
     told = describe_weights(load_config(TINY))
     assert told.startswith("shm: through shared memory, and from node to node by their agents; ")
     assert "GB a publication, 2 of them on each node with engines" in told
+
+
+def test_the_seconds_of_a_publication_are_told_with_gpus() -> None:
+    words = ["cluster.cpus_per_worker=4", "trainer.num_ranks=8", "rollout.tensor_parallel_size=4"]
+    way = way_of(load_config([*TINY, *GPUS, *words]), num_bytes=64 * 10**9)
+    assert (way.num_ranks, way.gpus_per_engine, way.threads_per_rank) == (8, 4, 4)
+    told = describe_times(replace(way, threads_per_node=8))
+    # 8 GB a rank at 25 GB/s, 64 GB by 8 lanes at 3.2 and 8 threads at 6.4; 16 GB a GPU of the engine at 12
+    assert "PCIe 4 x16: 1.6 s a publication, 3.8 s to other nodes, then a pause of 1.3 s an engine" in told
+    assert describe_weights(load_config([*TINY, *GPUS])).count("PCIe 5 x16") == 1
+    assert "PCIe" not in describe_weights(load_config(TINY))
 
 
 def test_what_is_streamed_keeps_no_copies_and_says_so() -> None:

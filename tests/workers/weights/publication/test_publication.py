@@ -10,6 +10,7 @@ import torch
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
+from penstock.workers.weights.publication import reading
 from penstock.workers.weights.publication.layout import Outlet, compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter, seal
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
@@ -245,3 +246,23 @@ def test_the_manifest_says_who_wrote_what(tmp_path: Path) -> None:
     assert fields["version"] == 9
     assert fields["tensors"]["model.layers.0.bias"] == {"dtype": "float32", "shape": [3]}
     assert {entry[0] for entry in fields["ranges"]} == set(TENSORS) - {"model.none"}
+
+
+def test_several_threads_check_a_large_file_and_name_the_first_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "THREAD_BYTES", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    assert reading.num_checking_threads(2**40) == reading.MOST_THREADS
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    mapped = MappedWeights(open_publication(publication))
+    mapped.verify()
+    first, *_, last = mapped.manifest.ranges
+    for entry in (last, first):
+        flip_byte(weights_file(publication), mapped.manifest.span(entry)[0])
+    with pytest.raises(WeightError, match=f"tensor '{first.name}'"):
+        mapped.verify()
+
+
+def test_a_small_file_is_checked_by_one_thread() -> None:
+    assert reading.num_checking_threads(2**20) == 1
