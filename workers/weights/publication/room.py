@@ -32,11 +32,12 @@ class SharedMemory:
     free_bytes: int
 
 
-def stored_elements(directory: str | Path) -> int | None:
-    """Number of elements of a model's tensors, from the headers of its safetensors; None where there are none, such as
-    for a model of a hub that is not on this machine. A weight that is tied is stored once, and published once."""
+def stored_elements(model: str | Path) -> int | None:
+    """Number of elements of a model's tensors, from the headers of its safetensors; None where there are none. `model`:
+    a directory, or the name of one of the Hugging Face hub, which counts if it is in this machine's cache. A weight
+    that is tied is stored once, and published once."""
     try:
-        shapes = [entry["shape"] for file in _files(Path(directory).expanduser()) for entry in _entries(file)]
+        shapes = [entry["shape"] for file in _files(_directory(model)) for entry in _entries(file)]
     except (OSError, ValueError, KeyError, TypeError):  # who loads the model says what is wrong with it
         return None
     return sum(map(math.prod, shapes)) or None
@@ -66,6 +67,16 @@ def how_to_enlarge(num_bytes: int) -> str:
         f"enlarge shared memory (docker: --shm-size={gib}g; Kubernetes: an emptyDir with medium: Memory and sizeLimit: "
         f"{gib}Gi, mounted at /dev/shm; else: mount -o remount,size={gib}g /dev/shm)"
     )
+
+
+def _directory(model: str | Path) -> Path:
+    """Raises `OSError` or `ValueError` for one that is not here."""
+    here = Path(model).expanduser()
+    if here.is_dir():
+        return here
+    import huggingface_hub  # late: no other part of this layer needs it
+
+    return Path(huggingface_hub.snapshot_download(str(model), local_files_only=True))
 
 
 def _files(directory: Path) -> list[Path]:

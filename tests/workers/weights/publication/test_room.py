@@ -31,6 +31,18 @@ def test_a_whole_model_counts_without_the_other_files_beside_it(tmp_path: Path) 
     assert stored_elements(tmp_path) == 15
 
 
+def test_a_model_of_the_hub_counts_once_it_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network is asked: `snapshot_download` finds the newest commit that the cache knows of."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert stored_elements("of/the-hub") is None
+    cached = tmp_path / "models--of--the-hub"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    save_file({"a": torch.zeros(3, 5)}, cached / "snapshots" / "abc" / "model.safetensors")
+    assert stored_elements("of/the-hub") == 15
+
+
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 20, b"\x02" + bytes(7) + b"[]"])
 def test_what_is_not_here_or_cannot_be_read_has_no_number(tmp_path: Path, damage: bytes) -> None:
     assert stored_elements(tmp_path) is None
