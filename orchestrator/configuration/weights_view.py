@@ -35,7 +35,7 @@ def describe_weights(config: RunConfig) -> str:
     if (num_elements := elements_of(config)) is None:
         return f"{told[0]}; how much is known once the model is here"
     size = publication_bytes(num_elements, config.rollout.dtype)
-    told.append(f"{size / 1e9:.2f} GB a publication, {TURNS} of them on each node with engines")
+    told.append(f"{_size(size)} a publication, {TURNS} of them on each node with engines")
     if config.trainer.num_gpus_per_rank and config.rollout.num_gpus_per_worker:
         told.append(describe_times(way_of(config, size)))
     if not is_elsewhere():
@@ -56,8 +56,8 @@ def way_of(config: RunConfig, num_bytes: int) -> Way:
 def describe_times(way: Way) -> str:
     """The seconds that a version takes by each bus, by arithmetic."""
     told = [
-        f"{bus}: {way.on_one_node_s(bus):.1f} s a publication, {way.between_nodes_s(bus):.1f} s to other nodes, then a "
-        f"pause of {way.paused_s(bus):.1f} s an engine"
+        f"{bus}: {way.on_one_node_s(bus):.2g} s a publication, {way.between_nodes_s(bus):.2g} s to other nodes, then a "
+        f"pause of {way.paused_s(bus):.2g} s an engine"
         for bus in BUSES
     ]
     return f"by arithmetic, {'; '.join(told)}"
@@ -76,8 +76,8 @@ def look_at_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> 
     if kept <= left:
         return []
     return [
-        f"the copies that ranks keep of their state ({kept / 1e9:.2f} GB, faults.keep_state) do not fit into the "
-        f"{left / 1e9:.2f} GB beside: the death of a rank is a return to the newest checkpoint, as is that of a "
+        f"the copies that ranks keep of their state ({_size(kept)}, faults.keep_state) do not fit into the "
+        f"{_size(left)} beside: the death of a rank is a return to the newest checkpoint, as is that of a "
         f"trainer's node. To have ranks replaced, {how_to_enlarge(publications + kept)}"
     ]
 
@@ -86,3 +86,7 @@ def elements_of(config: RunConfig) -> int | None:
     """Number of elements of the policy's tensors; None for a model that is not here."""
     model = starting_model_config(config)
     return num_parameters(model.fresh) if model.path is None else stored_elements(model.path)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.1f} MB"

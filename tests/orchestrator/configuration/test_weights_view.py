@@ -23,7 +23,7 @@ MILLION = 10**6
 def test_the_bytes_of_a_publication_are_told() -> None:
     told = describe_weights(load_config(TINY))
     assert told.startswith("shm: through shared memory, and from node to node by their agents; ")
-    assert "GB a publication, 2 of them on each node with engines" in told
+    assert "MB a publication, 2 of them on each node with engines" in told
 
 
 def test_the_seconds_of_a_publication_are_told_with_gpus() -> None:
@@ -56,7 +56,7 @@ def test_a_machine_without_room_for_publications_is_refused() -> None:
 def test_copies_that_do_not_fit_are_told_with_the_promise_that_lapses() -> None:
     config, large = load_config(TINY), 10**9
     (told,) = look_at_room(config, MILLION, SharedMemory(large, 31 * MILLION))
-    assert "(0.02 GB, faults.keep_state) do not fit" in told
+    assert "(24.0 MB, faults.keep_state) do not fit" in told
     assert "the death of a rank is a return to the newest checkpoint" in told
     assert look_at_room(config, MILLION, SharedMemory(large, 32 * MILLION)) == []
 
