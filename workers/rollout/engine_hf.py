@@ -22,6 +22,7 @@ import torch
 from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, PromptRefused, WeightError, WorkerDied
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
+from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 
@@ -46,6 +47,7 @@ class HfEngine:
         self._base: dict[str, torch.Tensor] = {}
         """Starting weights that adapters change."""
         self.model: Any = None
+        self._form = CheckpointForm(None)
         self._tokenizer: Any = None
         self._eos_ids: frozenset[int] = frozenset()
         self._interrupts: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -131,6 +133,7 @@ class HfEngine:
             self.model = AutoModelForCausalLM.from_pretrained(self._spec.model_path, dtype=dtype).eval()
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={self._spec.model_path}: the hf engine cannot load it: {error}") from None
+        self._form = CheckpointForm(self.model)
         if self._config.num_gpus_per_worker:
             self.model.to("cuda")
         generation = self.model.generation_config.eos_token_id
@@ -230,7 +233,7 @@ class HfEngine:
         `WeightError`."""
         mapped = MappedWeights(open_publication(publication))
         mapped.verify()
-        state = self.model.state_dict()
+        state = self._places()
         missing: list[str] = []
         if self._adapter is None:
             shapes = {name: place.shape for name, place in mapped.manifest.layout.by_name.items()}
@@ -249,10 +252,22 @@ class HfEngine:
 
     @torch.inference_mode()
     def _exchange(self, mapped: MappedWeights, version: int) -> None:
-        state = self.model.state_dict()
+        state = self._places()
         for name, tensor in mapped.tensors() if self._adapter is None else self._merged(mapped, state):
             state[name].copy_(tensor)
         self._version = version
+
+    def _places(self) -> dict[str, torch.Tensor]:
+        """What a publication may replace, by its names there: views of the model's tensors, or where adapters come
+        those themselves."""
+        state = self.model.state_dict()
+        if self._adapter is not None:
+            return state
+        return {
+            part.name: tensor.view(-1)[part.first : part.first + part.num_elements].view(part.shape)
+            for name, tensor in state.items()
+            for part in self._form.parts(name, tuple(tensor.shape))
+        }
 
     def _merged(self, mapped: MappedWeights, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The changed weights, float32: the starting ones, which are kept for it, plus the adapter's share."""

@@ -3,7 +3,7 @@
 A token costs 6 for each parameter, 2 forward and 4 backward (Kaplan et al., 2001.08361), and its attention 12 l h q t
 more, of l layers whose heads have h q together, in a sequence of t tokens (PaLM, 2204.02311, appendix B). With adapters
 the backward pass makes no gradients of the other weights: 4 for each parameter. What is computed a second time, as with
-checkpointed activations, does not count.
+checkpointed activations, does not count. Of a mixture's experts only those count that a token is sent to.
 """
 
 import resource
@@ -19,6 +19,7 @@ from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.trainer.update.sequences import context_column
+from penstock.workers.weights.checkpoint_form import stacked_experts
 
 MISMATCH = "mismatch/logprob_abs_mean"
 WHOLE = "update"
@@ -34,6 +35,7 @@ class ModelSize:
     """The numbers of a model that its FLOPs depend on."""
 
     num_parameters: int
+    """Parameters that a token meets: of a mixture's experts, as many as one is sent to."""
     num_layers: int
     width: int
     """Width of all heads of a layer together."""
@@ -55,12 +57,16 @@ class ModelSize:
 
 def size_of(model: nn.Module, *, has_adapters: bool) -> ModelSize:
     """The size of a whole model, with or without its weights. `has_adapters`: they alone will be trained. Where its
-    configuration does not say how wide the heads are, they are as wide as the hidden states."""
+    configuration does not say how wide the heads are, they are as wide as the hidden states. Where it does not say how
+    many experts a token is sent to (`num_experts_per_tok`), all count."""
     config = getattr(getattr(model, "lm", model), "config", None)
     config = getattr(config, "text_config", config)  # of one that sees, too
     hidden, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 1)
     head = getattr(config, "head_dim", None) or hidden // max(1, heads)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    for experts in stacked_experts(model).values():
+        idle = max(0, len(experts) - getattr(config, "num_experts_per_tok", len(experts)))
+        num_parameters -= idle * experts.numel() // len(experts)
     return ModelSize(num_parameters, getattr(config, "num_hidden_layers", 0), heads * head, has_adapters)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.weights import TRANSPORTS
 from penstock.workers.protocols import Publication
+from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.streaming.senders import InitInfo, SenderPlace, StreamTransport
 from penstock.workers.weights.streaming.weight_stream import WeightStream
@@ -106,6 +107,14 @@ def _source(name: str, side: TrainerSide) -> Any:
     """The source that vLLM's engine iterates; None: the stream itself."""
     if name != "nccl_m2n":
         return None
+    form = CheckpointForm(side.module)
+    for key, parameter in side.module.named_parameters():
+        stored = form.parts(key, tuple(parameter.shape))[0].name
+        if stored != key:
+            raise ConfigError(
+                f"weights.transport=nccl_m2n sends {key} as the trainer has it, and engines want {stored} (and others, "
+                "where experts are stacked). Set weights.transport=nccl, ipc or shm."
+            )
     from penstock.workers.weights.streaming.shards import ShardStream
 
     return ShardStream(side.module, side.num_ranks, side.dtype)

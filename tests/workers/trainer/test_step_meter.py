@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from penstock.metering.meters import Meters
 from penstock.workers.trainer.report import StepReport, TrainedRows
@@ -52,6 +53,26 @@ def test_a_step_is_counted_and_its_parts_are_measured() -> None:
     assert found.values["trainer_flops_per_second"] == (6000 * 12 + 240 * (16 + 64)) / 2 / 2.0
     assert found.values["trainer_peak_memory_bytes"] > 1e6
     assert "trainer_mfu_ratio" not in found.values
+
+
+def test_of_a_mixtures_experts_those_count_that_a_token_is_sent_to() -> None:
+    sizes = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+        "vocab_size": 10,
+    }
+    config = Qwen2MoeConfig(
+        **sizes, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=3, shared_expert_intermediate_size=5
+    )
+    size = size_of(AutoModelForCausalLM.from_config(config), has_adapters=False)
+    attention = 8 * 8 + 8 + 2 * (8 * 4 + 4) + 8 * 8
+    of_layer = (
+        attention + 6 * 8 + 2 * 3 * 3 * 8 + 3 * 5 * 8 + 8 + 2 * 8
+    )  # router, 2 experts, shared one, its gate, norms
+    assert size.num_parameters == 2 * 10 * 8 + of_layer + 8
+    assert size.update_flops([1]) == 6 * size.num_parameters + 12 * 8
 
 
 def test_a_rank_that_does_not_speak_for_its_rows_counts_steps_alone() -> None:

@@ -41,6 +41,7 @@ from penstock.workers.trainer.engines.optimizer import (
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.piece import Piece
 
 
@@ -59,6 +60,7 @@ class DeepSpeedEngine:
         elsewhere."""
         self.model = model
         self.ranks = ranks
+        self.form = CheckpointForm(model.lm)
         self.stage = config.deepspeed.zero_stage
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.optimizer: torch.optim.AdamW | None = None
@@ -131,11 +133,13 @@ class DeepSpeedEngine:
     def pieces(self) -> Iterator[Piece]:
         """Pieces of all weights; trained ones as their float32 masters have them."""
         for name, parameter in self.model.lm.named_parameters():
-            if name in self._fragments:
-                yield self._fragments[name].piece()
+            fragment = self._fragments.get(name)
+            if fragment is not None:
+                yield from self.form.pieces(fragment.piece())
             else:
-                yield frozen_piece(name, parameter, self.ranks.rank, self.ranks.num_ranks)
-        yield from buffer_pieces(self.model.lm, self.ranks.rank)
+                yield from self.form.pieces(frozen_piece(name, parameter, self.ranks.rank, self.ranks.num_ranks))
+        for piece in buffer_pieces(self.model.lm, self.ranks.rank):
+            yield from self.form.pieces(piece)
 
     def adapter_pieces(self) -> Iterator[Piece]:
         """No pieces: `conf/trainer.py` has adapters for fsdp only."""

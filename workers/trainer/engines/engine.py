@@ -59,17 +59,18 @@ class TrainEngine(Protocol):
         """Release gathered parameters, which an optimizer step outdates. Called after passes without backward."""
 
     def pieces(self) -> Iterator[Piece]:
-        """The weights as a checkpoint of the model has them, by HF names: this rank's ranges of their elements, tied
-        weights once, persistent buffers too. Adapters are merged. Collective."""
+        """The weights as a checkpoint of the model has them (`weights/checkpoint_form.py`): this rank's ranges of their
+        elements, tied weights once, persistent buffers too. Adapters are merged. Collective. Raises `ModelError` for a
+        model of which transformers makes something else in a way that is not known."""
 
     def adapter_pieces(self) -> Iterator[Piece]:
         """A and B of every adapter, ranges of their elements, by PEFT's names (`weights/publication/adapter.py`);
         nothing where there are none. Collective."""
 
     def state(self) -> Iterator[Piece]:
-        """Everything that a resumed run needs, bit for bit: `weights/<name>` (float32), `exp_avg/<name>`,
-        `exp_avg_sq/<name>` of what is trained. A rank may have several pieces of one tensor. Loading writes into the
-        pieces' `values`, then calls `loaded`. Collective."""
+        """Everything that a resumed run needs, bit for bit, by the model's own names: `weights/<name>` (float32),
+        `exp_avg/<name>`, `exp_avg_sq/<name>` of what is trained. A rank may have several pieces of one tensor. Loading
+        writes into the pieces' `values`, then calls `loaded`. Collective."""
 
     def num_optimizer_steps(self) -> int:
         """Number of AdamW's steps so far, which its bias correction counts."""

@@ -35,6 +35,7 @@ from penstock.workers.trainer.engines.ulysses import SequenceParallel
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers
 from penstock.workers.trainer.models.starting_weights import ALL, StartingWeights
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.piece import Piece
 
 KEEP_WHOLE_BYTES = 2 * 2**30
@@ -66,6 +67,7 @@ class FsdpEngine:
             peers = ranks.process_group(config.tensor_parallel_size, config.sequence_parallel_size)
             self.sequence = SequenceParallel(model.lm, peers, config.tensor_parallel_size)
         self.where = ""
+        self.form = CheckpointForm(model.lm)
         self.root = self._fully_shard(self.mesh.fsdp, config.dtype, is_offloaded)
         self._load(weights, torch.device("cpu") if is_offloaded else ranks.device)
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -195,8 +197,12 @@ class FsdpEngine:
 
     @torch.no_grad()
     def pieces(self) -> Iterator[Piece]:
-        """Pieces of the weights. With LoRA or tensor parallelism values are copies, each made as it is asked for: never
-        more than one tensor at a time."""
+        for piece in self._model_pieces():
+            yield from self.form.pieces(piece)
+
+    def _model_pieces(self) -> Iterator[Piece]:
+        """Pieces of the weights, by the model's names. With LoRA or tensor parallelism values are copies, each made as
+        it is asked for: never more than one tensor at a time."""
         lm = self.model.lm
         changes = {f"{adapter.name}.weight": adapter for adapter in adapters(lm)}
         for own_name, parameter in lm.named_parameters():

@@ -3,9 +3,10 @@
 
     q, k, v, gate, up: columns of the product, rows of the weight   ─▶ each rank some heads, some neurons
     o, down:           rows of the product, columns of the weight   ─▶ partial sums ─▶ all-reduce
+    experts:           each rank some of them whole (`experts.py`)  ─▶ partial sums ─▶ all-reduce
 
-Embeddings, norms and the output layer are whole on every rank. The model itself says which layers are split how
-(`base_model_tp_plan` of its configuration). FSDP2 then splits what is left along the other dims of the mesh
+Embeddings, norms, routers and the output layer are whole on every rank. The model itself says which layers are split
+how (`base_model_tp_plan` of its configuration). FSDP2 then splits what is left along the other dims of the mesh
 (`mesh.py`).
 
 Legend: T ranks that split the layers of one model.
@@ -21,11 +22,14 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from penstock.conf.errors import ConfigError
+from penstock.workers.trainer.engines.experts import ExpertsSplit
 from penstock.workers.trainer.engines.mesh import RankMesh, local, tensor_placement
 
 KEY = "trainer.tensor_parallel_size"
 COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""Names of transformers. SUMMED: whole on every rank, and each sees only its own heads: gradients add up."""
+EXPERTS = "moe_tp_experts"
+"""Names of transformers. SUMMED: whole on every rank, and each sees only its own heads: gradients add up. EXPERTS: a
+mixture's, stacked. Transformers splits each of them, which here go to the ranks as they are."""
 
 
 class TensorParallel:
@@ -83,7 +87,7 @@ def plan_of(lm: Any, size: int) -> dict[str, str]:
         style = next((style for pattern, style in patterns.items() if fnmatchcase(name, pattern)), None)
         if style is None or isinstance(module, nn.Embedding):
             continue
-        if style not in (COLWISE, ROWWISE, SUMMED):
+        if style not in (COLWISE, ROWWISE, SUMMED, EXPERTS):
             raise ConfigError(
                 f"{KEY}={size}: {config.model_type} wants {name} split as {style!r}, which the trainer does not know. "
                 f"Set {KEY}=1."
@@ -93,6 +97,8 @@ def plan_of(lm: Any, size: int) -> dict[str, str]:
             _check_divides(size, **{f"out_features of {name}": linear.out_features})
         elif style == ROWWISE:
             _check_divides(size, **{f"in_features of {name}": linear.in_features})
+        elif style == EXPERTS:
+            _check_stacked(name, module, size)
         plan[prefix + name] = style
     if ROWWISE not in plan.values():
         raise ConfigError(
@@ -109,6 +115,9 @@ def module_styles(lm: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyl
     for name, style in plan.items():
         if style == SUMMED:
             continue
+        if style == EXPERTS:
+            styles[name] = ExpertsSplit()
+            continue
         make: type[ParallelStyle] = ColwiseParallel if style == COLWISE else RowwiseParallel
         if hasattr(lm.get_submodule(name), "base_layer"):
             styles[f"{name}.base_layer"] = make()
@@ -118,6 +127,18 @@ def module_styles(lm: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyl
         else:
             styles[name] = make()
     return styles
+
+
+def _check_stacked(name: str, module: nn.Module, size: int) -> None:
+    """Raise `ConfigError` where the parameters of a module do not have experts for rows that `size` divides."""
+    num_experts = getattr(module, "num_experts", None)
+    parameters = dict(module.named_parameters())
+    if num_experts is None or any("." in key or len(one) != num_experts for key, one in parameters.items()):
+        raise ConfigError(
+            f"{KEY}={size}: {name} is a {type(module).__name__}, whose parameters are not stacked by experts. Set "
+            f"{KEY}=1."
+        )
+    _check_divides(size, num_experts=num_experts)
 
 
 def _check_divides(size: int, **extents: int | None) -> None:

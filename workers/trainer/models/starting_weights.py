@@ -4,19 +4,22 @@ more of the model than its own part.
     without_weights() ─▶ adapters, heads ─▶ an engine shards it ─▶ fill(shard, name, first_row, columns) each
 
 Ranges are read where safetensors hold the parameters as the model has them, under names that transformers maps one to
-one. Where they do not (files of another kind, fused experts, weights that are missing), transformers loads the whole
-model, and ranges are cut from that: correct, but each rank holds the whole for a moment, which is logged.
+one, or hold one tensor an expert, which transformers stacks. Where they do not (files of another kind, weights that are
+missing, or made in another way), transformers loads the whole model, and ranges are cut from that: correct, but each
+rank holds the whole for a moment, which is logged.
 """
 
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from penstock.workers.weights.checkpoint_form import stacks
 
 CHUNK_BYTES = 4 * 2**20
 """Most bytes that are copied at once, and that stay mapped of a checkpoint: mapped pages count as memory."""
@@ -75,6 +78,21 @@ class StoredTensor:
         for extent in self.shape[1:]:
             row_bytes *= extent
         return self._tensors.slices(self._key, (rows.stop - rows.start) * row_bytes)[index]
+
+
+class StackedTensor:
+    """A parameter that transformers stacks of one tensor an expert, or of several, whose rows it joins before. It is
+    indexed by experts, which are read as they are asked for."""
+
+    def __init__(self, experts: Sequence[Sequence[StoredTensor]]) -> None:
+        """`experts`: the tensors of each, in the order in which they are joined."""
+        self._experts = experts
+        self.shape = (len(experts), sum(tensor.shape[0] for tensor in experts[0]), *experts[0][0].shape[1:])
+        self.dtype = experts[0][0].dtype
+
+    def __getitem__(self, experts: slice) -> Tensor:
+        chosen = self._experts[experts]
+        return torch.stack([torch.cat([tensor[0 : tensor.shape[0]] for tensor in tensors]) for tensors in chosen])
 
 
 class StartingWeights:
@@ -171,7 +189,7 @@ def _stored_weights(lm: Any, path: str, new: set[str]) -> dict[str, Any]:
     """A source for each parameter of `lm`; its persistent buffers get their values here. Raises `NotByRange`."""
     _check_plain(lm, path)
     stored = StoredTensors(_files_of(path))
-    keys = _keys_by_name(lm, stored)
+    keys, stacked = _keys_by_name(lm, stored)
     names_of = defaultdict(list)
     for name, parameter in lm.named_parameters(remove_duplicate=False):
         names_of[parameter].append(name)
@@ -179,6 +197,9 @@ def _stored_weights(lm: Any, path: str, new: set[str]) -> dict[str, Any]:
     for parameter, names in names_of.items():
         if names[0] in new:
             sources[names[0]] = torch.zeros(parameter.shape)
+            continue
+        if names[0] in stacked:
+            sources[names[0]] = _stack(stored, names[0], stacked[names[0]], parameter)
             continue
         found = [_checked(stored, name, keys[name], parameter) for name in names if name in keys]
         if not found:
@@ -238,26 +259,35 @@ def _file(path: str, name: str) -> str | None:
         return None
 
 
-def _keys_by_name(lm: Any, keys: Iterable[str]) -> dict[str, str]:
-    """The key of each parameter or buffer that is stored, by transformers' own rules for renaming. Raises `NotByRange`
-    where one is made of several, or changed."""
+def _keys_by_name(lm: Any, keys: Iterable[str]) -> tuple[dict[str, str], dict[str, list[list[str]]]]:
+    """The key of each parameter or buffer that is stored, by transformers' own rules for renaming; and the keys of each
+    parameter that is stored expert by expert. Raises `NotByRange` where one is made in another way."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     transforms = get_model_conversion_mapping(lm)
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     known, prefix = lm.state_dict(), lm.base_model_prefix
-    found = {}
-    for key in keys:
+    found: dict[str, str] = {}
+    several: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in known and key in known:
             name, pattern = rename_source_key(key, [], [], prefix, known)
         if name in known:
-            if pattern is not None:
+            if pattern is None:
+                found[name] = key
+            elif stacks(by_pattern[pattern]):
+                several[name][pattern].append(key)
+            else:
                 raise NotByRange(f"transformers makes {name} of {key} and maybe others")
-            found[name] = key
-    return found
+    stacked = {
+        name: [list(keys) for keys in zip(*(some[pattern] for pattern in by_pattern if pattern in some), strict=False)]
+        for name, some in several.items()
+    }
+    return found, stacked
 
 
 def _checked(stored: StoredTensors, name: str, key: str, parameter: Tensor) -> StoredTensor:
@@ -267,6 +297,18 @@ def _checked(stored: StoredTensors, name: str, key: str, parameter: Tensor) -> S
             f"{key} is {tensor.dtype} of shape {list(tensor.shape)}, and {name} has {list(parameter.shape)}"
         )
     return tensor
+
+
+def _stack(stored: StoredTensors, name: str, keys: list[list[str]], parameter: Tensor) -> StackedTensor:
+    tensors = [[stored[key] for key in some] for some in keys]
+    stack = StackedTensor(tensors)
+    kinds = {(tensor.dtype, tensor.shape[1:]) for some in tensors for tensor in some}
+    if len(kinds) > 1 or stack.shape != tuple(parameter.shape) or stack.dtype not in STORED_DTYPES:
+        raise NotByRange(
+            f"{keys[0][0]} and others are {stack.dtype} and make {list(stack.shape)}, and {name} has "
+            f"{list(parameter.shape)}"
+        )
+    return stack
 
 
 def _check_same(names: list[str], one: StoredTensor, other: StoredTensor) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.conf.errors import ConfigError, WeightError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
+from penstock.workers.weights.checkpoint_form import stacked_experts
 from penstock.workers.weights.publication.layout import Layout, compute_layout
 from penstock.workers.weights.publication.reading import Manifest, MappedWeights
 
@@ -33,11 +34,23 @@ def target_layers(lm: Any, targets: list[str]) -> list[str]:
 
     body = set(lm.base_model.modules())
     linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module in body]
+    experts, known = stacked_experts(lm), sorted({name.rpartition(".")[2] for name in linear})
+    if targets == [ALL_LINEAR] and experts:
+        raise ConfigError(
+            f"trainer.lora.target_modules=[{ALL_LINEAR}]: {type(lm).__name__} has experts ({next(iter(experts))} and "
+            f"{len(experts) - 1} more), which are stacked tensors and no linear layers: they would get no adapter. "
+            f"Name the layers that are to have one: trainer.lora.target_modules=[{','.join(known)}], or train all "
+            "weights: trainer.lora.rank=0."
+        )
     if targets == [ALL_LINEAR] and linear:
         return linear
     for target in targets:
+        if any(_names(target, name) for name in experts):
+            raise ConfigError(
+                f"trainer.lora.target_modules={targets}: {target!r} names stacked experts of {type(lm).__name__}, "
+                f"which cannot get an adapter. There are {', '.join(known)}; trainer.lora.rank=0 trains all weights."
+            )
         if not any(_names(target, name) for name in linear):
-            known = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
                 f"trainer.lora.target_modules={targets}: no linear layer of {type(lm).__name__} is called {target!r}. "
                 f"There are {', '.join(known) or 'none'}; [{ALL_LINEAR}] takes them all."

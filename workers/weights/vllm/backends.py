@@ -56,7 +56,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     Linear layers of the CPU build and quantised ones are repacked after loading; vLLM's layerwise reload runs the
     loaders on fresh tensors, repacks, and copies into the tensors that compiled code holds on to. Embeddings of the CPU
-    build are loaded into those at once.
+    build are loaded into those at once, and its experts are packed by a kernel that is made anew.
     """
 
     init_info_cls = ShmInitInfo
@@ -90,6 +90,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         in_place = packed_embeddings(self.model) if self.model_config.quantization is None else []
         for layer in cast(list[Any], in_place):
             layer.cpu_linear = torch.nn.functional.linear  # lets the packed form go before there is a new one
+        forget_kernels(self.model)
         parts = list(parts_without(self.model, in_place))
         for part in parts:
             initialize_layerwise_reload(part)
@@ -139,6 +140,18 @@ def wait_for_device() -> None:
     be written into it."""
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()
+
+
+def forget_kernels(model: torch.nn.Module) -> None:
+    """Let the kernels of the CPU build's experts go, so that vLLM makes new ones. It packs experts only when it makes
+    their kernel: the old one would read unpacked weights as packed ones."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if method is not None and isinstance(getattr(kernel, "fused_experts", None), CPUUnquantizedExperts):
+            method.moe_kernel = None
 
 
 def packed_embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:

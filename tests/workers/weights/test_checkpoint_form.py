@@ -1,0 +1,63 @@
+"""What engines and people are given of a mixture of experts is what `save_pretrained` would write."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
+
+from penstock.conf.errors import ModelError
+from penstock.workers.weights.checkpoint_form import CheckpointForm, stacked_experts
+from penstock.workers.weights.piece import Piece
+from tests.mixtures import MIXTURES, build_mixture
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_parts_are_the_tensors_that_save_pretrained_writes(tmp_path: Path, kind: str) -> None:
+    path = build_mixture(kind, tmp_path)
+    lm = AutoModelForCausalLM.from_pretrained(path)
+    form, ours = CheckpointForm(lm), {}
+    for name, tensor in lm.state_dict().items():
+        for part in form.pieces(Piece(name, tuple(tensor.shape), 0, tensor.reshape(-1))):
+            assert part.first == 0
+            ours[part.name] = part.values.view(part.shape)
+    stored = load_file(f"{path}/model.safetensors")
+    assert ours.keys() == stored.keys()
+    assert all(torch.equal(ours[name], stored[name]) for name in stored)
+    assert len([name for name in stored if ".experts." in name]) == 2 * 4 * 3
+    assert len(stacked_experts(lm)) == 2 * 2
+
+
+EXPERTS = (3, 4, 2)
+"""Three experts of two neurons: gate and up have 4 elements each."""
+
+
+@given(cuts=st.lists(st.integers(0, math.prod(EXPERTS)), max_size=5))
+def test_pieces_of_any_cut_are_every_element_of_every_part_once(cuts: list[int]) -> None:
+    form = CheckpointForm(MIXTURES["qwen3_moe"]())
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    whole = torch.arange(math.prod(EXPERTS))
+    found = {part.name: torch.full(part.shape, -1).reshape(-1) for part in form.parts(name, EXPERTS)}
+    for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(whole)], strict=True):
+        pieces = list(form.pieces(Piece(name, EXPERTS, start, whole[start:end])))
+        assert [piece.name for piece in pieces] == list(found)
+        for piece in pieces:
+            target = found[piece.name][piece.first : piece.first + len(piece.values)]
+            assert (target == -1).all()
+            target.copy_(piece.values)
+    assert torch.cat(list(found.values())).equal(whole)
+    assert list(found)[:2] == [f"model.layers.0.mlp.experts.0.{half}_proj.weight" for half in ("gate", "up")]
+
+
+def test_a_tensor_that_transformers_makes_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = WeightConverter("mlp.experts.down_proj", "mlp.experts.down_proj", [Transpose(1, 2)])
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda *_, **__: [turned])
+    form = CheckpointForm(MIXTURES["qwen3_moe"]())
+    with pytest.raises(ModelError, match=r"makes .*down_proj of .* by \[Transpose.*model\.path"):
+        form.parts("model.layers.0.mlp.experts.down_proj", (4, 32, 16))
+    assert form.parts("model.norm.weight", (32,))[0].name == "model.norm.weight"
