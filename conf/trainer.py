@@ -59,7 +59,8 @@ class LoraConfig:
     """Factor that B A is multiplied by, times rank."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Ends of the names of the linear layers that get one, e.g. [q_proj, v_proj]; [all-linear] takes all but the
-    head."""
+    head. Experts of a mixture are stacked tensors and no linear layers: they can get none, and [all-linear] is refused
+    for such a model."""
     publish: str = "merged"
     """Weights that engines are sent after each step. merged: the whole model with B A added to W, so that they run at
     full speed. adapter: A and B alone (0.5% of a 7B model's bytes at rank 16); engines keep W and compute W x + B A x
@@ -129,6 +130,12 @@ class TrainerConfig:
     liger: bool = False
     """True: compute norms, rotary embeddings and gated activations by Liger's kernels (2410.10989): less memory, and
     faster. GPUs only; wants the package liger-kernel. Log-probabilities stay Penstock's own."""
+    router_aux_loss_coef: float = 0.0
+    """Factor of an auxiliary loss that keeps the experts of a mixture in even use. It is computed for each response and
+    layer (2412.19437, equations 17 to 20) and averaged over both; `actor/router_balance` reports it: 1 is even use,
+    experts / experts per token is the worst. 0: off, since RL changes a pre-trained router little, and the loss would
+    pull it away from what it has learned. 1e-3 is usual where a mixture is trained from the start. For models that
+    route by a softmax (Qwen's mixtures, Mixtral). The policy's only, not a critic's."""
     logprob_chunk_mib: float = 128.0
     """Memory for logits and what is made of them, MiB. Those of a micro-batch that fit whole are kept for backward;
     others are made tile by tile, and again in backward. Bounds memory at large vocabularies; changes no result but for
@@ -175,6 +182,12 @@ class TrainerConfig:
             raise ConfigError(
                 "trainer.liger=true: Liger's kernels are for GPUs, and trainer.num_gpus_per_rank=0. Set that to 1, or "
                 "leave trainer.liger out."
+            )
+        at_least("trainer.router_aux_loss_coef", self.router_aux_loss_coef, 0)
+        if self.router_aux_loss_coef and (self.compile or self.sequence_parallel_size > 1):
+            raise ConfigError(
+                f"trainer.router_aux_loss_coef={self.router_aux_loss_coef}: routers are watched where they run, on "
+                "whole rows. Set it to 0, or trainer.compile=false and trainer.sequence_parallel_size=1."
             )
         for key in ("logprob_chunk_mib", "collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)

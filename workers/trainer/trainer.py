@@ -14,7 +14,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from penstock.workers.trainer.models.language_model import (
     open_causal_lm,
     use_liger,
 )
+from penstock.workers.trainer.models.routing import Routers
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.publishing import Publisher
 from penstock.workers.trainer.ranks import Ranks, phase
@@ -125,6 +126,8 @@ class PolicyTrainer:
             use_liger(self.model.lm)
         if self.trainable and config.lora.rank:
             weights.add(add_adapters(self.model.lm, config.lora))
+        watched = self.trainable and config.router_aux_loss_coef > 0
+        self.routers = Routers(self.model.lm) if watched else None
         if config.compile:
             compile_layers(self.model)
         self.engine = make_engine(self.model, weights, self.ranks, config)
@@ -280,7 +283,8 @@ class PolicyTrainer:
         weights are still those from before the update."""
         inputs, tally, old = shared.inputs, shared.tally, shared.old_logprobs
         entropy = "gradient" if inputs.takes_entropy else "value"
-        logprobs_N, entropy_N = self._scores(batch, entropy)
+        with self.routers.recording() if self.routers else nullcontext():
+            logprobs_N, entropy_N = self._scores(batch, entropy)
         if batch.is_dummy:
             return logprobs_N.sum() * 0.0
         logprobs_BT = batch.scatter(logprobs_N)
@@ -292,6 +296,12 @@ class PolicyTrainer:
         loss, metrics = inputs.call(batch, minibatch.totals, available)
         for name, value in metrics.items():
             tally.add(f"actor/{name}", value)
+        if self.routers is not None:
+            num_rows, width = batch.mask_BT.shape
+            balance = self.routers.balance(batch.positions_N, batch.slots_N // width, num_rows)
+            balance = balance / max(1.0, minibatch.totals.num_sequences)
+            tally.add("actor/router_balance", balance)
+            loss = loss + self.config.router_aux_loss_coef * balance
         num_tokens = max(1.0, minibatch.totals.num_tokens)
         tally.add("actor/entropy", entropy_N.sum() / num_tokens)
         if shared.recorder is not None:

@@ -34,6 +34,7 @@ LORA = {"lora": LoraConfig(rank=4, alpha=8)}
 TENSOR = {"tensor_parallel_size": 2}
 SEQUENCE = {"sequence_parallel_size": 2}
 COPIES = {"shard_size": 2}
+BALANCED = {"router_aux_loss_coef": 0.5}
 SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "lora": LORA,
@@ -53,6 +54,9 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "critic_tensor": TENSOR,
         "critic_sequence": SEQUENCE,
         "whole_copies": {"shard_size": 1},
+        "experts": BALANCED,
+        "experts_tensor": BALANCED | TENSOR,
+        "experts_tensor_checkpointed": TENSOR | {"activation_checkpointing": True},
     },
     4: {
         "tensor_and_data": TENSOR,
@@ -65,10 +69,12 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "copies_lora_gathered_by_layer": COPIES | LORA,
         "copies_and_tensor_lora": COPIES | TENSOR | LORA,
         "copies_and_sequence": COPIES | SEQUENCE,
+        "experts_tensor_and_data_gathered_by_layer": BALANCED | TENSOR,
     },
     8: {"copies_and_shards_and_tensor_lora": TENSOR | LORA | {"shard_size": 4}},
 }
-"""Scenarios by number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3)."""
+"""Scenarios by number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3).
+"experts": of a mixture."""
 LARGE = {"large": {}, "large_tensor": TENSOR, "large_lora": LORA}
 """Ways of loading a model whose memory is measured, on four ranks."""
 SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
@@ -113,7 +119,8 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         )
         fsdp.KEEP_WHOLE_BYTES = 0 if "gathered_by_layer" in scenario else 2**31
         kind = CriticTrainer if "critic" in scenario else PolicyTrainer
-        model = f"{models}/{'qwen3' if 'summed' in scenario else 'qwen2'}"
+        kinds = {"summed": "qwen3", "experts": "mixtral"}
+        model = f"{models}/{next((name for word, name in kinds.items() if word in scenario), 'qwen2')}"
         trainers.append(kind(config, model, Ranks.join(config, rank, num_ranks, address)))
         result = one_update(trainers[-1], rows().select(share_of(rank, num_ranks, options)))
         trainers[-1].publish(str(directory / scenario), 1)

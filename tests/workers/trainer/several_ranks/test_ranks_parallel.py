@@ -17,6 +17,7 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
+from tests.mixtures import build_mixture
 from tests.model_files import load_model
 from tests.rank_processes import run_ranks
 from tests.workers.trainer.several_ranks import ranks_parallel as ranks
@@ -42,6 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     torch.manual_seed(4)
     Qwen3ForCausalLM(config).save_pretrained(path / "qwen3")
+    build_mixture("mixtral", path / "mixtral")
     build_fresh_model(path / "large", LARGE, seed=5)
     return str(path)
 
