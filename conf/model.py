@@ -9,7 +9,7 @@ the preset.
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.checks import at_least, one_of
+from penstock.conf.checks import at_least, one_of, within
 from penstock.conf.errors import ConfigError, ModelError
 
 TEMPLATE_ARGUMENTS = ("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template")
@@ -17,11 +17,18 @@ TEMPLATE_ARGUMENTS = ("messages", "conversation", "tools", "tokenize", "add_gene
 
 @dataclass
 class FreshModelConfig:
-    """A small Qwen2 with random weights and a character tokenizer, for runs that bring no model (`model=tiny`)."""
+    """A small Qwen2, or with experts a Qwen3-MoE, with random weights and a character tokenizer, for runs that bring no
+    model (`model=tiny`)."""
 
     num_layers: int = 4
     hidden_size: int = 256
     intermediate_size: int = 704
+    """Neurons of a layer's MLP, or of each of its experts."""
+    num_experts: int = 0
+    """Experts of each layer, a mixture. 0: none, each layer has one MLP."""
+    experts_per_token: int = 2
+    """Experts that a token is sent to, where there are any. Two learn sooner than one: the router then gets a gradient
+    from how they compare."""
     num_heads: int = 4
     num_kv_heads: int = 2
     max_position_embeddings: int = 1024
@@ -35,6 +42,9 @@ class FreshModelConfig:
         for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
             at_least(f"model.fresh.{key}", getattr(self, key), 1)
         at_least("model.fresh.max_position_embeddings", self.max_position_embeddings, 16)
+        at_least("model.fresh.num_experts", self.num_experts, 0)
+        if self.num_experts:
+            within("model.fresh.experts_per_token", self.experts_per_token, 1, self.num_experts)
 
 
 @dataclass

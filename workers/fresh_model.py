@@ -1,4 +1,4 @@
-"""Makes a small Qwen2 with random weights and a character tokenizer, as a HF model directory.
+"""Makes a small Qwen2, or Qwen3-MoE, with random weights and a character tokenizer, as a HF model directory.
 
 For runs that bring no model (`model=tiny`), tests and benchmarks. It is made once, at the start of a run, in the run
 directory; all other processes read it like any other HF model.
@@ -38,14 +38,14 @@ def build_fresh_model(directory: str | Path, config: FreshModelConfig, seed: int
     Raises `ModelError` when the sizes do not fit each other.
     """
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     _check_sizes(config)
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(qwen2_config(config, vocabulary_size(config))).float()
+        model = AutoModelForCausalLM.from_config(model_config(config, vocabulary_size(config))).float()
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.pad_token_id = PAD_ID
     model.generation_config.bos_token_id = BOS_ID
@@ -66,10 +66,22 @@ def _check_sizes(config: FreshModelConfig) -> None:
         )
 
 
-def qwen2_config(config: FreshModelConfig, vocab_size: int) -> Any:
-    from transformers import Qwen2Config
+def model_config(config: FreshModelConfig, vocab_size: int) -> Any:
+    """The configuration of transformers: a Qwen2's, or with experts a Qwen3-MoE's."""
+    from transformers import Qwen2Config, Qwen3MoeConfig
 
-    return Qwen2Config(
+    of_experts: dict[str, Any] = {}
+    if config.num_experts:
+        of_experts = {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "moe_intermediate_size": config.intermediate_size,
+            "norm_topk_prob": True,
+            "head_dim": config.hidden_size // config.num_heads,
+        }
+    kind: Any = Qwen3MoeConfig if config.num_experts else Qwen2Config
+    return kind(
+        **of_experts,
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -90,7 +102,8 @@ def character_tokenizer(config: FreshModelConfig) -> Any:
     """Make a tokenizer with a token for each character and each of `config.words`; text in equals text out, spaces
     included. Other bytes become the padding token.
 
-    Qwen2's own class, since transformers loads that one for `model_type: qwen2` whatever the tokenizer's files say.
+    Qwen2's own class, since transformers loads that one for both of the models' types whatever the tokenizer's files
+    say.
     Without merges its byte-level BPE leaves single bytes.
     """
     from tokenizers import AddedToken

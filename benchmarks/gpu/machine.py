@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.fresh_model import EOS_ID, character_tokenizer, qwen2_config
+from penstock.workers.fresh_model import EOS_ID, character_tokenizer, model_config
 
 NO_GPU = 2
 """Exit code without a GPU."""
@@ -56,7 +56,7 @@ def write_model(directory: Path, size: str, device: torch.device) -> int:
     sizes = SIZES[size]
     with device:
         torch.manual_seed(0)
-        model: Any = Qwen2ForCausalLM(qwen2_config(sizes, VOCABULARY)).float()
+        model: Any = Qwen2ForCausalLM(model_config(sizes, VOCABULARY)).float()
     model.generation_config.eos_token_id = EOS_ID
     model.save_pretrained(directory)
     character_tokenizer(sizes).save_pretrained(directory)

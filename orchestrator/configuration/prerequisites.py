@@ -59,14 +59,21 @@ def tokenizer_of(config: RunConfig) -> Any:
 
 def _fresh(model: FreshModelConfig, max_model_len: int) -> str:
     _check_length("model.fresh.max_position_embeddings", model.max_position_embeddings, max_model_len)
-    return f"a fresh Qwen2 of {num_parameters(model) / 1e6:.1f}M parameters, character tokenizer"
+    kind = f"Qwen3-MoE with {model.num_experts} experts a layer" if model.num_experts else "Qwen2"
+    return f"a fresh {kind}, {num_parameters(model) / 1e6:.1f}M parameters, character tokenizer"
 
 
 def num_parameters(model: FreshModelConfig) -> int:
-    """Number of parameters of the Qwen2 that `build_fresh_model` makes, tied embeddings counted once."""
+    """Number of parameters of the model that `build_fresh_model` makes, tied embeddings counted once."""
     hidden, key_value = model.hidden_size, model.hidden_size // model.num_heads * model.num_kv_heads
-    attention = 2 * hidden * hidden + 2 * hidden * key_value + hidden + 2 * key_value  # q, k, v have biases
-    layer = attention + 3 * hidden * model.intermediate_size + 2 * hidden
+    attention = 2 * hidden * hidden + 2 * hidden * key_value
+    mlp = 3 * hidden * model.intermediate_size
+    if model.num_experts:  # q and k have norms, as wide as a head; the router is as wide as the hidden states
+        attention += 2 * (hidden // model.num_heads)
+        mlp = model.num_experts * (mlp + hidden)
+    else:  # q, k, v have biases
+        attention += hidden + 2 * key_value
+    layer = attention + mlp + 2 * hidden
     return vocabulary_size(model) * hidden + model.num_layers * layer + hidden
 
 

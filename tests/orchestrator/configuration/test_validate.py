@@ -1,6 +1,7 @@
 """What can be known to be wrong is told before anything starts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import check_model, limits_of_code, num_parameters
 from penstock.orchestrator.configuration.validate import check_run, checks
-from penstock.workers.fresh_model import build_fresh_model
+from penstock.workers.fresh_model import build_fresh_model, model_config, vocabulary_size
 from penstock.workers.sandbox.execution import Limits
 
 SMALL = FreshModelConfig(
@@ -140,6 +141,17 @@ def test_the_parameters_of_a_fresh_model_are_counted_as_torch_counts_them(model:
         counted = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - no mapping
     assert num_parameters(SMALL) == counted
     assert "3.0M" in check_model(load_config(["model=tiny"]))
+
+
+def test_the_parameters_of_a_fresh_mixture_are_counted_as_torch_counts_them() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    mixture = replace(SMALL, num_experts=3)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(model_config(mixture, vocabulary_size(mixture)))
+    assert num_parameters(mixture) == sum(parameter.numel() for parameter in lm.parameters())
+    assert "Qwen3-MoE with 3 experts" in check_model(load_config(["model=tiny", "model.fresh.num_experts=3"]))
 
 
 def test_the_transport_of_weights_is_told_and_one_that_cannot_work_refused(rows: Path) -> None:

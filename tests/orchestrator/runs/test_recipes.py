@@ -1,5 +1,7 @@
 """Every recipe that comes with Penstock runs: two steps each, from a model of random weights, with the small engine."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import AutoModelForSequenceClassification
 
@@ -25,16 +27,18 @@ FEWER = dict.fromkeys(("agent", "guess", "tictactoe", "tool_use"), ("algorithm.g
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("fresh") / "model"
-    build_fresh_model(directory, MODEL, seed=0)
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("fresh")
+    build_fresh_model(directory / "model", MODEL, seed=0)
+    build_fresh_model(directory / "mixture", replace(MODEL, num_experts=4), seed=0)
     return directory
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(packaged_recipes().keys() - ELSEWHERE))
-def test_a_recipe_trains(recipe, model, tmp_path, cluster):
+def test_a_recipe_trains(recipe, models, tmp_path, cluster):
+    model = models / ("mixture" if recipe == "moe" else "model")
     words = [f"recipe={recipe}", f"model.path={model}", f"output_dir={tmp_path}", f"name={recipe}", *SMALL]
     words += [f"model.paths.{name}={model}" for name in ("teacher", "reward_model")]
     # From random weights every answer is wrong and every group agrees: nothing but length tells samples apart.
@@ -45,6 +49,8 @@ def test_a_recipe_trains(recipe, model, tmp_path, cluster):
     losses = [steps[-1].get(f"actor/{name}") for name in ("pg_loss", "loss")]
     assert any(loss is not None and abs(loss) < 1e3 for loss in losses)
     assert steps[-1]["actor/grad_norm"] >= 0
+    if recipe == "moe":
+        assert 1 <= steps[0]["actor/router_balance"] <= 2
     if recipe == "ppo":
         assert steps[0]["critic/value_loss"] > 0
         assert {"critic/lr", "actor/kl"} & steps[0].keys()
