@@ -6,11 +6,21 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, suggest
 
+AUTO = "auto"
+"""Value of a key for what the run itself finds."""
+
 
 def _is_open(value: object) -> bool:
     """Return True for `???` and `${...}`, which Hydra leaves in a dataclass until it is resolved: nothing to check
     yet."""
     return isinstance(value, str) and (value == "???" or value.startswith("${"))
+
+
+def auto_or_number(key: str, value: Any) -> bool:
+    """Return whether a value is `auto`, or not known yet. Raises `ConfigError` for another text."""
+    if isinstance(value, str) and value != AUTO and not _is_open(value):
+        raise ConfigError(f"{key}={value}: must be a number, or {AUTO}.")
+    return isinstance(value, str)
 
 
 def at_least(key: str, value: Any, low: float) -> None:

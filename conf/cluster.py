@@ -16,6 +16,9 @@ class ClusterConfig:
     RAY_ADDRESS."""
     num_gpus: int | None = None
     """GPUs that the run may use. `null`: what Ray finds."""
+    gpu_memory_gib: float | None = None
+    """Memory of one GPU, in GiB, for the table of `penstock validate` and for what is `auto`: 79 for an H100 of 80 GB.
+    `null`: what Ray's label of the node's GPUs says, or this machine's driver."""
     dashboard: bool = False
     """Start the Ray dashboard with a local Ray. A cluster has its own."""
     object_store_mib: int = 512
@@ -50,6 +53,8 @@ class ClusterConfig:
         above("cluster.files_timeout_s", self.files_timeout_s, 0)
         if self.ports is not None and (len(self.ports) != 2 or not 0 < self.ports[0] <= self.ports[1] < 65536):
             raise ConfigError(f"cluster.ports={self.ports}: write the first and the last port, such as [20000,20099].")
+        if self.gpu_memory_gib is not None:
+            above("cluster.gpu_memory_gib", self.gpu_memory_gib, 0)
         if self.num_gpus is not None:
             at_least("cluster.num_gpus", self.num_gpus, 0)
         for role in self.labels:

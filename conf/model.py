@@ -97,17 +97,17 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
             "max_model_len": 2048,
             "enforce_eager": True,
         },
-        "trainer": {"num_gpus_per_rank": 0, "dtype": "float32", "activation_checkpointing": False},
+        "trainer": {"num_gpus_per_rank": 0, "dtype": "float32", "activation_checkpointing": "auto"},
     },
     "qwen2.5-0.5b": {
         "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"},
         "rollout": {"num_gpus_per_worker": 1, "dtype": "bfloat16", "max_model_len": 4096, "enforce_eager": False},
-        "trainer": {"num_gpus_per_rank": 1, "dtype": "bfloat16", "activation_checkpointing": True},
+        "trainer": {"num_gpus_per_rank": 1, "dtype": "bfloat16"},
     },
     "qwen2.5-1.5b": {
         "model": {"path": "Qwen/Qwen2.5-1.5B-Instruct"},
         "rollout": {"num_gpus_per_worker": 1, "dtype": "bfloat16", "max_model_len": 4096, "enforce_eager": False},
-        "trainer": {"num_gpus_per_rank": 1, "dtype": "bfloat16", "activation_checkpointing": True},
+        "trainer": {"num_gpus_per_rank": 1, "dtype": "bfloat16"},
     },
 }
 """Presets by name. `tiny`: a fresh Qwen2 of about 3M parameters with a character tokenizer, on a CPU. The others: hub

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.checks import above, at_least, is_utf8, one_of, within
+from penstock.conf.checks import AUTO, above, at_least, auto_or_number, is_utf8, one_of, within
 from penstock.conf.errors import ConfigError
 
 ENGINES = ("vllm", "hf", "scripted")
@@ -17,8 +17,8 @@ LARGEST_TOP_K = 2**31 - 1
 """Largest top_k: vLLM keeps it in 32 bits."""
 MAX_STOPS = 64
 """Most stop strings: each is looked for after every token."""
-AUTO = "auto"
-"""Value of num_workers for as many as the cluster has room for."""
+DEFAULT_SHARE = 0.5
+"""Share of a GPU that vLLM takes where its memory is not known."""
 OWN_KEYS = {
     "model": "model.path",
     "dtype": "rollout.dtype",
@@ -133,8 +133,9 @@ class RolloutConfig:
     """Sequences that one engine decodes at a time."""
     kv_cache_gib: float = 1.0
     """Size of the KV cache on a CPU. On a GPU: see gpu_memory_utilization."""
-    gpu_memory_utilization: float = 0.5
-    """Share of a GPU's memory that vLLM takes. Half leaves room for a colocated trainer."""
+    gpu_memory_utilization: int | float | str = AUTO
+    """Share of a GPU's memory that vLLM takes. auto: where a GPU's memory is known (cluster.gpu_memory_gib), 0.9 of one
+    that the engine has for itself, and of another what a rank there leaves; else 0.5."""
     num_threads: int = 0
     """CPU threads of each engine. 0: an even share of all cores among the engines when max_staleness=0, since they and
     the trainer take turns. Otherwise a short trial at the start finds the numbers by which a token is soonest through
@@ -164,7 +165,8 @@ class RolloutConfig:
             at_least(f"rollout.{key}", getattr(self, key), 1)
         at_least("rollout.num_gpus_per_worker", self.num_gpus_per_worker, 0)
         at_least("rollout.max_model_len", self.max_model_len, 2)
-        within("rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+        if not auto_or_number("rollout.gpu_memory_utilization", self.gpu_memory_utilization):
+            within("rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         for key in ("kv_cache_gib", "start_timeout_s", "generate_timeout_s"):
             above(f"rollout.{key}", getattr(self, key), 0)
 
@@ -172,6 +174,12 @@ class RolloutConfig:
     def follows_cluster(self) -> bool:
         """True if there are as many engines as there is room for."""
         return self.num_workers == AUTO
+
+    @property
+    def gpu_share(self) -> float:
+        """Share of a GPU's memory that vLLM takes; as long as nobody has chosen (`auto`), the default."""
+        chosen = self.gpu_memory_utilization
+        return DEFAULT_SHARE if isinstance(chosen, str) else float(chosen)
 
     @property
     def least_workers(self) -> int:

@@ -2,12 +2,19 @@
 
 from dataclasses import dataclass, field, replace
 
-from penstock.conf.checks import above, at_least, divides, one_of, within
+from penstock.conf.checks import AUTO, above, at_least, auto_or_number, divides, one_of, within
 from penstock.conf.errors import ConfigError
 
+DEFAULT_TOKENS = 8192
+"""Tokens of a micro-batch where a GPU's memory says nothing else."""
 SCHEDULES = ("constant", "cosine")
 ALL_LINEAR = "all-linear"
 PUBLISHED = ("merged", "adapter")
+KEEP_WHOLE_BYTES = 2 * 2**30
+"""Largest model (float32) that is gathered once an optimizer step, and whose gradients are reduced once: less
+communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
+forward and backward.
+"""
 
 
 @dataclass
@@ -112,16 +119,19 @@ class TrainerConfig:
     num_minibatches: int = 1
     """Optimizer steps of one update, each on its share of the batch. Above 1 the ratio is taken against the batch's
     start."""
-    max_tokens_per_microbatch: int = 8192
-    """Token budget of one forward-backward, padding included. Bounds activation memory; changes no result."""
+    max_tokens_per_microbatch: int | str = AUTO
+    """Token budget of one forward-backward, padding included. Bounds activation memory; changes no result but for
+    rounding. auto: on a GPU whose memory is known (cluster.gpu_memory_gib), as many as fit, up to 32,768, beyond which
+    nothing is gained; else 8,192."""
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. Master weights and optimizer are float32 either way."""
     offload: bool = False
     """True: keep master weights, gradients and optimizer states in host memory and step there. Slower, for models that
     do not fit. What is computed with comes to the GPU layer by layer with engine fsdp, and is a copy that stays there
     with deepspeed. On CPUs it saves nothing."""
-    activation_checkpointing: bool = False
-    """True: recompute each layer in backward: less memory, about a third more time."""
+    activation_checkpointing: bool | str = AUTO
+    """True: recompute each layer in backward: less memory, about a third more time. auto: on a GPU, unless
+    micro-batches of 8,192 tokens fit without; on CPUs false."""
     compile: bool = False
     """True: compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first steps:
     once for several rows, and once where a micro-batch has only one. What was compiled is kept for the next run, in
@@ -160,8 +170,12 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         one_of("trainer.engine", self.engine, ("fsdp", "deepspeed"))
         one_of("trainer.dtype", self.dtype, ("float32", "bfloat16"))
-        for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches", "max_tokens_per_microbatch"):
+        for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches"):
             at_least(f"trainer.{key}", getattr(self, key), 1)
+        if not auto_or_number("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch):
+            at_least("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
+        if isinstance(self.activation_checkpointing, str):
+            one_of("trainer.activation_checkpointing", self.activation_checkpointing, (AUTO,))
         for key in ("tensor_parallel_size", "sequence_parallel_size"):
             at_least(f"trainer.{key}", getattr(self, key), 1)
             divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
@@ -209,6 +223,18 @@ class TrainerConfig:
                 f"trainer.sequence_parallel_size={self.sequence_parallel_size} communicate inside, and are not "
                 "compiled. Set both to 1, or leave it out."
             )
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of a micro-batch; as long as nobody has chosen (`auto`), the default."""
+        chosen = self.max_tokens_per_microbatch
+        return DEFAULT_TOKENS if isinstance(chosen, str) else chosen
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """True if layers are recomputed in backward; as long as nobody has chosen, on GPUs."""
+        chosen = self.activation_checkpointing
+        return self.num_gpus_per_rank > 0 if isinstance(chosen, str) else chosen
 
     @property
     def ranks_per_row(self) -> int:

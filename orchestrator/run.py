@@ -22,8 +22,10 @@ from penstock.network.machine import warning
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
 from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere, this_node
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
+from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.memory.memory_view import settled
 from penstock.orchestrator.configuration.validate import check_run, first_runs
 from penstock.orchestrator.control.controller import TrainingResult
 from penstock.orchestrator.control.lifecycle import RunLifecycle
@@ -88,6 +90,7 @@ def run(
             if (told := warning()) is not None:
                 tell(told)
             identity = identity_of(config, flow, this_node())
+            config = settled(config, flow, plan, cluster_nodes(), tell)
             if goes_on is not None:
                 before = goes_on.state if isinstance(goes_on, LeftBehind) else goes_on
                 model_path, paths = before.model_path, before.model_paths | config.model.paths

@@ -19,6 +19,7 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,8 +35,10 @@ from penstock.orchestrator.cluster.cluster import Cluster, check_placement, name
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
+from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
 from penstock.orchestrator.cluster.ray_calls import Handles, get_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
+from penstock.orchestrator.configuration.memory.memory_view import settled
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.membership.members import catching_up
 from penstock.orchestrator.membership.scaling import ScalableRole
@@ -277,6 +280,7 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
     with contextlib.closing(Cluster(plan, config)) as cluster:
         cluster.connect(directory.run_id, directory.place)
         check_placement(plan, config)
+        config = settled(config, flow, plan, cluster_nodes(), partial(print, file=sys.stderr))
         model_path = starting_model(config, directory)
         config = with_other_models(config, directory, model_path)
         namespace = namespace_of(directory.run_id)

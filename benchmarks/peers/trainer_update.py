@@ -65,7 +65,7 @@ class Penstock:
         self._trainer = PolicyTrainer(TrainerConfig(**options), model_path)
 
     def cuts(self, lengths: np.ndarray) -> list[np.ndarray]:
-        return batching.plan(lengths, self._trainer.config.max_tokens_per_microbatch)
+        return batching.plan(lengths, self._trainer.config.microbatch_tokens)
 
     def update(self, rows: Rows) -> None:
         self._trainer.update(rows, ppo_clip_loss)

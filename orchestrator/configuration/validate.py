@@ -22,6 +22,7 @@ from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.memory.memory_view import MemoryView
 from penstock.orchestrator.configuration.placement_view import PlacementView
 from penstock.orchestrator.configuration.prerequisites import (
     CHECKS,
@@ -42,7 +43,7 @@ from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
 
-RESOURCES = "resources"
+RESOURCES, MEMORY = "resources", "memory"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Check:
 def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator[Check]:
     """All checks. Those whose faults matter most come first, and cheap ones before others."""
     yield Check(RESOURCES, lambda: _resources(config, plan))
+    yield Check(MEMORY, lambda: MemoryView.of(config, flow, plan).found())
     if CHECKS.keys() & set(config.tracking.sinks):
         yield Check("trackers", lambda: check_trackers(config.tracking))
     if is_url(config.output_dir):
@@ -117,11 +119,14 @@ def validate_run(config: RunConfig, console: Console) -> int:
     if view.nodes:
         console.rule("nodes of the cluster", align="left")
         console.print(view.reserved())
+    memory = MemoryView.of(config, flow, plan, view.nodes, view.assignment)
+    show_memory(memory, console)
     console.rule("checks", align="left")
+    seen = {MEMORY: memory.found} | ({RESOURCES: view.found} if view.is_of_cluster else {})
     exit_code = 0
     for check in checks(config, flow, plan):
         try:
-            found = view.found() if check.name == RESOURCES and view.is_of_cluster else check.look()
+            found = seen.get(check.name, check.look)()
         except PenstockError as error:
             exit_code = max(exit_code, error.exit_code)
             console.print(f"[red]✗[/] {check.name}: ", end="")
@@ -130,6 +135,18 @@ def validate_run(config: RunConfig, console: Console) -> int:
             console.print(f"[green]✓[/] {check.name}: ", end="")
             console.print(found or "nothing", highlight=False, markup=False, soft_wrap=True)
     return exit_code
+
+
+def show_memory(memory: MemoryView, console: Console) -> None:
+    """Print what devices and nodes hold at their peaks."""
+    tables = [table for table in (memory.devices(), memory.hosts()) if table is not None]
+    if tables:
+        console.rule("memory at the peak", align="left")
+    for table in tables:
+        console.print(table)
+        console.print()
+    for remark in memory.remarks():
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
 
 
 def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:

@@ -56,7 +56,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "seed": 0,
     }
     if config.num_gpus_per_worker:
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["gpu_memory_utilization"] = config.gpu_share
         arguments["enable_sleep_mode"] = shares_gpu(config)
     else:
         arguments["worker_extension_cls"] = WORKER_THREADS

@@ -117,7 +117,7 @@ class PolicyTrainer:
         """Make the model, and the engine that trains it."""
         config = self.config
         dtype = "float32" if self.trainable else config.dtype
-        checkpoint_layers = self.trainable and config.activation_checkpointing
+        checkpoint_layers = self.trainable and config.recomputes_layers
         self.model, weights, self.max_length = self._open(model_path, dtype, attention, checkpoint_layers)
         self.size = size_of(self.model, has_adapters=self.trainable and bool(config.lora.rank))
         """Size of the whole model, whatever part of it this rank has."""

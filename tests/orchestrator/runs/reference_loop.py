@@ -87,7 +87,7 @@ def _train(config: RunConfig, model_path: str, source: Any, sample: Sample, back
             rows += sample(engine, sampling.seeded(seed), group)
         totals = BatchTotals(sum(len(row[2]) for row in rows), len(rows))
         lengths = np.array([_num_tokens(row[0]) + len(row[1]) for row in rows])
-        for cut in plan(lengths, config.trainer.max_tokens_per_microbatch):
+        for cut in plan(lengths, config.trainer.microbatch_tokens):
             backward(policy, [rows[i] for i in cut], totals)
         torch.nn.utils.clip_grad_norm_(policy.parameters(), options.clip_norm)
         optimizer.step()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from penstock.conf.trainer import TrainerConfig
+from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
 from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
 from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
 from penstock.workers.trainer.engines.optimizer import (
@@ -37,12 +37,6 @@ from penstock.workers.trainer.models.starting_weights import ALL, StartingWeight
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.piece import Piece
-
-KEEP_WHOLE_BYTES = 2 * 2**30
-"""Largest model (float32) that is gathered once an optimizer step, and whose gradients are reduced once: less
-communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
-forward and backward.
-"""
 
 
 class FsdpEngine:

@@ -136,7 +136,7 @@ class Batcher:
     ) -> list[MicroBatch]:
         """Cut these rows and move them to the device."""
         lengths, counts = (of_rows[positions] for of_rows in batching.row_lengths(rows, self.max_length))
-        budget = self.config.max_tokens_per_microbatch
+        budget = self.config.microbatch_tokens
         if whole_groups:
             cuts = batching.plan_groups(lengths, rows.group_ids[positions], budget, counts)
         else:

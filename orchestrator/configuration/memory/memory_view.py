@@ -1,0 +1,181 @@
+"""The memory that a run needs, as `penstock validate` prints it, and as a run refuses what does not fit.
+
+known.py ─▶ run_memory.py ─▶ auto_memory.py chooses ─▶ MemoryView: tables, one line, refusal ─▶ settled: a run's
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+from rich.table import Table
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import ResourceError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.cluster import count_local_gpus
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed
+from penstock.orchestrator.cluster.placement.assignment import Assignment
+from penstock.orchestrator.cluster.placement.nodes import Node, titles
+from penstock.orchestrator.configuration.memory.auto_memory import chosen, with_chosen
+from penstock.orchestrator.configuration.memory.host_memory import CACHE, HostPart, host_parts
+from penstock.orchestrator.configuration.memory.known import gpu_bytes, shapes_of
+from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
+
+PARTS = ("weights", "gathered weights", "gradients", "moments", "activations", "logits")
+UNKNOWN = "not known beforehand: the model's sizes are not on this machine, or of a kind that is not known here"
+
+
+@dataclass(frozen=True)
+class MemoryView:
+    """The memory of one run. Without `memory` nothing is known of it."""
+
+    plan: Sequence[ActorPlan]
+    memory: RunMemory | None
+    chosen: Sequence[str] = ()
+    """Keys that were `auto`, with what was chosen."""
+    nodes: Sequence[Node] = ()
+    assignment: Assignment | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        flow: Dataflow,
+        plan: Sequence[ActorPlan],
+        nodes: Sequence[Node] = (),
+        assignment: Assignment | None = None,
+        *,
+        may_fetch: bool = False,
+    ) -> "MemoryView":
+        """`nodes`: of the cluster; empty: the run starts a local Ray. Reads models' config.json."""
+        shapes = shapes_of(config, flow, may_fetch=may_fetch)
+        if "policy" not in shapes:
+            return cls(plan, None, (), nodes, assignment)
+        before = RunMemory(config, flow, shapes, gpu_bytes(config, nodes))
+        memory = with_chosen(before)
+        return cls(plan, memory, chosen(config, memory.config), nodes, assignment)
+
+    def found(self) -> str:
+        """Describe it in a few words. Raises `ResourceError` for what does not fit, with the keys to change."""
+        if self.memory is None:
+            return UNKNOWN
+        self.memory.check()
+        self._check_host()
+        peaks = [f"{what} {_gib(peak)}" for what, peak in self.memory.peaks().items()]
+        known = self.memory.gpu_bytes
+        told = [", ".join(peaks) + (f" of a GPU's {_gib(known)} GiB" if known else " GiB")] if peaks else []
+        if peaks and not known:
+            told.append("how much a GPU has is not known here, and cluster.gpu_memory_gib can say it")
+        told.append(f"host {', '.join(f'{_gib(_sum(parts))} GiB' for _, parts in self._hosts())}")
+        if self.chosen:
+            told.append(f"chosen: {' '.join(self.chosen)}")
+        return "; ".join(told)
+
+    def devices(self) -> Table | None:
+        """A table of one rank of each model and one engine, by part."""
+        if self.memory is None:
+            return None
+        ranks, engine = self.memory.ranks, self.memory.engine
+        what = "one GPU" if self.memory.config.trainer.num_gpus_per_rank else "one process"
+        table = _table(f"GiB of {what}", *ranks, *(["engine"] if engine else []))
+        for part in PARTS:
+            of_engine = {"weights": engine.weights, "activations": engine.step} if engine else {}
+            last = [_gib(of_engine.get(part, 0.0))] if engine else []
+            table.add_row(part, *(_gib(one.parts[part]) for one in ranks.values()), *last)
+        if engine:
+            table.add_row("keys and values", *("" for _ in ranks), _gib(max(0.0, engine.cache)))
+        last = [_gib(engine.total)] if engine else []
+        table.add_row("peak", *(_gib(one.total) for one in ranks.values()), *last, style="bold")
+        table.add_row("is in", *(one.moment for one in ranks.values()), *([""] if engine else []))
+        return table
+
+    def remarks(self) -> list[str]:
+        """Sentences that go with the tables."""
+        if self.memory is None:
+            return []
+        config, engine = self.memory.config, self.memory.engine
+        recomputed = "recomputed" if config.trainer.recomputes_layers else "kept"
+        told = [f"Micro-batches of {config.trainer.microbatch_tokens:,} tokens, activations {recomputed}."]
+        if engine and engine.cache > 0:
+            tokens, longest = engine.cache_tokens, config.rollout.max_model_len
+            told.append(f"An engine has keys and values of {tokens:,} tokens: {tokens // longest:,} longest sequences.")
+        return told
+
+    def hosts(self) -> Table | None:
+        """A table of host memory by part, a column a node; nodes that hold the same are one."""
+        if self.memory is None:
+            return None
+        columns = self._hosts()
+        table = _table("GiB of host memory", "where", *(name for name, _ in columns))
+        rows = dict.fromkeys((part.name, part.place) for _, parts in columns for part in parts)
+        for name, place in rows:
+            amounts = [sum(part.num_bytes for part in parts if part.name == name) for _, parts in columns]
+            table.add_row(name, place, *(_gib(amount) if amount else "" for amount in amounts))
+        for place in dict.fromkeys(place for _, place in rows):
+            sums = [_gib(_sum(parts, place)) for _, parts in columns]
+            table.add_row(f"in all, {place}", "", *sums, style="bold")
+        return table
+
+    def _hosts(self) -> list[tuple[str, list[HostPart]]]:
+        """Names of nodes that hold the same, and what."""
+        assert self.memory is not None
+        if self.assignment is None:
+            return [("this machine", host_parts(self.memory, self.plan))]
+        by_parts: dict[tuple[HostPart, ...], list[str]] = {}
+        names, used = titles(self.nodes), self.assignment.nodes
+        for node in used:
+            there = set(self.assignment.names_on(node))
+            actors = [actor for actor in self.plan if actor.name in there]
+            parts = tuple(host_parts(self.memory, actors, len(used), is_own=False))
+            by_parts.setdefault(parts, []).append(names[node.id])
+        return [(", ".join(alike) if len(alike) < 3 else f"{alike[0]} and {len(alike) - 1} like it", list(parts))
+                for parts, alike in by_parts.items()]  # fmt: skip
+
+    def _check_host(self) -> None:
+        """Raise `ResourceError` where the run would be on this machine alone, which could never hold what it cannot do
+        without."""
+        if self.assignment is not None or needed(self.plan)[1] > count_local_gpus():
+            return
+        (_, parts), *_ = self._hosts()
+        wanted = [part for part in parts if part.place != CACHE and not part.is_optional]
+        total = psutil.virtual_memory().total
+        if _sum(wanted) > total:
+            largest = [part for part in wanted if part.key][:2]
+            raise ResourceError(
+                f"the run needs {_gib(_sum(wanted))} GiB of host memory, and this machine has {_gib(total)}: "
+                f"{' and '.join(f'{_gib(part.num_bytes)} for {part.name} ({part.key})' for part in largest)}. Change "
+                "these keys, or take a machine with more."
+            )
+
+
+def settled(
+    config: RunConfig, flow: Dataflow, plan: Sequence[ActorPlan], nodes: Sequence[Node], tell: Callable[[str], None]
+) -> RunConfig:
+    """The configuration with what was `auto` chosen, on the cluster that the run has connected to. Raises
+    `ResourceError` for what does not fit its GPUs."""
+    if gpu_bytes(config, nodes) is None:
+        return config
+    view = MemoryView.of(config, flow, plan, nodes, may_fetch=True)
+    if view.memory is None:
+        tell(f"memory: {UNKNOWN}")
+        return config
+    view.memory.check()
+    if view.chosen:
+        tell(f"memory: {' '.join(view.chosen)}, as fits a GPU of {_gib(view.memory.gpu_bytes or 0)} GiB")
+    return view.memory.config
+
+
+def _sum(parts: Sequence[HostPart], place: str | None = None) -> float:
+    return sum(part.num_bytes for part in parts if place in (None, part.place))
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "where" else "right")
+    return table

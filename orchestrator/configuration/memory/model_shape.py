@@ -1,0 +1,128 @@
+"""The sizes of a model that its memory depends on, read from its config.json alone. Pure: no torch, no weights.
+
+Known are decoders of one kind: attention by heads, then a gated MLP or experts that are gated MLPs, as Llama, Mistral,
+Mixtral, Qwen2 and Qwen3 are. Others have None for a shape: no figure is better than a wrong one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+WITH_QKV_BIAS = ("qwen2",)
+"""Model types whose q, k and v always have biases; others say so by `attention_bias`."""
+WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Model types that normalise each head of q and k."""
+KNOWN = ("llama", "mistral", "mixtral", *WITH_QKV_BIAS, *WITH_HEAD_NORMS)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Numbers of one decoder. Widths are of all heads together."""
+
+    num_layers: int
+    hidden: int
+    heads: int
+    q_width: int
+    kv_width: int
+    head_dim: int
+    mlp_width: int
+    """Intermediate width of a dense layer's MLP, or of one expert."""
+    vocabulary: int
+    is_tied: bool = False
+    """True if embedding and output layer are one tensor."""
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_head_norms: bool = False
+    num_experts: int = 0
+    """Experts of a layer; 0: the layers are dense."""
+    experts_per_token: int = 1
+    longest: int | None = None
+    """Longest sequence, in tokens; None: not said."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "ModelShape | None":
+        """Read a config.json. None for a kind of model that is not known here, and for one that lacks a size."""
+        kind = values.get("model_type")
+        heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
+        if kind not in KNOWN or not heads or not hidden or values.get("mlp_only_layers"):
+            return None
+        if values.get("decoder_sparse_step", 1) != 1:
+            return None
+        head_dim = values.get("head_dim") or hidden // heads
+        num_experts = values.get("num_experts") or values.get("num_local_experts") or 0
+        has_bias = kind in WITH_QKV_BIAS or bool(values.get("attention_bias"))
+        try:
+            return cls(
+                num_layers=values["num_hidden_layers"],
+                hidden=hidden,
+                heads=heads,
+                q_width=heads * head_dim,
+                kv_width=(values.get("num_key_value_heads") or heads) * head_dim,
+                head_dim=head_dim,
+                mlp_width=(num_experts and values.get("moe_intermediate_size")) or values["intermediate_size"],
+                vocabulary=values["vocab_size"],
+                is_tied=bool(values.get("tie_word_embeddings", False)),
+                has_qkv_bias=has_bias,
+                has_output_bias=has_bias and kind not in WITH_QKV_BIAS,
+                has_head_norms=kind in WITH_HEAD_NORMS,
+                num_experts=num_experts,
+                experts_per_token=values.get("num_experts_per_tok", 1) if num_experts else 1,
+                longest=values.get("max_position_embeddings"),
+            )
+        except KeyError:
+            return None
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's four projections, with biases."""
+        weights = 2 * self.hidden * (self.q_width + self.kv_width)
+        biases = self.has_qkv_bias * (self.q_width + 2 * self.kv_width) + self.has_output_bias * self.hidden
+        return weights + biases
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of one layer's MLP, or of all of its experts and their router."""
+        one = 3 * self.hidden * self.mlp_width
+        return self.num_experts * (one + self.hidden) if self.num_experts else one
+
+    @property
+    def norm_parameters(self) -> int:
+        return 2 * self.hidden + 2 * self.head_dim * self.has_head_norms
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.attention_parameters + self.mlp_parameters + self.norm_parameters
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the output layer, which is the embedding where both are one."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def root_parameters(self) -> int:
+        """Parameters outside of the layers: embedding, last norm, output layer."""
+        return self.head_parameters * (1 if self.is_tied else 2) + self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, experts that a token does not see included; a tied tensor once."""
+        return self.num_layers * self.layer_parameters + self.root_parameters
+
+    def adapter_parameters(self, rank: int, targets: "tuple[str, ...] | None" = None) -> int:
+        """Parameters of LoRA's A and B around the linear layers whose names end so; None: around all but the head.
+        Experts, which are no linear layers, get none."""
+        widths = {
+            "q_proj": self.hidden + self.q_width,
+            "k_proj": self.hidden + self.kv_width,
+            "v_proj": self.hidden + self.kv_width,
+            "o_proj": self.q_width + self.hidden,
+        }
+        if not self.num_experts:
+            widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.hidden + self.mlp_width)
+        chosen = [width for name, width in widths.items() if targets is None or name in targets]
+        return self.num_layers * rank * sum(chosen)
+
+    @property
+    def cache_elements(self) -> int:
+        """Elements of keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.kv_width

@@ -1,0 +1,279 @@
+"""Peak of a trainer rank's device memory, part by part, from the model's sizes and the run's settings. Pure: no torch.
+
+What a rank has all the time (weights, gradients, moments) is what ZeRO and FSDP count (1910.02054, 2304.11277). Beside
+it, at some moments of an optimizer step, is what the moment needs; the largest counts:
+
+    head              logits of the scored tokens, all layers' activations
+    last layer        backward begins: all layers' activations; in the layer before, gradients are reduced, too
+    first layer       one layer's activations, and gradients of all others
+    end of backward   all gradients, and those of the root are reduced
+
+Legend: P parameters, b bytes of an element that is computed with, H hidden, I width of the MLP.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
+from penstock.orchestrator.configuration.memory.activations import layer_saved, layer_temporaries, root_saved
+from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+
+MASTER, MOMENTS = 4, 8
+"""Bytes of a float32 weight, and of AdamW's two moments of it."""
+WHOLE_LOGIT, TILE_ON_CPU = 16, 8 * 2**20
+"""Bytes of one logit and what is made of it, by which it is chosen whether logits are kept for backward, and of a tile
+on a CPU (`workers/trainer/models/token_scores.py`)."""
+ZERO_BUCKET = 500_000_000
+"""Most elements that ZeRO reduces at a time."""
+
+
+@dataclass(frozen=True)
+class RankSetting:
+    """What the memory of one rank depends on."""
+
+    shape: ModelShape
+    config: TrainerConfig
+    tokens: int
+    """Tokens of the largest micro-batch, padding included."""
+    row_tokens: int
+    """Tokens of the longest row."""
+    is_only: bool = False
+    """True if an optimizer step has one micro-batch: before its backward there are no gradients."""
+    attention: str = "sdpa"
+    on_gpu: bool = True
+    is_trained: bool = True
+    """False for a scorer, which has weights alone, in the dtype that it computes with."""
+    is_scalar: bool = False
+    """True for a model with a scalar head: it has no output layer, and makes no logits."""
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self.config.dtype == "bfloat16" else 4
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that split one copy of the model, tensor parallelism aside."""
+        if self.config.engine == "deepspeed":
+            return self.config.num_ranks
+        return (self.config.shard_size or self.config.num_ranks) // self.config.tensor_parallel_size
+
+    @property
+    def layer_parameters(self) -> float:
+        """Parameters of one layer on the ranks that hold one part of it."""
+        shape = self.shape
+        return (shape.attention_parameters + shape.mlp_parameters) / self.config.tensor_parallel_size + (
+            shape.norm_parameters
+        )
+
+    @property
+    def root_parameters(self) -> int:
+        return self.shape.head_parameters + self.shape.hidden if self.is_scalar else self.shape.root_parameters
+
+    @property
+    def num_parameters(self) -> float:
+        return self.shape.num_layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def num_trained(self) -> float:
+        """Parameters that get gradients and moments."""
+        if not self.is_trained:
+            return 0
+        if self.config.lora.rank:
+            names = self.config.lora.target_modules
+            targets = None if names == ["all-linear"] else tuple(names)
+            return self.shape.adapter_parameters(self.config.lora.rank, targets) / self.config.tensor_parallel_size
+        return self.num_parameters
+
+    @property
+    def trains_root(self) -> bool:
+        return self.is_trained and not self.config.lora.rank
+
+    @property
+    def local_tokens(self) -> float:
+        """Tokens that one rank computes with."""
+        return self.tokens / self.config.sequence_parallel_size
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes at the peak, by part, and what an engine on the same device would find if the rank left it."""
+
+    parts: Mapping[str, float]
+    moment: str
+    """The moment of the step at which it is."""
+    on_host: float = 0.0
+    """Bytes of weights, gradients and moments in host memory (`trainer.offload`)."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def resident(self) -> float:
+        """Bytes that the rank has between two steps."""
+        return sum(self.parts[name] for name in ("weights", "moments"))
+
+
+def rank_memory(setting: RankSetting) -> RankMemory:
+    """The peak of one rank, at the first step whose moments exist."""
+    resident, on_host = _resident(setting)
+    if not setting.is_trained:
+        moments = {"scoring": _scoring(setting)}
+    else:
+        moments = {
+            "head": _at_head(setting),
+            "last layer": _in_layer(setting, setting.shape.num_layers),
+            "layer before": _in_layer(setting, max(1, setting.shape.num_layers - 1)),
+            "first layer": _in_layer(setting, 1),
+            "end of backward": _at_end(setting),
+        }
+    moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
+    return RankMemory(resident | parts, moment, on_host)
+
+
+# What is there all the time.
+
+
+def _resident(setting: RankSetting) -> tuple[dict[str, float], float]:
+    """Weights and moments on the device, and bytes on the host."""
+    shards, b = setting.num_shards, setting.element_bytes
+    if not setting.is_trained:
+        is_whole = setting.config.engine == "deepspeed" and setting.config.deepspeed.zero_stage < 3
+        return {"weights": setting.num_parameters * b / (1 if is_whole else shards), "moments": 0.0}, 0.0
+    weights = MASTER * setting.num_parameters / shards
+    moments = MOMENTS * setting.num_trained / shards
+    if setting.config.engine == "deepspeed":
+        copies = b * setting.num_parameters / (shards if setting.config.deepspeed.zero_stage == 3 else 1)
+        if _is_offloaded(setting):
+            return {"weights": copies, "moments": 0.0}, weights + moments + MASTER * setting.num_trained / shards
+        return {"weights": weights + copies, "moments": moments}, 0.0
+    if _is_offloaded(setting):
+        return {"weights": 0.0, "moments": 0.0}, weights + moments + MASTER * setting.num_trained / shards
+    return {"weights": weights, "moments": moments}, 0.0
+
+
+def _is_offloaded(setting: RankSetting) -> bool:
+    return setting.config.offload and setting.on_gpu
+
+
+def _is_kept_whole(setting: RankSetting) -> bool:
+    return setting.shape.num_parameters * MASTER <= KEEP_WHOLE_BYTES and not _is_offloaded(setting)
+
+
+def _gradients(setting: RankSetting, share: float) -> float:
+    """Bytes of float32 gradients, of this share of the trained parameters unless they are there already."""
+    if _is_offloaded(setting) and setting.config.engine == "fsdp":
+        return 0.0
+    trained = MASTER * setting.num_trained
+    share = share if setting.is_only else 1.0
+    if setting.config.engine == "deepspeed":
+        stage = setting.config.deepspeed.zero_stage
+        return trained * share / (1 if stage == 1 else setting.num_shards)
+    if _is_kept_whole(setting) and not setting.is_only:
+        return trained
+    return trained * share / setting.num_shards
+
+
+# What comes beside it.
+
+
+def _gathered(setting: RankSetting, num_layers: int, layers_left: int) -> float:
+    """Bytes of whole weights that are there for a moment: the root's, and those of so many layers; or of all, in a
+    model that is kept whole, until the last backward has come past them. `layers_left`: whose backward is to come."""
+    b, layer = setting.element_bytes, setting.layer_parameters
+    if setting.config.engine == "deepspeed":
+        return num_layers * layer * b if setting.config.deepspeed.zero_stage == 3 else 0.0
+    if _is_kept_whole(setting):
+        num_whole = layers_left if setting.is_only else setting.shape.num_layers
+        return b * (setting.root_parameters + num_whole * layer)
+    flat = layer if setting.num_shards > 1 else 0.0  # what is gathered ahead lies in one buffer first
+    return b * (setting.root_parameters + num_layers * layer + flat)
+
+
+def _in_flight(setting: RankSetting, *, reduced: bool) -> float:
+    """Bytes of one layer's whole gradients, and of those of the layer after it, as float32, that are reduced
+    meanwhile."""
+    of_layer = setting.num_trained / setting.shape.num_layers
+    if setting.trains_root:
+        of_layer = setting.layer_parameters
+    if setting.config.engine == "deepspeed":
+        return setting.element_bytes * of_layer + MASTER * min(setting.num_trained, ZERO_BUCKET)
+    return (setting.element_bytes + MASTER * reduced) * of_layer
+
+
+def _at_head(setting: RankSetting) -> dict[str, float]:
+    num_layers = setting.shape.num_layers
+    return {
+        "gradients": _gradients(setting, 0.0),
+        "gathered weights": _gathered(setting, 1, num_layers),
+        "activations": _kept(setting, num_layers) + root_saved(setting),
+        "logits": logits_bytes(setting),
+    }
+
+
+def _in_layer(setting: RankSetting, layer: int) -> dict[str, float]:
+    """The backward of a layer, counted from 1; of the last one, no gradients are reduced yet."""
+    is_last = layer == setting.shape.num_layers
+    gradients = _gradients(setting, 1 - layer / setting.shape.num_layers) + _head_gradient(setting)
+    return {
+        "gradients": gradients + _in_flight(setting, reduced=not is_last),
+        "gathered weights": _gathered(setting, min(2, layer), layer),
+        "activations": _kept(setting, layer) + _recomputed(setting) + layer_temporaries(setting),
+        "logits": 0.0,
+    }
+
+
+def _at_end(setting: RankSetting) -> dict[str, float]:
+    """The end of backward: the embedding's and the output layer's gradients are reduced."""
+    whole, shard = setting.element_bytes + MASTER, MASTER / setting.num_shards
+    of_root = max(whole, MASTER + shard) - (shard if setting.is_only else 0.0)
+    return {
+        "gradients": _gradients(setting, 1.0) + of_root * setting.root_parameters * setting.trains_root,
+        "gathered weights": _gathered(setting, 0, 0),
+        "activations": 0.0,
+        "logits": 0.0,
+    }
+
+
+def _scoring(setting: RankSetting) -> dict[str, float]:
+    """A pass without gradient: one layer at a time, then the logits."""
+    return {
+        "gradients": 0.0,
+        "gathered weights": _gathered(setting, 2, setting.shape.num_layers) if setting.num_shards > 1 else 0.0,
+        "activations": layer_saved(setting),
+        "logits": 0.0 if setting.is_scalar else _budget(setting),
+    }
+
+
+def _head_gradient(setting: RankSetting) -> float:
+    """Bytes of the output layer's gradient, which is there from the beginning of backward to its end."""
+    is_there = setting.trains_root and not setting.is_scalar
+    return setting.element_bytes * setting.shape.head_parameters * is_there
+
+
+def _kept(setting: RankSetting, num_layers: int) -> float:
+    """Bytes of activations that layers keep for backward: their inputs alone where they are recomputed."""
+    if setting.config.recomputes_layers:
+        return num_layers * setting.local_tokens * setting.shape.hidden * setting.element_bytes
+    return num_layers * layer_saved(setting)
+
+
+def _recomputed(setting: RankSetting) -> float:
+    return layer_saved(setting) if setting.config.recomputes_layers else 0.0
+
+
+def _budget(setting: RankSetting) -> float:
+    """Bytes of logits and what is made of them, at a time."""
+    budget = setting.config.logprob_chunk_mib * 2**20
+    num_logits = setting.local_tokens * setting.shape.vocabulary
+    if WHOLE_LOGIT * num_logits <= budget:  # logits themselves, log-probabilities, and both of their gradients
+        return num_logits * (WHOLE_LOGIT - MASTER + setting.element_bytes)
+    return budget if setting.on_gpu else min(budget, TILE_ON_CPU)
+
+
+def logits_bytes(setting: RankSetting) -> float:
+    """Bytes of logits in backward, with the gradients of hidden states (float32) and of the output layer."""
+    if setting.is_scalar:
+        return 0.0
+    of_hidden = MASTER * setting.local_tokens * setting.shape.hidden
+    return _budget(setting) + of_hidden + _head_gradient(setting)

@@ -1,0 +1,46 @@
+"""Sizes of a model from its config.json, against transformers' own."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from tests.orchestrator.configuration.memory import shapes
+
+TINY = {
+    "model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 10,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["QWEN2_05B", "QWEN2_7B", "LLAMA_8B", "QWEN3_4B", "QWEN3_30B_A3B", "MIXTRAL"])
+def test_parameters_are_as_many_as_transformers_makes(name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values: dict[str, Any] = getattr(shapes, name)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    lm.tie_weights()
+    shape = ModelShape.of(values)
+    assert shape is not None
+    assert shape.num_parameters == sum(parameter.numel() for parameter in lm.parameters())
+
+
+def test_parameters_of_a_layer_by_hand() -> None:
+    shape = ModelShape.of(TINY)
+    assert shape is not None
+    assert shape.attention_parameters == 2 * 8 * 8 + 2 * 8 * 4  # q and o, k and v
+    assert shape.mlp_parameters == 3 * 8 * 16
+    assert shape.num_parameters == 2 * (192 + 384 + 16) + 2 * 10 * 8 + 8
+    assert shape.adapter_parameters(2) == 2 * 2 * (2 * 16 + 2 * 12 + 3 * 24)
+    assert shape.adapter_parameters(2, ("q_proj", "v_proj")) == 2 * 2 * (16 + 12)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"model_type": "deepseek_v3"}, {"intermediate_size": None}, {"mlp_only_layers": [0]}, {"hidden_size": None}],
+)
+def test_a_kind_of_model_that_is_not_known_has_no_sizes(changed: dict[str, Any]) -> None:
+    values = {key: value for key, value in (TINY | changed).items() if value is not None}
+    assert ModelShape.of(values) is None

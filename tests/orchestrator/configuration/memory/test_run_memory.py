@@ -1,0 +1,186 @@
+"""What a run's GPUs and nodes hold, what is chosen for them, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.algorithms.catalogue import dataflow_of
+from penstock.conf.errors import ResourceError
+from penstock.orchestrator.cluster.placement.actors import plan_actors
+from penstock.orchestrator.cluster.placement.nodes import Node
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.memory.engine_memory import engine_memory
+from penstock.orchestrator.configuration.memory.host_memory import host_parts
+from penstock.orchestrator.configuration.memory.known import gpu_bytes, shapes_of
+from penstock.orchestrator.configuration.memory.memory_view import UNKNOWN, MemoryView, settled
+from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
+from penstock.orchestrator.configuration.prerequisites import num_parameters
+from penstock.orchestrator.configuration.validate import show_memory
+from tests.orchestrator.configuration.memory import shapes
+from tests.orchestrator.configuration.memory.test_rank_memory import shape_of
+
+SHARED_GPU = ("rollout.num_gpus_per_worker=0.5", "trainer.num_gpus_per_rank=0.5")
+SMALL, LARGE = "QWEN2_05B", "QWEN2_7B"
+
+
+@pytest.fixture
+def view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryView]:
+    """`view(model, *words)`: of recipe=gsm8k on GPUs of 79 GiB."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def make(model: str, *words: str, gpu_gib: float | None = 79) -> MemoryView:
+        (tmp_path / "config.json").write_text(json.dumps(getattr(shapes, model)))
+        known = [f"cluster.gpu_memory_gib={gpu_gib}"] if gpu_gib else []
+        config = load_config(["recipe=gsm8k", f"model.path={tmp_path}", *known, *words])
+        flow = dataflow_of(config)
+        return MemoryView.of(config, flow, plan_actors(flow, config))
+
+    return make
+
+
+def memory_of(view: MemoryView) -> RunMemory:
+    assert view.memory is not None
+    return view.memory
+
+
+def test_an_engine_has_what_is_left_for_keys_and_values() -> None:
+    config = load_config(["recipe=gsm8k", "rollout.tensor_parallel_size=2"]).rollout
+    shape = shape_of(LARGE)
+    engine = engine_memory(shape, config, 80 * GIB, 0.5)
+    assert engine.weights == shape.num_parameters  # two bytes each, on two GPUs
+    assert engine.cache == 40 * GIB - engine.weights - engine.step
+    assert engine.cache_token == 2 * 28 * 512 * 2 / 2  # keys and values, layers, heads, bytes, GPUs
+    assert engine.cache_tokens == int(engine.cache / engine.cache_token)
+    on_cpu = engine_memory(shape, load_config(["rollout.kv_cache_gib=2", "recipe=gsm8k"]).rollout, 0, 0)
+    assert on_cpu.cache == 2 * GIB
+
+
+def test_host_memory_by_hand(view: Callable[..., MemoryView]) -> None:
+    shown = view(LARGE, "trainer.num_ranks=8", "rollout.num_workers=8")
+    parameters = shape_of(LARGE).num_parameters
+    parts = {part.name: (part.place, part.num_bytes) for part in host_parts(memory_of(shown), shown.plan)}
+    assert parts["publications of the weights"] == ("/dev/shm", 2 * 2 * parameters)
+    assert parts["buffers for weights from GPUs"] == ("pinned", 8 * 2**27)
+    assert parts["copies of the state"] == ("/dev/shm", 2 * 12 * parameters)
+    assert parts["copy that a checkpoint is written from"] == ("pinned", 12 * parameters)
+    assert parts["the model's files, while they are read"] == ("page cache", 2 * parameters)
+    half = [actor for actor in shown.plan if actor.rank < 4 or actor.role != "trainer"]
+    names = {part.name: part.num_bytes for part in host_parts(memory_of(shown), half, num_nodes=2)}
+    assert names["copies of the state"] == names["copies of another node's state"] == 12 * parameters
+
+
+def test_engines_that_sleep_and_ranks_that_make_room_are_in_host_memory(view: Callable[..., MemoryView]) -> None:
+    shown = view(SMALL, "placement=colocated", *SHARED_GPU)
+    parameters = shape_of(SMALL).num_parameters
+    parts = {part.name: part.num_bytes for part in host_parts(memory_of(shown), shown.plan)}
+    assert parts["weights of engines that sleep"] == 2 * parameters
+    assert parts["ranks, while engines have the GPUs"] == pytest.approx(12 * parameters)
+
+
+def test_large_micro_batches_without_recomputing_are_chosen_where_they_fit(view: Callable[..., MemoryView]) -> None:
+    small = memory_of(view(SMALL)).config
+    assert (small.trainer.activation_checkpointing, small.trainer.max_tokens_per_microbatch) == (False, 32768)
+    assert small.rollout.gpu_memory_utilization == 0.9
+    tight = memory_of(view(SMALL, gpu_gib=12)).config
+    assert tight.trainer.activation_checkpointing is True
+    assert 1024 <= tight.trainer.microbatch_tokens < 32768
+
+
+@pytest.mark.parametrize("words", [(), SHARED_GPU, ("placement=colocated", *SHARED_GPU)])
+@pytest.mark.parametrize("model", [SMALL, LARGE])
+def test_what_is_chosen_fits(model: str, words: tuple[str, ...], view: Callable[..., MemoryView]) -> None:
+    shown = view(model, "trainer.num_ranks=8", "rollout.num_workers=8", *words)
+    memory = memory_of(shown)
+    memory.check()
+    assert all(peak <= 79 * GIB for peak in memory.peaks().values())
+    assert len(shown.chosen) == 3
+
+
+def test_what_is_set_stays_as_it_is(view: Callable[..., MemoryView]) -> None:
+    words = (
+        "rollout.gpu_memory_utilization=0.4", "trainer.activation_checkpointing=true",
+        "trainer.max_tokens_per_microbatch=4096",
+    )  # fmt: skip
+    shown = view(SMALL, *words)
+    config = memory_of(shown).config
+    assert shown.chosen == []
+    assert (config.rollout.gpu_share, config.trainer.microbatch_tokens) == (0.4, 4096)
+    assert config.trainer.recomputes_layers
+
+
+def test_without_a_known_gpu_keys_have_their_defaults(
+    view: Callable[..., MemoryView], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    shown = view(SMALL, gpu_gib=None)
+    config = memory_of(shown).config
+    assert (config.rollout.gpu_share, config.trainer.microbatch_tokens, config.trainer.recomputes_layers) == (
+        0.5, 8192, True,
+    )  # fmt: skip
+    assert "cluster.gpu_memory_gib" in shown.found()
+    on_cpu = load_config(["recipe=gsm8k", "model=tiny"])
+    assert (on_cpu.trainer.microbatch_tokens, on_cpu.trainer.recomputes_layers) == (8192, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ((), ("rank: 12", "trainer.num_ranks", "trainer.offload", "trainer.lora.rank")),
+        (
+            ("trainer.num_ranks=8", "trainer.activation_checkpointing=false",
+             "trainer.max_tokens_per_microbatch=65536"),
+            ("trainer.activation_checkpointing=true", "trainer.max_tokens_per_microbatch=65536, to 2048 at least"),
+        ),
+        (("trainer.num_ranks=8", "rollout.gpu_memory_utilization=0.1"), ("rollout.gpu_memory_utilization=0.1",)),
+        (("trainer.lora.rank=8", "rollout.gpu_memory_utilization=0.9", *SHARED_GPU), ("rank and engine together",)),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_keys(
+    words: tuple[str, ...], keys: tuple[str, ...], view: Callable[..., MemoryView]
+) -> None:
+    with pytest.raises(ResourceError) as caught:
+        view(LARGE, *words).found()
+    assert all(key in str(caught.value) for key in keys), caught.value
+
+
+def test_a_run_on_a_cluster_takes_what_its_gpus_have(view: Callable[..., MemoryView]) -> None:
+    shown, told = view(SMALL, gpu_gib=None), list[str]()
+    node = Node("a", "host", "10.0.0.1", 8, 8, {"ray.io/accelerator-type": "H100"})
+    config = memory_of(shown).config
+    assert gpu_bytes(config, [node, node]) == 79.1 * GIB
+    result = settled(config, memory_of(shown).flow, shown.plan, [node, node], told.append)
+    assert result.trainer.max_tokens_per_microbatch == 32768
+    assert "trainer.max_tokens_per_microbatch=32768" in told[0]
+    two_sizes = Node("b", "other", "10.0.0.2", 8, 8, {"ray.io/accelerator-type": "A100"})
+    assert gpu_bytes(config, [node, two_sizes]) is None
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_fresh_model_has_the_sizes_that_are_told_of_it(experts: int) -> None:
+    config = load_config(["recipe=arithmetic_sft", f"model.fresh.num_experts={experts}"])
+    shape = shapes_of(config, dataflow_of(config))["policy"]
+    assert shape.num_parameters == num_parameters(config.model.fresh)
+
+
+def test_a_model_of_another_kind_is_no_fault(view: Callable[..., MemoryView], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "OTHER", {"model_type": "mamba"}, raising=False)
+    shown = view("OTHER")
+    assert shown.found() == UNKNOWN
+    assert shown.devices() is None
+
+
+def test_tables_can_be_read_in_a_terminal_of_80_columns(view: Callable[..., MemoryView]) -> None:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - closed with the process
+    show_memory(view(SMALL, "algorithm.kl_coef=0.1"), console)
+    text = console.export_text()
+    lines: dict[str, Any] = {line.split("  ")[0].strip(): line.split() for line in text.splitlines()}
+    assert lines["GiB of one GPU"][-3:] == ["policy", "Scorer-reference", "engine"]
+    assert float(lines["peak"][1]) == pytest.approx(sum(float(lines[name][-3]) for name in PARTS), abs=0.4)
+    assert "…" not in text
+
+
+PARTS = ("weights", "gathered weights", "gradients", "moments", "activations", "logits")
