@@ -73,8 +73,9 @@ def assemble_trainer(
     preparation = Preparation(spec.in_trainer, spec.columns, ranks.gather, critic, is_saved=spec.is_saved)
     trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
     state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
-    root = spec.memory_checkpoint_root
-    memory_checkpoint = MemoryCheckpoint(state, trainer, root) if root is not None else None
+    memory_checkpoint = None
+    if spec.memory_checkpoint_root is not None:
+        memory_checkpoint = MemoryCheckpoint(state, trainer, spec.memory_checkpoint_root, is_saved=spec.is_saved)
     meter = StepMeter(meters or Meters(), trainer.size, ranks.num_peers, ranks.device)
     meter.begin()
     worker = TrainerWorker(

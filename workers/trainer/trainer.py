@@ -104,8 +104,8 @@ class PolicyTrainer:
         self._temperature = temperature
         self.publisher = Publisher(self.ranks, self._published, engine_dtype)
         self.trainable = trainable
-        self.before_optimizer_step: Callable[[], None] | None = None
-        """Function called before weights change: a checkpoint may still be copying them."""
+        self.before_weights_go: Callable[[], None] | None = None
+        """Function called before weights change or leave the device: a checkpoint may still be copying them."""
         try:
             self._make(model_path, attention)
         except BaseException:
@@ -257,12 +257,17 @@ class PolicyTrainer:
 
     def leave_device(self) -> None:
         """Make room for an engine on the same device. Collective."""
+        self._let_weights_go()
         self.engine.leave_device()
 
     def close(self) -> None:
         """Release the engine, and leave the other ranks."""
         self.engine.close()
         self.ranks.leave()
+
+    def _let_weights_go(self) -> None:
+        if self.before_weights_go is not None:
+            self.before_weights_go()
 
     def _accumulate(self, minibatch: Minibatch, shared: UpdateParts, is_first: bool, seconds: dict[str, float]) -> None:
         """Run forward and backward of each micro-batch: gradients add up in the parameters."""
@@ -314,8 +319,7 @@ class PolicyTrainer:
     def _optimizer_step(self, rate: float, seconds: dict[str, float]) -> float:
         """Step, and return the norm before clipping. Where it is not finite, nothing is changed."""
         started = time.perf_counter()
-        if self.before_optimizer_step is not None:
-            self.before_optimizer_step()
+        self._let_weights_go()
         with self._phase(f"update {self.num_updates + 1}, optimizer step"):
             norm = self.engine.optimizer_step(rate)
         seconds["optimizer"] += time.perf_counter() - started

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.workers.files import SavedFile
+from penstock.workers.trainer.checkpointing.host_copy import num_copy_bytes
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.checkpointing.shard_files import check_files, load, read_carried
@@ -41,7 +42,7 @@ class TrainingState:
         self._ranks = next(iter(self._trainers.values())).ranks
         self.saver = Saver(self._ranks, timeout_s)
         for trainer in self._trainers.values():
-            trainer.before_optimizer_step = self.saver.wait_until_copied
+            trainer.before_weights_go = self.saver.wait_until_copied
 
     def begin(self, directory: str) -> bool:
         """Save the present state; training may go on. False: an earlier one is still being written. Collective. Raises
@@ -93,6 +94,11 @@ class TrainingState:
         for piece in _of_counters(self._counters()):
             yield piece if self._ranks.rank == 0 else replace(piece, values=piece.values[:0])
         yield self._random()
+
+    @property
+    def save_bytes(self) -> int:
+        """Bytes of the host's memory that a save takes. Collective."""
+        return num_copy_bytes(self.pieces())
 
     def _of_engines(self) -> Iterator[Piece]:
         for name, trainer in self._trainers.items():

@@ -1,11 +1,21 @@
 """The pieces of the model that a rank has. Publications, streams, exports and checkpoints are made of nothing else.
 
-Training engines name their pieces (`trainer/engines/engine.py`).
+Training engines name their pieces (`trainer/engines/engine.py`). A piece is one of two:
+
+    run   [n]           n elements of the flattened tensor from `first` on: publications, streams, exports; ZeRO's state
+    box   [rows, …]     a sub-block of the full tensor, one extent a dim: FSDP2's state, also where columns are split
+
+    tensor [4, 6], first 8, values [2, 3]     . . . . . .
+                                              . . b b b .
+                                              . . b b b .
+                                              . . . . . .
+
+Checkpoints are of boxes alone: `boxes` makes them of runs, too.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +24,9 @@ from penstock.conf.errors import WeightError
 
 Span = tuple[int, int]
 """First element and number of elements that one rank has of a tensor."""
+Corner = tuple[int, ...]
+"""Index of a box's first element in the full tensor, a number a dim."""
+Extents = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -24,10 +37,70 @@ class Piece:
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     first: int
-    """Index of `values[0]` in the flattened full tensor."""
+    """Index of the first value in the flattened full tensor."""
     values: Tensor
-    """Values, `[n]`, where the engine keeps them; empty where this rank has none of the tensor. The values of `state`
-    share memory with the engine, so that writing into them changes its state; those of `pieces` are to be read."""
+    """Values, contiguous, where the engine keeps them: `[n]`, a run, or with as many dims as `shape`, a box. Empty
+    where this rank has none of the tensor. The values of `state` share memory with the engine, so that writing into
+    them changes its state; those of `pieces` are runs, and to be read."""
+
+    @property
+    def corner(self) -> Corner:
+        """Place of the first value in the full tensor."""
+        return corner_of(self.first, self.shape)
+
+
+def boxes(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same elements in boxes alone, in order; they share memory with the pieces. A run that begins or ends within a
+    row becomes several. Pieces without elements are left out."""
+    for piece in pieces:
+        if not piece.values.numel():
+            continue
+        if piece.values.ndim == len(piece.shape):
+            yield piece
+            continue
+        start = 0
+        for corner, extents in boxes_of_run(piece.shape, piece.first, len(piece.values)):
+            count = math.prod(extents)
+            values = piece.values[start : start + count].view(extents)
+            yield replace(piece, first=place_of(corner, piece.shape), values=values)
+            start += count
+
+
+def boxes_of_run(shape: tuple[int, ...], first: int, count: int) -> Iterator[tuple[Corner, Extents]]:
+    """Corner and extents of the boxes, in order, that elements `[first, first + count)` of a flattened tensor make up:
+    at most two for each dim but the first, and one."""
+    if not shape:
+        yield from [((), ())] * count
+        return
+    stride = math.prod(shape[1:])
+    row, start = divmod(first, stride) if stride else (0, 0)
+    while count:
+        if start or count < stride:  # a part of a row
+            part = min(count, stride - start)
+            for corner, extents in boxes_of_run(shape[1:], start, part):
+                yield (row, *corner), (1, *extents)
+            row, start, count = row + 1, 0, count - part
+        else:
+            num_rows = count // stride
+            yield (row, *[0] * (len(shape) - 1)), (num_rows, *shape[1:])
+            row, count = row + num_rows, count - num_rows * stride
+
+
+def corner_of(first: int, shape: tuple[int, ...]) -> Corner:
+    """Index, a number a dim, of an element of a flattened tensor."""
+    corner = []
+    for extent in reversed(shape):
+        first, place = divmod(first, max(1, extent))
+        corner.append(place)
+    return tuple(reversed(corner))
+
+
+def place_of(corner: Corner, shape: tuple[int, ...]) -> int:
+    """Place of an element in the flattened tensor."""
+    place = 0
+    for index, extent in zip(corner, shape, strict=True):
+        place = place * extent + index
+    return place
 
 
 def spans_by_tensor(

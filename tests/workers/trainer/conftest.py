@@ -1,6 +1,7 @@
 """A two-layer model of 20 thousand parameters, rows for it, and trainers that clean up after themselves."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.engines import deepspeed_runtime
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.piece import Piece
+from penstock.workers.weights.piece import Piece, boxes
 
 FRESH = FreshModelConfig(
     num_layers=2, hidden_size=32, intermediate_size=48, num_heads=2, num_kv_heads=1, max_position_embeddings=64
@@ -141,21 +142,38 @@ def whole_state(trainer: PolicyTrainer) -> dict[str, Tensor]:
 
 
 def whole(trainer: PolicyTrainer, pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    mine = [(piece.name, piece.shape, piece.first, piece.values.detach().clone()) for piece in pieces]
+    return put_together(piece for some in trainer.ranks.gather(copied(pieces)) for piece in some)
+
+
+def copied(pieces: Iterable[Piece]) -> list[Piece]:
+    return [replace(piece, values=piece.values.detach().clone()) for piece in pieces]
+
+
+def put_together(pieces: Iterable[Piece]) -> dict[str, Tensor]:
+    """The full tensors of all ranks' pieces. Every element must be in exactly one of them."""
     tensors: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
-    for name, shape, first, values in (piece for pieces in trainer.ranks.gather(mine) for piece in pieces):
-        tensor = tensors.setdefault(name, torch.empty(shape, dtype=values.dtype))
-        tensor.view(-1)[first : first + len(values)] = values
-        counts.setdefault(name, torch.zeros(shape)).view(-1)[first : first + len(values)] += 1
+    for piece in pieces:
+        tensor = tensors.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.values.dtype))
+        count = counts.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.int32))
+        for box in boxes([piece]):
+            place_in(tensor, box).copy_(box.values)
+            place_in(count, box).add_(1)
     assert all((count == 1).all() for count in counts.values())
     return tensors
+
+
+def place_in(tensor: Tensor, box: Piece) -> Tensor:
+    """The part of a full tensor, a view, that a box is of."""
+    for dim, (start, extent) in enumerate(zip(box.corner, box.values.shape, strict=True)):
+        tensor = tensor.narrow(dim, start, extent)
+    return tensor
 
 
 def put_state(trainer: PolicyTrainer, state: dict[str, Tensor], num_optimizer_steps: int) -> None:
     """Collective."""
     pieces = list(trainer.engine.state())
     assert {piece.name for piece in pieces} == state.keys()
-    for piece in pieces:
-        piece.values.copy_(state[piece.name].view(-1)[piece.first : piece.first + len(piece.values)])
+    for box in boxes(pieces):
+        box.values.copy_(place_in(state[box.name], box))
     trainer.engine.loaded(num_optimizer_steps)

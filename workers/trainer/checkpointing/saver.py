@@ -7,8 +7,8 @@
 Checksums are of what was to be written. Each rank reads its own files back from where they are to stay, behind a URL
 too. A file that is not what was written fails the save by its name.
 
-Copies are kept and used again, since fresh memory costs more than the copying. So no save begins before the previous
-one has released them, on every rank. A save that misses its deadline, or whose result is never asked for, is given up:
+The copy is kept and used again (`host_copy.py`). So no save begins before the previous one has released it, on every
+rank. A save that misses its deadline, or whose result is never asked for, is given up:
 it stops at the next tensor and removes what it wrote, however late. The files around it (marker, store, what is kept)
 are `orchestrator/checkpointing/checkpoints.py`'s.
 """
@@ -21,21 +21,19 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.workers.files import SavedFile, fault_of, is_url, remove, upload
 from penstock.workers.local_files import FreeSpace
-from penstock.workers.trainer.checkpointing.flat_shards import FlatSavePlanner, values_of
+from penstock.workers.trainer.checkpointing.box_plans import BoxSavePlanner, values_of
+from penstock.workers.trainer.checkpointing.host_copy import HostCopy
 from penstock.workers.trainer.checkpointing.shard_files import CARRIED, INDEX, ShardWriter, file_of
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
@@ -76,7 +74,8 @@ class Save:
 
 
 class Saver:
-    """The writer of one rank. Lifecycle: `begin` after an update, `wait_until_copied` before weights change, `finish`.
+    """The writer of one rank. Lifecycle: `begin` after an update, `wait_until_copied` before weights change or go,
+    `finish`.
 
     saver = Saver(ranks, timeout_s=600)
     saver.begin(engine.state(), "checkpoints/global_step_10/trainer")
@@ -89,7 +88,7 @@ class Saver:
         self._ranks = ranks
         self.timeout_s = timeout_s
         self._process_group: Any = None
-        self.copies: dict[tuple[str, int], Tensor] = {}
+        self.copy = HostCopy()
         self._last: Save | None = None
         self.copied_s = 0.0
         """Seconds that the last copy took, most of it beside other work."""
@@ -166,7 +165,8 @@ class Saver:
         free = FreeSpace(sum(piece.values.nbytes for piece in pieces))
         try:
             started = time.perf_counter()
-            shards = self._copy(pieces)
+            shards = self.copy.take(pieces)
+            pieces.clear()  # only the host's copies from here on: the device may be another's
             self.copied_s = time.perf_counter() - started
             save.copied.set()
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)  # of this thread: training comes first
@@ -201,7 +201,7 @@ class Saver:
             dcp.save(
                 values_of(shards),
                 storage_writer=writer,
-                planner=FlatSavePlanner(shards, save.check_wanted),
+                planner=BoxSavePlanner(shards, save.check_wanted),
                 process_group=self._process_group,
                 no_dist=self._process_group is None,
             )
@@ -218,24 +218,6 @@ class Saver:
             if fault := fault_of(save.directory, file, save.check_wanted):
                 raise CheckpointError(f"{file.name}, read back from there, {fault}")
         return writer.written
-
-    @torch.no_grad()
-    def _copy(self, pieces: list[Piece]) -> list[Piece]:
-        on_gpu = self._ranks.device.type != "cpu"
-        for piece in pieces:
-            place = piece.name, piece.first
-            copy = self.copies.get(place)
-            if copy is None or copy.shape != piece.values.shape:
-                copy = self.copies[place] = torch.empty(
-                    piece.values.shape, dtype=piece.values.dtype, device="cpu", pin_memory=on_gpu
-                )
-            if on_gpu:
-                copy.copy_(piece.values, non_blocking=True)
-            else:  # one thread: torch's own would take the cores that training has
-                np.copyto(copy.view(torch.uint8).numpy(), piece.values.view(torch.uint8).numpy())
-        if on_gpu:
-            torch.cuda.synchronize()
-        return [replace(piece, values=self.copies[piece.name, piece.first]) for piece in pieces]
 
 
 @contextlib.contextmanager

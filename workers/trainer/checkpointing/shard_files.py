@@ -1,7 +1,7 @@
 """A checkpoint's tensors as files: each rank's elements back to back, and an index in JSON that says where they lie.
 
-    rank_0.bin  rank_1.bin  …      bytes of the ranges, nothing else
-    index.json                     name, size and dtype of each tensor; file, offset and elements of each range
+    rank_0.bin  rank_1.bin  …      bytes of the boxes (`weights/piece.py`), nothing else
+    index.json                     name, shape and dtype of each tensor; corner, extents, file and offset of each box
 
 torch's distributed checkpoint (DCP) plans which rank writes and reads what; these classes are the storage under it,
 through its public interface. Its own `FileSystemWriter` pickles the index and each tensor: reading them back runs what
@@ -12,8 +12,8 @@ their author wrote. Here nothing in the files is run.
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Collection, Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,35 +22,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter, TensorStorageMetadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from penstock.conf.errors import CheckpointError, DamagedCheckpoint, suggest
-from penstock.network.names import checked
 from penstock.workers.direct_io import DirectReader, DirectWriter
 from penstock.workers.files import FarFile, SavedFile, fault_of, is_url, open_file, read_text
 from penstock.workers.local_files import write_whole
-from penstock.workers.trainer.checkpointing.flat_shards import FlatLoadPlanner, values_of
-from penstock.workers.trainer.checkpointing.plain_data import TENSORS
+from penstock.workers.trainer.checkpointing.box_plans import BoxLoadPlanner, values_of
+from penstock.workers.trainer.checkpointing.shard_index import Place, index_of, metadata_of
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.weights.piece import Piece
+from penstock.workers.weights.piece import Piece, place_of
 
 INDEX = "index.json"
 CARRIED = "carried.json"
 """The file of what is no tensor."""
-FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a range of a tensor. `first`, `length` in elements of the tensor, `offset` in bytes of the file."""
-
-    first: int
-    length: int
-    file: str
-    offset: int
 
 
 def file_of(rank: int) -> str:
@@ -85,7 +72,7 @@ class ShardWriter(StorageWriter):
                 values = planner.resolve_data(item)
                 assert isinstance(values, Tensor)
                 assert item.index.offset is not None
-                place = Place(item.index.offset[0], values.numel(), name, file.num_bytes)
+                place = Place(tuple(item.index.offset), tuple(values.shape), name, file.num_bytes)
                 results.append(WriteResult(item.index, values.nbytes, place))
                 file.write(_bytes_of(values))
             file.finish()
@@ -94,14 +81,7 @@ class ShardWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, last: called on one rank."""
-        tensors: dict[str, Any] = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            tensors[name] = {"size": tensor.size.numel(), "dtype": dtype, "ranges": []}
-        for result in (result for part in results for result in part):
-            tensors[result.index.fqn]["ranges"].append(asdict(result.storage_data))
-        self.write_text(INDEX, json.dumps({"format": FORMAT, "tensors": tensors}))
+        self.write_text(INDEX, json.dumps(index_of(metadata, (result for part in results for result in part))))
 
     def write_text(self, name: str, text: str) -> None:
         write_whole(self._directory / name, text, synced=True)
@@ -113,11 +93,13 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reads what is asked for and no more. `directory`: may be an fsspec URL. `read_metadata` raises
-    `DamagedCheckpoint` for an index that `ShardWriter` does not write."""
+    """Reads what is asked for. `read_metadata` raises `DamagedCheckpoint` for an index that `ShardWriter` does not
+    write."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, shapes: dict[str, tuple[int, ...]]) -> None:
+        """`directory`: may be an fsspec URL. `shapes`: of the tensors by name; the first format has none."""
         self._directory = directory
+        self._shapes = shapes
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -126,7 +108,7 @@ class ShardReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
             try:
-                self._metadata = _metadata_of(json.loads(read_text(f"{self._directory}/{INDEX}")))
+                self._metadata = metadata_of(json.loads(read_text(f"{self._directory}/{INDEX}")), self._shapes)
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise DamagedCheckpoint(
                     f"{self._directory}/{INDEX} cannot be read ({type(error).__name__}: {error}). Resume from another "
@@ -159,11 +141,15 @@ class ShardReader(StorageReader):
         return place
 
     def _read(self, file: DirectReader | FarFile, place: Place, item: ReadItem) -> Tensor:
+        """The part of a saved box that an item asks for. Where it has not all columns, those between are read, too."""
         tensor = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
-        values = torch.empty(item.lengths[0], dtype=tensor.properties.dtype)
-        file.read_into(place.offset + item.storage_offsets[0] * values.itemsize, _bytes_of(values))
-        return values
+        start = place_of(tuple(item.storage_offsets), place.extents)
+        last = [offset + length - 1 for offset, length in zip(item.storage_offsets, item.lengths, strict=True)]
+        values = torch.empty(place_of(tuple(last), place.extents) + 1 - start, dtype=tensor.properties.dtype)
+        file.read_into(place.offset + start * values.itemsize, _bytes_of(values))
+        strides = [math.prod(place.extents[dim + 1 :]) for dim in range(len(place.extents))]
+        return values.as_strided(tuple(item.lengths), strides)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -177,13 +163,14 @@ def load(pieces: Iterable[Piece], directory: str, ranks: Ranks, optional: Collec
     `optional`: names that the checkpoint may lack. Returns the names that were found. Raises `CheckpointError` for a
     checkpoint of another architecture, before anything is overwritten, and for files that cannot be read.
     """
-    reader = ShardReader(directory)
+    pieces = list(pieces)
+    reader = ShardReader(directory, {piece.name: piece.shape for piece in pieces})
     saved = reader.read_metadata().state_dict_metadata
     wanted = [piece for piece in pieces if piece.name in saved or piece.name not in optional]
     for piece in wanted:
         _check_fits(piece, saved, directory)
     try:
-        planner = FlatLoadPlanner(wanted)
+        planner = BoxLoadPlanner(wanted)
         dcp.load(values_of(wanted), storage_reader=reader, planner=planner, no_dist=ranks.num_ranks == 1)
     except (OSError, RuntimeError, ValueError, EOFError, dcp.CheckpointException) as error:
         raise CheckpointError(f"{directory}: rank {ranks.rank} could not read it: {error}") from None
@@ -205,40 +192,6 @@ def check_files(directory: str, files: Iterable[SavedFile]) -> None:
             raise DamagedCheckpoint(f"{directory}/{file.name} {fault}. Resume from the checkpoint before it.")
 
 
-def _metadata_of(index: dict[str, Any]) -> Metadata:
-    """The metadata of an index. Raises `ValueError`, `KeyError` or `TypeError` for what is no index."""
-    if index["format"] != FORMAT:
-        raise ValueError(f"its format is {index['format']!r}; this Penstock reads {FORMAT}")
-    tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, Place] = {}
-    for name, entry in index["tensors"].items():
-        if entry["dtype"] not in TENSORS:
-            raise ValueError(f"{name!r} is of {entry['dtype']!r}")
-        ranges = list(_places(name, entry["size"], entry["ranges"]))
-        chunks = [ChunkStorageMetadata(torch.Size([place.first]), torch.Size([place.length])) for place in ranges]
-        properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
-        tensors[name] = TensorStorageMetadata(properties, torch.Size([entry["size"]]), chunks)
-        places |= {MetadataIndex(name, chunk.offsets): place for chunk, place in zip(chunks, ranges, strict=True)}
-    return Metadata(tensors, storage_data=places)
-
-
-def _places(name: str, size: int, ranges: list[dict[str, Any]]) -> Iterator[Place]:
-    """Ranges in order of their elements. They must cover the tensor: elements left out would silently keep their old
-    values."""
-    end = 0
-    for place in sorted((Place(**entry) for entry in ranges), key=lambda place: place.first):
-        numbers = place.first, place.length, place.offset
-        if any(type(number) is not int or number < 0 for number in numbers) or not place.length:
-            raise ValueError(f"{name!r} has a range at {numbers}")
-        if place.first != end:
-            raise ValueError(f"{name!r} has a range from element {place.first} on after one that ends at {end}")
-        checked(place.file)
-        end = place.first + place.length
-        yield place
-    if end != size:
-        raise ValueError(f"{name!r} has {size} elements, {end} of them in files")
-
-
 def _bytes_of(values: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     assert values.is_contiguous()
@@ -258,9 +211,8 @@ def _check_fits(piece: Piece, saved: dict[str, Any], directory: str) -> None:
             f"{directory} has no {piece.name!r}{suggest(piece.name, saved)} It is of another model or algorithm: "
             "resume with the configuration that wrote it."
         )
-    wanted = torch.Size(piece.shape).numel()
-    if found.size != torch.Size([wanted]):
+    if found.size != torch.Size(piece.shape):
         raise CheckpointError(
-            f"{directory}: {piece.name!r} has {found.size.numel():,} elements, and this model's has {wanted:,} "
-            f"(shape {list(piece.shape)}). It is of another architecture: set model.path to the model that was trained."
+            f"{directory}: {piece.name!r} is of shape {list(found.size)}, and this model's is of {list(piece.shape)}. "
+            "It is of another architecture: set model.path to the model that was trained."
         )

@@ -69,8 +69,8 @@ class TrainEngine(Protocol):
 
     def state(self) -> Iterator[Piece]:
         """Everything that a resumed run needs, bit for bit, by the model's own names: `weights/<name>` (float32),
-        `exp_avg/<name>`, `exp_avg_sq/<name>` of what is trained. A rank may have several pieces of one tensor. Loading
-        writes into the pieces' `values`, then calls `loaded`. Collective."""
+        `exp_avg/<name>`, `exp_avg_sq/<name>` of what is trained, one piece a tensor, a run or a box. Loading writes
+        into the pieces' `values`, then calls `loaded`. Collective."""
 
     def num_optimizer_steps(self) -> int:
         """Number of AdamW's steps so far, which its bias correction counts."""

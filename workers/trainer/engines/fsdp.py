@@ -228,7 +228,7 @@ class FsdpEngine:
                 continue
             moments = moments_of(self.optimizer, parameter)
             for kind, tensor in {"weights": parameter, **{moment: moments[moment] for moment in MOMENTS}}.items():
-                yield from self._own(f"{kind}/{name}", parameter, local(tensor).detach())
+                yield self._own(f"{kind}/{name}", parameter, local(tensor).detach())
 
     def num_optimizer_steps(self) -> int:
         return num_steps(self.optimizer)
@@ -257,22 +257,19 @@ class FsdpEngine:
         first = (self._first_row(parameter) + share.start) * math.prod(shape[1:])
         return Piece(name, shape, first, rows[share].detach().reshape(-1))
 
-    def _own(self, name: str, parameter: Tensor, rows: Tensor) -> Iterator[Piece]:
-        """This rank's part for others to read and to write. Each copy gives a share; of T ranks that have the same
-        part, the first counts. Where they split columns, each row is a piece, since a row's part is what lies together
-        in the full tensor."""
+    def _own(self, name: str, parameter: Tensor, rows: Tensor) -> Piece:
+        """This rank's box for others to read and to write. Each copy gives a share; of T ranks that have the same part,
+        the first counts."""
         share, shape = self.mesh.share(len(rows)), tuple(parameter.shape)
-        first, rows = self._first_row(parameter) + share.start, rows[share]
         row_elements = math.prod(shape[1:])
-        split_dim = self.tensor.split_dim(parameter) if self.tensor else 0
-        if self.tensor and split_dim == 1:
-            column = self.tensor.rank * (row_elements // self.tensor.size)
-            for number, row in enumerate(rows):
-                yield Piece(name, shape, (first + number) * row_elements + column, row)
-            return
-        if self.tensor and split_dim is None and self.tensor.rank > 0:
-            rows = rows[:0]
-        yield Piece(name, shape, first * row_elements, rows.reshape(-1))
+        first = (self._first_row(parameter) + share.start) * row_elements
+        if self.tensor:
+            split_dim = self.tensor.split_dim(parameter)
+            if split_dim == 1:
+                first += self.tensor.rank * (row_elements // self.tensor.size)
+            elif split_dim is None and self.tensor.rank > 0:
+                share = slice(0, 0)
+        return Piece(name, shape, first, rows[share])
 
 
 def buffer_pieces(lm: nn.Module, rank: int) -> Iterator[Piece]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.conf.errors import DataflowError, PartnerGone
-from penstock.workers.trainer.memory_checkpoint.rank_copy import parts_of, restore, runs_of
+from penstock.workers.trainer.memory_checkpoint.rank_copy import bytes_of, parts_of, restore
 from penstock.workers.trainer.memory_checkpoint.slots import BLOCK_BYTES, Block, Header, Slots, reserve_slots
 from penstock.workers.trainer.ranks import phase
 from penstock.workers.trainer.trainer import PolicyTrainer
@@ -33,8 +33,9 @@ class MemoryCheckpoint:
     """Lifecycle: made over a started trainer; `restore` if it goes on from others' copies; `save` after each update;
     `close`."""
 
-    def __init__(self, state: TrainingState, trainer: PolicyTrainer, root: str) -> None:
-        """`root`: the directory of all ranks of the trainer."""
+    def __init__(self, state: TrainingState, trainer: PolicyTrainer, root: str, *, is_saved: bool = False) -> None:
+        """`root`: the directory of all ranks of the trainer. `is_saved`: checkpoints are taken, too."""
+        self._is_saved = is_saved
         self._state, self._trainer, self._ranks = state, trainer, trainer.ranks
         self.slots = Slots(root, trainer.ranks.rank)
         self._mappings = WritableMappings()
@@ -105,7 +106,8 @@ class MemoryCheckpoint:
     def _begin(self, pieces: Sequence[Piece]) -> str | None:
         """Reserve room, and agree on a lineage that all ranks share. Collective: where one rank cannot, none does."""
         try:
-            problem = reserve_slots(self.slots, _num_bytes(pieces), self._leave_bytes)
+            save_bytes = self._state.save_bytes if self._is_saved else 0
+            problem = reserve_slots(self.slots, _num_bytes(pieces), self._leave_bytes, save_bytes)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -142,7 +144,8 @@ def _shares_of(pieces: Sequence[Piece]) -> Iterator[list[tuple[int, Tensor]]]:
     alone costs more than copying it."""
     share: list[tuple[int, Tensor]] = []
     start = share_bytes = 0
-    for block in (block for run in runs_of(pieces) for block in run.split(BLOCK_BYTES)):
+    held = (bytes_of(piece.values) for piece in pieces if piece.values.numel())
+    for block in (block for values in held for block in values.split(BLOCK_BYTES)):
         if share_bytes + len(block) > BLOCK_BYTES:
             yield share
             share, share_bytes = [], 0

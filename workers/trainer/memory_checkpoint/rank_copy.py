@@ -2,19 +2,17 @@
 anew.
 
 The pieces lie back to back in the order in which they come, which is the same for every trainer that shards the same
-model in the same way over as many ranks. Pieces that lie back to back in memory, too, such as the rows of a matrix
-whose columns are split, are copied as one.
+model in the same way over as many ranks.
 
 `restore` is called on all ranks together, and checks before anything changes: either all of them have the same step of
 the same state, or none of them changes and all raise what is wrong with the first.
 """
 
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, groupby
+from itertools import accumulate
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -29,8 +27,17 @@ ADVICE = "Go on from the last checkpoint (resume=auto)."
 
 
 def parts_of(pieces: Iterable[Piece]) -> tuple[Part, ...]:
-    """A part for each tensor."""
-    return tuple(_part(list(some)) for _, some in groupby(pieces, key=lambda piece: piece.name))
+    """A part for each piece."""
+    return tuple(
+        Part(
+            piece.name,
+            str(piece.values.dtype).removeprefix("torch."),
+            tuple(piece.shape),
+            piece.first,
+            tuple(piece.values.shape),
+        )
+        for piece in pieces
+    )
 
 
 def difference(wanted: Sequence[Part], found: Sequence[Part]) -> str | None:
@@ -46,27 +53,9 @@ def difference(wanted: Sequence[Part], found: Sequence[Part]) -> str | None:
     return None
 
 
-def runs_of(pieces: Iterable[Piece]) -> Iterator[Tensor]:
-    """All bytes of the pieces in order: `[num_bytes]` uint8, on their device, each run as long as memory is
-    contiguous."""
-    run: Tensor | None = None
-    for piece in pieces:
-        values = bytes_of(piece.values)
-        if not len(values):
-            continue
-        if run is not None and _follows(run, values):
-            run = torch.as_strided(run, (len(run) + len(values),), (1,))
-            continue
-        if run is not None:
-            yield run
-        run = values
-    if run is not None:
-        yield run
-
-
 def bytes_of(values: Tensor) -> Tensor:
-    """The memory of `[n]` values, which are contiguous."""
-    return values.detach().view(torch.uint8)
+    """The memory of values, which are contiguous: `[num_bytes]` uint8, on their device."""
+    return values.detach().view(-1).view(torch.uint8)
 
 
 class RankCopy:
@@ -143,22 +132,7 @@ def restore(slots: Slots, step: int, pieces: Sequence[Piece], ranks: Ranks) -> s
     return copy.header.carried
 
 
-def _part(pieces: list[Piece]) -> Part:
-    first = pieces[0]
-    spans = np.array([(piece.first, piece.values.numel()) for piece in pieces], np.int64)
-    dtype = str(first.values.dtype).removeprefix("torch.")
-    ranges = xxhash.xxh3_64_hexdigest(spans.tobytes())
-    return Part(first.name, dtype, tuple(first.shape), first.first, int(spans[:, 1].sum()), ranges)
-
-
 def _described(part: Part | None) -> str:
     if part is None:
         return "nothing"
-    return f"{part.num_elements:,} elements of {list(part.shape)} from {part.first:,} on, {part.dtype}"
-
-
-def _follows(run: Tensor, values: Tensor) -> bool:
-    return (
-        run.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
-        and run.storage_offset() + len(run) == values.storage_offset()
-    )
+    return f"{list(part.extents)} of {list(part.shape)} from element {part.first:,} on, {part.dtype}"

@@ -9,7 +9,7 @@ So a copy with a header is whole, however its writer died, and the copy before t
 The kernel keeps the files when their writer dies; they go with the run's directory, which the node's agent owns.
 
 Room for both is taken before anything is written. Publications need the same shared memory, and a run cannot do without
-them, so copies leave them their room.
+them, so copies leave them their room. So they do to what each rank of the node copies to the host for a checkpoint.
 
 Light: agents import it too, and have no torch.
 """
@@ -48,9 +48,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """Shape of the full tensor."""
     first: int
     """Place of the first element here, in the flattened full tensor."""
-    num_elements: int
-    ranges: str
-    """Hash (xxh3-64) of first element and length of each of its ranges: a rank may have many."""
+    extents: tuple[int, ...]
+    """Extents of the box, or the length of the run (`weights/piece.py`)."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -163,33 +162,37 @@ def keep_only(root: str | Path, ranks: Collection[int], up_to: int) -> None:
             Slots(root, rank).remove()
 
 
-def reserve_slots(slots: Slots, num_bytes: int, leave_bytes: int) -> str | None:
-    """Reserve all pages of both slots, each of `num_bytes`, if `leave_bytes` are free afterwards. None: they are there;
-    else why not and what to do, and nothing of them is left. Raises `OSError` where no file can be made."""
+def reserve_slots(slots: Slots, num_bytes: int, leave_bytes: int, save_bytes: int = 0) -> str | None:
+    """Reserve all pages of both slots, each of `num_bytes`, if `leave_bytes` of shared memory are free afterwards, and
+    memory for the saves of all ranks that have slots here, `save_bytes` each. None: they are there; else why not and
+    what to do, and nothing of them is left. Raises `OSError` where no file can be made."""
     for directory in (slots.root, slots.directory):  # where the run's own is gone nobody would remove a new one
         directory.mkdir(exist_ok=True)
     with _alone(slots.root):
-        short = _reserve(slots, num_bytes, leave_bytes)
+        saves = len(ranks_there(slots.root)) * save_bytes
+        short = _reserve(slots, num_bytes, leave_bytes, saves)
     if short is None:
         return None
     slots.remove()
     return (
         f"no room in {slots.root} for the state of rank {slots.rank}: two copies of {num_bytes:,} bytes are needed, "
-        f"{short.free_bytes:,} of {short.total_bytes:,} are free, and {leave_bytes:,} of them are left to publications "
-        "of the weights. If a rank dies, its trainer goes on from the last checkpoint. To keep its state, enlarge "
+        f"{short.free_bytes:,} of {short.total_bytes:,} are free, {leave_bytes:,} of them are left to publications of "
+        f"the weights, and {saves:,} to checkpoints under way. If a rank dies, its "
+        "trainer goes on from the last checkpoint. To keep its state, enlarge "
         "shared memory (docker: --shm-size; else: mount -o remount,size=… /dev/shm) or the machine's memory; "
         "faults.keep_state=false does without."
     )
 
 
-def _reserve(slots: Slots, num_bytes: int, leave_bytes: int) -> Shortage | None:
+def _reserve(slots: Slots, num_bytes: int, leave_bytes: int, saves: int) -> Shortage | None:
     files = [slots.data(slot) for slot in SLOTS]
     statuses = [file.stat() for file in files if file.exists()]
     missing = len(SLOTS) * num_bytes - sum(status.st_blocks * 512 for status in statuses)
-    if missing <= 0 and [status.st_size for status in statuses] == [num_bytes] * len(SLOTS):
-        return None
     memory = psutil.virtual_memory()  # shared memory may be said to be larger: who takes the last of it is killed
-    if memory.available < missing + leave_bytes + LEFT_OF_MEMORY * memory.total:
+    if missing <= 0 and [status.st_size for status in statuses] == [num_bytes] * len(SLOTS):
+        wanted = saves + LEFT_OF_MEMORY * memory.total if saves else 0
+        return Shortage(0, memory.available, memory.total) if memory.available < wanted else None
+    if memory.available < missing + leave_bytes + saves + LEFT_OF_MEMORY * memory.total:
         return Shortage(missing, memory.available, memory.total)
     # Each leaves room for those after it.
     leave = [leave_bytes + len(files[number + 1 :]) * num_bytes for number in range(len(files))]

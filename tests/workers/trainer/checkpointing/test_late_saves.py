@@ -9,6 +9,7 @@ import struct
 import sys
 import termios
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +60,21 @@ def late(ranks: Ranks, tmp_path: Path) -> tuple[Saver, HeldUp]:
         saver.finish()
     saver.timeout_s = 60
     return saver, held
+
+
+def test_a_save_holds_the_hosts_copy_alone_while_it_writes(ranks: Ranks, tmp_path: Path) -> None:
+    """Tensors of the device that it still held would be there when an engine wakes up."""
+    saver, held = Saver(ranks, timeout_s=60), HeldUp(tmp_path)
+    pieces = holding(1.0)
+    storage = weakref.ref(pieces[0].values.untyped_storage())
+    assert saver.begin(pieces, str(tmp_path))
+    del pieces
+    held.wait_until_full()
+    saver.wait_until_copied()
+    assert storage() is None
+    held.let_go()
+    with pytest.raises(CheckpointError):
+        saver.finish()
 
 
 def test_no_save_begins_while_an_earlier_one_still_holds_the_copy(ranks: Ranks, tmp_path: Path) -> None:

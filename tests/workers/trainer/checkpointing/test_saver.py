@@ -1,9 +1,12 @@
 """A rank's share of a checkpoint: exact, written while training goes on, and refused where it does not fit."""
 
 import contextlib
+import copy
 import json
+import math
 import pickle
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +14,8 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import CheckpointError
@@ -24,6 +29,7 @@ from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
+from tests.workers.trainer.conftest import put_together
 
 Make = Callable[..., PolicyTrainer]
 MakeRows = Callable[..., Rows]
@@ -76,10 +82,22 @@ def test_a_second_checkpoint_uses_the_first_ones_copies(trained: PolicyTrainer, 
     state = TrainingState({"policy": trained})
     state.begin(str(tmp_path / "1"))
     state.finish()
-    first = {name: copy.data_ptr() for name, copy in state.saver.copies.items()}
+    first = state.saver.copy.memory.data_ptr()
     state.begin(str(tmp_path / "2"))
     state.finish()
-    assert {name: copy.data_ptr() for name, copy in state.saver.copies.items()} == first
+    assert state.saver.copy.memory.data_ptr() == first
+    assert len(state.saver.copy.memory) == state.save_bytes
+
+
+def test_a_trainer_leaves_its_device_only_once_a_save_has_copied_it(
+    trained: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, calls = TrainingState({"policy": trained}), []
+    assert trained.before_weights_go == state.saver.wait_until_copied
+    monkeypatch.setattr(trained, "before_weights_go", lambda: calls.append("copied"))
+    monkeypatch.setattr(trained.engine, "leave_device", lambda: calls.append("left"))
+    trained.leave_device()
+    assert calls == ["copied", "left"]
 
 
 def test_files_are_listed_with_size_and_checksum(trained: PolicyTrainer, tmp_path: Path) -> None:
@@ -122,7 +140,7 @@ def test_another_architecture_is_refused_by_name_and_changes_nothing(
     build_fresh_model(tmp_path / "wider", wider, seed=3)
     other = make_trainer(str(tmp_path / "wider"))
     before = everything(other)
-    with pytest.raises(CheckpointError, match=r"elements, and this model's has .* another architecture"):
+    with pytest.raises(CheckpointError, match=r"is of shape .*, and this model's is of .* another architecture"):
         TrainingState({"policy": other}).load(str(tmp_path / "saved"))
     assert same(everything(other), before)
     with pytest.raises(CheckpointError, match="has no 'critic/"):
@@ -169,26 +187,29 @@ def test_nothing_in_a_checkpoint_is_run_when_it_is_read(
 
 
 INDEX_FAULTS = {
-    "a file elsewhere": (lambda entry: entry["ranges"][0].update(file="../other"), "no name of a file"),
-    "a gap": (lambda entry: entry["ranges"][0].update(first=1), "from element 1 on after one that ends at 0"),
-    "an end too early": (lambda entry: entry["ranges"][0].update(length=1), "1 of them in files"),
-    "a negative place": (lambda entry: entry["ranges"][0].update(offset=-8), "has a range at"),
+    "a file elsewhere": (lambda entry: entry["boxes"][0].update(file="../other"), "no name of a file"),
+    "a box outside": (lambda entry: entry["boxes"][0].update(corner=[1, 0]), r"of shape \[2, 4\] has a box at"),
+    "a box too small": (lambda entry: entry["boxes"][0].update(extents=[1, 1]), "7 of them in files"),
+    "boxes that overlap": (lambda entry: entry["boxes"][1].update(corner=[0, 0]), "overlap"),
+    "a dim too few": (lambda entry: entry["boxes"][0].update(corner=[0]), "ValueError"),
+    "a negative place": (lambda entry: entry["boxes"][0].update(offset=-8), "has a box at"),
+    "a place between elements": (lambda entry: entry["boxes"][0].update(corner=[0.5, 0]), "has a box at"),
     "a strange dtype": (lambda entry: entry.update(dtype="qint8"), "is of 'qint8'"),
-    "a missing key": (lambda entry: entry.pop("size"), "KeyError"),
+    "a missing key": (lambda entry: entry.pop("shape"), "KeyError"),
 }
 
 
 @pytest.mark.parametrize("fault", INDEX_FAULTS)
 def test_an_index_that_no_rank_writes_is_refused(ranks: Ranks, tmp_path: Path, fault: str) -> None:
     saver = Saver(ranks, timeout_s=60)
-    saver.begin([Piece("w", (8,), 0, torch.ones(8))], str(tmp_path))
+    saver.begin([Piece("w", (2, 4), 0, torch.ones(2, 1)), Piece("w", (2, 4), 1, torch.ones(2, 3))], str(tmp_path))
     saver.finish()
     index = json.loads((tmp_path / INDEX).read_text())
     change, message = INDEX_FAULTS[fault]
     change(index["tensors"]["w"])
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
-        load([Piece("w", (8,), 0, torch.zeros(8))], str(tmp_path), ranks)
+        load([Piece("w", (2, 4), 0, torch.zeros(8))], str(tmp_path), ranks)
 
 
 def test_a_range_across_others_is_read_from_each(ranks: Ranks, tmp_path: Path) -> None:
@@ -199,6 +220,92 @@ def test_a_range_across_others_is_read_from_each(ranks: Ranks, tmp_path: Path) -
     piece = Piece("w", (2, 5), 3, torch.zeros(4))
     load([piece], str(tmp_path), ranks)
     assert piece.values.tolist() == [3, 4, 5, 6]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_what_was_cut_in_one_way_is_read_in_any_other(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    """Shards and columns of FSDP2's kind, runs of ZeRO's kind."""
+    directory, ranks = str(tmp_path_factory.mktemp("cut")), Ranks(0, 1, torch.device("cpu"), False, timedelta(0))
+    shape = data.draw(st.sampled_from([(6,), (4, 6), (3, 2, 4)]))
+    whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    saver = Saver(ranks, timeout_s=60)
+    saver.begin(cut(whole, data), directory)
+    saver.finish()
+    wanted = cut(torch.zeros(shape), data)
+    load(wanted, directory, ranks)
+    assert torch.equal(put_together(wanted)["w"], whole)
+
+
+def cut(whole: torch.Tensor, data: Any) -> list[Piece]:
+    """All of a tensor, in runs or in boxes."""
+    shape, count = tuple(whole.shape), whole.numel()
+    if data.draw(st.booleans()):
+        ends = sorted({*data.draw(st.lists(st.integers(1, count), max_size=3)), count})
+        return [
+            Piece("w", shape, first, whole.reshape(-1)[first:end].clone())
+            for first, end in zip([0, *ends], ends, strict=False)
+        ]
+    parts = [(0, whole)]
+    for dim in range(min(2, len(shape))):
+        size, step = data.draw(st.integers(1, shape[dim])), math.prod(shape[dim + 1 :])
+        parts = [
+            (first + step * size * number, part)
+            for first, some in parts
+            for number, part in enumerate(some.split(size, dim))
+        ]
+    return [Piece("w", shape, first, values.clone(memory_format=torch.contiguous_format)) for first, values in parts]
+
+
+FIRST_FORMAT = {
+    "format": 1,
+    "tensors": {
+        "w": {
+            "size": 8,
+            "dtype": "float32",
+            "ranges": [
+                {"first": 0, "length": 2, "file": "rank_0.bin", "offset": 0},
+                {"first": 4, "length": 2, "file": "rank_0.bin", "offset": 8},
+                {"first": 2, "length": 2, "file": "rank_1.bin", "offset": 0},
+                {"first": 6, "length": 2, "file": "rank_1.bin", "offset": 8},
+            ],
+        },
+        "run": {
+            "size": 6,
+            "dtype": "int64",
+            "ranges": [
+                {"first": 4, "length": 2, "file": "rank_0.bin", "offset": 16},
+                {"first": 0, "length": 4, "file": "rank_1.bin", "offset": 16},
+            ],
+        },
+    },
+}
+"""An index of the first format: `w`, [2, 4], of two ranks that split its columns, and `run`, [2, 3], in two runs."""
+
+
+def test_a_checkpoint_of_the_first_format_is_read(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps(FIRST_FORMAT))
+    for rank, (some, run) in enumerate((([0, 1, 4, 5], [4, 5]), ([2, 3, 6, 7], [0, 1, 2, 3]))):
+        bytes_ = torch.tensor(some, dtype=torch.float32).numpy().tobytes() + torch.tensor(run).numpy().tobytes()
+        (tmp_path / f"rank_{rank}.bin").write_bytes(bytes_)
+    wanted = [Piece("w", (2, 4), 1, torch.zeros(2, 2)), Piece("run", (2, 3), 0, torch.zeros(2, 3, dtype=torch.int64))]
+    load(wanted, str(tmp_path), ranks)
+    assert [piece.values.tolist() for piece in wanted] == [[[1, 2], [5, 6]], [[0, 1, 2], [3, 4, 5]]]
+
+
+@pytest.mark.parametrize("change", [{"length": -1}, {"first": 7}, {"length": 1}, {"first": 1}])
+def test_a_damaged_index_of_the_first_format_is_refused(ranks: Ranks, tmp_path: Path, change: dict[str, int]) -> None:
+    index = copy.deepcopy(FIRST_FORMAT)
+    index["tensors"]["w"]["ranges"][0].update(change)  # type: ignore[index]
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
+        load([Piece("w", (2, 4), 0, torch.zeros(2, 4))], str(tmp_path), ranks)
+
+
+def test_an_index_of_a_later_format_is_refused_by_its_number(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text('{"format": 3, "tensors": {}}')
+    with pytest.raises(CheckpointError, match="its format is 3; this Penstock reads 2 and 1"):
+        load([Piece("w", (2, 4), 0, torch.zeros(2, 4))], str(tmp_path), ranks)
 
 
 class FarPlace(LocalFileSystem):

@@ -20,13 +20,11 @@ from penstock.conf.errors import MemoryCheckpointError, PartnerGone
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.workers.trainer.memory_checkpoint import memory_checkpoint
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
-from penstock.workers.trainer.memory_checkpoint.rank_copy import runs_of
 from penstock.workers.trainer.memory_checkpoint.slots import SLOTS, steps_there
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
-from penstock.workers.weights.piece import Piece
 from tests.workers.trainer.conftest import ENGINES, assert_same, random_rows
 
 Make = Callable[..., PolicyTrainer]
@@ -275,11 +273,12 @@ def test_ranks_with_the_same_rows_wait_for_each_others_copies(
     assert waited == [[1], []]
 
 
-def test_pieces_that_lie_together_are_copied_as_one() -> None:
-    matrix, other = torch.arange(12.0).reshape(3, 4), torch.arange(5)
-    rows = [Piece("w", (3, 8), 8 * number + 4, row) for number, row in enumerate(matrix)]
-    pieces = [*rows, Piece("b", (5,), 0, other), Piece("none", (0,), 0, other[:0]), Piece("w", (3, 8), 0, matrix[1])]
-    runs = list(runs_of(pieces))
-    assert [len(run) for run in runs] == [48, 40, 16]
-    expected = b"".join(piece.values.numpy().tobytes() for piece in pieces)
-    assert b"".join(run.numpy().tobytes() for run in runs) == expected
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_room_for_a_checkpoints_copy_is_asked_for_where_there_are_checkpoints(
+    make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_saved: bool
+) -> None:
+    rank, asked = make_rank(), []
+    monkeypatch.setattr(memory_checkpoint, "reserve_slots", lambda *arguments: asked.append(arguments[-1]) or "none")
+    MemoryCheckpoint(rank.state, rank.policy, str(tmp_path), is_saved=is_saved).save(1)
+    assert asked == [rank.state.save_bytes if is_saved else 0]
+    assert rank.state.save_bytes >= sum(piece.values.nbytes for piece in rank.state.pieces())

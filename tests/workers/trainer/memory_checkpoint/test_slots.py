@@ -1,12 +1,15 @@
 """Two slots in turn: whatever kills a writer, the copies that have a header are whole, and the last one has."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.workers.trainer.memory_checkpoint import slots as slots_module
 from penstock.workers.trainer.memory_checkpoint.slots import (
     SLOTS,
     Block,
@@ -26,7 +29,7 @@ NUM_BYTES = 64
 
 
 def header(step: int, rank: int = 0, num_bytes: int = NUM_BYTES) -> Header:
-    parts = (Part("policy/weights/w", "float32", (4, 4), 0, 16, "0" * 16),)
+    parts = (Part("policy/weights/w", "float32", (4, 4), 2, (4, 2)),)
     return Header(step, rank, 2, "a", num_bytes, 0, parts, (Block(num_bytes, "0" * 32),), "{}")
 
 
@@ -149,5 +152,49 @@ assert not second.directory.exists()
 def test_publications_are_left_their_room(tmp_path: Path) -> None:
     instead = "tests/workers/trainer/memory_checkpoint/test_memory_checkpoint.py asks for more than there is"
     printed = run_in_tmpfs(FULL, tmp_path, instead)
-    assert "two copies of 3,145,728 bytes are needed, 8,388,608 of 8,388,608 are free, and 3,145,728 of them" in printed
+    assert "two copies of 3,145,728 bytes are needed, 8,388,608 of 8,388,608 are free, 3,145,728 of them" in printed
     assert "faults.keep_state=false" in printed
+
+
+MIB = 2**20
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many MiB of memory are free, of 100."""
+
+    def set_free(num_mib: int) -> None:
+        monkeypatch.setattr(
+            slots_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=num_mib * MIB, total=100 * MIB)
+        )
+
+    return set_free
+
+
+def test_copies_leave_room_for_what_each_rank_of_the_node_copies_for_a_checkpoint(
+    tmp_path: Path, memory: Callable[[int], None]
+) -> None:
+    """By hand: two slots of 1 MiB, 3 MiB to publications, 5 MiB of 100 always, and 10 MiB a rank to its checkpoint."""
+    first, second = Slots(tmp_path, 0), Slots(tmp_path, 1)
+    memory(19)
+    problem = reserve_slots(first, MIB, 3 * MIB, save_bytes=10 * MIB)
+    assert problem is not None
+    assert "and 10,485,760 to checkpoints under way" in problem
+    assert not first.directory.exists()
+    memory(20)
+    assert reserve_slots(first, MIB, 3 * MIB, save_bytes=10 * MIB) is None
+    memory(29)
+    assert "and 20,971,520 to checkpoints" in str(reserve_slots(second, MIB, 3 * MIB, save_bytes=10 * MIB))
+    memory(30)
+    assert reserve_slots(second, MIB, 3 * MIB, save_bytes=10 * MIB) is None
+
+
+def test_slots_that_are_there_go_where_no_checkpoint_could_be_copied(
+    slots: Slots, memory: Callable[[int], None]
+) -> None:
+    memory(15)
+    assert reserve_slots(slots, NUM_BYTES, 0, save_bytes=10 * MIB) is None
+    memory(14)
+    assert reserve_slots(slots, NUM_BYTES, 0) is None
+    assert reserve_slots(slots, NUM_BYTES, 0, save_bytes=10 * MIB) is not None
+    assert not slots.directory.exists()

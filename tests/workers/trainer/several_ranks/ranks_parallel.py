@@ -25,8 +25,10 @@ from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.tally import with_explained_variance
+from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.streaming.weight_stream import WeightStream
 from penstock.workers.weights.trainer_side import TrainerSide
+from tests.workers.trainer.conftest import copied
 
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
 """AdamW whose step is -g / (|g| + 1) of the clipped gradient: weights after one update show it."""
@@ -79,8 +81,7 @@ LARGE = {"large": {}, "large_tensor": TENSOR, "large_lora": LORA}
 """Ways of loading a model whose memory is measured, on four ranks."""
 SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
 NUM_ROWS = 12
-State = list[tuple[str, tuple[int, ...], int, torch.Tensor]]
-"""Name, shape, first element and values of each piece."""
+State = list[Piece]
 
 
 def rows() -> Rows:
@@ -220,7 +221,7 @@ def one_update(trainer: PolicyTrainer, rows: Rows) -> dict[str, Any]:
 
 
 def state_of(engine: Any) -> State:
-    return [(piece.name, piece.shape, piece.first, piece.values.detach().clone()) for piece in engine.state()]
+    return copied(engine.state())
 
 
 @torch.no_grad()
@@ -230,8 +231,8 @@ def wipe_and_restore(engine: Any) -> State:
     for parameter, moments in engine.optimizer.state.items():
         for tensor in (parameter, *(moments[name] for name in fsdp.MOMENTS)):
             fsdp.local(tensor).fill_(float("nan"))
-    for piece, (_, _, _, values) in zip(engine.state(), state, strict=True):
-        piece.values.copy_(values)
+    for piece, before in zip(engine.state(), state, strict=True):
+        piece.values.copy_(before.values)
     engine.loaded(engine.num_optimizer_steps())
     return state
 

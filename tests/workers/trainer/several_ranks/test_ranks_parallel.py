@@ -20,6 +20,7 @@ from penstock.workers.trainer.training_state import TrainingState
 from tests.mixtures import build_mixture
 from tests.model_files import load_model
 from tests.rank_processes import run_ranks
+from tests.workers.trainer.conftest import put_together
 from tests.workers.trainer.several_ranks import ranks_parallel as ranks
 
 pytestmark = pytest.mark.slow
@@ -172,16 +173,8 @@ def test_the_adapter_that_is_published_alone_is_the_one_that_is_exported(
 
 
 def whole_state(parts: list[ranks.State]) -> dict[str, torch.Tensor]:
-    """The pieces of all ranks, put together; every element must be in one of them, and in one only."""
-    flat: dict[str, torch.Tensor] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape, first, values in (piece for part in parts for piece in part):
-        shapes[name] = shape
-        part = flat.setdefault(name, torch.full((int(np.prod(shape)),), float("nan")))[first : first + len(values)]
-        assert part.isnan().all(), name
-        part.copy_(values)
-    assert not any(values.isnan().any() for values in flat.values())
-    return {name: values.reshape(shapes[name]) for name, values in flat.items()}
+    """The pieces of all ranks, put together."""
+    return put_together(piece for part in parts for piece in part)
 
 
 @pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
@@ -191,8 +184,17 @@ def test_the_state_of_all_ranks_is_that_of_one(one: Path, several: Several, num_
 
 
 def test_ranks_that_have_the_same_give_even_shares_of_it(several: Several) -> None:
-    shares = [sum(len(values) for *_, values in result(several(4), "copies", rank)["state"]) for rank in range(4)]
+    shares = [sum(piece.values.numel() for piece in result(several(4), "copies", rank)["state"]) for rank in range(4)]
     assert max(shares) < 1.1 * sum(shares) / 4
+
+
+@pytest.mark.parametrize(("num_ranks", "scenario"), EVERY)
+def test_a_rank_has_one_piece_a_tensor_however_the_layers_are_split(
+    several: Several, num_ranks: int, scenario: str
+) -> None:
+    for rank in range(num_ranks):
+        names = [piece.name for piece in result(several(num_ranks), scenario, rank)["state"]]
+        assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("name", ranks.RESUMED)
