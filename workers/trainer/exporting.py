@@ -46,9 +46,9 @@ WEIGHT_FILES = (
 class FilePlan:
     """The rank that writes each tensor, the same on every rank."""
 
-    shapes: dict[str, tuple[int, ...]]
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    """Shape and dtype of each."""
     owners: dict[str, int]
-    dtype: str
 
     @cached_property
     def names(self) -> dict[int, str]:
@@ -61,22 +61,23 @@ class FilePlan:
     def layout(self, rank: int) -> Layout:
         """Layout of the rank's file."""
         mine = [name for name, owner in self.owners.items() if owner == rank]
-        return compute_layout((name, self.shapes[name], self.dtype) for name in mine)
+        return compute_layout((name, *self.tensors[name]) for name in mine)
 
     def index(self) -> str:
         """Text of the index, as `save_pretrained` writes it."""
-        num_bytes = sum(map(math.prod, self.shapes.values())) * DTYPE_BYTES[self.dtype]
+        num_bytes = sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in self.tensors.values())
         files = {name: self.names[owner] for name, owner in sorted(self.owners.items())}
         return json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": files}, indent=2) + "\n"
 
 
-def plan_files(shapes: dict[str, tuple[int, ...]], num_ranks: int, dtype: str) -> FilePlan:
-    """Assign each tensor, in order, to the rank that has the fewest bytes so far."""
+def plan_files(tensors: dict[str, tuple[tuple[int, ...], str]], num_ranks: int) -> FilePlan:
+    """Assign each tensor, in order, to the rank that has the fewest bytes so far. `tensors`: shape and dtype of
+    each."""
     loads, owners = [0] * num_ranks, {}
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in tensors.items():
         owners[name] = loads.index(min(loads))
-        loads[owners[name]] += math.prod(shape)
-    return FilePlan(shapes, owners, dtype)
+        loads[owners[name]] += math.prod(shape) * DTYPE_BYTES[dtype]
+    return FilePlan(tensors, owners)
 
 
 def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> dict[str, int]:
@@ -84,11 +85,11 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
     configuration and tokenizer come from. Where LoRA was trained, its weights are merged, and the adapter alone lies in
     `adapter/`. Collective. Raises `WeightError` where a file cannot be written."""
     target, ranks = Path(directory), engine.ranks
-    spans = spans_by_tensor(engine.pieces(), ranks.gather_ranks)
-    plan = plan_files({name: shape for name, shape, _ in spans}, ranks.num_ranks, dtype)
+    tensors = spans_by_tensor(engine.pieces(), dtype, ranks.gather_ranks)
+    plan = plan_files({each.name: (each.shape, each.dtype) for each in tensors}, ranks.num_ranks)
     with _named(target, ranks.rank, plan):
         target.mkdir(parents=True, exist_ok=True)
-        written = _write_own(engine, plan, [own for _, _, own in spans], target)
+        written = _write_own(engine, plan, [each.spans for each in tensors], target)
     ranks.barrier()
     with _named(target, ranks.rank, plan):
         remove_weights(target)
@@ -134,7 +135,8 @@ def _write_own(engine: TrainEngine, plan: FilePlan, spans: Sequence[Sequence[Spa
         if file is not None:
             _write_at(file.fileno(), memoryview(layout.header), 0)
         for piece, own in zip(engine.pieces(), spans, strict=True):
-            whole = _gathered(piece, own, plan.owners[piece.name], getattr(torch, plan.dtype), ranks)
+            dtype = getattr(torch, plan.tensors[piece.name][1])
+            whole = _gathered(piece, own, plan.owners[piece.name], dtype, ranks)
             if whole is not None and file is not None:
                 data = whole.view(torch.uint8).numpy().data
                 _write_at(file.fileno(), data, layout.place(piece.name).offset)

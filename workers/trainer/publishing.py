@@ -29,7 +29,7 @@ class Publisher:
     def layout(self) -> Layout:
         """Layout of every publication: names and shapes as `save_pretrained` has them, tied weights once. Collective
         where it is first asked for."""
-        return compute_layout((piece.name, piece.shape, self._dtype) for piece in self._pieces())
+        return compute_layout((piece.name, piece.shape, piece.dtype_in(self._dtype)) for piece in self._pieces())
 
     def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
         """Publish to other nodes from now on; return what each rank will publish in every version, the same on all of

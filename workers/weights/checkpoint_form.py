@@ -13,7 +13,8 @@ Legend: E experts, I neurons of one, H width of the hidden states.
 """
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,6 +47,7 @@ class CheckpointForm:
     def __init__(self, lm: Any) -> None:
         """`lm`: a model of transformers, with or without weights or adapters."""
         self._lm = lm
+        self._keeps_float32 = keeps_float32(lm)
         self._parts: dict[str, tuple[Part, ...]] = {}
 
     def parts(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
@@ -57,13 +59,16 @@ class CheckpointForm:
 
     def pieces(self, piece: Piece) -> Iterator[Piece]:
         """The same elements as pieces of the checkpoint's tensors: one of each, empty where the piece has none of it.
-        They share memory with `piece`. Raises as `parts` does."""
+        They share memory with `piece`. Parameters that the model's class keeps in float32 are so for engines, too.
+        Raises as `parts` does."""
+        keeps_dtype = piece.keeps_dtype or self._keeps_float32(piece.name)
         end = piece.first + len(piece.values)
         for part in self.parts(piece.name, tuple(piece.shape)):
             start = min(max(piece.first, part.first), part.first + part.num_elements)
             stop = max(start, min(end, part.first + part.num_elements))
             offset = start - piece.first if stop > start else 0
-            yield Piece(part.name, part.shape, start - part.first, piece.values.narrow(0, offset, stop - start))
+            values = piece.values.narrow(0, offset, stop - start)
+            yield Piece(part.name, part.shape, start - part.first, values, keeps_dtype)
 
     @cached_property
     def _mapping(self) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
@@ -113,6 +118,13 @@ class CheckpointForm:
             for expert in range(shape[0])
             for number, key in enumerate(names)
         )
+
+
+def keeps_float32(lm: Any) -> Callable[[str], bool]:
+    """A function that tells for a parameter's name whether the model's class keeps it in float32 where the model is
+    bfloat16. transformers has patterns that it finds anywhere in a name, such as `gate.weight`."""
+    patterns = [pattern.replace("*", ".*") for pattern in getattr(lm, "_keep_in_fp32_modules_strict", None) or ()]
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
 def stacked_experts(lm: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ Checkpoints are of boxes alone: `boxes` makes them of runs, too.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -42,6 +42,14 @@ class Piece:
     """Values, contiguous, where the engine keeps them: `[n]`, a run, or with as many dims as `shape`, a box. Empty
     where this rank has none of the tensor. The values of `state` share memory with the engine, so that writing into
     them changes its state; those of `pieces` are runs, and to be read."""
+    keeps_dtype: bool = False
+    """True for a tensor whose dtype belongs to the model, whatever the engines': a buffer, or a parameter that the
+    model's class keeps in float32. A router's bias in bfloat16 would choose other experts."""
+
+    def dtype_in(self, engines: str) -> str:
+        """Dtype in publications for engines of a dtype, and in exports. Integers keep theirs anyway."""
+        keeps = self.keeps_dtype or not self.values.is_floating_point()
+        return str(self.values.dtype).removeprefix("torch.") if keeps else engines
 
     @property
     def corner(self) -> Corner:
@@ -103,21 +111,32 @@ def place_of(corner: Corner, shape: tuple[int, ...]) -> int:
     return place
 
 
-def spans_by_tensor(
-    pieces: Iterable[Piece], gather: Callable[[Any], list[Any]]
-) -> list[tuple[str, tuple[int, ...], list[Span]]]:
-    """Name, shape and every rank's span of each tensor. `pieces`: this rank's, one a tensor. `gather`: a value of every
-    rank, in order of rank. Collective. Raises `WeightError` where pieces leave a gap, overlap, or come in other orders.
-    """
-    own = [(piece.name, tuple(piece.shape), (piece.first, piece.values.numel())) for piece in pieces]
+class TensorSpans(NamedTuple):
+    """The parts of a tensor that the ranks have."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Dtype in engines and exports."""
+    spans: list[Span]
+    """Span of each rank, in order of rank."""
+
+
+def spans_by_tensor(pieces: Iterable[Piece], dtype: str, gather: Callable[[Any], list[Any]]) -> list[TensorSpans]:
+    """Every rank's span of each tensor. `pieces`: this rank's, one a tensor. `dtype`: of the engines. `gather`: a value
+    of every rank, in order of rank. Collective. Raises `WeightError` where pieces leave a gap, overlap, or come in
+    other orders."""
+    own = [
+        (piece.name, tuple(piece.shape), piece.dtype_in(dtype), (piece.first, piece.values.numel())) for piece in pieces
+    ]
     by_rank = gather(own)
-    names = [[name for name, _, _ in some] for some in by_rank]
+    names = [[name for name, *_ in some] for some in by_rank]
     if any(other != names[0] for other in names):
         raise WeightError("the trainer's ranks list their weights in different orders; they cannot be gathered.")
     tensors = []
     for entries in zip(*by_rank, strict=True):
-        name, shape, _ = entries[0]
-        spans = [span for _, _, span in entries]
+        name, shape, own_dtype, _ = entries[0]
+        spans = [span for *_, span in entries]
         end = 0
         for first, count in sorted(span for span in spans if span[1]):
             if first != end:
@@ -128,5 +147,5 @@ def spans_by_tensor(
                 f"tensor {name!r} of shape {list(shape)}: the ranks' pieces {spans} (first, count) are not every "
                 "element once."
             )
-        tensors.append((name, shape, spans))
+        tensors.append(TensorSpans(name, shape, own_dtype, spans))
     return tensors

@@ -146,12 +146,12 @@ def test_an_export_to_a_full_disk_says_what_it_needs_and_what_was_free(
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=20), st.integers(1, 6))
 def test_ranks_get_about_the_same_bytes(shapes: list[list[int]], num_ranks: int) -> None:
-    plan = plan_files({f"t{number}": tuple(shape) for number, shape in enumerate(shapes)}, num_ranks, "bfloat16")
+    plan = plan_files({f"t{number}": (tuple(shape), "bfloat16") for number, shape in enumerate(shapes)}, num_ranks)
     loads = [sum(place.num_bytes for place in plan.layout(rank).tensors) for rank in range(num_ranks)]
     sizes = [2 * math.prod(shape) for shape in shapes]
     assert sum(loads) == sum(sizes)
     assert max(loads) - min(loads) <= max(sizes)
-    assert sorted(json.loads(plan.index())["weight_map"]) == sorted(plan.shapes)
+    assert sorted(json.loads(plan.index())["weight_map"]) == sorted(plan.tensors)
     if len(plan.names) > 1:
         assert list(plan.names.values())[-1] == f"model-{len(plan.names):05d}-of-{len(plan.names):05d}.safetensors"
     else:

@@ -1,5 +1,5 @@
-"""Publications of trainer ranks: parameters in shards, buffers whole from one rank, all of them in the engines'
-dtype."""
+"""Publications of trainer ranks: parameters in shards and in the engines' dtype, buffers whole from one rank and in
+their own."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from tests.workers.weights.chain.relays import Cluster
 Make = Callable[..., PolicyTrainer]
 WEIGHT = torch.arange(35, dtype=torch.float32).reshape(7, 5) / 3
 BUFFER = torch.tensor([0.1, 0.2, 0.3])
+COUNTS = torch.tensor([2**40, 3])
 
 
 @pytest.fixture(params=ENGINES)
@@ -87,7 +88,8 @@ def pieces_of(rank: int) -> Iterator[Piece]:
     """The first rank has four of seven rows and the whole buffer."""
     first = 4 * rank
     yield Piece("embed.weight", (7, 5), 5 * first, WEIGHT[first : first + 4].reshape(-1))
-    yield Piece("norm.scale", (3,), 0, BUFFER if rank == 0 else BUFFER[:0])
+    yield Piece("norm.scale", (3,), 0, BUFFER if rank == 0 else BUFFER[:0], keeps_dtype=True)
+    yield Piece("norm.count", (2,), 0, COUNTS if rank == 0 else COUNTS[:0], keeps_dtype=True)
 
 
 def publish_of(rank: int, directory: Path, version: int, dtype: str) -> Any:
@@ -96,16 +98,17 @@ def publish_of(rank: int, directory: Path, version: int, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ranks_publish_shards_and_buffers_in_the_engines_dtype(tmp_path: Path, dtype: str) -> None:
+def test_ranks_publish_shards_in_the_engines_dtype_and_buffers_in_their_own(tmp_path: Path, dtype: str) -> None:
     for version in range(1, 5):
         for rank in (1, 0):
             publication = publish_of(rank, tmp_path, version, dtype)
     mapped = MappedWeights(open_publication(publication))
     mapped.verify()
-    expected = {"embed.weight": WEIGHT, "norm.scale": BUFFER}
+    expected = {"embed.weight": WEIGHT.to(getattr(torch, dtype)), "norm.scale": BUFFER, "norm.count": COUNTS}
     assert {name for name, _ in mapped.tensors()} == set(expected)
     for name, tensor in mapped.tensors():
-        assert torch.equal(tensor, expected[name].to(getattr(torch, dtype)))
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name])
     assert {entry.rank for entry in mapped.manifest.ranges if entry.name == "norm.scale"} == {0}
 
 

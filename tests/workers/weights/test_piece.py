@@ -14,7 +14,8 @@ from penstock.workers.weights.piece import Piece, boxes, place_of, spans_by_tens
 
 def spans_of(by_rank: list[list[tuple[str, tuple[int, ...], tuple[int, int]]]]) -> list[list[tuple[int, int]]]:
     own = [Piece(name, shape, first, torch.empty(count)) for name, shape, (first, count) in by_rank[0]]
-    return [spans for _, _, spans in spans_by_tensor(own, lambda mine: [mine, *by_rank[1:]])]
+    others = [[(name, shape, "bfloat16", span) for name, shape, span in some] for some in by_rank[1:]]
+    return [tensor.spans for tensor in spans_by_tensor(own, "bfloat16", lambda mine: [mine, *others])]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.data())

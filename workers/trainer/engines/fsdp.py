@@ -277,4 +277,5 @@ def buffer_pieces(lm: nn.Module, rank: int) -> Iterator[Piece]:
     persistent = lm.state_dict().keys()
     for name, buffer in lm.named_buffers():
         if name in persistent:
-            yield Piece(name, tuple(buffer.shape), 0, buffer.reshape(-1) if rank == 0 else buffer.reshape(-1)[:0])
+            values = buffer.reshape(-1) if rank == 0 else buffer.reshape(-1)[:0]
+            yield Piece(name, tuple(buffer.shape), 0, values, keeps_dtype=True)

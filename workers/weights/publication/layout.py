@@ -19,9 +19,15 @@ from typing import NamedTuple, Protocol
 
 from penstock.conf.errors import WeightError, suggest
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {
+    "int64": 8, "float64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1,
+}  # fmt: skip
 """Bytes of an element, in the order in which the library sorts dtypes."""
-DTYPE_CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+DTYPE_CODES = {
+    "int64": "I64", "float64": "F64", "float32": "F32", "int32": "I32", "bfloat16": "BF16", "float16": "F16",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 RANGE_BYTES = 16 * 2**20
 """Largest range that one checksum is for. Readers can check several at a time."""
 

@@ -1,4 +1,5 @@
-"""The trainer's weights as a stream of whole tensors in the engines' dtype, one at a time, on every rank.
+"""The trainer's weights as a stream of whole tensors, one at a time, on each rank, in the engines' dtype or, where they
+keep it, in their own.
 
     for piece in pieces():  this rank's elements ─▶ cast ─▶ every owner broadcasts its elements into its place ─▶ whole
 
@@ -44,17 +45,15 @@ class WeightStream:
         device: torch.device,
         gather: Callable[[Any], list[Any]],
     ) -> None:
-        """`pieces`: of this rank, in the same order on each and each time. `dtype`: of the engines; integers stay as
-        they are. `device`: where whole tensors are made. `gather`: a small value of every rank, in order of rank.
-        Collective, once. Raises `WeightError` when the ranks' pieces do not make whole tensors.
+        """`pieces`: of this rank, in the same order on each and each time. `dtype`: of the engines. `device`: where
+        whole tensors are made. `gather`: a small value of every rank, in order of rank. Collective, once. Raises
+        `WeightError` when the ranks' pieces do not make whole tensors.
         """
         self._pieces = pieces
-        self._dtype: torch.dtype = getattr(torch, dtype)
         self._device = device
-        self._spans = [spans for _, _, spans in spans_by_tensor(pieces(), gather)]
-        self._metadata = [
-            TensorMeta(piece.name, self._wire_dtype(piece.values), tuple(piece.shape)) for piece in pieces()
-        ]
+        tensors = spans_by_tensor(pieces(), dtype, gather)
+        self._spans = [tensor.spans for tensor in tensors]
+        self._metadata = [TensorMeta(each.name, getattr(torch, each.dtype), each.shape) for each in tensors]
         self.num_taken = 0
         """Tensors of the current pass, or the last one, that were taken."""
 
@@ -80,9 +79,6 @@ class WeightStream:
         names = [meta.name for meta in self._metadata]
         where = f"at {names[self.num_taken]!r}" if self.num_taken < len(names) else "past the last"
         return f"{self.num_taken} of {len(names)} tensors taken, {where}"
-
-    def _wire_dtype(self, values: Tensor) -> torch.dtype:
-        return self._dtype if values.is_floating_point() else values.dtype
 
     def _whole(self, piece: Piece, meta: TensorMeta, spans: list[Span]) -> Tensor:
         """Gather the whole tensor. The cast comes first, so that the data sent between ranks has the engines' size."""

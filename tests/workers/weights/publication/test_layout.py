@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.conf.errors import WeightError
-from penstock.workers.weights.publication.layout import compute_layout
+from penstock.workers.weights.publication.layout import DTYPE_BYTES, compute_layout
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES = tuple(DTYPE_BYTES)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 ENTRIES = st.dictionaries(st.text(min_size=1, max_size=12), st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=8)
 

@@ -41,3 +41,32 @@ def test_a_version_counts_as_loaded_once_the_device_has_copied_it(monkeypatch: p
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
     backends.wait_for_device()
     assert waited == ["stream"]
+
+
+class Gate(nn.Module):
+    """A router as vLLM has it: the bias is float32 whatever the engine's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16))
+        self.bias = nn.Parameter(torch.zeros(4, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_a_bias_in_float32_is_loaded_as_it_was_published(layer_by_layer: bool) -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    whole = nn.ModuleDict({"gate": Gate()})
+    published = {"gate.weight": torch.rand(4, 8).bfloat16(), "gate.bias": torch.rand(4)}
+    if layer_by_layer:
+        record_metadata_for_reloading(whole)
+        backends.initialize_layerwise_reload(whole)
+    for name, tensor in published.items():
+        parameter = whole.get_parameter(name)
+        getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+    if layer_by_layer:
+        backends.finalize_layerwise_reload(whole, None)
+    for name, tensor in published.items():
+        assert whole.get_parameter(name).dtype == tensor.dtype
+        assert torch.equal(whole.get_parameter(name), tensor)
