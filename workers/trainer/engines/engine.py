@@ -64,7 +64,7 @@ class TrainEngine(Protocol):
         model of which transformers makes something else in a way that is not known."""
 
     def adapter_pieces(self) -> Iterator[Piece]:
-        """A and B of every adapter, ranges of their elements, by PEFT's names (`weights/publication/adapter.py`);
+        """A and B of every adapter, runs of their elements, by PEFT's names (`weights/publication/adapter.py`);
         nothing where there are none. Collective."""
 
     def state(self) -> Iterator[Piece]:
