@@ -49,7 +49,7 @@ def keep(agent: NodeAgent, step: int, rank: int = 0, lineage: str = "a", leave_b
     blocks = tuple(
         Block(BLOCK, xxhash.xxh3_128_hexdigest(data[start : start + BLOCK])) for start in range(0, NUM_BYTES, BLOCK)
     )
-    part = Part("policy/weights/w", "uint8", (NUM_BYTES,), 0, NUM_BYTES, "0" * 16)
+    part = Part("policy/weights/w", "uint8", (NUM_BYTES,), 0, (NUM_BYTES,))
     slots.seal(slot, Header(step, rank, 2, lineage, NUM_BYTES, leave_bytes, (part,), blocks, "{}"))
 
 
