@@ -85,7 +85,7 @@ def test_publications_streams_and_exports_have_them_in_float32_and_nothing_else(
             assert torch.equal(tensors[name], expected[name]), name
 
 
-def test_an_hf_engine_answers_bit_for_bit_as_before_a_publication_of_the_same_weights(
+def test_an_hf_engine_answers_as_before_once_it_loads_the_same_weights(
     make_trainer: Make, model: tuple[str, set[str]], tmp_path: Path
 ) -> None:
     path, kept = model

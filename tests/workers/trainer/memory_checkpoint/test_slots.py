@@ -171,7 +171,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return set_free
 
 
-def test_copies_leave_room_for_what_each_rank_of_the_node_copies_for_a_checkpoint(
+def test_copies_leave_room_for_the_checkpoints_of_all_ranks_of_the_node(
     tmp_path: Path, memory: Callable[[int], None]
 ) -> None:
     """By hand: two slots of 1 MiB, 3 MiB to publications, 5 MiB of 100 always, and 10 MiB a rank to its checkpoint."""
