@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[Callable[[], Any], set[str]]] = {
         {f"{GATE}.weight", "model.layers.1.mlp.moe_statics.e_score_correction_bias"},
     ),
 }
-"""A model whose bias is a buffer, and one that keeps parameters; what stays in float32 of each, by the checkpoint's names."""
+"""One whose bias is a buffer, and one that keeps parameters; what stays in float32 of each."""
 
 
 @pytest.fixture(params=MODELS)
