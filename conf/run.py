@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from penstock.conf.algorithms.base import AlgorithmConfig
+from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig
 from penstock.conf.checks import at_least, one_of
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.data import ENVIRONMENT, DataConfig, EvaluationConfig
@@ -84,6 +85,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least("max_staleness", self.max_staleness, 0)
         one_of("placement", self.placement, ("disaggregated", "colocated"))
+        if isinstance(self.algorithm, PolicyGradientConfig) and not self.algorithm.constant_tokens:
+            self.algorithm = replace(self.algorithm, constant_tokens=self.longest_response)
+
+    @property
+    def longest_response(self) -> int:
+        """Most tokens that the policy may sample for a row."""
+        return self.rollout.sampling.max_tokens if self.environment.name is None else self.environment.max_tokens
 
     @property
     def recipe_name(self) -> str:

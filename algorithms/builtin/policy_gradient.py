@@ -32,6 +32,7 @@ from penstock.conf.algorithms.policy_gradient import (
     RemaxConfig,
     RlooConfig,
 )
+from penstock.conf.checks import above
 
 SHAPED, PENALIZED = Column("shaped_reward", "float32"), Column("penalized_reward", "float32")
 TOKEN_ADVANTAGE = Column("token_advantage", "float32", "token")
@@ -96,6 +97,9 @@ def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig, reward: str) -> st
 
 def _loss(cfg: PolicyGradientConfig) -> Any:
     surrogate, correction = SURROGATES.find(cfg.surrogate), CORRECTIONS.find(cfg.correction)
+    if cfg.aggregation == "constant":
+        above("algorithm.constant_tokens", cfg.constant_tokens, 0)  # a run has put its longest response there
+    constant = cfg.constant_tokens or 1.0
     loss = partial(
         interpolated_policy_loss if cfg.proximal == "interpolated" else policy_loss,
         surrogate=surrogate,
@@ -105,11 +109,11 @@ def _loss(cfg: PolicyGradientConfig) -> Any:
         kl_coef=cfg.kl_coef if cfg.kl_in == "loss" else 0.0,
         kl_estimator=cfg.kl_estimator,
         aggregation=cfg.aggregation,
-        constant=cfg.constant_tokens,
+        constant=constant,
     )
     if not cfg.entropy_coef:
         return loss
-    return with_entropy_bonus(loss, coef=cfg.entropy_coef, aggregation=cfg.aggregation, constant=cfg.constant_tokens)
+    return with_entropy_bonus(loss, coef=cfg.entropy_coef, aggregation=cfg.aggregation, constant=constant)
 
 
 ALGORITHMS.update({config.name: Algorithm(config.name, policy_gradient, config) for config in PRESETS})

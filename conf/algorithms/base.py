@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from penstock.conf.checks import at_least, one_of
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
+MEANS = ("token_mean", "sequence_mean", "sequence_sum")
+AGGREGATIONS = (*MEANS, "constant")
 CORRECTIONS = ("none", "truncated")
 
 
@@ -26,7 +27,7 @@ class SftConfig(AlgorithmConfig):
     aggregation: str = "token_mean"
 
     def __post_init__(self) -> None:
-        one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
+        one_of("algorithm.aggregation", self.aggregation, MEANS)
 
 
 @dataclass
@@ -36,7 +37,7 @@ class GrpoConfig(AlgorithmConfig):
     name: str = "grpo"
     group_size: int = 8
     normalize_std: bool = True
-    """Divide by the group's standard deviation. False: Dr. GRPO (2503.20783)."""
+    """Divide by the group's standard deviation. False: as in Dr. GRPO (2503.20783)."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]. 0.28 is DAPO's clip-higher (2503.14476)."""
@@ -44,8 +45,8 @@ class GrpoConfig(AlgorithmConfig):
     """Weight of the k3 estimate of KL(policy || reference) in the loss. 0: no reference model is started."""
     aggregation: str = "token_mean"
     """Mean over the batch. token_mean: every token of the batch weighs the same. sequence_mean: every response does.
-    sequence_sum: the mean of the responses' sums, so that long ones weigh more. constant: the same over a constant
-    length, which is 1 here."""
+    sequence_sum: the mean of the responses' sums, so that long ones weigh more. The same over a constant length is
+    algorithm=dr_grpo."""
     correction: str = "truncated"
     """Correction between engine and trainer: truncated (importance weight of the trainer's over the engine's
     probability, capped), or none (the ratio is taken against the engine's log-probabilities)."""
@@ -56,5 +57,5 @@ class GrpoConfig(AlgorithmConfig):
         at_least("algorithm.group_size", self.group_size, 1)
         for key in ("clip_low", "clip_high", "kl_coef", "correction_cap"):
             at_least(f"algorithm.{key}", getattr(self, key), 0)
-        one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
+        one_of("algorithm.aggregation", self.aggregation, MEANS)
         one_of("algorithm.correction", self.correction, CORRECTIONS)

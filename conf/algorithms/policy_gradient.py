@@ -63,8 +63,10 @@ class PolicyGradientConfig(AlgorithmConfig):
     aggregation: str = "token_mean"
     """Mean over the batch. token_mean: every token of the batch weighs the same. sequence_mean: every response does.
     sequence_sum: tokens summed, responses averaged. constant: as that, divided by constant_tokens."""
-    constant_tokens: float = 1.0
-    """Divisor of a response's sum with aggregation=constant, mostly the longest response allowed. Tokens."""
+    constant_tokens: float = 0
+    """Divisor of a response's sum with aggregation=constant. 0: the longest response allowed, which is
+    rollout.sampling.max_tokens or an environment's environment.max_tokens, as in the paper's code (2503.20783,
+    listing 1) and in TRL. Tokens."""
     drop_uniform_groups: bool = False
     """True: drop groups whose rewards are all equal, which have no gradient (dropped/no_signal), and new ones take
     their place while the step still waits for others. DAPO's dynamic sampling (2503.14476, section 3.2)."""
@@ -78,10 +80,10 @@ class PolicyGradientConfig(AlgorithmConfig):
     def __post_init__(self) -> None:
         at_least("algorithm.group_size", self.group_size, 1)
         for key in (
-            "kl_coef", "kl_target", "kl_gain", "entropy_coef", "overlong_tokens", "overlong_limit", "overlong_penalty",
+            "kl_coef", "kl_target", "kl_gain", "entropy_coef", "constant_tokens", "overlong_tokens", "overlong_limit",
+            "overlong_penalty",
         ):  # fmt: skip
             at_least(f"algorithm.{key}", getattr(self, key), 0)
-        above("algorithm.constant_tokens", self.constant_tokens, 0)
         one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
         one_of("algorithm.advantage_per", self.advantage_per, UNITS)
         one_of("algorithm.kl_in", self.kl_in, KL_PLACES)

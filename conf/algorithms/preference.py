@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.conf.algorithms.base import AGGREGATIONS, AlgorithmConfig
+from penstock.conf.algorithms.base import MEANS, AlgorithmConfig
 from penstock.conf.checks import above, at_least, one_of, within
 
 PAIR_LOSSES = ("dpo", "ipo", "simpo", "orpo")
@@ -114,4 +114,4 @@ class DistillConfig(AlgorithmConfig):
     def __post_init__(self) -> None:
         at_least("algorithm.group_size", self.group_size, 1)
         within("algorithm.discount", self.discount, 0, 1)
-        one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
+        one_of("algorithm.aggregation", self.aggregation, MEANS)

@@ -28,6 +28,7 @@ OUT_OF_RANGE = [
     (GrpoConfig, "algorithm.kl_coef", math.nan),
     (GrpoConfig, "algorithm.correction_cap", -1.0),
     (GrpoConfig, "algorithm.aggregation", "mean"),
+    (GrpoConfig, "algorithm.aggregation", "constant"),
     (GrpoConfig, "algorithm.correction", "clipped"),
     (SftConfig, "algorithm.aggregation", "mean"),
     (ClusterConfig, "cluster.cpus_per_worker", -1.0),

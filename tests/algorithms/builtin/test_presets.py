@@ -3,14 +3,22 @@
 import inspect
 
 import pytest
+import torch
 
 from penstock.algorithms.advantages import advantage
+from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.catalogue import ALGORITHMS, build_dataflow
 from penstock.algorithms.corrections import correction
 from penstock.algorithms.losses import surrogate
 from penstock.algorithms.preference.pair_losses import dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from penstock.conf.algorithms.base import SftConfig
-from penstock.conf.algorithms.policy_gradient import DapoConfig, PolicyGradientConfig, PpoConfig, RemaxConfig
+from penstock.conf.algorithms.policy_gradient import (
+    DapoConfig,
+    DrGrpoConfig,
+    PolicyGradientConfig,
+    PpoConfig,
+    RemaxConfig,
+)
 from penstock.conf.algorithms.preference import (
     DpoConfig,
     KtoConfig,
@@ -18,14 +26,46 @@ from penstock.conf.algorithms.preference import (
     OnlineKtoConfig,
     RewardModelConfig,
 )
+from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError
+from penstock.conf.rollout import RolloutConfig, SamplingConfig
+from penstock.conf.run import RunConfig
 from tests.registries import names_for_a_test
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_builds_from_its_defaults(name):
-    flow = build_dataflow(ALGORITHMS[name].config_class())
+def test_every_algorithm_builds_from_a_runs_defaults(name):
+    flow = build_dataflow(RunConfig(algorithm=ALGORITHMS[name].config_class()).algorithm)
     assert flow.of_kind("train")
+
+
+def dr_grpo_loss(**options):
+    """Loss of Dr. GRPO's preset for a right answer of two tokens and a wrong one of four, where the policy has not
+    moved: each token's is minus its advantage, 1/2 or -1/2."""
+    config = RunConfig(
+        algorithm=DrGrpoConfig(), rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=8)), **options
+    ).algorithm
+    flow = build_dataflow(config)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool()
+    advantage = flow.stage("advantage").function(torch.tensor([1.0, 0.0]))
+    logprobs = torch.full((2, 4), -1.0)
+    loss, _ = flow.stage("train").function(
+        logprobs=logprobs, old_logprobs=logprobs, behavior_logprobs=logprobs, mask=mask, totals=BatchTotals.of(mask),
+        advantage=advantage,
+    )  # fmt: skip
+    return loss.item()
+
+
+def test_dr_grpo_divides_sums_by_the_longest_response_of_the_run():
+    assert dr_grpo_loss() == (-2 * 0.5 + 4 * 0.5) / (2 * 8)
+    environment = EnvironmentConfig(name="game", max_tokens=100)
+    assert dr_grpo_loss(environment=environment) == pytest.approx(1 / (2 * 100))
+
+
+def test_a_constant_that_is_given_stays_and_none_outside_of_a_run_is_an_error():
+    assert RunConfig(algorithm=DrGrpoConfig(constant_tokens=5)).algorithm.constant_tokens == 5
+    with pytest.raises(ConfigError, match=r"algorithm\.constant_tokens=0: must be greater than 0"):
+        build_dataflow(DrGrpoConfig())
 
 
 def test_dapo_replaces_groups_without_signal_and_shapes_rewards():
