@@ -45,6 +45,7 @@ BROKEN = {
     "trust_remote_code": "no code of a model's directory is run",
     "distributed_executor_backend": "a worker's processes live and die with its actor",
     "pipeline_parallel_size": "a publication goes to all ranks of one tensor-parallel engine",
+    "hf_overrides": "the trainer goes by the model's own config.json: change that",
     "data_parallel_size": "each engine is an actor of its own: rollout.num_workers",
 }
 """Options that would break a promise of a run, and which."""
@@ -123,8 +124,11 @@ class RolloutConfig:
     """Seconds within which an engine or reward actor that is asked to leave finishes what it has; it gives the rest
     back for others to compute. Groups of a few seconds are all finished; what is given back is sampled again."""
     num_gpus_per_worker: float = 0
-    """GPUs for each engine. 0: the CPU build."""
+    """GPUs for each process of an engine, which has tensor_parallel_size of them, all on one node: an engine of
+    tensor_parallel_size=4 reserves four times as much. 1, or a part of the GPU that it shares with a rank; 0: the CPU
+    build."""
     tensor_parallel_size: int = 1
+    """Processes that each engine is split over, by heads and by columns of its layers."""
     dtype: str = "float32"
     """Data type, float32 or bfloat16. On GPUs use bfloat16."""
     max_model_len: int = 1024

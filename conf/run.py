@@ -171,6 +171,26 @@ def validate(config: RunConfig) -> None:
             f"{config.trainer.groups_per_step}: a minibatch needs at least one group."
         )
     choose_transport(config)
+    _check_gpus(config)
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """Check that every process of an engine can have the GPU that it is promised: Ray gives an actor whole ones, or a
+    part of one."""
+    gpus, size = config.rollout.num_gpus_per_worker, config.rollout.tensor_parallel_size
+    key = f"rollout.num_gpus_per_worker={gpus:g}"
+    if gpus > 1:
+        raise ConfigError(
+            f"{key}: each of an engine's processes computes on one GPU, and rollout.tensor_parallel_size={size} of "
+            f"them would use {size}. For engines of {math.ceil(gpus)} GPUs set rollout.num_gpus_per_worker=1 and "
+            f"rollout.tensor_parallel_size={math.ceil(gpus)}."
+        )
+    if 0 < gpus < 1 and size > 1 and config.placement != "colocated":
+        raise ConfigError(
+            f"{key} with rollout.tensor_parallel_size={size}: an engine can have parts of several GPUs only where "
+            "these are its ranks'; it would have all its processes on one. Set rollout.num_gpus_per_worker=1, "
+            "rollout.tensor_parallel_size=1 or placement=colocated."
+        )
 
 
 def _check_colocated(config: RunConfig) -> None:

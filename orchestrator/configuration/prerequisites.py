@@ -19,6 +19,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.workers.context_length import longest_context, longest_short_context
 from penstock.workers.fresh_model import character_tokenizer, vocabulary_size
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.code import limits_of
@@ -58,7 +59,8 @@ def tokenizer_of(config: RunConfig) -> Any:
 
 
 def _fresh(model: FreshModelConfig, max_model_len: int) -> str:
-    _check_length("model.fresh.max_position_embeddings", model.max_position_embeddings, max_model_len)
+    longest = model.max_position_embeddings
+    _check_length(f"model.fresh.max_position_embeddings={longest}", longest, max_model_len)
     kind = f"Qwen3-MoE with {model.num_experts} experts a layer" if model.num_experts else "Qwen2"
     return f"a fresh {kind}, {num_parameters(model) / 1e6:.1f}M parameters, character tokenizer"
 
@@ -93,9 +95,15 @@ def _describe(path: str, key: str, max_model_len: int) -> str:
         raise ModelError(
             f"{key}={path}: has no weights (*.safetensors). Save them there: model.save_pretrained({path!r})."
         )
-    longest = model.get("max_position_embeddings")
-    if isinstance(longest, int):
-        _check_length(f"{key}={path}: max_position_embeddings", longest, max_model_len)
+    longest, longest_short = longest_context(model), longest_short_context(model)
+    if longest is not None:
+        _check_length(f"{key}={path}: {longest} tokens, by its config.json", longest, max_model_len)
+    if longest_short is not None and max_model_len > longest_short:
+        raise ConfigError(
+            f"rollout.max_model_len={max_model_len}: {key}={path} has LongRoPE, whose long factors begin at "
+            f"{longest_short} tokens. Engines that serve longer sequences take them for every token, the trainer for "
+            f"long rows alone: log-probabilities would differ. Set rollout.max_model_len={longest_short} or less."
+        )
     size_mib = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 2**20
     return f"{path}: {model.get('model_type', 'unknown type')}, {size_mib:,.0f} MiB of weights"
 
@@ -114,8 +122,7 @@ def _read_config(directory: Path, key: str) -> dict[str, Any]:
 def _check_length(what: str, longest: int, max_model_len: int) -> None:
     if max_model_len > longest:
         raise ConfigError(
-            f"rollout.max_model_len={max_model_len} is more than the model takes ({what}={longest}). "
-            "Lower rollout.max_model_len."
+            f"rollout.max_model_len={max_model_len} is more than the model takes ({what}). Lower rollout.max_model_len."
         )
 
 

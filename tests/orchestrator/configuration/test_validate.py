@@ -1,6 +1,7 @@
 """What can be known to be wrong is told before anything starts."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +109,36 @@ def test_a_length_that_the_model_does_not_take_is_refused(model: Path, rows: Pat
     assert "rollout.max_model_len=512" in message
     assert "256" in message
     assert "rollout.max_model_len" in refused(ConfigError, f"data.path={rows}", "rollout.max_model_len=4096")
+
+
+def test_a_scaled_rope_stretches_the_length_and_longrope_ends_early(model: Path, rows: Path, tmp_path: Path) -> None:
+    scaled = tmp_path / "scaled"
+    shutil.copytree(model, scaled)
+    config = json.loads((scaled / "config.json").read_text())
+    words = (f"data.path={rows}", f"model.path={scaled}", "rollout.max_model_len=512")
+    for rope, message in (
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, None),
+        ({"rope_type": "linear", "factor": 1.5, "rope_theta": 1e4}, "384 tokens, by its config.json"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 128}, "256 tokens"),
+    ):
+        (scaled / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+        if message is None:
+            check(*words)
+        else:
+            assert message in refused(ConfigError, *words)
+    words = (*words[:2], "rollout.max_model_len=256", "rollout.sampling.max_tokens=8")
+    assert "begin at 128 tokens" in refused(ConfigError, *words)
+
+
+def test_each_process_of_an_engine_has_a_gpu_or_the_engine_is_refused() -> None:
+    config = load_config(["rollout.num_gpus_per_worker=1", "rollout.tensor_parallel_size=4"])
+    plan = plan_actors(build_dataflow(config.algorithm), config)
+    assert [actor.num_gpus for actor in plan if actor.role == "rollout"] == [4]
+    parts = "rollout.num_gpus_per_worker=0.5", "rollout.tensor_parallel_size=2"
+    assert "would have all its processes on one" in refused(ConfigError, *parts)
+    load_config([*parts, "trainer.num_gpus_per_rank=0.5", "trainer.num_ranks=2", "placement=colocated"])
+    message = refused(ConfigError, "rollout.num_gpus_per_worker=2")
+    assert message.endswith("set rollout.num_gpus_per_worker=1 and rollout.tensor_parallel_size=2.")
 
 
 def test_a_dataset_that_is_not_there_or_empty_or_of_another_shape_is_refused(rows: Path, tmp_path: Path) -> None:
