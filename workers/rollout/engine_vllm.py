@@ -134,12 +134,14 @@ class VllmEngine(VllmProcesses):
 
     async def sleep(self) -> None:
         """Leave the device. On a shared GPU, the weights go to the host's memory and the KV cache is released (vLLM's
-        level 1). A CPU has nothing to give back."""
+        level 1); requests in flight wait in vLLM, and are recomputed once the engine is awake. A CPU has nothing to
+        give back."""
         self.check_alive()
         self._awake.clear()
         if shares_gpu(self._config):
             self._has_weights = False
-            await self._in_time("sleep", self.llm.sleep(level=1), self._spec.phase_timeout_s, PHASE_KEY)
+            call = self.llm.sleep(level=1, mode="keep")  # by default vLLM ends what is in flight
+            await self._in_time("sleep", call, self._spec.phase_timeout_s, PHASE_KEY)
 
     async def wake(self) -> None:
         self.check_alive()
@@ -233,9 +235,10 @@ class VllmEngine(VllmProcesses):
         return Opened(mapped, info | {"verified_inode": mapped.inode})
 
     async def _exchange(self, delivery: Delivery, opened: Opened | None) -> None:
-        """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`."""
+        """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`. vLLM is
+        paused already while it sleeps, and goes on when it wakes."""
         version = str(delivery.version)
-        paused = self.num_in_flight > 0
+        paused = self.num_in_flight > 0 and (self._awake.is_set() or not shares_gpu(self._config))
         if paused:
             await self._pause(delivery)
         try:

@@ -10,6 +10,7 @@ import torch
 from penstock.conf.errors import PromptRefused, WeightError
 from penstock.workers.fresh_model import EOS_ID
 from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
+from penstock.workers.rollout import engine_vllm
 from penstock.workers.rollout.sampling import sampling_logprobs
 
 PROMPT = [20, 14, 21, 32, 50]
@@ -274,6 +275,37 @@ def test_loads_one_after_another_while_sequences_run(served) -> None:
     for completion in served.call(loads()):
         assert completion.versions == sorted(completion.versions)
         assert len(completion.token_ids) == 300
+    for completion in generate(served):
+        assert_logprobs_match(served, completion, Sampling())
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_sequences_in_flight_outlast_a_sleep(served, loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that is shared, whose memory is given back; a CPU keeps its own."""
+    monkeypatch.setattr(engine_vllm, "shares_gpu", lambda config: True)
+    sampling = Sampling(max_tokens=400, seed=3, ignore_eos=True)
+
+    async def asleep() -> list[Completion]:
+        start = served.engine.sampled().num_tokens
+        group = asyncio.create_task(served.engine.generate(PROMPT, 4, sampling))
+        while served.engine.sampled().num_tokens - start < 40:
+            await asyncio.sleep(0.001)
+        await served.engine.sleep()
+        if loads:
+            await served.engine.load(served.change_weights(seed=31))
+        if served.name == "vllm":
+            before = served.engine.sampled().num_tokens
+            await asyncio.sleep(0.2)
+            assert served.engine.sampled().num_tokens == before < start + 4 * 400
+        await served.engine.wake()
+        return await group
+
+    old_version = served.version
+    for completion in served.call(asleep()):
+        assert len(completion.token_ids) == 400
+        assert set(completion.versions) <= {old_version, served.version}
+        if served.name == "vllm":
+            assert set(completion.versions) == {old_version, served.version}
     for completion in generate(served):
         assert_logprobs_match(served, completion, Sampling())
 

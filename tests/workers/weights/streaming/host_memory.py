@@ -132,7 +132,8 @@ class LoadingLLM(FakeLLM):
         await self._do("load")
         await asyncio.to_thread(self.worker.update_weights, request.update_info)
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int, mode: str) -> None:
+        assert (level, mode) == (1, "keep")
         await self._do("sleep")
 
     async def wake_up(self, tags: list[str] | None = None) -> None:

@@ -68,10 +68,14 @@ def test_every_engine_gets_the_same(make_side: Callable[..., Side], name: str) -
             assert torch.equal(tensor, other)
 
 
-def test_a_sleeping_engine_wakes_its_weights_before_a_stream_and_cache_after_it(make_side: Callable[..., Side]) -> None:
-    """An engine on a GPU that it shares with others."""
+@pytest.mark.parametrize("in_flight", [0, 2])
+def test_a_sleeping_engine_wakes_its_weights_before_a_stream_and_cache_after_it(
+    make_side: Callable[..., Side], in_flight: int
+) -> None:
+    """An engine on a GPU that it shares with others. What is in flight was paused when it fell asleep."""
     side = make_side("ipc", num_gpus_per_worker=0.5)
     (engine,) = side.engines
+    engine.num_in_flight = in_flight
     asyncio.run(engine.sleep())
     assert side.run() == [None, None]
     asyncio.run(engine.wake())
