@@ -29,7 +29,8 @@ escape: setup ## attacks on the sandbox that code of models runs in; they fail w
 
 soak: setup ## before a release: a million random events and more in the store, twenty kills of a run; about 40 minutes
 	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/orchestrator/membership/test_takeovers.py \
-	  tests/workers/trainer/engines/test_layers.py -k "histories or staleness or kills or layers or controller" $(ARGS)
+	  tests/workers/trainer/engines/test_layers.py tests/workers/trainer/models/test_own_logits.py \
+	  -k "histories or staleness or kills or layers or controller or kind" $(ARGS)
 
 LEGS := 10
 SEED := 0

@@ -68,6 +68,7 @@ def assemble_trainer(
     none. `phases`, `meters`: where it notes what it does, and how much. Collective. Raises `ModelError`,
     `ConfigError`."""
     trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **_options(spec))
+    trainer.check_scores()
     critic = _critic(spec, address)
     ranks = trainer.ranks
     preparation = Preparation(spec.in_trainer, spec.columns, ranks.gather, critic, is_saved=spec.is_saved)
@@ -96,6 +97,7 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
     """Assemble a rank that only computes; arguments and errors as for `assemble_trainer`."""
     options = _options(spec) | {"rows_alone": spec.rows_alone, "trainable": False}
     trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **options)
+    trainer.check_scores()
     compute = trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs
     return ScorerParts(trainer, ScorerWorker(compute, spec.stage, spec.column, trainer.ranks, phases=phases))
 

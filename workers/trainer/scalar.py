@@ -35,6 +35,9 @@ class ScalarTrainer(PolicyTrainer):
         )
         return ScalarModel(lm), weights, max_length(lm)
 
+    def check_scores(self) -> None:
+        """Do nothing: `open_scalar_lm` has seen that the head is a linear layer, and nothing follows it."""
+
     @torch.no_grad()
     def values(self, rows: Rows) -> list[np.ndarray]:
         """Return `[T_i]` float32 for each row: what is expected before each response token. Collective. Raises

@@ -80,6 +80,14 @@ def peak_flops(device: str) -> float | None:
     return next((peak for name, peak in PEAKS.items() if name in words), None) if not words & SLOWER else None
 
 
+def clock(device: torch.device) -> float:
+    """Seconds now, by a clock of this process, once the device has done all that was launched on it. Without the wait
+    a time would be that of launches."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
 class StepMeter:
     """Lifecycle: `begin` once the model is there, `note` after each step."""
 

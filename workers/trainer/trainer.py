@@ -11,7 +11,6 @@ Legend: B rows of the micro-batch, T response tokens, padded, N response tokens.
 """
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +30,7 @@ from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.engines.optimizer import learning_rate
 from penstock.workers.trainer.models.language_model import (
     PolicyModel,
+    check_scores,
     compile_layers,
     max_length,
     open_causal_lm,
@@ -40,7 +40,7 @@ from penstock.workers.trainer.models.routing import Routers
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.publishing import Publisher
 from penstock.workers.trainer.ranks import Ranks, phase
-from penstock.workers.trainer.step_meter import size_of
+from penstock.workers.trainer.step_meter import clock, size_of
 from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
@@ -140,6 +140,13 @@ class PolicyTrainer:
         chunk_mib = self.config.logprob_chunk_mib
         return PolicyModel(lm, temperature=self._temperature, chunk_mib=chunk_mib), weights, max_length(lm)
 
+    def check_scores(self) -> None:
+        """Compare log-probabilities of a few tokens with those by the logits of the model's own forward: whatever a
+        model does to its logits, the trainer does too. Collective. Raises `ModelError` where they differ."""
+        with self._phase("comparison with the model's own logits"):
+            check_scores(self.model, self.engine.forward, getattr(torch, self.config.dtype), self.ranks)
+        self.engine.free()
+
     @torch.no_grad()
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """Return `[T_i]` float32 for each row: log-probabilities of the response tokens at the sampling temperature.
@@ -192,14 +199,14 @@ class PolicyTrainer:
         """
         if not self.trainable:
             raise RuntimeError("this trainer was made with trainable=False; it has no optimizer.")
-        started = time.perf_counter()
+        started = clock(self.ranks.device)
         seconds: dict[str, float] = defaultdict(float)
         inputs = LossInputs.of(loss, rows.names)
         with self._phase(f"update {self.num_updates + 1}, agreement on micro-batches"):
             minibatches = self._batcher.minibatches(rows, inputs)
         old = self.logprobs(rows) if inputs.takes_old_logprobs and len(minibatches) > 1 else None
         rate = learning_rate(self.config.optimizer, self.num_updates, self.config.max_steps)
-        seconds["plan"] = time.perf_counter() - started
+        seconds["plan"] = clock(self.ranks.device) - started
 
         shared = UpdateParts(inputs, Tally(len(minibatches)), old, recorder)
         norms, skipped = [], 0
@@ -216,7 +223,7 @@ class PolicyTrainer:
             f"{self.metrics_prefix}/grad_norm": sum(norms) / len(norms),
             f"{self.metrics_prefix}/skipped_nonfinite": float(skipped),
         }
-        seconds["update"] = time.perf_counter() - started
+        seconds["update"] = clock(self.ranks.device) - started
         num_tokens = int(rows.lengths("response_ids").sum()) if len(rows) else 0
         return UpdateReport(metrics, len(rows), num_tokens, dict(seconds))
 
@@ -273,15 +280,15 @@ class PolicyTrainer:
         """Run forward and backward of each micro-batch: gradients add up in the parameters."""
         for number, batch in enumerate(minibatch.batches):
             place = f"update {self.num_updates + 1}, micro-batch {number + 1} of {len(minibatch.batches)}"
-            started = time.perf_counter()
+            started = clock(self.ranks.device)
             with self._phase(f"{place}, forward"):
                 self.engine.before_backward(is_last=number == len(minibatch.batches) - 1)
                 loss = self._contribution(minibatch, batch, shared, is_first)
-            seconds["forward"] += time.perf_counter() - started
-            started = time.perf_counter()
+            seconds["forward"] += clock(self.ranks.device) - started
+            started = clock(self.ranks.device)
             with self._phase(f"{place}, backward"):
                 self.engine.backward(loss)
-            seconds["backward"] += time.perf_counter() - started
+            seconds["backward"] += clock(self.ranks.device) - started
 
     def _contribution(self, minibatch: Minibatch, batch: MicroBatch, shared: UpdateParts, is_first: bool) -> Tensor:
         """Run forward of one micro-batch: returns its share of the minibatch's loss, `[]` with gradient. `is_first`:
@@ -318,9 +325,9 @@ class PolicyTrainer:
 
     def _optimizer_step(self, rate: float, seconds: dict[str, float]) -> float:
         """Step, and return the norm before clipping. Where it is not finite, nothing is changed."""
-        started = time.perf_counter()
+        started = clock(self.ranks.device)
         self._let_weights_go()
         with self._phase(f"update {self.num_updates + 1}, optimizer step"):
             norm = self.engine.optimizer_step(rate)
-        seconds["optimizer"] += time.perf_counter() - started
+        seconds["optimizer"] += clock(self.ranks.device) - started
         return norm

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from penstock.metering.meters import Meters
 from penstock.workers.trainer.report import StepReport, TrainedRows
-from penstock.workers.trainer.step_meter import ModelSize, StepMeter, peak_flops, size_of
+from penstock.workers.trainer.step_meter import ModelSize, StepMeter, clock, peak_flops, size_of
 from tests.metering.measured import measured
 
 
@@ -73,6 +73,14 @@ def test_of_a_mixtures_experts_those_count_that_a_token_is_sent_to() -> None:
     )  # router, 2 experts, shared one, its gate, norms
     assert size.num_parameters == 2 * 10 * 8 + of_layer + 8
     assert size.update_flops([1]) == 6 * size.num_parameters + 12 * 8
+
+
+def test_time_is_read_once_a_device_has_done_what_was_launched_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    before, after = clock(torch.device("cpu")), clock(torch.device("cuda", 1))
+    assert before < after
+    assert waited == [torch.device("cuda", 1)]
 
 
 def test_a_rank_that_does_not_speak_for_its_rows_counts_steps_alone() -> None:

@@ -1,5 +1,6 @@
 """One rank. More of them: `test_ranks.py`."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -301,6 +302,15 @@ def test_a_report_counts_this_ranks_rows_and_tokens(make_trainer: Make, make_row
     report = make_trainer().update(rows, sft_loss)
     assert (report.num_samples, report.num_tokens) == (6, len(rows.ragged("response_ids")[0]))
     assert {"plan", "forward", "backward", "optimizer", "update"} <= report.seconds.keys()
+
+
+def test_times_of_an_update_are_told_by_the_devices_clock(
+    make_trainer: Make, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, seconds = make_trainer(), itertools.count()
+    monkeypatch.setattr("penstock.workers.trainer.trainer.clock", lambda device: float(next(seconds)))
+    expected = {"plan": 1.0, "forward": 1.0, "backward": 1.0, "optimizer": 1.0, "update": 8.0}
+    assert trainer.update(make_rows(6), sft_loss).seconds == expected
 
 
 def test_a_reference_keeps_no_gradients_and_no_optimizer(make_trainer: Make, make_rows: MakeRows) -> None:

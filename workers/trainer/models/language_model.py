@@ -9,7 +9,8 @@ Legend: B rows of the micro-batch, L padded tokens of prompt and response, N res
 for.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,12 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError, ModelError, suggest
+from penstock.workers.context_length import longest_context
 from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
-from penstock.workers.trainer.models.token_scores import ENTROPY, OutputLayer
+from penstock.workers.trainer.models.token_scores import ENTROPY, LogitChange, OutputLayer, whole_scores
+from penstock.workers.trainer.ranks import Ranks
 
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_enabled")
-"""Settings of models that do something between the output layer and the logits."""
+FACTORS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling", "logits_mup_width_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Settings of models that multiply their output layer's product, divide it, or bend it below a soft cap."""
+GAP_NATS = 1e-3
+"""Largest mean difference, beyond rounding, from log-probabilities by the model's own logits. One that a model's logits
+leave out is tenths of a nat and more; rounding in float32 is some millionths."""
 HEAD = "score.weight"
 
 
@@ -38,16 +45,14 @@ class PolicyModel(nn.Module):
         what is made of them.
 
         `lm`'s output layer is replaced by one that scores tokens too, and on some CPUs its linear layers by faster ones
-        (`linear.py`), with the same parameters. Raises `ModelError` for models whose logits are more than a linear
-        layer's result.
+        (`linear.py`), with the same parameters. Raises `ModelError` for models whose output layer is not linear.
         """
         super().__init__()
-        for name in LOGIT_CHANGES:
-            if getattr(lm.config, name, None) not in (None, False, 1, 1.0):
-                raise ModelError(
-                    f"the model {lm.config.model_type!r} sets {name}={getattr(lm.config, name)}, which the trainer "
-                    "would leave out: its log-probabilities would be wrong. Choose another model.path."
-                )
+        if lm.base_model is lm:
+            raise ModelError(
+                f"the model {lm.config.model_type!r} ({type(lm).__name__}) does not tell its layers from its output "
+                "layer, between which the trainer picks the tokens that it scores. Choose another model.path."
+            )
         layer = lm.get_output_embeddings()
         if type(layer) not in (nn.Linear, OutputLayer):
             raise ModelError(
@@ -55,7 +60,9 @@ class PolicyModel(nn.Module):
                 "scores tokens with plain linear ones only. Choose another model.path, or leave its output layer as "
                 "it is."
             )
-        lm.set_output_embeddings(OutputLayer.of(layer))
+        output_layer = OutputLayer.of(layer)
+        output_layer.change = logit_change(lm.config)
+        lm.set_output_embeddings(output_layer)
         use_fast_linears(lm)
         self.lm = lm
         self.temperature = temperature
@@ -68,6 +75,7 @@ class PolicyModel(nn.Module):
         targets_N: Tensor,
         entropy: str = "none",
         temperature: float | Tensor | None = None,
+        own: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities `[N]` of `targets_N`, and entropies `[N]` of the distributions they are from, in nats,
         float32.
@@ -76,10 +84,15 @@ class PolicyModel(nn.Module):
         is on the right reaches no real token, and each row starts at position 0. `positions_N`: int64, places in the
         flattened `[B * L]` that predict `targets_N` (a target's own place minus one). `entropy`: "none"; "value",
         without gradient; "gradient". `temperature`: in the place of the model's; of each target, the bits of float32 as
-        int32 `[N]`, since an engine in bfloat16 rounds all floating-point arguments.
+        int32 `[N]`, since an engine in bfloat16 rounds all floating-point arguments. `own`: by the logits of the
+        model's own forward, all of them at once; for `check_scores`.
         """
         if entropy not in ENTROPY:
             raise ValueError(f"entropy={entropy!r}: unknown{suggest(entropy, ENTROPY)}")
+        if own:
+            logits_BLV = self.lm(input_ids=input_ids_BL, use_cache=False).logits
+            logits_NV = logits_BLV.flatten(0, 1).index_select(0, positions_N)
+            return whole_scores(logits_NV, targets_N, self._at(temperature), entropy)
         hidden_BLH = self.lm.base_model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, positions_N)
         output_layer = self.lm.get_output_embeddings()
@@ -92,6 +105,45 @@ class PolicyModel(nn.Module):
         if temperature is None:
             return self.temperature
         return temperature.view(torch.float32) if isinstance(temperature, Tensor) else temperature
+
+
+@torch.no_grad()
+def check_scores(model: PolicyModel, forward: Callable[..., Any], dtype: torch.dtype, ranks: Ranks) -> None:
+    """Compare a few tokens' log-probabilities with those by the logits of the model's own forward. Collective.
+
+    `forward`: the engine's, around the model. `dtype`: that it computes in. Layers that were to be compiled are not.
+    Raises `ModelError` where they differ, on all ranks.
+    """
+    words = min(model.lm.get_input_embeddings().num_embeddings, model.lm.get_output_embeddings().out_features)
+    ids_BL = (torch.arange(2 * 8, device=ranks.device) * 7919 % words).view(2, 8)
+    positions_N = torch.arange(2 * 8, device=ranks.device).view(2, 8)[:, :-1].flatten()
+    targets_N = ids_BL[:, 1:].flatten()
+    with torch.compiler.set_stance("force_eager"):
+        ours_N, _ = forward(ids_BL, positions_N, targets_N)
+        own_N, _ = forward(ids_BL, positions_N, targets_N, "none", None, True)
+    rounding = torch.finfo(dtype).eps * float(own_N.abs().mean())
+    gap = float((ours_N - own_N).abs().mean())
+    if not all(gap <= GAP_NATS + rounding for gap in ranks.gather_ranks(gap)):
+        known = ", ".join((*FACTORS, *DIVISORS, *CAPS))
+        raise ModelError(
+            f"model.path: the trainer's log-probabilities of {type(model.lm).__name__} are {gap:.3g} nats a token away "
+            "from those by the logits of its own forward: it does something to its hidden states or logits that the "
+            f"trainer does not do, or draws at random while it trains. The trainer knows {known}. Choose another "
+            "model.path."
+        )
+
+
+def logit_change(config: Any) -> LogitChange:
+    """What a model of this configuration makes of its output layer's product, as far as the names of settings tell.
+    `check_scores` compares it with what it does."""
+    config = config.get_text_config(decoder=True)
+
+    def numbers(names: Sequence[str]) -> list[float]:
+        values = [getattr(config, name, None) for name in names]
+        return [float(value) for value in values if isinstance(value, int | float) and value]
+
+    scale = math.prod(numbers(FACTORS)) / math.prod(numbers(DIVISORS))
+    return LogitChange(scale, next(iter(numbers(CAPS)), None))
 
 
 class ScalarModel(nn.Module):
@@ -222,7 +274,7 @@ def use_liger(lm: Any) -> None:
 
 def max_length(lm: Any) -> int | None:
     """Longest sequence that the model has positions for, in tokens; None: unbounded."""
-    return getattr(lm.config, "max_position_embeddings", None)
+    return longest_context(lm.config.to_dict())
 
 
 @contextmanager
@@ -252,6 +304,6 @@ def keep_generation_config(lm: Any, path: str) -> None:
 def without_dropout(config: Any) -> Any:
     """The model's configuration without dropout, changed in place: the trained model must be the one that sampled."""
     for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config

@@ -12,6 +12,7 @@ Legend: N tokens, H hidden size, V vocabulary, R x C tokens and words of one til
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,16 +32,33 @@ CPU_TILE_BYTES = 8 * 2**20
 """
 
 
+@dataclass(frozen=True)
+class LogitChange:
+    """Logits that a model makes of its output layer's product z: scale * z, or cap * tanh(scale * z / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    """Soft cap of the scaled product (Gemma 2, 2408.00118, section 2). None: there is none."""
+
+    @property
+    def product_cap(self) -> float | None:
+        """Soft cap of the product itself, where the scale follows the cap."""
+        return self.cap / self.scale if self.cap else None
+
+
 class OutputLayer(AdoptedLinear):
     """A causal language model's output layer, which also scores tokens.
 
         layer = OutputLayer.of(lm.get_output_embeddings())
-        layer(hidden)                                     # logits, as before
+        layer(hidden)                                     # its product, as before, which the model makes logits of
         layer(hidden_NH, targets_N, temperature=0.7)      # (logprobs_N, None)
 
     Scoring happens within the module's own forward, so that an engine that gathers a sharded weight by hooks on modules
     has it whole there, and in backward.
     """
+
+    change = LogitChange()
+    """What the model makes of the product, for scores."""
 
     def forward(
         self,
@@ -51,12 +69,12 @@ class OutputLayer(AdoptedLinear):
         entropy: str = "none",
         budget_bytes: int = 0,
     ) -> Any:
-        """Return the logits without targets, and what `token_scores` returns with them."""
+        """Return the product without targets, and what `token_scores` returns with them."""
         if targets_N is None:
             return super().forward(hidden)
         return token_scores(
-            hidden, self.weight, self.bias, targets_N, temperature=temperature, entropy=entropy,
-            budget_bytes=budget_bytes,
+            hidden, self.weight, self.bias, targets_N, temperature=temperature / self.change.scale, entropy=entropy,
+            budget_bytes=budget_bytes, cap=self.change.product_cap,
         )  # fmt: skip
 
 
@@ -69,27 +87,30 @@ def token_scores(
     temperature: float | Tensor = 1.0,
     entropy: str = "none",
     budget_bytes: int = 0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities `[N]` of `targets_N` (int64) and entropies `[N]`, float32, in nats, of
     softmax((hidden weight^T + bias) / temperature), which is one number or `[N]`.
 
     `entropy`: "none" (None is returned); "value", without gradient; "gradient". `budget_bytes`: of logits and
-    what is made of them, at once; changes no result but for rounding. Logits are rounded to the dtype of `hidden_NH`,
-    as the model's own are, and float32 from then on. Gradients, once differentiable, flow to `hidden_NH`, `weight_VH`
-    and `bias_V`.
+    what is made of them, at once; changes no result but for rounding. `cap`: logits z become cap * tanh(z / cap)
+    before the temperature. Logits are rounded to the dtype of `hidden_NH`, as the model's own are, and float32 from
+    then on. Gradients, once differentiable, flow to `hidden_NH`, `weight_VH` and `bias_V`.
     """
     if len(hidden_NH) * len(weight_VH) * BYTES_PER_WHOLE_LOGIT <= budget_bytes:
-        return whole_scores(nn.functional.linear(hidden_NH, weight_VH, bias_V), targets_N, temperature, entropy)
+        return whole_scores(nn.functional.linear(hidden_NH, weight_VH, bias_V), targets_N, temperature, entropy, cap)
     logprobs_N, entropy_N = _TokenScores.apply(
-        hidden_NH, weight_VH, bias_V, targets_N, 1.0 / temperature, entropy, budget_bytes
+        hidden_NH, weight_VH, bias_V, targets_N, 1.0 / temperature, entropy, budget_bytes, cap
     )
     return logprobs_N, None if entropy == "none" else entropy_N
 
 
 def whole_scores(
-    logits_NV: Tensor, targets_N: Tensor, temperature: float | Tensor, entropy: str
+    logits_NV: Tensor, targets_N: Tensor, temperature: float | Tensor, entropy: str, cap: float | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the same as `token_scores`, from logits that are there."""
+    if cap is not None:
+        logits_NV = (logits_NV.float() / cap).tanh() * cap
     if isinstance(temperature, Tensor):
         logits_NV = logits_NV.float() / temperature.unsqueeze(1)
     elif temperature != 1.0:
@@ -109,6 +130,7 @@ class _TokenScores(torch.autograd.Function):
 
     logprob = z_t - logsumexp(z),        d logprob / d z_j = [j = t] - p_j
     H = logsumexp(z) - sum_j p_j z_j,    d H / d z_j = -p_j (log p_j + H)
+    z = cap * tanh(y / cap),             d z / d y = 1 - (z / cap)^2
     """
 
     @staticmethod
@@ -121,14 +143,16 @@ class _TokenScores(torch.autograd.Function):
         scale: float | Tensor,
         entropy: str,
         budget_bytes: int,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        tiles = Tiles(hidden_NH, weight_VH, bias_V, scale, budget_bytes)
+        tiles = Tiles(hidden_NH, weight_VH, bias_V, scale, budget_bytes, cap)
         running = RunningSoftmax(targets_N, with_entropy=entropy != "none")
         for rows, words, logits_RC in tiles:
             running.add(rows, words, logits_RC)
         logprobs_N, entropy_N = running.logprobs(), running.entropy()
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, running.logsumexp(), entropy_N)
         ctx.scale, ctx.budget_bytes, ctx.entropy_has_gradient = scale, budget_bytes, entropy == "gradient"
+        ctx.cap = cap
         if not ctx.entropy_has_gradient:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
@@ -137,13 +161,14 @@ class _TokenScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, logsumexp_N, entropy_N = ctx.saved_tensors
-        tiles = Tiles(hidden_NH, weight_VH, bias_V, ctx.scale, ctx.budget_bytes)
+        tiles = Tiles(hidden_NH, weight_VH, bias_V, ctx.scale, ctx.budget_bytes, ctx.cap)
         sums = GradientSums(ctx.needs_input_grad, hidden_NH, weight_VH, bias_V)
         # The logits' gradient is wanted before the temperature.
         grad_logprobs_N1, grad_entropy_N1 = (
             (grad * ctx.scale).unsqueeze(1) for grad in (grad_logprobs_N, grad_entropy_N)
         )
         for rows, words, logits_RC in tiles:
+            slope_RC = tiles.slope(rows, logits_RC)
             all_logprobs_RC = logits_RC.sub_(logsumexp_N[rows, None])
             factor: Tensor = grad_logprobs_N1[rows]
             if ctx.entropy_has_gradient:
@@ -151,8 +176,8 @@ class _TokenScores(torch.autograd.Function):
             grad_RC = all_logprobs_RC.exp_().mul_(factor).neg_()
             index_R1, is_inside_R1 = places(targets_N[rows], words)
             grad_RC.scatter_add_(1, index_R1, grad_logprobs_N1[rows] * is_inside_R1)
-            sums.add(rows, words, grad_RC)
-        return (*sums.result(), None, None, None, None)
+            sums.add(rows, words, grad_RC if slope_RC is None else grad_RC.mul_(slope_RC))
+        return (*sums.result(), None, None, None, None, None)
 
 
 class Tiles:
@@ -163,10 +188,12 @@ class Tiles:
     """
 
     def __init__(
-        self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, scale: float | Tensor, budget_bytes: int
-    ) -> None:
-        """`scale`: one over the temperature, of all tokens or of each, `[N]`."""
+        self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, scale: float | Tensor, budget_bytes: int,
+        cap: float | None = None,
+    ) -> None:  # fmt: skip
+        """`scale`: one over the temperature, of all tokens or of each, `[N]`. `cap`: see `token_scores`."""
         self._hidden_NH, self._weight_VH, self._bias_V, self._scale = hidden_NH, weight_VH, bias_V, scale
+        self._cap = cap
         self._size = len(hidden_NH), len(weight_VH)
         self._shape = tile_shape(*self._size, budget_bytes, is_cpu=hidden_NH.device.type == "cpu")
 
@@ -180,14 +207,24 @@ class Tiles:
                 self._fill(tile_RC, rows, words)
                 yield rows, words, tile_RC
 
+    def slope(self, rows: slice, tile_RC: Tensor) -> Tensor | None:
+        """Derivative of a tile's logits, which are not changed yet, before the temperature, by the product; None where
+        it is 1."""
+        if self._cap is None:
+            return None
+        scale = self._scale[rows, None] if isinstance(self._scale, Tensor) else self._scale
+        return (tile_RC / (scale * self._cap)).square_().neg_().add_(1.0)
+
     def _fill(self, tile_RC: Tensor, rows: slice, words: slice) -> None:
         hidden_RH, weight_HC = self._hidden_NH[rows], self._weight_VH[words].t()
-        is_plain = hidden_RH.dtype == torch.float32 and self._bias_V is None
+        is_plain = hidden_RH.dtype == torch.float32 and self._bias_V is None and self._cap is None
         if is_plain and not isinstance(self._scale, Tensor):
             tile_RC.addmm_(hidden_RH, weight_HC, beta=0, alpha=self._scale)
             return
         logits_RC = hidden_RH @ weight_HC
         tile_RC.copy_(logits_RC if self._bias_V is None else logits_RC.add_(self._bias_V[words]))
+        if self._cap is not None:
+            tile_RC.div_(self._cap).tanh_().mul_(self._cap)
         if isinstance(self._scale, Tensor):
             tile_RC.mul_(self._scale[rows, None])
         elif self._scale != 1.0:

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from penstock.algorithms.losses import sft_loss
+from penstock.conf.errors import ModelError
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines.engine import make_engine
 from penstock.workers.trainer.engines.optimizer import learning_rate
 from penstock.workers.trainer.models.language_model import PolicyModel, load_causal_lm, open_causal_lm
+from penstock.workers.trainer.models.token_scores import LogitChange
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import ENGINES, put_state, random_rows, whole, whole_state
@@ -58,6 +60,17 @@ def test_training_goes_on_from_a_loaded_state_as_if_nothing_had_happened(
     expected, result = whole_state(first), whole_state(second)
     assert all(torch.equal(result[name], expected[name]) for name in expected)
     assert second.engine.num_optimizer_steps() == 6
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"trainable": False}], ids=str)
+def test_logprobs_that_are_not_by_the_models_own_logits_are_refused(make_trainer: Make, options: Any) -> None:
+    trainer = make_trainer(**options)
+    before = trainer.logprobs(random_rows(6))
+    trainer.check_scores()
+    assert all(map(np.array_equal, trainer.logprobs(random_rows(6)), before))
+    trainer.model.lm.get_output_embeddings().change = LogitChange(scale=20.0)
+    with pytest.raises(ModelError, match=r"of Qwen2ForCausalLM are .* nats a token away .* Choose another model\.path"):
+        trainer.check_scores()
 
 
 def test_what_is_not_trained_keeps_its_weights_and_is_published_all_the_same(

@@ -109,10 +109,3 @@ def test_dropout_is_off(tmp_path, model_path: str) -> None:
 def test_a_directory_without_a_model_is_a_model_error(tmp_path) -> None:
     with pytest.raises(ModelError, match=r"model\.path="):
         load_causal_lm(str(tmp_path))
-
-
-def test_models_that_change_their_logits_are_refused(model_path: str) -> None:
-    lm = load_causal_lm(model_path)
-    lm.config.final_logit_softcapping = 30.0
-    with pytest.raises(ModelError, match="final_logit_softcapping=30"):
-        PolicyModel(lm)

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.workers.trainer.models.token_scores import BYTES_PER_LOGIT, OutputLayer, tile_shape, token_scores
+from penstock.workers.trainer.models.token_scores import (
+    BYTES_PER_LOGIT,
+    LogitChange,
+    OutputLayer,
+    tile_shape,
+    token_scores,
+)
 
 TOKENS, HIDDEN, VOCABULARY = 13, 8, 97
 BUDGETS = (1, 40 * BYTES_PER_LOGIT, 300 * BYTES_PER_LOGIT, 2**20)
@@ -27,9 +33,11 @@ def problem(seed: int = 0, spread: float = 1.0, dtype: torch.dtype = torch.float
 
 
 def plain(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    logits = nn.functional.linear(hidden, weight, bias).float() / temperature
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float | Tensor,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits = nn.functional.linear(hidden, weight, bias).float()
+    logits = (logits if cap is None else cap * torch.tanh(logits / cap)) / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
 
@@ -65,6 +73,40 @@ def test_scores_equal_those_of_whole_logits(budget: int, temperature: float, wit
         expected_value = expected_value + (expected_entropy * upstream.flip(0)).sum()
     for gradient, wanted in zip(gradients(value, *inputs), gradients(expected_value, *inputs), strict=True):
         torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.5, 2.0, TOKENS)], ids=["one", "each"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_capped_logits_have_the_scores_and_gradients_of_whole_ones(
+    budget: int, temperature: float | Tensor, with_bias: bool
+) -> None:
+    hidden, weight, targets = problem()
+    bias = torch.linspace(-1, 1, VOCABULARY, requires_grad=True) if with_bias else None
+    inputs = [hidden, weight, *([bias] if bias is not None else [])]
+    column = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    expected = plain(hidden, weight, bias, targets, column, cap=2.0)
+    logprobs, entropies = token_scores(
+        hidden, weight, bias, targets, temperature=temperature, entropy="gradient", budget_bytes=budget, cap=2.0
+    )
+    assert entropies is not None
+    torch.testing.assert_close(logprobs, expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropies, expected[1], atol=1e-5, rtol=0)
+    upstream = torch.linspace(-1, 2, TOKENS)
+    found = gradients(((logprobs - entropies) * upstream).sum(), *inputs)
+    for gradient, wanted in zip(found, gradients(((expected[0] - expected[1]) * upstream).sum(), *inputs), strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_an_output_layer_scales_its_product_then_caps_it(budget: int) -> None:
+    layer = OutputLayer.of(nn.Linear(1, 2, bias=False))
+    layer.change = LogitChange(scale=0.5, cap=1.0)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[4.0], [0.0]]))
+        logprobs, _ = layer(torch.ones(1, 1), torch.tensor([1]), budget_bytes=budget)
+    # tanh(0.5 * 4) = 0.9640, and -log(1 + exp(0.9640)) = -1.2871
+    torch.testing.assert_close(logprobs, torch.tensor([-1.2871]), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -132,6 +132,7 @@ def gathered_by_layer() -> Iterator[None]:
 
 def update(trainer: PolicyTrainer, rows: Rows, directory: Path) -> dict[str, Any]:
     """One update and what can be seen of it."""
+    trainer.check_scores()
     before = trainer.logprobs(rows)
     report = trainer.update(rows, ppo_clip_loss)
     after = trainer.logprobs(rows)

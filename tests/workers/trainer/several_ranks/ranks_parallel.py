@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
+from penstock.conf.errors import ModelError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import fsdp
+from penstock.workers.trainer.models.token_scores import LogitChange
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
@@ -123,7 +125,9 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         kinds = {"summed": "qwen3", "experts": "mixtral"}
         model = f"{models}/{next((name for word, name in kinds.items() if word in scenario), 'qwen2')}"
         trainers.append(kind(config, model, Ranks.join(config, rank, num_ranks, address)))
+        refusal = refused(trainers[-1]) if kind is PolicyTrainer else ""
         result = one_update(trainers[-1], rows().select(share_of(rank, num_ranks, options)))
+        result["refusal"] = refusal
         trainers[-1].publish(str(directory / scenario), 1)
         side = TrainerSide.of(trainers[-1])
         result["streamed"] = dict(WeightStream(side.pieces, side.dtype, side.device, side.gather))
@@ -140,6 +144,20 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         loaded = load_large(options, f"{models}/large", rank, num_ranks, directory / name)
         torch.save(loaded, directory / f"{name}.{rank}.pt")
     trainers[0].close()
+
+
+def refused(trainer: PolicyTrainer) -> str:
+    """The refusal of logits that are not the model's own, after those that are have passed."""
+    trainer.check_scores()
+    output_layer = trainer.model.lm.get_output_embeddings()
+    output_layer.change = LogitChange(scale=20.0)
+    try:
+        trainer.check_scores()
+    except ModelError as error:
+        return str(error)
+    finally:
+        output_layer.change = LogitChange()
+    return ""
 
 
 RESUMED = {"shards": {}, "copies": COPIES, "tensor_and_copies": COPIES | TENSOR, "whole_copies": {"shard_size": 1}}

@@ -172,6 +172,14 @@ def test_the_adapter_that_is_published_alone_is_the_one_that_is_exported(
     assert_same(load_file(directory / "alone" / "v00000001" / "model.safetensors"), exported, atol=0)
 
 
+@pytest.mark.parametrize(("num_ranks", "scenario"), [case for case in CASES if "critic" not in case[1]])
+def test_logits_that_are_not_the_models_own_are_refused_on_every_rank(
+    several: Several, num_ranks: int, scenario: str
+) -> None:
+    for rank in range(num_ranks):
+        assert "nats a token away" in result(several(num_ranks), scenario, rank)["refusal"]
+
+
 def whole_state(parts: list[ranks.State]) -> dict[str, torch.Tensor]:
     """The pieces of all ranks, put together."""
     return put_together(piece for part in parts for piece in part)
