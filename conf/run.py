@@ -215,6 +215,15 @@ def _check_colocated(config: RunConfig) -> None:
             f"the GPUs of {engines * size} ranks, and there are {ranks}. Lower one of them, or set trainer.num_ranks="
             f"{engines * size}."
         )
+    trainer = config.trainer
+    whole_in_bfloat16 = (
+        trainer.engine == "deepspeed" and trainer.deepspeed.zero_stage == 1 and trainer.dtype == "bfloat16"
+    )
+    if on_gpus and whole_in_bfloat16 and not trainer.offload:
+        raise ConfigError(
+            "placement=colocated: trainer.deepspeed.zero_stage=1 with trainer.dtype=bfloat16 stays on the GPU, since "
+            "DeepSpeed has no way to move that optimizer. Set trainer.deepspeed.zero_stage=2 or trainer.engine=fsdp."
+        )
     if config.rollout.follows_cluster:
         raise ConfigError(
             "rollout.num_workers=auto: with placement=colocated each engine has the device of a rank. Use as many "

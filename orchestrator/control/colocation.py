@@ -1,12 +1,14 @@
 """Turns on devices that engines and trainers share (`placement=colocated`).
 
     generation:  ranks have made room, engines are awake ─▶ the store has a batch
-    training:    engines sleep, ranks are back ─▶ update, publication
+    training:    engines sleep, scorers have made room, ranks are back ─▶ update, publication
 
 Who takes the place of a lost one starts when it is its turn: an engine when the ranks have made room, ranks while the
 engines sleep. An engine that is lost in its turn is started in it, and one that is lost asleep in the next. Ranks that
 are lost while engines generate are missed when they are to come back, and a step that is taken again begins with a
 turn of the engines: a new store may lack some of its samples.
+
+A scorer comes back by itself when it has rows to compute, which is while engines generate.
 
 Rank i and engine i have one GPU: `placement/reservation.py`. With devices of their own, all are there all the time, and
 none waits for a turn.
@@ -22,8 +24,8 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answer, answers, failed, outcomes
 from penstock.store.client.client import StoreClient
 
-ENGINES, RANKS = "rollout", "trainer"
-"""Roles that take turns."""
+ENGINES, RANKS, SCORERS = "rollout", "trainer", "scorer"
+"""Roles that take turns, and the one that makes room for ranks."""
 
 
 class DeviceTurns:
@@ -81,14 +83,15 @@ class DeviceTurns:
                     self._changed.notify_all()
 
     async def _have_engines_sleep(self) -> None:
-        """Have the engines leave the devices, once none of them starts. One that fails is ended: the supervisor makes
-        another."""
+        """Have engines and scorers leave the devices, once no engine starts. One that fails is ended: the supervisor
+        makes another."""
         if self._turn == RANKS:
             return
         async with self._changed:
             await self._changed.wait_for(lambda: not self._num_starting)
             self._turn = RANKS
         self._fleet.remove(await self._failing(ENGINES, "sleep"))
+        self._fleet.kill(await self._failing(SCORERS, "leave_device"))
 
     async def _failing(self, role: str, method: str) -> list[str]:
         """Call a method of all members of a role. Returns the names of those that are gone, or do not answer in time.

@@ -225,12 +225,12 @@ class Trainer(_Rank):
             self._transport.send(version)
 
     def take_device(self) -> None:
-        """Bring everything back to the device that this rank shares with an engine. Collective."""
-        self._parts.trainer.take_device()
+        """Bring everything back to the device that this rank shares with an engine."""
+        self._parts.take_device()
 
     def leave_device(self) -> None:
-        """Make room on the device that this rank shares with an engine. Collective."""
-        self._parts.trainer.leave_device()
+        """Make room on the device that this rank shares with an engine."""
+        self._parts.leave_device()
 
     def export(self, directory: str) -> dict[str, int]:
         """Write a HF model directory; return the weight files of this rank, with their bytes. Collective. Raises
@@ -293,6 +293,12 @@ class Scorer(_Rank):
         """Serve the stage until the store closes. Collective."""
         with self._collective(f"serve {self._spec.stage}", self._parts.trainer.ranks):
             self._parts.worker.run(SyncStoreClient(store))
+
+    def leave_device(self) -> None:
+        """Make room on the device for ranks that train. It comes back by itself for the next rows. Does nothing before
+        the start."""
+        if self._started is not None:
+            self._started.guest.leave_device()
 
     def progress(self) -> Progress:
         """Rows computed, and rows of the present round. May be called at any time."""

@@ -10,10 +10,11 @@ threads that it computes with (`seconds_per_token`), before the first step; `orc
 divides the threads.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +33,7 @@ from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.sequences import without_old_turns
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
+T = TypeVar("T")
 NUM_ROWS, NUM_TOKENS = 8, 127
 """Numbers of rows and of tokens in each for the trial: about a thousand tokens, one micro-batch."""
 NUM_TRIES = 3
@@ -52,6 +54,16 @@ class TrainerParts:
     """The copy of the state in the node's memory after each update; None where that is off."""
     worker: TrainerWorker
 
+    def take_device(self) -> None:
+        """Bring everything back to the device that this rank shares with an engine."""
+        for trainer in self.state.trainers.values():
+            trainer.take_device()
+
+    def leave_device(self) -> None:
+        """Make room on the device, once a checkpoint has copied what is there."""
+        for trainer in self.state.trainers.values():
+            trainer.leave_device()
+
 
 @dataclass(frozen=True)
 class ScorerParts:
@@ -59,6 +71,41 @@ class ScorerParts:
 
     trainer: PolicyTrainer
     worker: ScorerWorker
+    guest: "Guest"
+
+
+class Guest:
+    """A scorer on a device that others need in turns: it makes room when told to, unless it computes, and comes back by
+    itself when it has to compute.
+
+    So no rank of several waits for another one that is away.
+    """
+
+    def __init__(self, trainer: PolicyTrainer) -> None:
+        self._trainer = trainer
+        self._at_work = threading.Lock()
+        self._is_away = False
+
+    def computes(self, compute: Callable[[Rows], T]) -> Callable[[Rows], T]:
+        """The function, which is on the device whenever it computes."""
+
+        def present(rows: Rows) -> T:
+            with self._at_work:
+                if self._is_away:
+                    self._trainer.take_device()
+                    self._is_away = False
+                return compute(rows)
+
+        return present
+
+    def leave_device(self) -> None:
+        """Make room. Does nothing while it computes."""
+        if self._at_work.acquire(blocking=False):
+            try:
+                self._trainer.leave_device()
+                self._is_away = True
+            finally:
+                self._at_work.release()
 
 
 def assemble_trainer(
@@ -99,7 +146,9 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
     trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **options)
     trainer.check_scores()
     compute = trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs
-    return ScorerParts(trainer, ScorerWorker(compute, spec.stage, spec.column, trainer.ranks, phases=phases))
+    guest = Guest(trainer)
+    worker = ScorerWorker(guest.computes(compute), spec.stage, spec.column, trainer.ranks, phases=phases)
+    return ScorerParts(trainer, worker, guest)
 
 
 def seconds_per_token(trainer: PolicyTrainer, counts: Sequence[int]) -> dict[int, float]:

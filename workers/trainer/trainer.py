@@ -259,13 +259,16 @@ class PolicyTrainer:
             return exporting.export(self.engine, directory, self.model_path, self.engine_dtype)
 
     def take_device(self) -> None:
-        """Come back to the device that an engine had meanwhile. Collective."""
-        self.engine.take_device()
+        """Come back to the device that an engine had meanwhile. Does nothing on a CPU."""
+        if self.ranks.device.type != "cpu":
+            self.engine.take_device()
 
     def leave_device(self) -> None:
-        """Make room for an engine on the same device. Collective."""
+        """Make room for an engine on the same device, as soon as a checkpoint has copied what is there. Does nothing on
+        a CPU."""
         self._let_weights_go()
-        self.engine.leave_device()
+        if self.ranks.device.type != "cpu":
+            self.engine.leave_device()
 
     def close(self) -> None:
         """Release the engine, and leave the other ranks."""

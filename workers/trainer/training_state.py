@@ -38,10 +38,11 @@ class TrainingState:
     ) -> None:
         """`preparation`: stages whose functions carry something from step to step."""
         self._preparation = preparation
-        self._trainers = dict(trainers)
-        self._ranks = next(iter(self._trainers.values())).ranks
+        self.trainers = dict(trainers)
+        """The trainers by name."""
+        self._ranks = next(iter(self.trainers.values())).ranks
         self.saver = Saver(self._ranks, timeout_s)
-        for trainer in self._trainers.values():
+        for trainer in self.trainers.values():
             trainer.before_weights_go = self.saver.wait_until_copied
 
     def begin(self, directory: str) -> bool:
@@ -75,12 +76,12 @@ class TrainingState:
 
     def targets(self) -> Targets:
         """Pieces to be written into, then given to `take`."""
-        counters, random = {name: torch.zeros(2, dtype=torch.int64) for name in self._trainers}, self._random()
+        counters, random = {name: torch.zeros(2, dtype=torch.int64) for name in self.trainers}, self._random()
         return Targets([*self._of_engines(), *_of_counters(counters), random], counters, random)
 
     def take(self, targets: Targets, carried: str, *, has_random: bool = True) -> None:
         """Go on from the values that the targets have now, and from what was carried. Collective."""
-        for name, trainer in self._trainers.items():
+        for name, trainer in self.trainers.items():
             trainer.num_updates, num_optimizer_steps = targets.counters[name].tolist()
             trainer.engine.loaded(num_optimizer_steps)
         if self._preparation is not None:
@@ -101,14 +102,14 @@ class TrainingState:
         return num_copy_bytes(self.pieces())
 
     def _of_engines(self) -> Iterator[Piece]:
-        for name, trainer in self._trainers.items():
+        for name, trainer in self.trainers.items():
             for piece in trainer.engine.state():
                 yield replace(piece, name=f"{name}/{piece.name}")
 
     def _counters(self) -> dict[str, Tensor]:
         return {
             name: torch.tensor([trainer.num_updates, trainer.engine.num_optimizer_steps()])
-            for name, trainer in self._trainers.items()
+            for name, trainer in self.trainers.items()
         }
 
     def _random(self) -> Piece:

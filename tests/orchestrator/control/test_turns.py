@@ -11,7 +11,7 @@ from penstock.orchestrator.control.colocation import DeviceTurns
 from tests.fakes.actors import Call
 from tests.orchestrator.noting_actors import NotingActors
 
-TWO_EACH = {"rollout": 2, "trainer": 2}
+TWO_EACH = {"rollout": 2, "scorer": 0, "trainer": 2}
 
 
 def test_turns_need_a_synchronous_run():
@@ -29,6 +29,10 @@ def test_turns_on_gpus_need_parts_of_them():
     load_config([*parallel, "trainer.num_ranks=2"])
     with pytest.raises(ConfigError, match=r"GPUs of 2 ranks, and there are 1\. Lower one of them, or set trainer"):
         load_config(parallel)
+    zero = [*halves, "trainer.engine=deepspeed", "trainer.dtype=bfloat16"]
+    load_config([*zero, "trainer.deepspeed.zero_stage=2"])
+    with pytest.raises(ConfigError, match=r"zero_stage=1 with trainer\.dtype=bfloat16 stays on the GPU.*zero_stage=2"):
+        load_config([*zero, "trainer.deepspeed.zero_stage=1"])
 
 
 class Store:
@@ -49,7 +53,7 @@ def turns(actors, config=None, **options):
 
 
 def test_engines_sleep_before_trainers_come_and_trainers_go_before_engines_wake():
-    actors = NotingActors(TWO_EACH)
+    actors = NotingActors(TWO_EACH | {"scorer": 1})
 
     async def body():
         both = turns(actors)
@@ -60,8 +64,9 @@ def test_engines_sleep_before_trainers_come_and_trainers_go_before_engines_wake(
 
     asyncio.run(body())
     assert actors.said == [
-        "batch ready", "rollout-0 sleep", "rollout-1 sleep", "trainer-0 take_device", "trainer-1 take_device",
-        "trainer-0 leave_device", "trainer-1 leave_device", "rollout-0 wake", "rollout-1 wake",
+        "batch ready", "rollout-0 sleep", "rollout-1 sleep", "scorer-0 leave_device", "trainer-0 take_device",
+        "trainer-1 take_device", "trainer-0 leave_device", "trainer-1 leave_device", "rollout-0 wake",
+        "rollout-1 wake",
     ]  # fmt: skip
 
 

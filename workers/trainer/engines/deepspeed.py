@@ -29,6 +29,7 @@ from penstock.workers.trainer.engines.deepspeed_runtime import (
     load_whole,
     settings,
 )
+from penstock.workers.trainer.engines.devices import HOST, give_back, move_buffers, move_masters, move_moments
 from penstock.workers.trainer.engines.fsdp import buffer_pieces
 from penstock.workers.trainer.engines.optimizer import (
     MOMENTS,
@@ -43,6 +44,9 @@ from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.piece import Piece
+
+OF_STAGE_3 = ("lp_params", "lp_grads", "contiguous_grad_buffer")
+"""DeepSpeed's names of what it can move at stage 3, whichever optimizer there is."""
 
 
 class DeepSpeedEngine:
@@ -62,6 +66,7 @@ class DeepSpeedEngine:
         self.ranks = ranks
         self.form = CheckpointForm(model.lm)
         self.stage = config.deepspeed.zero_stage
+        self._is_offloaded = config.offload
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.optimizer: torch.optim.AdamW | None = None
         self.where = ""
@@ -93,13 +98,33 @@ class DeepSpeedEngine:
                     weights.fill_elements(fragment.piece().values, fragment.name, fragment.first)
 
     def take_device(self) -> None:
-        """Bring DeepSpeed's own states back, for ZeRO-3; the other stages stay where they are."""
-        if self.stage == 3 and self.ranks.device.type != "cpu":
+        """Bring the model back, and what DeepSpeed has of it."""
+        if self.optimizer is not None:
             self.deepspeed.reload_states()
+        self._move(self.ranks.device)
 
     def leave_device(self) -> None:
-        if self.stage == 3 and self.ranks.device.type != "cpu":
-            self.deepspeed.offload_states()
+        """Bring the model to the host's memory, and what DeepSpeed has of it."""
+        self.free()
+        if self.optimizer is not None:
+            # Stage 3 moves masters and moments of DeepSpeed's own AdamW alone: `_move` does that.
+            include = OF_STAGE_3 if self.stage == 3 else None
+            self.deepspeed.offload_states(include=include, pin_memory=False)
+        self._move(HOST)
+
+    def _move(self, device: torch.device) -> None:
+        """Move what DeepSpeed's `offload_states` leaves where it is."""
+        move_buffers(self.model, device)
+        if self.optimizer is None and self.stage < 3:
+            self.model.to(device)
+        elif self.optimizer is None:
+            parameters: Iterator[Any] = self.model.parameters()
+            for parameter in parameters:
+                parameter.ds_tensor.data = parameter.ds_tensor.data.to(device)
+        elif self.stage == 3 and not self._is_offloaded:
+            move_masters(self.optimizer, device)
+            move_moments(self.optimizer, device)
+        give_back(self.ranks.device)
 
     def forward(self, *arguments: Any) -> Any:
         return (self.deepspeed or self.model)(*arguments)
@@ -232,7 +257,7 @@ def _sharded(name: str, parameter: Any, zero: Any, rank: int) -> Fragment:
     index, offset, part = zero.grad_position[zero.get_param_id(parameter)]
     first, count = _part(parameter.ds_numel, part, rank)
     flat = zero.fp32_partitioned_groups_flat[index]
-    return Fragment(name, tuple(parameter.ds_shape), first, count, flat, offset, parameter.ds_tensor.detach())
+    return Fragment(name, tuple(parameter.ds_shape), first, count, flat, offset, parameter.ds_tensor)
 
 
 def _part(num_elements: int, part: int, rank: int) -> tuple[int, int]:

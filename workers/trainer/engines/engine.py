@@ -35,11 +35,10 @@ class TrainEngine(Protocol):
     """The part of the model that was gathered last, for messages."""
 
     def take_device(self) -> None:
-        """Bring weights and optimizer states back to the device. Does nothing on a CPU."""
+        """Bring weights, buffers and optimizer states back to the device."""
 
     def leave_device(self) -> None:
-        """Bring weights and optimizer states to the host's memory, so that an engine has the device. Does nothing on a
-        CPU."""
+        """Bring weights, buffers and optimizer states to the host's memory, so that an engine has the device."""
 
     def forward(self, *arguments: Any) -> Any:
         """Run the model's forward. Collective."""

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
+from penstock.workers.trainer.engines.devices import HOST, give_back, move_buffers, move_moments, put_buffer
 from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
 from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
 from penstock.workers.trainer.engines.optimizer import (
@@ -52,8 +53,9 @@ class FsdpEngine:
         self.model = model
         self.ranks = ranks
         # On a CPU everything is where offloading would put it, and there is nothing to pin memory for.
-        is_offloaded = config.offload and ranks.device.type != "cpu"
-        self.keeps_whole = num_bytes <= KEEP_WHOLE_BYTES and not is_offloaded
+        self._is_offloaded = config.offload and ranks.device.type != "cpu"
+        """True if weights and moments are in the host's memory all the time."""
+        self.keeps_whole = num_bytes <= KEEP_WHOLE_BYTES and not self._is_offloaded
         self.mesh = RankMesh(ranks, config.shard_size, config.tensor_parallel_size)
         self.tensor = TensorParallel(model.lm, self.mesh) if config.tensor_parallel_size > 1 else None
         self.sequence: SequenceParallel | None = None
@@ -62,8 +64,8 @@ class FsdpEngine:
             self.sequence = SequenceParallel(model.lm, peers, config.tensor_parallel_size)
         self.where = ""
         self.form = CheckpointForm(model.lm)
-        self.root = self._fully_shard(self.mesh.fsdp, config.dtype, is_offloaded)
-        self._load(weights, torch.device("cpu") if is_offloaded else ranks.device)
+        self.root = self._fully_shard(self.mesh.fsdp, config.dtype)
+        self._load(weights, HOST if self._is_offloaded else ranks.device)
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for name, module in model.named_modules():
             if module in self.units:
@@ -76,12 +78,12 @@ class FsdpEngine:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = make_adamw(trained, config.optimizer) if trained else None
 
-    def _fully_shard(self, mesh: DeviceMesh, dtype: str, is_offloaded: bool) -> FSDPModule:
+    def _fully_shard(self, mesh: DeviceMesh, dtype: str) -> FSDPModule:
         """Shard each decoder layer, then the rest; return the root."""
         policy = MixedPrecisionPolicy()
         if dtype == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        offload = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
+        offload = CPUOffloadPolicy() if self._is_offloaded else OffloadPolicy()
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
         for layer in decoder_layers(self.model):
             fully_shard(layer, reshard_after_forward=not self.keeps_whole, **options)
@@ -94,8 +96,8 @@ class FsdpEngine:
         has moved them."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         self.model.to_empty(device=device)
-        for name, buffer in self.model.named_buffers(remove_duplicate=False):
-            buffer.data = buffers[name]
+        for name, buffer in buffers.items():
+            put_buffer(self.model, name, buffer)
         for name, parameter in self.model.lm.named_parameters():
             columns = ALL
             if self.tensor and self.tensor.split_dim(parameter) == 1:
@@ -110,18 +112,17 @@ class FsdpEngine:
 
     def leave_device(self) -> None:
         self.free()
-        self._move(torch.device("cpu"))
+        self._move(HOST)
 
     def _move(self, device: torch.device) -> None:
-        """Move weights with `Module.to`, which FSDP2 allows for its shards, and AdamW's states beside them."""
-        if self.ranks.device.type == "cpu":
-            return
-        self.model.to(device)
-        for state in self.optimizer.state.values() if self.optimizer is not None else ():
-            for name, value in state.items():
-                state[name] = value.to(device, non_blocking=True)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        """Move weights with `Module.to`, which FSDP2 allows for its shards, and AdamW's states beside them. Those that
+        are offloaded are where they have to be, and only buffers move."""
+        if self._is_offloaded:
+            move_buffers(self.model, device)
+        else:
+            self.model.to(device)
+            move_moments(self.optimizer, device)
+        give_back(self.ranks.device)
 
     def forward(self, *arguments: Any) -> Any:
         return self.sequence(self.model, *arguments) if self.sequence else self.model(*arguments)

@@ -18,7 +18,7 @@ from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfi
 from penstock.workers.trainer.engines.deepspeed import DeepSpeedEngine
 from penstock.workers.trainer.engines.deepspeed_runtime import load_deepspeed, settings
 from penstock.workers.trainer.trainer import PolicyTrainer
-from tests.workers.trainer.conftest import random_rows
+from tests.workers.trainer.conftest import assert_same, put_state, random_rows, whole_state
 
 Make = Callable[..., PolicyTrainer]
 STAGES = ("zero1", "zero2", "zero3")
@@ -44,6 +44,37 @@ def test_offloaded_masters_make_the_same_steps(make_trainer: Make, engine: str, 
             trainer.update(rows, sft_loss)
         logprobs.append(np.concatenate(trainer.logprobs(rows)))
     np.testing.assert_allclose(logprobs[1], logprobs[0], atol=1e-5 if dtype == "float32" else 0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"offload": True}], ids=["", "bfloat16", "offloaded"])
+def test_an_engine_that_left_its_device_makes_the_same_steps(
+    make_trainer: Make, engine: str, options: dict[str, Any]
+) -> None:
+    """The host is the device here: what is moved stays, and all that DeepSpeed unlinks and links happens."""
+    if engine == "zero1" and "dtype" in options:  # DeepSpeed cannot move that optimizer: conf/run.py refuses it
+        return
+    stays, leaves = (make_trainer(lr=1e-2, **options) for _ in range(2))
+    for seed in range(3):
+        for trainer in (stays, leaves):
+            trainer.update(random_rows(4, seed=seed), sft_loss)
+        leaves.engine.leave_device()
+        leaves.engine.take_device()
+    state = whole_state(stays)
+    assert_same(whole_state(leaves), state)
+    put_state(leaves, {name: values * 0.5 for name, values in state.items()}, 3)
+    put_state(stays, {name: values * 0.5 for name, values in state.items()}, 3)
+    for ours, expected in zip(*(trainer.logprobs(random_rows(4)) for trainer in (leaves, stays)), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_a_scorer_that_left_its_device_scores_the_same(make_trainer: Make) -> None:
+    scorer, rows = make_trainer(trainable=False), random_rows(4)
+    expected = scorer.logprobs(rows)
+    for _ in range(2):
+        scorer.engine.leave_device()
+        scorer.engine.take_device()
+        for ours, before in zip(scorer.logprobs(rows), expected, strict=True):
+            np.testing.assert_array_equal(ours, before)
 
 
 def test_masters_start_as_loaded_however_coarse_the_compute_dtype(

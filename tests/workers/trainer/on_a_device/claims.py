@@ -1,0 +1,295 @@
+"""Claims about a trainer on a device that is not the CPU, each a function, proven in a process of their own
+(`tests/fakes/device.py`). It writes the failures by claim as JSON.
+
+    python -m tests.workers.trainer.on_a_device.claims MODEL DIRECTORY RESULTS
+"""
+
+import gc
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.stage import Stage
+from penstock.algorithms.losses import (
+    SURROGATES,
+    interpolated_policy_loss,
+    policy_loss,
+    ppo_clip_loss,
+    sft_loss,
+    value_loss,
+    with_entropy_bonus,
+)
+from penstock.algorithms.preference.kto import kto_loss
+from penstock.algorithms.preference.pair_losses import bradley_terry_loss, dpo_loss, ipo_loss, orpo_loss, simpo_loss
+from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
+from penstock.store.data.rows import Rows
+from penstock.workers.trainer.assembly import TrainerParts, assemble_scorer, assemble_trainer
+from penstock.workers.trainer.checkpointing.saver import Saver
+from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
+from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.training_state import TrainingState
+from penstock.workers.weights.publication.reading import mapped_publication
+from tests.fakes.device import DEVICE, live_bytes
+from tests.workers.trainer.conftest import random_rows
+from tests.workers.trainer.several_ranks.ranks import LINEAR, gathered_by_layer
+
+PATHS: list[Path] = []
+"""The model, and a directory to write to."""
+KINDS: dict[str, dict[str, Any]] = {
+    "gathered whole": {},
+    "gathered by layer": {},
+    "offloaded": {"offload": True},
+    "in bfloat16": {"dtype": "bfloat16"},
+    "offloaded in bfloat16": {"offload": True, "dtype": "bfloat16"},
+    "with adapters": {"lora": LoraConfig(rank=2)},
+    "that recomputes activations": {"activation_checkpointing": True},
+    "with tiles of logits": {"logprob_chunk_mib": 0.01},
+}
+POLICY_LOSSES = {
+    **{name: partial(policy_loss, surrogate=name, kl_coef=0.1) for name in SURROGATES},
+    "interpolated": interpolated_policy_loss,
+    "entropy bonus": with_entropy_bonus(ppo_clip_loss, 0.1),
+    **{loss.__name__: loss for loss in (sft_loss, dpo_loss, ipo_loss, simpo_loss, orpo_loss, kto_loss)},
+}
+
+
+def made(kind: type[PolicyTrainer] = PolicyTrainer, *, on: torch.device = DEVICE, **options: Any) -> Any:
+    trainer_options = {name: options.pop(name) for name in ("trainable",) if name in options}
+    config = TrainerConfig(**({"optimizer": OptimizerConfig(**LINEAR), "max_tokens_per_microbatch": 100} | options))
+    return kind(config, str(PATHS[0]), replace(Ranks.join(config), device=on), **trainer_options)
+
+
+def rows_of(seed: int = 0) -> Rows:
+    """Rows with the columns of every loss."""
+    random, rows = np.random.default_rng(seed), random_rows(6, seed=seed)
+    for name in ("reference_logprobs", "staleness", "returns", "old_values"):
+        rows = rows.with_column(
+            name, [random.random(length).astype(np.float32) for length in rows.lengths("response_ids")]
+        )
+    first = np.arange(len(rows)) % 2
+    return rows.with_column("preferred", 1.0 - 2.0 * first).with_column("desirable", first.astype(float))
+
+
+def state_of(trainer: PolicyTrainer) -> dict[str, Tensor]:
+    return {piece.name: piece.values.cpu().clone() for piece in trainer.engine.state()}
+
+
+def assert_near(one: dict[str, Any], other: dict[str, Any], within: float) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(
+            torch.as_tensor(other[name]), torch.as_tensor(value), atol=within, rtol=within, msg=name
+        )
+
+
+def assert_nothing_there(what: str = "") -> None:
+    assert live_bytes() == 0, f"{live_bytes()} bytes stay on the device {what}"
+
+
+@contextmanager
+def of_kind(kind: str) -> Iterator[dict[str, Any]]:
+    if kind == "gathered by layer":
+        with gathered_by_layer():
+            yield {}
+    else:
+        yield KINDS[kind]
+
+
+def it_computes_what_a_trainer_on_the_cpu_computes(kind: str) -> None:
+    with of_kind(kind) as options:
+        trainers = [made(on=torch.device("cpu"), **options), made(**options)]
+        reports = [[trainer.update(rows_of(seed), ppo_clip_loss).metrics for seed in range(2)] for trainer in trainers]
+        logprobs = [dict(enumerate(trainer.logprobs(rows_of()))) for trainer in trainers]
+        within = 2e-2 if "bfloat16" in kind else 1e-4
+        for one, other in zip(*reports, strict=True):
+            assert_near(one, other, within)
+        assert_near(*logprobs, within)
+        assert_near(*map(state_of, trainers), within)
+
+
+def it_leaves_nothing_there_and_comes_back_the_same(kind: str) -> None:
+    with of_kind(kind) as options:
+        stays, leaves = made(**options), made(**options)
+        for seed in range(2):
+            for trainer in (stays, leaves):
+                trainer.logprobs(rows_of(seed))
+                trainer.update(rows_of(seed), ppo_clip_loss)
+            leaves.leave_device()
+            leaves.take_device()
+        assert live_bytes()
+        assert_near(state_of(stays), state_of(leaves), 0.0)
+        for trainer in (stays, leaves):
+            trainer.leave_device()
+        assert_nothing_there()
+
+
+def every_loss_is_computed_there(name: str) -> None:
+    trainers = [made(on=torch.device("cpu")), made()]
+    assert_near(*(trainer.update(rows_of(), POLICY_LOSSES[name]).metrics for trainer in trainers), 1e-4)
+
+
+def a_critic_and_a_reward_model_are_trained_there() -> None:
+    for kind, loss in ((CriticTrainer, value_loss), (ScalarTrainer, bradley_terry_loss)):
+        trainers = [made(kind, on=torch.device("cpu")), made(kind)]
+        assert_near(*(trainer.update(rows_of(), loss).metrics for trainer in trainers), 1e-4)
+        assert_near(*(dict(enumerate(trainer.values(rows_of()))) for trainer in trainers), 1e-4)
+        assert_near(*({"scores": trainer.scores(rows_of())} for trainer in trainers), 1e-4)
+
+
+def kept_copies_bring_another_rank_to_the_same_bits() -> None:
+    first, second = made(), made()
+    states = [TrainingState({"policy": trainer}) for trainer in (first, second)]
+    copies = MemoryCheckpoint(states[0], first, str(PATHS[1] / "copies"))
+    for step in (1, 2):
+        first.update(rows_of(step), ppo_clip_loss)
+        assert copies.save(step) is None
+    MemoryCheckpoint(states[1], second, str(PATHS[1] / "copies")).restore(2)
+    for trainer in (first, second):
+        trainer.update(rows_of(3), ppo_clip_loss)
+    assert_near(state_of(first), state_of(second), 0.0)
+    for trainer in (first, second):
+        trainer.leave_device()
+    assert_nothing_there()
+
+
+def a_save_under_way_keeps_nothing_there() -> None:
+    trainer = made()
+    state, may_write = TrainingState({"policy": trainer}), threading.Event()
+    trainer.update(rows_of(), ppo_clip_loss)
+    write = Saver._write
+
+    def held_up(saver: Saver, *arguments: Any) -> Any:
+        assert may_write.wait(600)
+        return write(saver, *arguments)
+
+    with patch.object(Saver, "_write", held_up):
+        for turn in range(3):
+            assert state.begin(str(PATHS[1] / f"save-{turn}"))
+            trainer.leave_device()
+            assert_nothing_there(f"in turn {turn}")
+            may_write.set()
+            assert state.finish()
+            may_write.clear()
+            trainer.take_device()
+            expected = state_of(trainer)
+            trainer.update(rows_of(turn), ppo_clip_loss)
+            state.load(str(PATHS[1] / f"save-{turn}"))
+            assert_near(state_of(trainer), expected, 0.0)
+
+
+def publications_and_exports_come_from_there() -> None:
+    trainer = made()
+    trainer.update(rows_of(), ppo_clip_loss)
+    expected = {piece.name: piece.values.cpu() for piece in trainer.engine.pieces()}
+    published = mapped_publication(trainer.publish(str(PATHS[1] / "weights"), 1))
+    assert_near(expected, {name: values.reshape(-1) for name, values in published.tensors()}, 0.0)
+    trainer.export(str(PATHS[1] / "exported"))
+    exported = PolicyTrainer(TrainerConfig(), str(PATHS[1] / "exported"))
+    assert_near(expected, {piece.name: piece.values for piece in exported.engine.pieces()}, 0.0)
+
+
+@contextmanager
+def ranks_on_the_device() -> Iterator[None]:
+    join = Ranks.join
+    with patch.object(Ranks, "join", lambda *arguments: replace(join(*arguments), device=DEVICE)):
+        yield
+
+
+def a_critic_leaves_with_its_policy() -> None:
+    stages = (Stage("values", "values", "batch", reads=(), writes=(Column("old_values", "float32", "token"),)),)
+    spec = TrainerSpec(
+        name="t", config=TrainerConfig(), model_path=str(PATHS[0]), stage="train", loss=ppo_clip_loss, in_trainer=stages
+    )
+    with ranks_on_the_device():
+        parts: TrainerParts = assemble_trainer(spec, None)
+    for trainer, loss in zip(parts.state.trainers.values(), (ppo_clip_loss, value_loss), strict=True):
+        trainer.update(rows_of(), loss)
+    parts.leave_device()
+    assert_nothing_there()
+    parts.take_device()
+    for trainer, loss in zip(parts.state.trainers.values(), (ppo_clip_loss, value_loss), strict=True):
+        trainer.update(rows_of(), loss)
+
+
+def a_scorer_makes_room_and_comes_back_for_the_next_rows() -> None:
+    spec = ScorerSpec(name="s", config=TrainerConfig(), model_path=str(PATHS[0]), stage="reference", column="c")
+    with ranks_on_the_device():
+        parts = assemble_scorer(spec, None)
+    compute = parts.guest.computes(parts.trainer.logprobs)
+    expected = dict(enumerate(compute(rows_of())))
+    parts.guest.leave_device()
+    assert_nothing_there()
+    assert_near(expected, dict(enumerate(compute(rows_of()))), 0.0)
+
+    def leaves_meanwhile(rows: Rows) -> Any:
+        parts.guest.leave_device()
+        return parts.trainer.logprobs(rows)
+
+    assert_near(expected, dict(enumerate(parts.guest.computes(leaves_meanwhile)(rows_of()))), 0.0)
+
+
+def tensors_of_two_devices_are_refused() -> None:
+    here, there = torch.ones(2), torch.ones(2, device=DEVICE)
+    for wrong in (
+        lambda: here + there,
+        lambda: there.numpy(),
+        lambda: there.index_select(0, torch.zeros(1, dtype=torch.int64)),
+    ):
+        try:
+            wrong()
+        except (RuntimeError, TypeError):
+            continue
+        raise AssertionError("tensors of two devices were taken")
+    assert (there + 1.0).sum().item() == 4.0
+    assert live_bytes() == there.untyped_storage().nbytes()
+
+
+def claims() -> Iterator[tuple[str, Callable[[], None]]]:
+    """All claims, by name and what they are about."""
+    for claim in (it_computes_what_a_trainer_on_the_cpu_computes, it_leaves_nothing_there_and_comes_back_the_same):
+        for kind in KINDS:
+            yield f"{claim.__name__}: {kind}", partial(claim, kind)
+    for loss in POLICY_LOSSES:
+        yield f"{every_loss_is_computed_there.__name__}: {loss}", partial(every_loss_is_computed_there, loss)
+    for alone in (
+        a_critic_and_a_reward_model_are_trained_there,
+        kept_copies_bring_another_rank_to_the_same_bits,
+        a_save_under_way_keeps_nothing_there,
+        publications_and_exports_come_from_there,
+        a_critic_leaves_with_its_policy,
+        a_scorer_makes_room_and_comes_back_for_the_next_rows,
+        tensors_of_two_devices_are_refused,
+    ):
+        yield alone.__name__, alone
+
+
+def failure_of(claim: Callable[[], None]) -> str | None:
+    try:
+        claim()
+    except Exception:  # noqa: BLE001 - whatever it is, it is the test's to tell
+        return traceback.format_exc()
+    return None
+
+
+if __name__ == "__main__":
+    PATHS.extend(map(Path, sys.argv[1:3]))
+    torch.set_num_threads(1)
+    gc.freeze()  # what is imported is no garbage, and is not looked through each time
+    Ranks.join(TrainerConfig())  # the process group, which all trainers share
+    Path(sys.argv[3]).write_text(json.dumps({name: failure_of(claim) for name, claim in claims()}))
