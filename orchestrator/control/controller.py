@@ -138,8 +138,6 @@ class Controller:
         async with asyncio.TaskGroup() as tasks:
             self._members.begin(tasks)
             self._members.until_end(self._watch.run())
-            if self._taken is not None:
-                await self._stores.adopt()
             self._members.until_end(self._handover.run())
             for work in self._observer.tasks():
                 self._members.until_end(work)

@@ -35,6 +35,8 @@ from penstock.store.service.actor import STORE
 from penstock.workers.trainer.report import StepReport
 
 ROLE, STAGE = "store", "train"
+AGAIN_S = 5.0
+"""Seconds until a first snapshot is tried again, where no others are taken."""
 T = TypeVar("T")
 
 
@@ -87,7 +89,10 @@ class StoreRecovery:
         """Deadline for a snapshot to be written, and to be read."""
         self._told = self._version = journal.last
         """The last step and the newest version that the store was told of."""
-        self._snapshot = self._fleet.resumed.store if self._fleet.resumed is not None else None
+        resumed, begun = self._fleet.resumed, 0 if self._fleet.resumed is None else self._fleet.resumed.step
+        self._is_known = journal.last == begun
+        """True if the snapshot and the journal together are the store: not yet where another process has trained."""
+        self._snapshot = resumed.store if resumed is not None and self._is_known else None
         self._snapshotting, self._looking = asyncio.Lock(), asyncio.Lock()
 
     async def with_store(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -111,6 +116,9 @@ class StoreRecovery:
                 return True
             if await self._is_there(failure):
                 return False
+            if not self._is_known:
+                self._restarts.beyond_help(ROLE, STORE, failure)
+                raise failure
             await self._restarts.run(STORE, lambda: self._restarts.start_anew(ROLE, STORE, failure, self._start))
             return True
 
@@ -139,19 +147,14 @@ class StoreRecovery:
         """Take back the batch that is under way. Returns the step that was trained last."""
         return int(await self.with_store(lambda: self._store.settle(STAGE, self._epoch)))
 
-    async def adopt(self) -> None:
-        """Take a first snapshot of a store that was there before this process, to bring it back from. Raises what the
-        store fails with."""
-        async with self._snapshotting:
-            await self._take(0)
-
     async def take_snapshots(self) -> None:
         """Take snapshots. One that fails is left out: the one before stays, and callers of the store hear that it is
-        gone. The first is taken at once where the run goes on from a checkpoint, which may be gone after the next."""
-        number, pause_s = 1, 0.0 if self._snapshot is not None else self._every_s
-        while self._every_s:
+        gone. The first is taken at once where the run goes on from a checkpoint, which may be gone after the next, or
+        with a store that was there before this process."""
+        number, pause_s = 1, 0.0 if self._snapshot is not None or not self._is_known else self._every_s
+        while self._every_s or not self._is_known:
             await asyncio.sleep(pause_s)
-            pause_s = self._every_s
+            pause_s = self._every_s or AGAIN_S
             with contextlib.suppress(PenstockError):
                 async with self._snapshotting:
                     await self._take(number)
@@ -189,6 +192,7 @@ class StoreRecovery:
     async def _take(self, number: int) -> None:
         told, place = self._told, await self._process.scratch(self._timeout_s)
         self._snapshot = await self._in_time(self._store.snapshot(place, number, is_apart=True))
+        self._is_known = True
         self._journal.forget(told)
 
     @property

@@ -4,6 +4,7 @@ controller, supervisor and store over scripted actors."""
 import asyncio
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,6 +201,40 @@ def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: 
         assert await stores.recovered(StoreUnreachable("gone"), 0)
         assert stores.incarnation == 1
         await client.stats()
+        directory.close()
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("every_s", [0, 5])
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_a_store_that_was_taken_over_comes_back_once_a_snapshot_of_it_is_taken(
+    tmp_path: Path, every_s: float, is_seen: bool
+) -> None:
+    """Before that its loss is a return: the snapshot that the run began with knows nothing of later steps, and may have
+    been removed since."""
+    config = config_of(tmp_path, "max_staleness=1", f"faults.store_snapshot_s={every_s}")
+
+    async def main() -> None:
+        flow = flow_of(config)
+        fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
+        other = SimpleNamespace(step=2, store=f"{tmp_path}/gone")  # than the step that this process goes on after
+        fleet.resumed = other  # type: ignore[assignment]
+        directory = RunDirectory.create(config)
+        progress = ProgressDisplay(config, "run", console=Console(quiet=True))
+        context = RunContext(config, flow, fleet, StoreClient(fleet.store), directory, progress)  # type: ignore[arg-type]
+        stores, _ = recovery_of(context)
+        if is_seen:
+            snapshots = asyncio.ensure_future(stores.take_snapshots())
+            await asyncio.sleep(3)
+            snapshots.cancel()
+        fleet.store.die()
+        lost = StoreUnreachable("it is gone")
+        if is_seen:
+            assert await stores.recovered(lost, 0)
+        else:
+            with pytest.raises(StoreUnreachable, match="it is gone"):
+                await stores.recovered(lost, 0)
         directory.close()
 
     run_virtually(main())
