@@ -1,7 +1,7 @@
 # The one entry for people and CI. `make demo` and `make test` need nothing but Python >= 3.11 and a package index.
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # with -j too: only one apt-get runs at a time, and nothing is done once Debian packages are found missing
-.PHONY: help setup demo packages test escape soak chaos oracle check format bench-env bench clean
+.PHONY: help setup demo packages test escape soak chaos oracle check format bench-env bench gpu-imports gpu-smoke clean
 
 BIN := .venv/bin
 
@@ -76,6 +76,15 @@ bench: bench-env ## every benchmark for CPUs, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.learning --json benchmarks/results/learning.json $(ARGS)
 	$(BIN)/python -m benchmarks.learning_environments --json benchmarks/results/learning_environments.json $(ARGS)
 
+# What is not in the lock, as it is nobody's but who asks for it; flash-attention without its kernels.
+GPU_EXTRAS := liger-kernel==0.8.5 flash-attn==2.8.3.post2
+gpu-imports: .venv-gpu/.locked ## the CUDA builds of requirements/gpu.lock (12 GB) imported, no GPU needed: is all there that is called?
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE .venv-gpu/bin/python -m pip install --quiet --no-deps --no-build-isolation $(GPU_EXTRAS)
+	.venv-gpu/bin/python -m benchmarks.gpu.imports
+
+gpu-smoke: setup ## the ten steps that fail first on GPUs; stops at the first failure, writes what was seen into docs/gpu.md
+	$(BIN)/python -m benchmarks.gpu.smoke $(ARGS)
+
 clean: ## all that is made: environments, runs, caches
-	rm -rf .venv .venv-trl .venv-tq .venv-oracle .venv-verifiers runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-tq .venv-oracle .venv-verifiers .venv-gpu runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -118,11 +118,18 @@ async def connected(
 
 
 async def measure(
-    name: str, trainer: Trainer, model_path: Path, root: Path, *, gpu: int | None, num_rounds: int
+    name: str,
+    trainer: Trainer,
+    model_path: Path,
+    root: Path,
+    *,
+    gpu: int | None,
+    num_rounds: int,
+    engine_options: dict[str, Any] = ENGINE,
 ) -> list[dict[str, Any]]:
-    """Measure all rounds of one transport. The first is left out: it allocates."""
+    """Measure all rounds of one transport. The first is left out: it allocates. `engine_options`: of the rollout."""
     on_gpu = trainer.device.type == "cuda"
-    config = RolloutConfig(dtype="bfloat16", num_gpus_per_worker=1 if on_gpu else 0, **ENGINE)
+    config = RolloutConfig(dtype="bfloat16", num_gpus_per_worker=1 if on_gpu else 0, **engine_options)
     engine = VllmEngine(EngineSpec(config, str(model_path), transport=name))
     rounds = []
     async with connected(name, trainer, engine, root, gpu) as transport:

@@ -41,7 +41,7 @@ class DeviceCopies:
         """`write`: takes ranges whose values lie in host memory until it returns. `num_bytes`: of each buffer."""
         self._write, self._num_bytes = write, num_bytes
         self._device = torch.device("cpu")
-        is_locked = torch.accelerator.is_available()
+        is_locked = torch.cuda.is_available()
         self._filling, self._other = (
             _Buffer(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_locked)) for _ in range(2)
         )
