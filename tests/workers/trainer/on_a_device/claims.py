@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from penstock.algorithms.graph.columns import Column
@@ -37,7 +38,6 @@ from penstock.algorithms.preference.pair_losses import bradley_terry_loss, dpo_l
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.assembly import TrainerParts, assemble_scorer, assemble_trainer
-from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
@@ -173,13 +173,13 @@ def a_save_under_way_keeps_nothing_there() -> None:
     trainer = made()
     state, may_write = TrainingState({"policy": trainer}), threading.Event()
     trainer.update(rows_of(), ppo_clip_loss)
-    write = Saver._write
+    write = dcp.save
 
-    def held_up(saver: Saver, *arguments: Any) -> Any:
+    def held_up(*arguments: Any, **options: Any) -> Any:
         assert may_write.wait(600)
-        return write(saver, *arguments)
+        return write(*arguments, **options)
 
-    with patch.object(Saver, "_write", held_up):
+    with patch.object(dcp, "save", held_up):
         for turn in range(3):
             assert state.begin(str(PATHS[1] / f"save-{turn}"))
             trainer.leave_device()
