@@ -1,12 +1,13 @@
-"""An update of the policy: memory and time with logits whole and in tiles, tokens a second with and without buckets.
+"""An update of the policy: memory and time with logits whole and in tiles, tokens a second with buckets and packed.
 
     python -m benchmarks.training --json training.json
 
 *Logits*: a two-layer model with 150,000 words, all response tokens in one micro-batch; each side in a process of its
 own, whose peak of resident memory above what it had before the update is counted. *Lengths*: rows of long-tailed
-lengths, cut by Penstock into micro-batches of similar length, and by a plain loop into 8 rows each as they come, padded
-to the longest. Sides alternate; medians over rounds. Processor seconds are counted beside the clock's, since they do
-not depend on other work. Linux only: it reads /proc.
+lengths, cut by Penstock into micro-batches of similar length, or packed without padding, and by a plain loop into 8
+rows each as they come, padded to the longest. *Short*: the same with few tokens a row. *Pairs*: of rows that stay
+together two by two, whatever their lengths, as a preference loss wants them. Sides alternate; medians over rounds.
+Processor seconds are counted beside the clock's, since they do not depend on other work. Linux only: it reads /proc.
 """
 
 import statistics
@@ -19,12 +20,18 @@ import psutil
 from benchmarks.harness import Child, Target, new_table, parse_arguments, print_targets, show, write_json
 
 NUM_ROUNDS = 5
-LOGITS = {"hidden": 256, "layers": 2, "vocabulary": 150_000, "rows": 8, "response_tokens": 512, "longest": 512}
-LENGTHS = {"hidden": 256, "layers": 4, "vocabulary": 4096, "rows": 64, "response_tokens": 150, "longest": 2048}
-SPREAD = 1.0
-"""Standard deviation of the logarithm of lengths."""
-QUICK_LOGITS = {"rows": 4, "response_tokens": 64, "vocabulary": 60_000}
-QUICK_LENGTHS = {"rows": 8, "response_tokens": 40, "longest": 256}
+LOGITS_MODEL = {"hidden": 256, "layers": 2, "vocabulary": 150_000}
+LOGITS = {"count": 8, "response_tokens": 512, "longest": 512, "spread": 0.0, "loss": "ppo_clip"}
+LENGTHS_MODEL = {"hidden": 256, "layers": 4, "vocabulary": 4096}
+LENGTHS = {"count": 64, "response_tokens": 150, "longest": 2048, "spread": 1.0, "loss": "ppo_clip"}
+"""`spread`: the standard deviation of the logarithm of lengths."""
+SHORT = LENGTHS | {"response_tokens": 20, "longest": 512}
+PAIRS = LENGTHS | {"loss": "simpo"}
+PACKED = ("lengths", "short", "pairs")
+"""Cases in which rows are packed."""
+QUICK_MODEL = {"vocabulary": 60_000}
+QUICK_LOGITS = {"count": 4, "response_tokens": 64}
+QUICK_LENGTHS = {"count": 8, "response_tokens": 40, "longest": 256}
 COPIES = 5
 """Number of copies of [tokens, vocabulary] in float32 that fit in memory before whole logits are tried: four, and
 room."""
@@ -53,32 +60,35 @@ def build_model(directory: Path, case: dict[str, int]) -> Path:
 
 
 def measure(
-    name: str, sides: tuple[str, str], case: dict[str, int], spread: float, work: Path, num_rounds: int
+    model: dict[str, int], cases: dict[str, tuple[tuple[str, ...], dict[str, Any]]], work: Path, num_rounds: int
 ) -> list[Round]:
-    """Measure rounds of both sides, alternating; the first of each is not counted."""
-    model = build_model(work / name, case)
-    options = [f"--{key}={case[key]}" for key in ("response_tokens", "longest", "vocabulary")]
-    children = {}
-    for side in sides:
-        arguments = [side, str(model), *options, f"--spread={spread}"]
-        children[side] = Child(side, "trainer_update", work / f"{side}.log", arguments)
+    """Measure rounds of each case: its sides, and what its rows and loss are. Sides alternate; the first round of each
+    is not counted."""
+    path = build_model(work / next(iter(cases)), model)
+    children = {
+        side: Child(
+            side, "trainer_update", work / f"{side}.log", [side, str(path), f"--vocabulary={model['vocabulary']}"]
+        )
+        for side in dict.fromkeys(side for sides, _ in cases.values() for side in sides)
+    }
     rounds = []
     try:
         for child in children.values():
             child.ready()
-        for number in range(-1, num_rounds):
-            for side, child in children.items():
-                answer = child.ask({"rows": case["rows"], "seed": number + 1})
-                if number >= 0:
-                    rounds.append({"case": name, "side": side, "round": number, **answer})
+        for name, (sides, request) in cases.items():
+            for number in range(-1, num_rounds):
+                for side in sides:
+                    answer = children[side].ask(request | {"seed": number + 1})
+                    if number >= 0:
+                        rounds.append({"case": name, "side": side, "round": number, **answer})
     finally:
         for child in children.values():
             child.close()
     return rounds
 
 
-def require_memory(case: dict[str, int]) -> None:
-    needed = COPIES * 4 * case["rows"] * case["response_tokens"] * case["vocabulary"]
+def require_memory(case: dict[str, Any], vocabulary: int) -> None:
+    needed = COPIES * 4 * case["count"] * case["response_tokens"] * vocabulary
     available = psutil.virtual_memory().available
     if available < needed:
         raise SystemExit(
@@ -95,30 +105,45 @@ def tokens_per_s(rounds: list[Round], side: str) -> float:
     return statistics.median(entry["tokens"] / entry["seconds"] for entry in rounds if entry["side"] == side)
 
 
-def print_rounds(rounds: list[Round], logits: dict[str, int], lengths: dict[str, int]) -> None:
+def print_rounds(rounds: list[Round]) -> None:
     table = new_table(
         "One update: medians over rounds",
         ["what", "side"],
         ["s", "CPU s", "tokens/s", "peak MiB", "padding"],
     )
-    titles = {
-        "whole": f"{logits['rows'] * logits['response_tokens']:,} tokens x {logits['vocabulary']:,} words",
-        "fixed": f"{lengths['rows']} rows of median {lengths['response_tokens']}, at most {lengths['longest']} tokens",
-    }
-    for side in ("whole", "tiled", "fixed", "bucketed"):
+    for name, side in dict.fromkeys((entry["case"], entry["side"]) for entry in rounds):
+        some = [entry for entry in rounds if entry["case"] == name]
         table.add_row(
-            titles.get(side, ""),
+            name,
             side,
-            f"{median(rounds, side, 'seconds'):.2f}",
-            f"{median(rounds, side, 'cpu_seconds'):.2f}",
-            f"{tokens_per_s(rounds, side):,.0f}",
-            f"{median(rounds, side, 'peak_bytes') / 2**20:,.0f}",
-            f"{median(rounds, side, 'padding'):.1%}",
+            f"{median(some, side, 'seconds'):.2f}",
+            f"{median(some, side, 'cpu_seconds'):.2f}",
+            f"{tokens_per_s(some, side):,.0f}",
+            f"{median(some, side, 'peak_bytes') / 2**20:,.0f}",
+            f"{median(some, side, 'padding'):.1%}",
         )
     show(table, 110)
 
 
+def print_packed(rounds: list[Round]) -> None:
+    """Print what packing is worth: ratios of rounds that followed one another, by the clock and by the processor."""
+    table = new_table("Buckets' time over packed rows': median, least and most", ["case"], ["seconds", "CPU seconds"])
+    for name in PACKED:
+        ratios = [packed_ratios(rounds, name, key) for key in ("seconds", "cpu_seconds")]
+        table.add_row(name, *(f"{statistics.median(some):.2f} ({min(some):.2f}-{max(some):.2f})" for some in ratios))
+    show(table, 110)
+
+
+def packed_ratios(rounds: list[Round], name: str, key: str) -> list[float]:
+    bucketed, packed = (
+        [entry[key] for entry in rounds if (entry["case"], entry["side"]) == (name, side)]
+        for side in ("bucketed", "packed")
+    )
+    return [before / after for before, after in zip(bucketed, packed, strict=True)]
+
+
 def targets_of(rounds: list[Round]) -> list[Target]:
+    rounds = [entry for entry in rounds if entry["case"] in ("logits", "lengths")]
     memory = median(rounds, "whole", "peak_bytes") / median(rounds, "tiled", "peak_bytes")
     time = median(rounds, "tiled", "seconds") / median(rounds, "whole", "seconds")
     speed = tokens_per_s(rounds, "bucketed") / tokens_per_s(rounds, "fixed")
@@ -132,16 +157,26 @@ def targets_of(rounds: list[Round]) -> list[Target]:
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
-    logits, lengths = (LOGITS | QUICK_LOGITS, LENGTHS | QUICK_LENGTHS) if arguments.quick else (LOGITS, LENGTHS)
+    logits_model = LOGITS_MODEL | (QUICK_MODEL if arguments.quick else {})
+    logits = LOGITS | (QUICK_LOGITS if arguments.quick else {})
+    lengths, short, pairs = (case | (QUICK_LENGTHS if arguments.quick else {}) for case in (LENGTHS, SHORT, PAIRS))
     num_rounds = 1 if arguments.quick else arguments.rounds or NUM_ROUNDS
-    require_memory(logits)
+    require_memory(logits, logits_model["vocabulary"])
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        rounds = measure("logits", ("whole", "tiled"), logits, 0.0, Path(folder), num_rounds)
-        rounds += measure("lengths", ("fixed", "bucketed"), lengths, SPREAD, Path(folder), num_rounds)
-    print_rounds(rounds, logits, lengths)
+        rounds = measure(logits_model, {"logits": (("whole", "tiled"), logits)}, Path(folder), num_rounds)
+        cases = {
+            "lengths": (("fixed", "bucketed", "packed"), lengths),
+            "short": (("bucketed", "packed"), short),
+            "pairs": (("bucketed", "packed"), pairs),
+        }
+        rounds += measure(LENGTHS_MODEL, cases, Path(folder), num_rounds)
+    print_rounds(rounds)
+    print_packed(rounds)
     targets = targets_of(rounds)
     print_targets(targets)
-    write_json(arguments.json, "training", rounds, targets, logits=logits, lengths=lengths)
+    write_json(
+        arguments.json, "training", rounds, targets, logits=logits_model | logits, lengths=LENGTHS_MODEL | lengths
+    )
 
 
 if __name__ == "__main__":

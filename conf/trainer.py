@@ -10,6 +10,7 @@ DEFAULT_TOKENS = 8192
 SCHEDULES = ("constant", "cosine")
 ALL_LINEAR = "all-linear"
 PUBLISHED = ("merged", "adapter")
+PACKINGS = ("auto", "always", "never")
 KEEP_WHOLE_BYTES = 2 * 2**30
 """Largest model (float32) that is gathered once an optimizer step, and whose gradients are reduced once: less
 communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
@@ -120,9 +121,14 @@ class TrainerConfig:
     """Optimizer steps of one update, each on its share of the batch. Above 1 the ratio is taken against the batch's
     start."""
     max_tokens_per_microbatch: int | str = AUTO
-    """Token budget of one forward-backward, padding included. Bounds activation memory; changes no result but for
-    rounding. auto: on a GPU whose memory is known (cluster.gpu_memory_gib), as many as fit, up to 32,768, beyond which
-    nothing is gained; else 8,192."""
+    """Token budget of one forward-backward, padding included, of which packed rows have none. Bounds activation memory;
+    changes no result but for rounding. auto: on a GPU whose memory is known (cluster.gpu_memory_gib), as many as fit,
+    up to 32,768, beyond which nothing is gained; else 8,192."""
+    packing: str = "auto"
+    """Rows of a micro-batch without padding, one after the other; none attends to another (what verl calls
+    use_remove_padding). auto: with model.attention=flash_attention_2, which has a kernel for it. always: also with
+    sdpa, where it pays as lengths differ widely. never: rows of similar length are padded to the longest of them.
+    Changes results by rounding."""
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. Master weights and optimizer are float32 either way."""
     offload: bool = False
@@ -169,6 +175,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         one_of("trainer.engine", self.engine, ("fsdp", "deepspeed"))
+        one_of("trainer.packing", self.packing, PACKINGS)
         one_of("trainer.dtype", self.dtype, ("float32", "bfloat16"))
         for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches"):
             at_least(f"trainer.{key}", getattr(self, key), 1)

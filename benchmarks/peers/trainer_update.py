@@ -1,11 +1,12 @@
 """A side of the training benchmark: updates of one model on one rank, in a process whose memory is its own.
 
-    in   {"rows": N, "seed": s}
+    in   {"count": N, "seed": s, "response_tokens": n, "spread": x, "longest": n, "loss": name}
     out  {"seconds": s, "cpu_seconds": s, "tokens": n, "padding": share, "peak_bytes": n}
 
 whole      Penstock's trainer, logits of the whole micro-batch kept for backward
 tiled      the same, logits within its default budget
 bucketed   Penstock's trainer, micro-batches of rows of similar length within its default budget of tokens
+packed     the same, micro-batches of any rows without padding
 fixed      a straight-line loop, micro-batches of 8 rows as they come, padded to the longest of them
 
 `tokens`: of prompts and responses. `padding`: share of what goes through the model. `peak_bytes`: the process's
@@ -23,8 +24,10 @@ import torch
 from benchmarks.peers.channel import Channel
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
+from penstock.algorithms.preference.pair_losses import simpo_loss
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.protocols import Loss
 from penstock.workers.trainer.models.language_model import PolicyModel, load_causal_lm
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
@@ -34,6 +37,8 @@ FIXED_ROWS = 8
 PAGE_BYTES = 4096
 COLUMNS = ("advantage", "behavior_logprobs")
 ALL_MIB = 2.0**20
+LOSSES: dict[str, Loss] = {"ppo_clip": ppo_clip_loss, "simpo": simpo_loss}
+"""Losses of a row, and of two rows that stay together."""
 
 
 class Fixed:
@@ -43,32 +48,30 @@ class Fixed:
         self._model = PolicyModel(load_causal_lm(model_path))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)
 
-    def cuts(self, lengths: np.ndarray) -> list[np.ndarray]:
-        return np.split(np.arange(len(lengths)), range(FIXED_ROWS, len(lengths), FIXED_ROWS))
-
-    def update(self, rows: Rows) -> None:
+    def update(self, rows: Rows, loss: Any) -> float:
+        """Update by a loss of single rows; returns the share of padding."""
         totals = BatchTotals(int(rows.lengths("response_ids").sum()), len(rows))
-        for cut in self.cuts(batching.row_lengths(rows)[0]):
+        num_places = num_tokens = 0
+        for cut in np.split(np.arange(len(rows)), range(FIXED_ROWS, len(rows), FIXED_ROWS)):
             batch = batching.collate(rows, cut, COLUMNS)
+            num_places, num_tokens = num_places + batch.input_ids_SL.numel(), num_tokens + batch.num_tokens
             logprobs_N, _ = self._model(batch.input_ids_SL, batch.positions_N, batch.targets_N, "value")
             logprobs_BT = batch.scatter(logprobs_N)
             old_BT = logprobs_BT.detach()
-            loss, _ = ppo_clip_loss(logprobs_BT, batch.mask_BT, totals, old_logprobs=old_BT, **batch.columns)
-            loss.backward()
+            value, _ = loss(logprobs_BT, batch.mask_BT, totals, old_logprobs=old_BT, **batch.columns)
+            value.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        return 1 - num_tokens / num_places
 
 
 class Penstock:
     def __init__(self, model_path: str, **options: Any) -> None:
         self._trainer = PolicyTrainer(TrainerConfig(**options), model_path)
 
-    def cuts(self, lengths: np.ndarray) -> list[np.ndarray]:
-        return batching.plan(lengths, self._trainer.config.microbatch_tokens)
-
-    def update(self, rows: Rows) -> None:
-        self._trainer.update(rows, ppo_clip_loss)
+    def update(self, rows: Rows, loss: Loss) -> float:
+        return self._trainer.update(rows, loss).metrics["actor/padding_share"]
 
 
 def make_rows(count: int, seed: int, response_tokens: int, spread: float, longest: int, vocabulary: int) -> Rows:
@@ -81,7 +84,9 @@ def make_rows(count: int, seed: int, response_tokens: int, spread: float, longes
             "response_ids": [random.integers(3, vocabulary, length).tolist() for length in lengths],
             "behavior_logprobs": [(-np.log(vocabulary) + np.zeros(length)).tolist() for length in lengths],
             "advantage": random.normal(size=count).tolist(),
-        }
+            "preferred": (2 * (np.arange(count) % 2) - 1).tolist(),
+        },
+        group_ids=(np.arange(count) // 2).tolist(),
     )
 
 
@@ -91,47 +96,44 @@ def memory_bytes(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(side: "Fixed | Penstock", rows: Rows) -> dict[str, float]:
-    lengths, _ = batching.row_lengths(rows)
+def measure(side: "Fixed | Penstock", rows: Rows, loss: Loss) -> dict[str, float]:
+    lengths = batching.row_shapes(rows).longest
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = memory_bytes("VmRSS")
     start, cpu_start = time.perf_counter(), time.process_time()
-    side.update(rows)
+    padding = side.update(rows, loss)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    padded = sum(len(cut) * int(lengths[cut].max()) for cut in side.cuts(lengths))
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "tokens": int(lengths.sum()),
-        "padding": 1 - int(lengths.sum()) / padded,
+        "padding": padding,
         "peak_bytes": max(PAGE_BYTES, memory_bytes("VmHWM") - before),  # memory that was free may do for all of it
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("whole", "tiled", "bucketed", "fixed"))
+    parser.add_argument("side", choices=("whole", "tiled", "bucketed", "packed", "fixed"))
     parser.add_argument("model")
-    for name in ("response_tokens", "longest", "vocabulary"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--spread", type=float, default=0.0)
-    options = vars(parser.parse_args())
-    name, model = options.pop("side"), options.pop("model")
+    parser.add_argument("--vocabulary", type=int, required=True)
+    arguments = parser.parse_args()
     channel = Channel()
     side: Fixed | Penstock
-    if name == "fixed":
-        side = Fixed(model)
-    elif name == "bucketed":
-        side = Penstock(model)
+    if arguments.side == "fixed":
+        side = Fixed(arguments.model)
+    elif arguments.side in ("bucketed", "packed"):
+        side = Penstock(arguments.model, packing="always" if arguments.side == "packed" else "never")
     else:
         # All rows in one micro-batch.
-        budget = {"logprob_chunk_mib": ALL_MIB} if name == "whole" else {}
-        side = Penstock(model, max_tokens_per_microbatch=10**9, **budget)
-    side.update(make_rows(2, 0, **{**options, "response_tokens": 8}))  # the optimizer's state exists from here on
+        budget = {"logprob_chunk_mib": ALL_MIB} if arguments.side == "whole" else {}
+        side = Penstock(arguments.model, max_tokens_per_microbatch=10**9, **budget)
+    # The optimizer's state exists from here on.
+    side.update(make_rows(2, 0, 8, 0.0, 8, arguments.vocabulary), ppo_clip_loss)
     channel.send({"ready": True})
     for request in channel.requests():
-        rows = make_rows(request["rows"], request["seed"], **options)
-        channel.send(measure(side, rows))
+        loss = LOSSES[request.pop("loss")]
+        channel.send(measure(side, make_rows(**request, vocabulary=arguments.vocabulary), loss))
 
 
 if __name__ == "__main__":

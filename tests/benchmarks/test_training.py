@@ -4,8 +4,10 @@ import pytest
 
 
 @pytest.mark.slow
-def test_the_quick_run_measures_both_sides_of_both_comparisons(run_quickly):
+def test_the_quick_run_measures_all_sides_of_all_comparisons(run_quickly):
     written, _ = run_quickly("training")
-    assert [entry["side"] for entry in written["rounds"]] == ["whole", "tiled", "fixed", "bucketed"]
+    assert [entry["side"] for entry in written["rounds"]] == [
+        "whole", "tiled", "fixed", *("bucketed", "packed") * 3
+    ]  # fmt: skip
     assert all(entry["seconds"] > 0 and entry["tokens"] > 0 for entry in written["rounds"])
     assert len(written["targets"]) == 4

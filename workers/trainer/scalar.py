@@ -42,7 +42,7 @@ class ScalarTrainer(PolicyTrainer):
     def values(self, rows: Rows) -> list[np.ndarray]:
         """Return `[T_i]` float32 for each row: what is expected before each response token. Collective. Raises
         `DataError`."""
-        return self._by_token(rows, lambda batch: self.engine.forward(batch.input_ids_SL, batch.positions_N))
+        return self._by_token(rows, lambda batch: self._numbers(batch, batch.positions_N))
 
     @torch.no_grad()
     def scores(self, rows: Rows) -> np.ndarray:
@@ -50,16 +50,20 @@ class ScalarTrainer(PolicyTrainer):
         `DataError`."""
         results = np.zeros(len(rows), np.float32)
         for batch in self._all_batches(rows):
-            scores_B = self.engine.forward(batch.input_ids_SL, last_tokens(batch))
+            scores_B = self._numbers(batch, last_tokens(batch))
             if not batch.is_dummy:
                 results[batch.rows] = scores_B.cpu().numpy()
         self.engine.free()
         return results
 
+    def _numbers(self, batch: MicroBatch, positions_K: Tensor) -> Tensor:
+        numbers_K: Tensor = self.engine.forward(batch.input_ids_SL, positions_K, batch.blocks)
+        return numbers_K
+
     def _contribution(self, minibatch: Minibatch, batch: MicroBatch, shared: UpdateParts, is_first: bool) -> Tensor:
         whole = "scores" in shared.inputs.provided
         positions = last_tokens(batch) if whole else batch.positions_N
-        numbers = self.engine.forward(batch.input_ids_SL, positions)
+        numbers = self._numbers(batch, positions)
         if batch.is_dummy:
             return numbers.sum() * 0.0
         available: dict[str, Any] = {"scores": numbers} if whole else {"values": batch.scatter(numbers)}

@@ -28,6 +28,7 @@ from penstock.workers.trainer import exporting
 from penstock.workers.trainer.engines.engine import make_engine
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.engines.optimizer import learning_rate
+from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import (
     PolicyModel,
     check_scores,
@@ -111,7 +112,7 @@ class PolicyTrainer:
         except BaseException:
             self.ranks.leave()
             raise
-        self._batcher = Batcher(self.ranks, self.config, self.max_length, rows_alone)
+        self._batcher = Batcher(self.ranks, self.config, self.max_length, rows_alone, self.packs)
 
     def _make(self, model_path: str, attention: str) -> None:
         """Make the model, and the engine that trains it."""
@@ -121,6 +122,8 @@ class PolicyTrainer:
         self.model, weights, self.max_length = self._open(model_path, dtype, attention, checkpoint_layers)
         self.size = size_of(self.model, has_adapters=self.trainable and bool(config.lora.rank))
         """Size of the whole model, whatever part of it this rank has."""
+        self.packs = packed_attention.choose(self.model.lm, config.packing)
+        """True if rows of a micro-batch are packed (`trainer.packing`)."""
         self.model.requires_grad_(self.trainable)
         if config.liger:
             use_liger(self.model.lm)
@@ -165,7 +168,7 @@ class PolicyTrainer:
         elif temperature == np.float32(self._temperature):  # as rows have it
             temperature = None
         logprobs_N, entropy_N = self.engine.forward(
-            batch.input_ids_SL, batch.positions_N, batch.targets_N, entropy, temperature
+            batch.input_ids_SL, batch.positions_N, batch.targets_N, entropy, temperature, batch.blocks
         )
         return logprobs_N, entropy_N
 

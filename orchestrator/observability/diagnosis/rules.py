@@ -209,7 +209,8 @@ def padding(history: History, config: DiagnosisConfig, max_staleness: int) -> Fi
         return None
     return Finding(
         "padding", f"{share:.0%} of what ranks compute is padding",
-        "Lower trainer.max_tokens_per_microbatch, so that only rows of like length share a micro-batch.", HINT,
+        "Set trainer.packing=always, which leaves none, or lower trainer.max_tokens_per_microbatch, so that only rows "
+        "of like length share a micro-batch.", HINT,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.conf.errors import ConfigError
+from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.update.batching import PAD_ID
 
 KEY = "trainer.sequence_parallel_size"
@@ -49,9 +50,12 @@ class SequenceParallel:
     def _tell(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Add the positions of the base model's tokens in the whole row to its arguments."""
         ids = keywords["input_ids"]
-        first = self._rank * ids.shape[1]
-        positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
-        return arguments, keywords | {"position_ids": positions, PEERS: self._peers}
+        width = ids.shape[1]
+        if (positions := keywords.get("position_ids")) is None:
+            positions = torch.arange(width * self._size, device=ids.device).unsqueeze(0)
+        padded = functional.pad(positions, (0, width * self._size - positions.shape[1]))
+        own = padded[:, self._rank * width : (self._rank + 1) * width]
+        return arguments, keywords | {"position_ids": own, PEERS: self._peers}
 
     def __call__(self, model: nn.Module, input_ids_BL: Tensor, positions_N: Tensor, *rest: Any) -> Any:
         """Return what `model` answers for all places, on every rank. `rest`: further arguments, of which tensors are
@@ -77,15 +81,16 @@ class SequenceParallel:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention over all tokens of the row. query, key, value: `[B, heads, L/P, D]`; returns
-    `[B, L/P, heads, D]`."""
+    """Causal attention over all tokens of the row, or of each of its blocks. query, key, value: `[B, heads, L/P, D]`;
+    returns `[B, L/P, heads, D]`."""
     peers = keywords.pop(PEERS, None)
     if peers is None:
         raise ConfigError(
             f"{KEY}: {type(module).__name__} does not hand on what its attention function is to know. Set {KEY}=1."
         )
     query, key, value = (_by_heads(tensor, peers) for tensor in (query, key, value))
-    output, _ = sdpa_attention_forward(module, query, key, value, None, **(keywords | {"is_causal": True}))
+    attend = packed_attention.attention if packed_attention.BLOCKS in keywords else sdpa_attention_forward
+    output, _ = attend(module, query, key, value, None, **(keywords | {"is_causal": True}))
     return _by_tokens(output.transpose(1, 2), peers).transpose(1, 2).contiguous(), None
 
 
@@ -152,7 +157,7 @@ def check(lm: Any, size: int, tensor_parallel_size: int) -> None:
     """Raise `ConfigError` for a model whose attention cannot be split over `size` ranks, each of which has its heads
     divided by `tensor_parallel_size` already."""
     config = lm.config
-    if config._attn_implementation != "sdpa":
+    if config._attn_implementation not in ("sdpa", packed_attention.PACKED):
         raise ConfigError(
             f"{KEY}={size} computes attention by sdpa, and model.attention={config._attn_implementation}. Set "
             f"model.attention=sdpa or {KEY}=1."

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError, ModelError, suggest
 from penstock.workers.context_length import longest_context
+from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
 from penstock.workers.trainer.models.token_scores import ENTROPY, LogitChange, OutputLayer, whole_scores
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.update.blocks import Blocks
 
 FACTORS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -76,12 +78,14 @@ class PolicyModel(nn.Module):
         entropy: str = "none",
         temperature: float | Tensor | None = None,
         own: bool = False,
+        blocks: Blocks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities `[N]` of `targets_N`, and entropies `[N]` of the distributions they are from, in nats,
         float32.
 
         `input_ids_BL`: int64, padded on the right. No mask and no positions are needed: attention is causal, so what
-        is on the right reaches no real token, and each row starts at position 0. `positions_N`: int64, places in the
+        is on the right reaches no real token, and each row starts at position 0. With `blocks`, `[1, L]` without
+        padding (`packed_attention.choose` has prepared the model). `positions_N`: int64, places in the
         flattened `[B * L]` that predict `targets_N` (a target's own place minus one). `entropy`: "none"; "value",
         without gradient; "gradient". `temperature`: in the place of the model's; of each target, the bits of float32 as
         int32 `[N]`, since an engine in bfloat16 rounds all floating-point arguments. `own`: by the logits of the
@@ -93,8 +97,7 @@ class PolicyModel(nn.Module):
             logits_BLV = self.lm(input_ids=input_ids_BL, use_cache=False).logits
             logits_NV = logits_BLV.flatten(0, 1).index_select(0, positions_N)
             return whole_scores(logits_NV, targets_N, self._at(temperature), entropy)
-        hidden_BLH = self.lm.base_model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
-        hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, positions_N)
+        hidden_NH = hidden_states(self.lm, input_ids_BL, positions_N, blocks)
         output_layer = self.lm.get_output_embeddings()
         logprobs_N, entropy_N = output_layer(
             hidden_NH, targets_N, temperature=self._at(temperature), entropy=entropy, budget_bytes=self.budget_bytes
@@ -154,13 +157,19 @@ class ScalarModel(nn.Module):
         use_fast_linears(lm)
         self.lm = lm
 
-    def forward(self, input_ids_BL: Tensor, positions_K: Tensor) -> Tensor:
-        """The number at each place, `[K]` float32. `input_ids_BL`: int64, padded on the right. `positions_K`: int64,
-        into the flattened `[B * L]`."""
-        hidden_BLH = self.lm.base_model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
-        hidden_KH = hidden_BLH.flatten(0, 1).index_select(0, positions_K)
+    def forward(self, input_ids_BL: Tensor, positions_K: Tensor, blocks: Blocks | None = None) -> Tensor:
+        """The number at each place, `[K]` float32. `input_ids_BL`: int64, padded on the right, or with `blocks` `[1,
+        L]` without padding. `positions_K`: int64, into the flattened `[B * L]`."""
+        hidden_KH = hidden_states(self.lm, input_ids_BL, positions_K, blocks)
         # A clone and no view: in-place operations on a view would bypass FSDP's backward hook on what forward returns.
         return self.lm.score(hidden_KH).float().squeeze(-1).clone()
+
+
+def hidden_states(lm: Any, input_ids_BL: Tensor, positions_K: Tensor, blocks: Blocks | None) -> Tensor:
+    """Hidden states of the last layer, after its norm, at places of the flattened `[B * L]`: `[K, H]`."""
+    keywords = packed_attention.keywords(lm, blocks)
+    hidden_BLH: Tensor = lm.base_model(input_ids=input_ids_BL, use_cache=False, **keywords).last_hidden_state
+    return hidden_BLH.flatten(0, 1).index_select(0, positions_K)
 
 
 def load_causal_lm(

@@ -1,12 +1,13 @@
-"""Rows to padded micro-batches: pure and deterministic, so that a straight-line loop can build the very same tensors.
+"""Rows to micro-batches: pure and deterministic, so that a straight-line loop can build the very same tensors.
 
     rows ──split_minibatches──▶ whole groups an optimizer step ──plan──▶ positions a micro-batch ──collate──▶ MicroBatch
 
-A micro-batch holds rows of similar length, padded on the right to its longest. A row is one sequence, or if it is a
-trajectory several (`sequences.py`); none is cut apart from the others of its row.
+A micro-batch holds rows of similar length, padded on the right to its longest, or any rows one after the other without
+padding (`trainer.packing`, `blocks.py`). A row is one sequence, or if it is a trajectory several (`sequences.py`); none
+is cut apart from the others of its row.
 
 Legend: B rows of the micro-batch, S their sequences (S = B where none is a trajectory), L tokens of the longest one, T
-of the longest response, N response tokens.
+of the longest response, N response tokens. Packed, S is 1 and L the tokens of all sequences.
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,14 @@ from torch import Tensor
 
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.update.sequences import TEMPERATURES, select, sequences_of, shapes_of
+from penstock.workers.trainer.update.blocks import Blocks
+from penstock.workers.trainer.update.sequences import TEMPERATURES, Shapes, select, sequences_of, shapes_of
 
 MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
 few large ones, which rows of thousands of tokens give anyway.
 """
-HELD_HERE = ("rows", "columns", "num_tokens", "temperature", "temperatures_N")
+HELD_HERE = ("rows", "columns", "num_tokens", "temperature", "temperatures_N", "blocks")
 """Fields of a micro-batch that are no tensors of its own, or need not be."""
 PAD_ID = 0
 """Id of padding; any that exists: attention is causal, so what pads on the right is never seen."""
@@ -52,6 +54,8 @@ class MicroBatch:
     temperature: float | None = None
     """Temperature at which all response tokens were sampled; None: the run's, or one of `temperatures_N` for each."""
     temperatures_N: Tensor | None = None
+    blocks: Blocks | None = None
+    """Blocks of `input_ids_SL`, one a sequence; None: sequences are padded."""
 
     @property
     def is_dummy(self) -> bool:
@@ -79,15 +83,15 @@ class MicroBatch:
             columns={name: value.to(device) for name, value in self.columns.items()},
             temperature=self.temperature,
             temperatures_N=None if self.temperatures_N is None else self.temperatures_N.to(device, non_blocking=True),
+            blocks=None if self.blocks is None else self.blocks.to(device),
             **moved,
         )
 
 
-def row_lengths(rows: Rows, max_length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the longest sequence of each row, and how many sequences it has: `[rows]` int64 each. Raises
-    `DataError` for a row longer than `max_length` or without prompt.
-    """
-    lengths, counts = shapes_of(rows)
+def row_shapes(rows: Rows, max_length: int | None = None) -> Shapes:
+    """Sizes of the rows. Raises `DataError` for a row with a sequence longer than `max_length` or without prompt."""
+    shapes = shapes_of(rows)
+    lengths = shapes.longest
     if max_length is not None and len(lengths) and lengths.max() > max_length:
         position = int(lengths.argmax())
         raise DataError(
@@ -95,7 +99,7 @@ def row_lengths(rows: Rows, max_length: int | None = None) -> tuple[np.ndarray, 
             f"more than the model's {max_length} positions. Lower data.max_prompt_tokens, rollout.sampling.max_tokens "
             "or rollout.max_model_len, or take a model with a longer context."
         )
-    return lengths, counts
+    return shapes
 
 
 def plan(lengths: np.ndarray, max_tokens: int, counts: np.ndarray | None = None) -> list[np.ndarray]:
@@ -154,6 +158,29 @@ def plan_groups(
     return [np.asarray(cut, dtype=np.int64) for cut in cuts]
 
 
+def plan_packed(num_tokens: np.ndarray, max_tokens: int, group_ids: np.ndarray | None = None) -> list[np.ndarray]:
+    """Choose which rows share a micro-batch without padding: positions, each exactly once. `num_tokens`: of each row;
+    `group_ids`: of rows that must stay together, None: each may go alone.
+
+    First fit, largest first (equal ones stay in order): at most 11/9 of the fewest micro-batches, and 2/3 more (Dósa
+    2007). Tokens <= `max_tokens`; a row or group larger than that is a micro-batch of its own.
+    """
+    groups = np.arange(len(num_tokens)) if group_ids is None else np.unique(group_ids, return_inverse=True)[1]
+    sizes = np.bincount(groups, weights=num_tokens).astype(np.int64)
+    cuts: list[list[int]] = []
+    room = np.zeros(len(sizes), np.int64)
+    for group in np.argsort(-sizes, kind="stable").tolist():
+        members = [group] if group_ids is None else np.flatnonzero(groups == group).tolist()
+        fits = np.flatnonzero(room[: len(cuts)] >= sizes[group])
+        if len(fits):
+            cuts[fits[0]].extend(members)
+            room[fits[0]] -= sizes[group]
+        else:
+            room[len(cuts)] = max_tokens - sizes[group]
+            cuts.append(members)
+    return [np.asarray(cut, dtype=np.int64) for cut in cuts]
+
+
 def split_minibatches(group_ids: np.ndarray, all_groups: Sequence[int], num_minibatches: int) -> list[np.ndarray]:
     """Positions of this rank's rows for each optimizer step: whole groups, about equally many each, in ascending order
     of group id.
@@ -167,29 +194,38 @@ def split_minibatches(group_ids: np.ndarray, all_groups: Sequence[int], num_mini
     return [np.flatnonzero(np.isin(group_ids, share)) for share in shares if len(share)]
 
 
-def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = ()) -> MicroBatch:
+def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = (), *, packed: bool = False) -> MicroBatch:
     """Make one micro-batch of the rows at these positions; `columns`: names of further columns to hand to the loss.
+    `packed`: without padding, the longest sequence first.
 
     Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding. Raises `DataError` for
     a token column that is not as long as the response.
     """
     sequences = sequences_of(rows, positions)
-    width = max(1, max(len(ids) for ids in sequences.token_ids))
+    lengths_S = np.array([len(ids) for ids in sequences.token_ids], np.int64)
+    width, blocks = max(1, int(lengths_S.max())), None
+    starts_S = np.arange(len(lengths_S)) * width
+    if packed:
+        order = np.argsort(-lengths_S, kind="stable")
+        blocks = Blocks.of(lengths_S[order])
+        starts_S[order], width = np.cumsum(lengths_S[order]) - lengths_S[order], int(lengths_S.sum())
+    ids_flat = np.full(width if packed else len(lengths_S) * width, PAD_ID, dtype=np.int64)
+    for start, ids in zip(starts_S.tolist(), sequences.token_ids, strict=True):
+        ids_flat[start : start + len(ids)] = ids
+    place_N = starts_S[sequences.sequence_N] + sequences.place_N
     width_response = max(1, int(sequences.num_sampled_B.max()))
-    input_ids_SL = np.full((len(sequences.token_ids), width), PAD_ID, dtype=np.int64)
-    for index, ids in enumerate(sequences.token_ids):
-        input_ids_SL[index, : len(ids)] = ids
     mask_BT = np.arange(width_response) < sequences.num_sampled_B[:, None]
     row_N, token_N = np.nonzero(mask_BT)
     batch = MicroBatch(
         rows=np.asarray(positions),
-        input_ids_SL=torch.from_numpy(input_ids_SL),
-        positions_N=torch.from_numpy(sequences.sequence_N * width + sequences.place_N - 1),
-        targets_N=torch.from_numpy(input_ids_SL[sequences.sequence_N, sequences.place_N]),
+        input_ids_SL=torch.from_numpy(ids_flat.reshape(-1, width)),
+        positions_N=torch.from_numpy(place_N - 1),
+        targets_N=torch.from_numpy(ids_flat[place_N]),
         slots_N=torch.from_numpy(row_N * width_response + token_N),
         mask_BT=torch.from_numpy(mask_BT),
         group_ids_B=torch.from_numpy(rows.group_ids[positions]),
-        num_tokens=sum(len(ids) for ids in sequences.token_ids),
+        num_tokens=int(lengths_S.sum()),
+        blocks=blocks,
         **_temperatures(rows, positions),
     )
     for name in columns:
@@ -197,20 +233,23 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = ()) -> M
     return batch
 
 
-def dummy(device: torch.device | None = None) -> MicroBatch:
+def dummy(device: torch.device | None = None, *, packed: bool = False) -> MicroBatch:
     """A micro-batch of one prompt and one response token that count for nothing: keeps a rank without rows in step with
     the others' collectives.
     """
     zero = torch.zeros(1, dtype=torch.int64)
     ids_SL = torch.full((1, 2), PAD_ID)
     mask_BT = torch.zeros(1, 1, dtype=torch.bool)
-    batch = MicroBatch(np.zeros(0, np.int64), ids_SL, zero, zero + PAD_ID, zero, mask_BT, zero)
+    blocks = Blocks.of([2]) if packed else None
+    batch = MicroBatch(np.zeros(0, np.int64), ids_SL, zero, zero + PAD_ID, zero, mask_BT, zero, blocks=blocks)
     return batch.to(device) if device else batch
 
 
-def pad_plan(batches: list[MicroBatch], count: int, device: torch.device | None = None) -> list[MicroBatch]:
+def pad_plan(
+    batches: list[MicroBatch], count: int, device: torch.device | None = None, *, packed: bool = False
+) -> list[MicroBatch]:
     """The micro-batches, followed by dummies up to `count`, which is the largest number on any rank."""
-    return batches + [dummy(device) for _ in range(count - len(batches))]
+    return batches + [dummy(device, packed=packed) for _ in range(count - len(batches))]
 
 
 def split_rows(batch: MicroBatch, values_N: Tensor) -> list[np.ndarray]:

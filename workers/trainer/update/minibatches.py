@@ -26,6 +26,7 @@ from penstock.workers.protocols import Loss
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
+from penstock.workers.trainer.update.sequences import Shapes
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,15 @@ class Batcher:
     rows_alone: bool = False
     """True if each row is a micro-batch in a pass without a loss: sums in matrix products depend on the shape, so among
     others a row may come out with other last bits."""
+    packed: bool = False
+    """True if rows of a micro-batch lie one after the other, without padding."""
 
     def microbatches(self, rows: Rows) -> list[MicroBatch]:
         """Cut all rows for a pass without a loss."""
         parts = np.arange(len(rows)).reshape(-1, 1) if self.rows_alone else [np.arange(len(rows))]
         batches = [batch for part in parts for batch in self._cut(rows, part, ())]
         count = max(self.ranks.gather(len(batches)))
-        return batching.pad_plan(batches, count, self.ranks.device)
+        return self._pad(batches, count)
 
     def minibatches(self, rows: Rows, inputs: LossInputs) -> list[Minibatch]:
         """Make a minibatch for each optimizer step of an update, with the columns that the loss takes."""
@@ -127,21 +130,26 @@ class Batcher:
         minibatches = []
         for batches, others in zip(cuts, zip(*self.ranks.gather(sizes), strict=True), strict=True):
             totals = sum((other for _, other in others), BatchTotals(0, 0))
-            padded = batching.pad_plan(batches, max(number for number, _ in others), self.ranks.device)
-            minibatches.append(Minibatch(padded, totals))
+            minibatches.append(Minibatch(self._pad(batches, max(number for number, _ in others)), totals))
         return minibatches
 
     def _cut(
         self, rows: Rows, positions: np.ndarray, columns: tuple[str, ...], *, whole_groups: bool = False
     ) -> list[MicroBatch]:
         """Cut these rows and move them to the device."""
-        lengths, counts = (of_rows[positions] for of_rows in batching.row_lengths(rows, self.max_length))
-        budget = self.config.microbatch_tokens
-        if whole_groups:
-            cuts = batching.plan_groups(lengths, rows.group_ids[positions], budget, counts)
+        shapes = Shapes(*(of_rows[positions] for of_rows in batching.row_shapes(rows, self.max_length)))
+        budget, groups = self.config.microbatch_tokens, rows.group_ids[positions] if whole_groups else None
+        if self.packed:
+            cuts = batching.plan_packed(shapes.num_tokens, budget, groups)
+        elif groups is not None:
+            cuts = batching.plan_groups(shapes.longest, groups, budget, shapes.num_sequences)
         else:
-            cuts = batching.plan(lengths, budget, counts)
-        return [batching.collate(rows, positions[cut], columns).to(self.ranks.device) for cut in cuts]
+            cuts = batching.plan(shapes.longest, budget, shapes.num_sequences)
+        device = self.ranks.device
+        return [batching.collate(rows, positions[cut], columns, packed=self.packed).to(device) for cut in cuts]
+
+    def _pad(self, batches: list[MicroBatch], count: int) -> list[MicroBatch]:
+        return batching.pad_plan(batches, count, self.ranks.device, packed=self.packed)
 
 
 def _totals(batch: MicroBatch, whole_groups: bool) -> BatchTotals:

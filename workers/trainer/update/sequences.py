@@ -15,6 +15,7 @@ Legend: B rows, S sequences, S_i those of row i, N sampled tokens of all rows.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,16 @@ class Sequences:
     """Place of each sampled token in its sequence; the token one place before predicts it."""
 
 
+class Shapes(NamedTuple):
+    """The sizes of rows, `[rows]` int64 each."""
+
+    longest: np.ndarray
+    """Tokens of the longest sequence of each row."""
+    num_sequences: np.ndarray
+    num_tokens: np.ndarray
+    """Tokens of all its sequences."""
+
+
 def are_trajectories(rows: Rows) -> bool:
     return SPANS in rows
 
@@ -49,23 +60,25 @@ def context_column(rows: Rows) -> str:
     return SEQUENCE_COLUMNS[0] if are_trajectories(rows) else "prompt_ids"
 
 
-def shapes_of(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the longest sequence of each row, and how many sequences it has: `[rows]` int64 each. Raises
-    `DataError` for a row of which something is sampled without a prompt."""
+def shapes_of(rows: Rows) -> Shapes:
+    """Sizes of the rows. Raises `DataError` for a row of which something is sampled without a prompt."""
+    ones = np.ones(len(rows), np.int64)
     if not are_trajectories(rows):
         prompts = rows.lengths("prompt_ids")
         if len(prompts) and prompts.min() == 0:
             raise _without_prompt(rows, int(prompts.argmin()))
-        return prompts + rows.lengths("response_ids"), np.ones(len(rows), np.int64)
-    longest, counts = np.ones(len(rows), np.int64), np.ones(len(rows), np.int64)
+        lengths = prompts + rows.lengths("response_ids")
+        return Shapes(lengths, ones, lengths)
+    shapes = Shapes(ones, ones.copy(), ones.copy())
     for position, spans in enumerate(rows.arrays(SPANS)):
         if len(spans):
             table, starts = _table(spans)
             if (table[starts, 1] == 0).any():
                 raise _without_prompt(rows, position)
             lengths = np.add.reduceat(table[:, 1] + table[:, 2], starts)
-            longest[position], counts[position] = lengths.max(), len(lengths)
-    return longest, counts
+            for of_rows, value in zip(shapes, (lengths.max(), len(lengths), lengths.sum()), strict=True):
+                of_rows[position] = value
+    return shapes
 
 
 def sequences_of(rows: Rows, positions: np.ndarray) -> Sequences:

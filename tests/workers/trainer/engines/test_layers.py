@@ -52,8 +52,9 @@ def names(trainer: PolicyTrainer, directory: Path) -> tuple[list[str], list[str]
     [
         ("fsdp", {"activation_checkpointing": True, "lora": LoraConfig(rank=4)}, not SOAK),
         ("zero2", {"dtype": "bfloat16"}, False),
+        ("fsdp", {"packing": "always"}, False),
     ],
-    ids=["fsdp-recomputed-adapters", "zero2-bfloat16"],
+    ids=["fsdp-recomputed-adapters", "zero2-bfloat16", "fsdp-packed"],
 )
 def test_two_updates_are_those_of_the_eager_trainer(
     make_trainer: Make,

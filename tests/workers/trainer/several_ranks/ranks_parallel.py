@@ -2,7 +2,7 @@
 `python -m tests.workers.trainer.several_ranks.ranks_parallel RANK NUM_RANKS ADDRESS MODELS DIRECTORY`.
 
 Runs every scenario of that number of ranks and leaves what the tests look at in DIRECTORY. The same scenarios with one
-rank and none of their ways to split the work are what they are compared to.
+rank, padded rows and none of their ways to split the work are what they are compared to.
 """
 
 import ctypes
@@ -39,6 +39,7 @@ TENSOR = {"tensor_parallel_size": 2}
 SEQUENCE = {"sequence_parallel_size": 2}
 COPIES = {"shard_size": 2}
 BALANCED = {"router_aux_loss_coef": 0.5}
+PACKED = {"packing": "always"}
 SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "lora": LORA,
@@ -61,8 +62,12 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "experts": BALANCED,
         "experts_tensor": BALANCED | TENSOR,
         "experts_tensor_checkpointed": TENSOR | {"activation_checkpointing": True},
+        "packed_tensor_lora": TENSOR | LORA | PACKED,
+        "packed_sequence_checkpointed": SEQUENCE | PACKED | {"activation_checkpointing": True},
+        "packed_critic_sequence": SEQUENCE | PACKED,
     },
     4: {
+        "packed_tensor_and_sequence": TENSOR | SEQUENCE | PACKED,
         "tensor_and_data": TENSOR,
         "tensor_and_data_lora": TENSOR | LORA,
         "tensor_and_data_gathered_by_layer": TENSOR,
@@ -115,7 +120,7 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
     trainers = []
     for scenario, options in scenarios.items():
         if num_ranks == 1:
-            options = {name: value for name, value in options.items() if name not in (*SPLITS, "shard_size")}
+            options = {name: value for name, value in options.items() if name not in (*SPLITS, "shard_size", "packing")}
         budget = 8192 if num_ranks == 1 else 60
         config = TrainerConfig(
             num_ranks=num_ranks, max_tokens_per_microbatch=budget, optimizer=OptimizerConfig(**LINEAR), **options

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -101,12 +102,12 @@ def test_a_column_of_another_length_than_the_response_is_refused_by_name() -> No
 def test_rows_too_long_for_the_model_are_refused_with_the_key_to_change() -> None:
     rows = Rows.from_lists({"prompt_ids": [[5] * 3, [5] * 9], "response_ids": [[7], [7] * 8]})
     with pytest.raises(DataError, match=r"row 1 has a sequence of 17 tokens.*16 positions.*max_tokens"):
-        batching.row_lengths(rows, 16)
+        batching.row_shapes(rows, 16)
 
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(DataError, match="empty prompt"):
-        batching.row_lengths(Rows.from_lists({"prompt_ids": [[]], "response_ids": [[7]]}))
+        batching.row_shapes(Rows.from_lists({"prompt_ids": [[]], "response_ids": [[7]]}))
 
 
 @given(st.lists(st.integers(0, 9), max_size=20), st.integers(1, 6))
@@ -142,3 +143,46 @@ def test_batches_are_padded_with_dummies_that_have_no_rows(make_rows: Callable[.
     batches = batching.pad_plan([batching.collate(make_rows(2), np.array([0, 1]))], 3)
     assert [batch.is_dummy for batch in batches] == [False, True, True]
     assert not batches[1].mask_BT.any()
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 30)), max_size=25)
+
+
+@given(ROWS, st.integers(1, 200), st.booleans())
+def test_packed_microbatches_have_each_row_once_and_the_budget(
+    rows: list[tuple[int, int]], budget: int, whole_groups: bool
+) -> None:
+    ids = np.array([group for group, _ in rows], dtype=np.int64)
+    num_tokens = np.array([tokens for _, tokens in rows], dtype=np.int64)
+    cuts = batching.plan_packed(num_tokens, budget, ids if whole_groups else None)
+    assert sorted(np.concatenate(cuts).tolist() if cuts else []) == list(range(len(rows)))
+    homes = [set(ids[cut].tolist()) for cut in cuts]
+    sums = [int(num_tokens[cut].sum()) for cut in cuts]
+    alone = [len(home) == 1 if whole_groups else len(cut) == 1 for cut, home in zip(cuts, homes, strict=True)]
+    assert all(total <= budget or is_alone for total, is_alone in zip(sums, alone, strict=True))
+    assert not whole_groups or sum(len(home) for home in homes) == len(set(ids.tolist()))
+    # No two of them would fit into one.
+    assert all(first + second > budget for first, second in pairwise(sums))
+
+
+def test_packed_rows_of_one_length_that_fit_stay_together_in_row_order() -> None:
+    (cut,) = batching.plan_packed(np.full(64, 76), 8192)
+    assert cut.tolist() == list(range(64))
+
+
+def test_packing_fills_up_a_budget_that_padding_would_waste() -> None:
+    num_tokens = np.array([10] * 30 + [500, 490])
+    assert [len(cut) for cut in batching.plan_packed(num_tokens, 1290)] == [32]
+    assert [len(cut) for cut in batching.plan(num_tokens, 1290)] == [2, 30]
+
+
+def test_packed_collation_puts_the_longest_first_and_answers_in_row_order() -> None:
+    rows = Rows.from_lists({"prompt_ids": [[5, 6], [7]], "response_ids": [[8], [9, 10, 11]]})
+    batch = batching.collate(rows, np.array([0, 1]), packed=True)
+    assert batch.input_ids_SL.tolist() == [[7, 9, 10, 11, 5, 6, 8]]
+    assert batch.blocks is not None
+    assert batch.blocks.lengths == (4, 3)
+    assert batch.positions_N.tolist() == [5, 0, 1, 2]
+    assert batch.targets_N.tolist() == [8, 9, 10, 11]
+    assert batch.mask_BT.tolist() == [[True, False, False], [True, True, True]]
+    assert batch.num_tokens == batch.input_ids_SL.numel()

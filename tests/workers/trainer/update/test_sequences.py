@@ -65,11 +65,12 @@ def test_one_turn_is_what_a_prompt_and_its_response_are_bit_for_bit(seed: int) -
     assert torch.equal(one.columns["behavior_logprobs"], other.columns["behavior_logprobs"])
 
 
-def test_the_shape_of_a_trajectory_is_its_longest_segment_and_their_number() -> None:
+def test_the_shape_of_a_trajectory_is_its_longest_segment_their_number_and_sum() -> None:
     rows = rows_of([turn(0, [1, 2], [3]), turn(1, [9], [8])], [turn(0, [1], [2]), turn(1, [1, 2, 3], [4, 5])])
-    longest, counts = shapes_of(rows)
+    longest, counts, num_tokens = shapes_of(rows)
     assert longest.tolist() == [3, 5]
     assert counts.tolist() == [2, 1]
+    assert num_tokens.tolist() == [5, 5]
 
 
 def test_a_segment_without_a_prompt_is_refused() -> None:

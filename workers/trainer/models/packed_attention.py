@@ -1,0 +1,105 @@
+"""Attention over packed rows (`update/blocks.py`): the models that can be called so, and the function that they call.
+
+    model.attention=sdpa               `attention`, below: one call of sdpa for all blocks of one length
+    model.attention=flash_attention_2  its kernel for sequences of different lengths, which transformers calls
+
+transformers calls both by name, and hands on what the model was called with: so nothing of the model is changed.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from penstock.conf.errors import ConfigError
+from penstock.workers.trainer.update.blocks import Blocks, mask_of
+
+KEY = "trainer.packing"
+PACKED = "penstock_packed"
+"""Name under which transformers knows `attention`."""
+FLASH = "flash_attention_2"
+BLOCKS = "blocks"
+"""Keyword argument that passes the blocks from the model's call to `attention`."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Names that transformers has for kinds of layers."""
+
+
+def choose(lm: Any, packing: str) -> bool:
+    """Decide whether a model is called with packed rows, and prepare it for them. `packing`: `trainer.packing`. Raises
+    `ConfigError` where packing is asked for by name and the model cannot be called so."""
+    implementation = lm.config._attn_implementation
+    if packing == "never" or (packing == "auto" and implementation != FLASH):
+        return False
+    reason = reason_against(lm)
+    if reason is not None and packing == "always":
+        raise ConfigError(f"{KEY}=always: {reason}. Set {KEY}=never.")
+    if reason is None and implementation == "sdpa":
+        lm.set_attn_implementation(PACKED)
+    return reason is None
+
+
+def reason_against(lm: Any) -> str | None:
+    """Why rows of this model cannot be packed; None: they can."""
+    config = lm.config
+    if config._attn_implementation not in ("sdpa", FLASH):
+        return f"rows are packed for sdpa and {FLASH}, and model.attention={config._attn_implementation}"
+    kinds = set(getattr(config, "layer_types", None) or [FULL])
+    if lm._is_stateful or not kinds <= {FULL, SLIDING}:
+        known = ", ".join(sorted(kinds - {FULL})) or "recurrent ones"
+        return f"{config.model_type} has layers ({known}) in which a row would see the one before it"
+    takes = inspect.signature(lm.base_model.forward).parameters
+    if not lm._supports_attention_backend or "position_ids" not in takes:
+        return f"{type(lm).__name__} does not take the position of each token, or hand it on to its attention"
+    return None
+
+
+def keywords(lm: Any, blocks: Blocks | None) -> dict[str, Any]:
+    """Keyword arguments that call the base model with packed rows; none where they are padded."""
+    if blocks is None:
+        return {}
+    if lm.config._attn_implementation != FLASH:
+        return {"position_ids": blocks.position_ids_1T, BLOCKS: blocks}
+    longest = max(blocks.lengths)
+    return {
+        "position_ids": blocks.position_ids_1T,
+        "cu_seq_lens_q": blocks.bounds,
+        "cu_seq_lens_k": blocks.bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None, **keywords: Any
+) -> tuple[Tensor, None]:
+    """Causal attention within each block. query, key, value: `[1, heads, T, D]`; returns `[1, T, heads, D]`. `window`:
+    what `window_of` said of this layer. Raises `ConfigError` where the model keeps the blocks to itself."""
+    blocks = keywords.pop(BLOCKS, None)
+    if blocks is None:
+        raise ConfigError(
+            f"{KEY}: {type(module).__name__} does not hand on what its attention function is to know. Set {KEY}=never."
+        )
+    runs = list(blocks.runs(query.shape[2]))
+    # One split, whose gradient is one concatenation: that of a slice is as large as what it was cut from.
+    sizes = [count * length for count, length in runs]
+    parts = []
+    for (count, length), *of_run in zip(runs, *(one.split(sizes, dim=2) for one in (query, key, value)), strict=True):
+        mask = mask_of(length, window, query.device)
+        q, k, v = (one.squeeze(0).unflatten(1, (count, length)).transpose(0, 1) for one in of_run)
+        output, _ = sdpa_attention_forward(module, q, k, v, mask, **(keywords | {"is_causal": True}))
+        parts.append(output.flatten(0, 1))
+    return torch.cat(parts).unsqueeze(0), None
+
+
+def window_of(*, local_size: int | None = None, **_: Any) -> int | None:
+    """Answer in the place of the mask that transformers wants for a kind of layer, once a forward pass: how many tokens
+    its sliding window has; None: it attends to all."""
+    return local_size
+
+
+# Blocks differ from one micro-batch to the next, and for each of them attention would be compiled anew.
+AttentionInterface.register(PACKED, torch.compiler.disable(attention))
+AttentionMaskInterface.register(PACKED, window_of)
