@@ -147,7 +147,7 @@ class PolicyTrainer:
         """Compare log-probabilities of a few tokens with those by the logits of the model's own forward: whatever a
         model does to its logits, the trainer does too. Collective. Raises `ModelError` where they differ."""
         with self._phase("comparison with the model's own logits"):
-            check_scores(self.model, self.engine.forward, getattr(torch, self.config.dtype), self.ranks)
+            check_scores(self.model, self.engine.forward, getattr(torch, self.config.dtype), self.ranks, self.packs)
         self.engine.free()
 
     @torch.no_grad()

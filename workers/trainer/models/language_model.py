@@ -77,8 +77,8 @@ class PolicyModel(nn.Module):
         targets_N: Tensor,
         entropy: str = "none",
         temperature: float | Tensor | None = None,
-        own: bool = False,
         blocks: Blocks | None = None,
+        own: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities `[N]` of `targets_N`, and entropies `[N]` of the distributions they are from, in nats,
         float32.
@@ -94,7 +94,8 @@ class PolicyModel(nn.Module):
         if entropy not in ENTROPY:
             raise ValueError(f"entropy={entropy!r}: unknown{suggest(entropy, ENTROPY)}")
         if own:
-            logits_BLV = self.lm(input_ids=input_ids_BL, use_cache=False).logits
+            packed = packed_attention.keywords(self.lm, blocks)
+            logits_BLV = self.lm(input_ids=input_ids_BL, use_cache=False, **packed).logits
             logits_NV = logits_BLV.flatten(0, 1).index_select(0, positions_N)
             return whole_scores(logits_NV, targets_N, self._at(temperature), entropy)
         hidden_NH = hidden_states(self.lm, input_ids_BL, positions_N, blocks)
@@ -111,19 +112,22 @@ class PolicyModel(nn.Module):
 
 
 @torch.no_grad()
-def check_scores(model: PolicyModel, forward: Callable[..., Any], dtype: torch.dtype, ranks: Ranks) -> None:
+def check_scores(
+    model: PolicyModel, forward: Callable[..., Any], dtype: torch.dtype, ranks: Ranks, packs: bool = False
+) -> None:
     """Compare a few tokens' log-probabilities with those by the logits of the model's own forward. Collective.
 
-    `forward`: the engine's, around the model. `dtype`: that it computes in. Layers that were to be compiled are not.
-    Raises `ModelError` where they differ, on all ranks.
+    `forward`: the engine's, around the model. `dtype`: that it computes in. `packs`: its rows are packed. Layers that
+    were to be compiled are not. Raises `ModelError` where they differ, on all ranks.
     """
     words = min(model.lm.get_input_embeddings().num_embeddings, model.lm.get_output_embeddings().out_features)
     ids_BL = (torch.arange(2 * 8, device=ranks.device) * 7919 % words).view(2, 8)
     positions_N = torch.arange(2 * 8, device=ranks.device).view(2, 8)[:, :-1].flatten()
     targets_N = ids_BL[:, 1:].flatten()
+    blocks = Blocks.of([8, 8]).to(ranks.device) if packs else None
+    rows = ids_BL.view(1, -1) if packs else ids_BL
     with torch.compiler.set_stance("force_eager"):
-        ours_N, _ = forward(ids_BL, positions_N, targets_N)
-        own_N, _ = forward(ids_BL, positions_N, targets_N, "none", None, True)
+        ours_N, own_N = (forward(rows, positions_N, targets_N, "none", None, blocks, own)[0] for own in (False, True))
     rounding = torch.finfo(dtype).eps * float(own_N.abs().mean())
     gap = float((ours_N - own_N).abs().mean())
     if not all(gap <= GAP_NATS + rounding for gap in ranks.gather_ranks(gap)):
