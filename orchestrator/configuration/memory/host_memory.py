@@ -1,8 +1,8 @@
 """Host memory of a node at its peak, part by part, and where each lies. Pure: no torch.
 
 /dev/shm     publications, copies of the state after each step, the store's large batches, Ray's object store
-pinned       the copy that a checkpoint is written from, weights of engines that sleep
-memory       what ranks and engines keep there, and the processes themselves
+pinned       buffers on the way from GPUs, what is offloaded, weights of engines that sleep
+memory       the copy that a checkpoint is written from, what ranks and engines keep there, the processes themselves
 page cache   the model's files, which the kernel drops where memory is short
 """
 
@@ -85,8 +85,7 @@ def _of_ranks(memory: RunMemory, num_ranks: int, num_nodes: int) -> list[HostPar
     if on_gpus and choose_transport(config) == "shm":
         parts.append(HostPart("buffers for weights from GPUs", PINNED, num_ranks * BUFFERS))
     if config.checkpoint.every_steps:
-        place = PINNED if on_gpus else MEMORY
-        parts.append(HostPart("copy that a checkpoint is written from", place, state, "checkpoint.every_steps=0"))
+        parts.append(HostPart("copy that a checkpoint is written from", MEMORY, state, "checkpoint.every_steps=0"))
     offloaded = num_ranks * sum(one.on_host for one in memory.trained)
     parts.append(HostPart("weights and optimizer (trainer.offload)", PINNED, offloaded))
     if config.placement == "colocated" and on_gpus:

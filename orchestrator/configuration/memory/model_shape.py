@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.workers.context_length import longest_context
+
 WITH_QKV_BIAS = ("qwen2",)
 """Model types whose q, k and v always have biases; others say so by `attention_bias`."""
 WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
@@ -67,7 +69,7 @@ class ModelShape:
                 has_head_norms=kind in WITH_HEAD_NORMS,
                 num_experts=num_experts,
                 experts_per_token=values.get("num_experts_per_tok", 1) if num_experts else 1,
-                longest=values.get("max_position_embeddings"),
+                longest=longest_context(values),
             )
         except KeyError:
             return None

@@ -66,7 +66,7 @@ def test_host_memory_by_hand(view: Callable[..., MemoryView]) -> None:
     assert parts["publications of the weights"] == ("/dev/shm", 2 * 2 * parameters)
     assert parts["buffers for weights from GPUs"] == ("pinned", 8 * 2**27)
     assert parts["copies of the state"] == ("/dev/shm", 2 * 12 * parameters)
-    assert parts["copy that a checkpoint is written from"] == ("pinned", 12 * parameters)
+    assert parts["copy that a checkpoint is written from"] == ("memory", 12 * parameters)
     assert parts["the model's files, while they are read"] == ("page cache", 2 * parameters)
     half = [actor for actor in shown.plan if actor.rank < 4 or actor.role != "trainer"]
     names = {part.name: part.num_bytes for part in host_parts(memory_of(shown), half, num_nodes=2)}
