@@ -27,7 +27,7 @@ def build_dataflow(config: AlgorithmConfig) -> Dataflow:
 def dataflow_of(config: RunConfig, flow: Dataflow | None = None) -> Dataflow:
     """The checked dataflow of a run: the one given, or its algorithm's, with its rewards and in its environment if it
     has any."""
-    flow = flow if flow is not None else find_algorithm(config.algorithm.name).build(config.algorithm)
+    flow = flow if flow is not None else find_algorithm(config.algorithm.name).build(config.algorithm_of_run)
     if config.rewards:
         flow = with_rewards(flow.check(), config.rewards)
     if config.environment.name is not None and not flow.has_environment:

@@ -85,8 +85,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least("max_staleness", self.max_staleness, 0)
         one_of("placement", self.placement, ("disaggregated", "colocated"))
+
+    @property
+    def algorithm_of_run(self) -> AlgorithmConfig:
+        """The algorithm's configuration, with what it takes from the rest of the run."""
         if isinstance(self.algorithm, PolicyGradientConfig) and not self.algorithm.constant_tokens:
-            self.algorithm = replace(self.algorithm, constant_tokens=self.longest_response)
+            return replace(self.algorithm, constant_tokens=self.longest_response)
+        return self.algorithm
 
     @property
     def longest_response(self) -> int:

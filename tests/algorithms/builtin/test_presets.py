@@ -35,7 +35,7 @@ from tests.registries import names_for_a_test
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_builds_from_a_runs_defaults(name):
-    flow = build_dataflow(RunConfig(algorithm=ALGORITHMS[name].config_class()).algorithm)
+    flow = build_dataflow(RunConfig(algorithm=ALGORITHMS[name].config_class()).algorithm_of_run)
     assert flow.of_kind("train")
 
 
@@ -44,7 +44,7 @@ def dr_grpo_loss(**options):
     moved: each token's is minus its advantage, 1/2 or -1/2."""
     config = RunConfig(
         algorithm=DrGrpoConfig(), rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=8)), **options
-    ).algorithm
+    ).algorithm_of_run
     flow = build_dataflow(config)
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool()
     advantage = flow.stage("advantage").function(torch.tensor([1.0, 0.0]))
@@ -63,7 +63,7 @@ def test_dr_grpo_divides_sums_by_the_longest_response_of_the_run():
 
 
 def test_a_constant_that_is_given_stays_and_none_outside_of_a_run_is_an_error():
-    assert RunConfig(algorithm=DrGrpoConfig(constant_tokens=5)).algorithm.constant_tokens == 5
+    assert RunConfig(algorithm=DrGrpoConfig(constant_tokens=5)).algorithm_of_run.constant_tokens == 5
     with pytest.raises(ConfigError, match=r"algorithm\.constant_tokens=0: must be greater than 0"):
         build_dataflow(DrGrpoConfig())
 

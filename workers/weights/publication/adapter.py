@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.conf.errors import ConfigError, WeightError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
-from penstock.workers.weights.checkpoint_form import stacked_experts
 from penstock.workers.weights.publication.layout import Layout, compute_layout
 from penstock.workers.weights.publication.reading import Manifest, MappedWeights
 
@@ -31,6 +30,8 @@ def target_layers(lm: Any, targets: list[str]) -> list[str]:
     """Full names of the linear layers below the head that `targets` name, by the ends of their names. Raises
     `ConfigError`."""
     from torch import nn
+
+    from penstock.workers.weights.checkpoint_form import stacked_experts
 
     body = set(lm.base_model.modules())
     linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module in body]
