@@ -67,7 +67,8 @@ class LeaseSuperseded(LeaseExpired):
 
 
 class RowsLost(StoreError):
-    """Rows of a batch under way were on a node that is gone: a rank without them cannot compute its step."""
+    """Rows that can be read no more: the node that they were on is gone, or the store that had granted them. They are
+    asked for again; a rank without its part of a batch cannot compute its step."""
 
 
 class UnknownStage(StoreError):

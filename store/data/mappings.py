@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.store.data.layout import Placed, read
-from penstock.store.errors import StoreError
+from penstock.store.errors import RowsLost, StoreError
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -163,4 +163,4 @@ class Mappings:
                 continue
             except OSError as error:
                 raise StoreError(f"segment {name} of {place} cannot be mapped: {error}.") from None
-        raise StoreError(f"segment {name} is in none of {', '.join(self._places)}: its rows have ended, or the store.")
+        raise RowsLost(f"segment {name} is in none of {', '.join(self._places)}: its rows have ended, or the store.")

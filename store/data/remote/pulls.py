@@ -23,8 +23,8 @@ from penstock.store.data.codec import Codec, Malformed
 from penstock.store.data.layout import Inline, Placed, SentBatch
 from penstock.store.data.payload import Payload
 from penstock.store.data.remote.nodes import ROWS
-from penstock.store.data.remote.server import DONE, FAILED, PULL, Wanted
-from penstock.store.errors import RowsUnreachable, StoreError
+from penstock.store.data.remote.server import DONE, FAILED, GONE, PULL, Wanted
+from penstock.store.errors import RowsLost, RowsUnreachable, StoreError
 
 CONNECT_S = 10.0
 AT_ONCE = 16
@@ -102,6 +102,8 @@ class Pulls:
         try:
             connection.send(PULL, request)
             answer = connection.receive()
+            if answer.kind == GONE:
+                raise RowsLost(f"rows of node {node}: {answer.body.decode(errors='replace')}")
             if answer.kind == FAILED:
                 raise StoreError(f"rows of node {node} cannot be read: {answer.body.decode(errors='replace')}.")
             if answer.kind != DONE:

@@ -29,7 +29,7 @@ from penstock.store.data.moving import move
 from penstock.store.data.payload import rows_at
 from penstock.store.data.roots import claim_root, guard_root, remove_root
 
-PULL, ORDERS, DONE, FAILED = range(4)
+PULL, ORDERS, DONE, FAILED, GONE = range(5)
 """Kinds of messages."""
 
 
@@ -131,6 +131,9 @@ class RowsServer:
         wanted: Sequence[Wanted] = codec.decode(list[Wanted], asked.body, NOTHING)
         try:
             batches = [one.of(self._batch(one.placed, one.names)) for one in wanted]
+        except FileNotFoundError as error:  # as after the death of the store that has granted them
+            connection.send(GONE, str(error).encode())
+            return
         except (OSError, LookupError, ValueError, MemoryError) as error:  # Arrow's are among them
             connection.send(FAILED, f"{type(error).__name__}: {error}".encode())
             return

@@ -13,7 +13,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket
 from penstock.store.data.arena import SHARE, SPARE_BYTES
 from penstock.store.data.rows import Rows
-from penstock.store.errors import RowsUnreachable, StoreError
+from penstock.store.errors import RowsLost, RowsUnreachable, StoreError
 from penstock.store.service.messages import LeaseRequest
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
@@ -196,6 +196,19 @@ def test_rows_of_a_node_that_is_gone_are_an_error_by_name_and_no_lease(tmp_path:
             await asyncio.sleep(0.01)
         assert store.segments is not None
         assert not any(+segment.uses for segment in store.segments.book.segments.values())
+
+    on_nodes(tmp_path, body, lease_timeout_s=0.2)
+
+
+def test_rows_whose_files_are_gone_with_their_store_are_lost_by_name(tmp_path: Path) -> None:
+    """Who still has a grant of a store that has died hears what another store can help with."""
+
+    async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
+        producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
+        await sampled(producer)
+        remote["b"].server.clear()
+        with pytest.raises(RowsLost, match=r"rows of node b: segment .* is in neither"):
+            await reader.lease("reference", 4, "reader")
 
     on_nodes(tmp_path, body, lease_timeout_s=0.2)
 

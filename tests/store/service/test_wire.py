@@ -247,21 +247,26 @@ def long_group() -> dict[str, Any]:
     return {"prompt_ids": [1] * 2000, "task": "{}"}
 
 
-def test_a_grant_that_cannot_be_read_goes_back_at_once(tmp_path: Path) -> None:
+def test_a_grant_that_cannot_be_read_goes_back_and_is_asked_for_again(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
         client, _ = await visit(endpoint)
         for _ in range(3):
             await client.put_groups([long_group()])
         hidden = [file.rename(tmp_path / file.name) for file in (tmp_path / "shm").glob(f"{client.name}-1")]
         assert len(hidden) == 1
-        stream = client.leases("rollout", 1, "engine", ahead=2)
-        with pytest.raises(StoreError, match="is in none of"):
-            await anext(stream)
-        while store.ledger.residents.leases.held:
-            await asyncio.sleep(0)
-        assert client.heartbeat.held == {}
-        for file in hidden:
-            file.rename(tmp_path / "shm" / file.name)
+        async with client.leases("rollout", 1, "engine") as stream:
+            asking = asyncio.ensure_future(anext(stream))
+            for is_held in (True, False):  # granted, and given back
+                while bool(store.ledger.residents.leases.held) is not is_held:
+                    await asyncio.sleep(0)
+            assert not asking.done()
+            assert client.heartbeat.held == {}
+            for file in hidden:
+                file.rename(tmp_path / "shm" / file.name)
+            first = await asking
+            assert first.rows.lists("prompt_ids")[::2] == [[1] * 2000]
+            await client.release(first)
+        del first, asking
         lease = await leased(client, "rollout", 3, "engine")
         assert lease.rows.lists("prompt_ids")[::2] == [[1] * 2000] * 3
         await client.drop(lease, lease.rows.row_ids, "test")
