@@ -231,6 +231,8 @@ class Controller:
             incarnation = self._ranks.incarnation
             try:
                 await self._turns.training(step)
+                if await self._stores.is_another(incarnation.store):  # it may lack samples, which engines make
+                    continue
                 reports = await self._update(step)
                 copied_s = await self._states.copy(step)
             except PenstockError as failure:

@@ -122,6 +122,10 @@ class StoreRecovery:
             await self._restarts.run(STORE, lambda: self._restarts.start_anew(ROLE, STORE, failure, self._start))
             return True
 
+    async def is_another(self, incarnation: int) -> bool:
+        """Return whether the store is another than at that incarnation, once it is there."""
+        return await self._restarts.joined(STORE) or incarnation != self.incarnation
+
     async def trained(self, step: int, reports: Sequence[StepReport], incarnation: int) -> None:
         """Tell the store that a step of the journal was trained: its rows end. `incarnation`: that of the store which
         its batch came from. One that takes its place hears of the step as of all that were trained since its
