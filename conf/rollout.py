@@ -147,6 +147,8 @@ class RolloutConfig:
     enforce_eager: bool = True
     """True: skip graph capture, which starts faster. Set false on GPUs for speed."""
     start_timeout_s: float = 300.0
+    """Deadline in seconds for members to be there, and one for them to load their models: an engine of 70B parameters
+    reads them from a disk within it. Bounds how long a member that hangs at the start goes unnoticed."""
     generate_timeout_s: float = 1800.0
     """Deadline of one group. Bounds how long a dead engine goes unnoticed."""
     engine_options: dict[str, Any] = field(default_factory=dict)

@@ -135,7 +135,7 @@ class RunLifecycle:
             fleet.create()
             cpus, gpus = needed(self._plan)
             self._directory.event("placed", actors=fleet.reservation.assignment.titles, cpus=cpus, gpus=gpus)
-            logs.meet()
+            logs.meet(config.rollout.start_timeout_s)
             if is_elsewhere() and (all_limits := limits_of_code(config)):
                 for held in try_fences(fleet, all_limits):
                     self._progress.note(held)

@@ -56,7 +56,7 @@ class Answer:
     seconds: float
     """Seconds that the answer took."""
     was_starting: bool
-    """The run was."""
+    """The run was, or the member was just taking the place of one that was lost."""
 
 
 def broken(directory: Path, promises: Promises, faults: Sequence[Done]) -> list[str]:
@@ -78,7 +78,7 @@ def answers_of(directory: Path, faults: Sequence[Done]) -> list[Answer]:
 def _answer(done: Done, events: Sequence[tuple[float, dict[str, Any]]]) -> Answer:
     """`events`: with the seconds since the fault."""
     turns = [event["kind"] for after, event in events if after < 0 and event["kind"] in ("placed", "serving")]
-    was_starting = turns[-1:] == ["placed"]
+    was_starting = turns[-1:] == ["placed"] or _was_replaced(done, [event for after, event in events if after < 0])
     if any(event["kind"] == "end" and after < 0 for after, event in events):
         return Answer(done, None, "over", 0.0, was_starting)
     later = [(after, event) for after, event in events if after >= -0.01]
@@ -99,6 +99,17 @@ def _answer(done: Done, events: Sequence[tuple[float, dict[str, Any]]]) -> Answe
         if event["kind"] == "end":
             return Answer(done, noticed, "over", after, was_starting)
     return Answer(done, noticed, "nothing", 0.0, was_starting)
+
+
+def _was_replaced(done: Done, before: Sequence[dict[str, Any]]) -> bool:
+    """Whether another was just taking the member's place. `before`: the events until the fault."""
+    if done.who == COMMAND or done.how == POWER:
+        return False
+    about = [
+        event["kind"] for event in before
+        if event["kind"] in ("returned", "serving") or (event["kind"] in ("fault", "recovered") and _is_of(event, done))
+    ]  # fmt: skip
+    return about[-1:] == ["fault"]
 
 
 def _is_of(event: dict[str, Any], done: Done) -> bool:

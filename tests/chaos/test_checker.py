@@ -68,6 +68,14 @@ def test_one_noticed_that_left_with_its_node_before_it_was_back_is_done_without(
     assert left.found(tmp_path, FAULT) == []
 
 
+def test_one_that_hangs_in_its_restart_is_noticed_within_the_time_of_a_start(tmp_path: Path) -> None:
+    left = Left()
+    left.events[4:5] = [
+        event(128.0, "fault", member="Rollout-0"), event(130.0, "recovered", member="Rollout-0", seconds=29.0),
+    ]  # fmt: skip
+    assert left.found(tmp_path, FAULT, Done("Rollout-0", KILL, 1, 102.0)) == []
+
+
 def one_leaves_before_anybody_notices(left: Left) -> None:
     left.events[3:5] = [event(112.0, "left", member="Rollout-0")]
 

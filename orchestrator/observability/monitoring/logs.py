@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from penstock.conf.errors import DeadlineExceeded
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import outcomes
 from penstock.orchestrator.run_directory.mirrored import LOGS
@@ -27,8 +28,6 @@ ANSWER_S = 2.0
 """Deadline for a member to say which process it is; one that is busy is asked again."""
 READ_S = 10.0
 """Deadline for an agent to read what its node's members printed."""
-MEET_S = 60.0
-"""Deadline for all actors to be there, before they load anything."""
 MOST_BYTES = 1 << 24
 """Largest size of a member's file. A larger one becomes NAME.before.log, in place of the one before."""
 
@@ -41,10 +40,13 @@ class Logs:
         self._known: dict[str, tuple[Any, ProcessId]] = {}
         """Handle and process of each present member, by name."""
 
-    def meet(self) -> None:
-        """Learn which processes there are, and keep what they have printed so far. Waits for those that start; the
-        caller that starts them tells of one that fails."""
-        asyncio.run(self._look(MEET_S))
+    def meet(self, timeout_s: float) -> None:
+        """Learn which processes there are, before they load anything, and keep what they have printed so far. Waits for
+        those that start. Raises `DeadlineExceeded` naming one that does not answer; the caller that starts the members
+        tells of one that has died."""
+        for answer in asyncio.run(self._look(timeout_s)):
+            if isinstance(answer, DeadlineExceeded):
+                raise answer
 
     def last(self) -> None:
         """Keep what was printed until now, called where no event loop runs."""
@@ -55,8 +57,9 @@ class Logs:
             await self._look(ANSWER_S)
             await asyncio.sleep(max(LOOK_S, NODE_S * len(self._fleet.capacity.nodes)))
 
-    async def _look(self, timeout_s: float) -> None:
-        await self._learn(timeout_s)
+    async def _look(self, timeout_s: float) -> Sequence[Any]:
+        """Keep what was printed. Returns what new members answered, or failed with."""
+        learned = await self._learn(timeout_s)
         by_agent: dict[str, tuple[Any, dict[str, ProcessId]]] = {}
         for name, (_, process) in self._known.items():
             if (found := self._fleet.agent_of(name)) is not None:
@@ -66,8 +69,9 @@ class Logs:
         printed = [told for told in answers if told and not isinstance(told, Exception)]
         if printed:  # most nodes' members print nothing, and one that is gone has nothing more to say
             await asyncio.to_thread(self._write, printed)
+        return learned
 
-    async def _learn(self, timeout_s: float) -> None:
+    async def _learn(self, timeout_s: float) -> Sequence[Any]:
         there = {name: handle for role, name, handle in self._fleet.watched if role != "agent"}
         self._known = {name: known for name, known in self._known.items() if there.get(name) is known[0]}
         new = [(name, handle) for name, handle in there.items() if name not in self._known]
@@ -76,6 +80,7 @@ class Logs:
         for (name, handle), answer in zip(new, said, strict=True):
             if (process := ProcessId.told(answer)) is not None:
                 self._known[name] = handle, process
+        return said
 
     def _write(self, printed: Sequence[Mapping[str, Sequence[tuple[str, str]]]]) -> None:
         for told in printed:
