@@ -112,6 +112,18 @@ class Rollout(Member):
         await self._pause(2.0)
         await self.engine.load(publication)
 
+    has_device = True
+
+    async def sleep(self) -> None:
+        await self._pause(1.0)
+        self.has_device = False
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        self.has_device = True
+        await self._pause(1.0)
+        await self.engine.wake()
+
     async def stats(self) -> dict[str, float]:
         return self.worker.stats()
 
@@ -161,6 +173,7 @@ class Trainer(Member):
         if lease is None:
             return None
         with self._phases.within(UPDATING):
+            assert self.has_device
             self._after = None
             await self._pause(3.0)
             self._after = step
@@ -171,6 +184,16 @@ class Trainer(Member):
 
     async def token_values(self, step: int) -> None:
         return None
+
+    has_device = True
+
+    async def leave_device(self) -> None:
+        await self._pause(1.0)
+        self.has_device = False
+
+    async def take_device(self) -> None:
+        self.has_device = True
+        await self._pause(1.0)
 
     async def attach(self, store: Any, epoch: int) -> None:
         self._epoch.check(epoch)

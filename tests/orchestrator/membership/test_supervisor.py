@@ -66,29 +66,46 @@ async def kill(fleet: ScriptedFleet, random: Random, roles: tuple[str, ...], kil
             lost |= {step} if name.startswith("Trainer") else set()
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+async def look(fleet: ScriptedFleet, found: set[str]) -> None:
+    """Which roles have devices at the same time, from the first step on."""
+    while True:
+        await asyncio.sleep(0.5)
+        roles = [
+            role for role in ("rollout", "trainer")
+            if any(handle.actor.has_device for _, handle in fleet.role(role) if not handle.is_dead)
+        ]  # fmt: skip
+        if fleet.store.ledger.rounds.formed:
+            found.add(" and ".join(roles))
+
+
+@pytest.mark.parametrize(("max_staleness", "placement"), [(0, "disaggregated"), (0, "colocated"), (2, "disaggregated")])
 @pytest.mark.parametrize("seed", range(8))
 def test_whoever_dies_and_whenever_each_row_is_trained_once_within_its_bound(
-    max_staleness: int, seed: int, tmp_path: Path
+    max_staleness: int, placement: str, seed: int, tmp_path: Path
 ) -> None:
-    config = config_of(tmp_path, f"max_staleness={max_staleness}", "trainer.num_ranks=2", *MANY)
-    random, killed = Random(seed), list[str]()
+    config = config_of(
+        tmp_path, f"max_staleness={max_staleness}", "trainer.num_ranks=2", f"placement={placement}", *MANY
+    )
+    random, killed, found = Random(seed), list[str](), set[str]()
 
     async def main() -> dict[str, float]:
         flow = flow_of(config)
         fleet = ScriptedFleet(store_of(config, flow), config, flow, random)
         directory = RunDirectory.create(config)
+        looking = asyncio.ensure_future(look(fleet, found))
         killing = asyncio.ensure_future(
             kill(fleet, random, ("rollout", "reward", "compute", "prompts", "trainer", "store"), killed)
         )
         await asyncio.wait_for(controller_over(fleet, config, directory).run(), 1e6)
         killing.cancel()
+        looking.cancel()
         directory.close()
         check_invariants(fleet.store.ledger)
         return await fleet.store.stats()
 
     numbers = run_virtually(main())
     assert len(killed) >= 5
+    assert ("rollout and trainer" in found) == (placement == "disaggregated")
     assert numbers["store/rows_trained"] == NUM_STEPS * GROUPS * SIZE
     assert not any(value for name, value in numbers.items() if name.startswith("dropped/"))
     lines = metrics_of(tmp_path / "run")
