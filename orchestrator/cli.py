@@ -1,4 +1,4 @@
-"""The command line: `penstock run|validate|sweep|report|ui|grafana|status|scale|export|recipes`.
+"""The command line: `penstock run|validate|plan|sweep|report|ui|grafana|status|scale|export|recipes`.
 
 Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and
 data. Heavy imports wait until a command needs them, so that a misspelt key is answered at once.
@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import ConfigError, PenstockError
@@ -23,6 +24,10 @@ REQUESTS_HELP = "rollout=+2, rollout=3, reward=-1: so many more, so many in all 
 SWEEP = """Run every combination, as many at a time as the machine or the cluster has room for. The same command again
 goes on where it was."""
 SWEEP_HELP = "as for run; several values as in trainer.optimizer.lr=1e-4,3e-4 or seed=range(1,4)"
+PLAN = """Compare the ways to split a cluster between engines and ranks by an estimate of their memory and of the
+seconds of a step. Needs no GPU and no model, but the model's config.json."""
+CLUSTER_HELP = "nodes, GPUs of each, kind: 2x8:h100 or 1x8:h100,2x8:l40s (default: the cluster at RAY_ADDRESS)"
+LENGTHS_HELP = "tokens of a response in the mean, and the spread of their logarithm (default: 0.4 of the most, 0.6)"
 DISCOVERY_HELP = "where Ray's head node lists its nodes (default: /tmp/ray/prom_metrics_service_discovery.json)"
 DRAIN_HELP = "seconds for those that leave to finish what they have; the rest goes back (default: rollout.drain_s)"
 EPILOG = """\
@@ -31,6 +36,7 @@ examples:
   penstock run recipe=arithmetic max_staleness=1      the same, generation one step ahead of training
   penstock run recipe=gsm8k data.path=train.jsonl     one's own problems
   penstock validate recipe=gsm8k model=tiny           every key, the dataflow, the checks; starts nothing
+  penstock plan recipe=gsm8k --cluster 1x8:h100       engines and ranks: how many GPUs for which
 
 PENSTOCK_TRACEBACK=1 shows where an error comes from. RAY_ADDRESS names a cluster to run on.
 """
@@ -75,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function)
         if name == "run":
             command.add_argument("--retries", type=int, default=0, metavar="N", help=RETRIES_HELP)
+    plan = commands.add_parser("plan", help="how to split a cluster of GPUs, before anything starts", description=PLAN)
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+    plan.add_argument("--cluster", metavar="NxG:KIND,…", help=CLUSTER_HELP)
+    plan.add_argument("--lengths", metavar="MEAN[:SIGMA]", help=LENGTHS_HELP)
+    plan.add_argument("--within", metavar="hours=H", help="the cheapest part of the cluster that is done in time")
+    plan.add_argument("--write", metavar="FILE", help="for the winner's keys, a line each")
+    plan.set_defaults(command=_plan)
     sweep = commands.add_parser("sweep", help="many runs: keys with several values", description=SWEEP)
     sweep.add_argument("overrides", nargs="+", metavar="key=value,…", help=SWEEP_HELP)
     sweep.add_argument("--directory", default=None, metavar="DIR", help="for its runs (default: sweeps/RECIPE)")
@@ -164,9 +177,24 @@ def _validate(arguments: argparse.Namespace) -> int:
     return validate_run(config, Console())
 
 
-def _sweep(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
+def _plan(arguments: argparse.Namespace) -> int:
+    config = _load(arguments.overrides)
+    from penstock.orchestrator.cluster.cluster import look
+    from penstock.orchestrator.planning.asked import hours_of, search_of, write_overrides
+    from penstock.orchestrator.planning.plan_view import show, wide_console
+    from penstock.orchestrator.planning.search import cheapest
 
+    nodes = () if arguments.cluster else look() or ()
+    search = search_of(config, arguments.cluster, arguments.lengths, nodes)
+    if arguments.within:
+        search = cheapest(search, hours_of(arguments.within))
+    overrides = show(search, wide_console(), arguments.overrides)
+    if arguments.write:
+        write_overrides(Path(arguments.write), overrides)
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from penstock.orchestrator.configuration.sweep import Sweep, jobs_for

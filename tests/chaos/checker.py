@@ -21,10 +21,10 @@ from tests.chaos.plan import COMMAND, CUT, POWER
 
 NOTICED = (
     "fault", "ended", "returning", "returned", "return_failed", "failed", "interrupted", "node_left", "resume",
-    "taken_over",
+    "start", "taken_over",
 )  # fmt: skip
-"""Kinds of events by which a run says that something has happened to it; `resume`, `taken_over`: of the command that
-was started again."""
+"""Kinds of events by which a run says that something has happened to it; `resume`, `start`, `taken_over`: of the
+command that was started again, from a checkpoint, from the beginning, or with the actors."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _answer(done: Done, events: Sequence[tuple[float, dict[str, Any]]]) -> Answe
             return Answer(done, noticed, "returned", event["seconds"], was_starting)
         if event["kind"] == "taken_over" and done.who == COMMAND:
             return Answer(done, noticed, "taken over", after, was_starting)
-        if event["kind"] == "resume":
+        if event["kind"] in ("resume", "start"):
             return Answer(done, noticed, "command", after, was_starting)
         if event["kind"] == "end":
             return Answer(done, noticed, "over", after, was_starting)

@@ -76,6 +76,12 @@ def test_one_that_hangs_in_its_restart_is_noticed_within_the_time_of_a_start(tmp
     assert left.found(tmp_path, FAULT, Done("Rollout-0", KILL, 1, 102.0)) == []
 
 
+def test_a_command_that_begins_anew_answers_what_the_one_before_was_about_to(tmp_path: Path) -> None:
+    left = Left()
+    left.events[3:5] = [event(101.0, "fault", member="Agent-1"), event(101.1, "returning"), event(104.0, "start")]
+    assert left.found(tmp_path, Done("Agent-1", KILL, 1, 100.0), Done("the command", KILL, 1, 101.2)) == []
+
+
 def one_leaves_before_anybody_notices(left: Left) -> None:
     left.events[3:5] = [event(112.0, "left", member="Rollout-0")]
 

@@ -1,0 +1,115 @@
+"""What `penstock plan` is asked, as a search: the run, the cluster, the lengths of responses."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.algorithms.catalogue import dataflow_of
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import ConfigError, ResourceError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.placement.nodes import Node
+from penstock.orchestrator.configuration.memory.known import ACCELERATOR, shapes_of
+from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.configuration.prerequisites import starting_model_config
+from penstock.orchestrator.planning.hardware import KINDS, Nodes, parse_cluster
+from penstock.orchestrator.planning.known_models import known_shape
+from penstock.orchestrator.planning.lengths import SIGMA, Lengths
+from penstock.orchestrator.planning.search import Search
+
+USUAL_SHARE = 0.4
+"""Mean length where nobody says, as a share of rollout.sampling.max_tokens."""
+USUAL_PROMPT = 150
+"""Tokens of a prompt where nobody says."""
+
+
+def search_of(config: RunConfig, cluster: str | None, lengths: str | None, nodes: Sequence[Node] = ()) -> Search:
+    """The search. `cluster`: as `2x8:h100`; None: `nodes`, of the cluster that Ray knows. `lengths`: `MEAN` or
+    `MEAN:SIGMA` tokens of a response. Raises `ConfigError`, `ResourceError`."""
+    flow = dataflow_of(config)
+    found = parse_cluster(cluster) if cluster is not None else kinds_of(nodes)
+    return Search(config, flow, shapes(config, flow), found, lengths_of(config, lengths))
+
+
+def shapes(config: RunConfig, flow: Dataflow) -> dict[str, ModelShape]:
+    """Sizes of the run's models. Raises `ConfigError` where the policy's are not known."""
+    found, model = shapes_of(config, flow), starting_model_config(config)
+    if "policy" not in found and model.path is not None and (shape := known_shape(model.path)) is not None:
+        found["policy"] = shape
+    if "policy" not in found:
+        raise ConfigError(
+            f"model.path={model.path}: its sizes are not on this machine, and it is none that is known by name. Give "
+            "model.path a directory with its config.json; weights are not needed for a plan."
+        )
+    return found
+
+
+def lengths_of(config: RunConfig, text: str | None) -> Lengths:
+    """The lengths of responses that are asked for, or usual ones. Raises `ConfigError`."""
+    cap = config.longest_response
+    prompt = min(USUAL_PROMPT, max(1, config.rollout.max_model_len - cap))
+    if text is None:
+        return Lengths.lognormal(max(1.0, USUAL_SHARE * cap), cap, prompt=prompt)
+    mean, _, sigma = text.partition(":")
+    try:
+        return Lengths.lognormal(float(mean), cap, float(sigma) if sigma else SIGMA, prompt)
+    except ValueError:
+        raise ConfigError(
+            f"--lengths {text!r}: write the mean number of tokens of a response, as in 900, or with the spread of its "
+            "logarithm, as in 900:0.8."
+        ) from None
+
+
+def hours_of(text: str) -> float:
+    """The hours of `hours=H`. Raises `ConfigError`."""
+    key, _, value = text.partition("=")
+    if key != "hours" or not value.replace(".", "", 1).isdigit():
+        raise ConfigError(f"--within {text!r}: write the hours that the run may take, as in hours=12.")
+    return float(value)
+
+
+def kinds_of(nodes: Sequence[Node]) -> tuple[Nodes, ...]:
+    """The nodes with GPUs of a Ray cluster, by Ray's label of their kind. Raises `ResourceError`."""
+    by_label = {kind.ray_name: kind for kind in KINDS.values()}
+    counts: dict[tuple[str, int], int] = {}
+    for node in nodes:
+        if node.gpus:
+            label = node.labels.get(ACCELERATOR, "")
+            counts[label, int(node.gpus)] = counts.get((label, int(node.gpus)), 0) + 1
+    if not counts:
+        raise ResourceError(
+            "A plan is about GPUs, and none is known: no cluster answers at RAY_ADDRESS, or its nodes have none. "
+            "Describe one: --cluster 2x8:h100."
+        )
+    for label, _ in counts:
+        if label not in by_label:
+            raise ResourceError(
+                f"A node has GPUs that are not known here ({ACCELERATOR}={label or 'not set'}). Describe the cluster: "
+                f"--cluster NxG:KIND, where KIND is {', '.join(sorted(KINDS))} or a YAML file."
+            )
+    return tuple(Nodes(count, gpus, by_label[label]) for (label, gpus), count in counts.items())
+
+
+def overrides_of(search: Search, keys: Sequence[tuple[str, object]]) -> list[str]:
+    """Keys as on the command line, those left out that the run has already."""
+    told = []
+    for key, value in keys:
+        present: object = search.base
+        for part in key.split("."):
+            present = getattr(present, part, None)
+        if present != value:
+            told.append(f"{key}={_text(value)}")
+    return told
+
+
+def write_overrides(file: Path, overrides: Sequence[str]) -> None:
+    """Write overrides, a line each: `penstock run $(cat FILE)` takes them."""
+    file.write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_text(inner)}" for key, inner in value.items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,167 @@
+"""Ways to split a cluster between engines and ranks. Pure.
+
+    engines   how many, and how many GPUs each is split over        never across nodes
+    ranks     how many, on one kind of GPU; shards, tensor and sequence parallelism
+    both      on the same GPUs in turns, or on their own, up to so many steps apart
+
+A candidate is the keys that make it, so that it can be written down and run. More engines are never worse: what the
+ranks leave is theirs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.configuration.memory.known import ACCELERATOR
+from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.planning.hardware import GpuKind, Nodes
+
+SIZES = (1, 2, 4, 8)
+"""Sizes of tensor and sequence parallelism that are tried."""
+MOST_SPLITS = 24
+"""Most numbers of ranks that are tried on one kind of GPU."""
+ON_GPUS: Mapping[str, Any] = {
+    "rollout.engine": "vllm", "rollout.dtype": "bfloat16", "rollout.enforce_eager": False, "trainer.dtype": "bfloat16",
+    "model.attention": "flash_attention_2", "trainer.packing": "auto",
+}  # fmt: skip
+"""Keys of every plan on GPUs."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way, before its memory and its seconds are known."""
+
+    keys: tuple[tuple[str, Any], ...]
+    """Keys that differ from the run's configuration, with their values."""
+    engines: tuple[tuple[GpuKind, int], ...]
+    """Numbers of engines on each kind of GPU."""
+    ranks: GpuKind
+    num_gpus: int
+    """GPUs that it uses."""
+
+    def config(self, base: RunConfig) -> RunConfig:
+        """The configuration with these keys. Raises `ConfigError` for what does not go together."""
+        config: RunConfig = with_keys(base, dict(self.keys))
+        return config
+
+
+def candidates(base: RunConfig, flow: Dataflow, shape: ModelShape, cluster: Sequence[Nodes]) -> Iterator[Candidate]:
+    """All ways that are worth an estimate."""
+    scorers = len([*flow.of_kind("logprobs"), *flow.of_kind("scores")])
+    for own in cluster:
+        yield from _apart(base, shape, cluster, own, scorers)
+        yield from _together(base, shape, cluster, own, scorers)
+
+
+def _apart(
+    base: RunConfig, shape: ModelShape, cluster: Sequence[Nodes], own: Nodes, scorers: int
+) -> Iterator[Candidate]:
+    """Engines and ranks on GPUs of their own. `own`: the nodes of the ranks."""
+    for num_ranks in _numbers(own.num_gpus // (1 + scorers), own.gpus):
+        used = num_ranks * (1 + scorers)
+        for parts in SIZES:
+            engines = _engines(cluster, own, used, parts, shape)
+            count = sum(number for _, number in engines)
+            if not count:
+                continue
+            for split in _splits(shape, num_ranks, own.gpus):
+                for staleness in range(base.max_staleness + 1):
+                    keys = {
+                        "placement": "disaggregated", "max_staleness": staleness, "rollout.num_workers": count,
+                        "rollout.tensor_parallel_size": parts, "rollout.num_gpus_per_worker": 1.0,
+                        "trainer.num_ranks": num_ranks, "trainer.num_gpus_per_rank": 1.0, **split, **ON_GPUS,
+                    }  # fmt: skip
+                    keys |= _placed(base, cluster, own, "trainer")
+                    yield Candidate(tuple(keys.items()), engines, own.kind, used + count * parts)
+
+
+def _together(
+    base: RunConfig, shape: ModelShape, cluster: Sequence[Nodes], own: Nodes, scorers: int
+) -> Iterator[Candidate]:
+    """Engines and ranks on the same GPUs in turns. `own`: the nodes that have them."""
+    num_ranks = own.num_gpus * 2 // (2 + scorers)
+    for parts in SIZES:
+        if num_ranks % parts or not _can_split(shape, parts, own.gpus):
+            continue
+        for split in _splits(shape, num_ranks, own.gpus):
+            keys = {
+                "placement": "colocated", "max_staleness": 0, "rollout.num_workers": num_ranks // parts,
+                "rollout.tensor_parallel_size": parts, "rollout.num_gpus_per_worker": 0.5,
+                "trainer.num_ranks": num_ranks, "trainer.num_gpus_per_rank": 0.5, **split, **ON_GPUS,
+                **_placed(base, cluster, own, "trainer", "rollout"),
+            }  # fmt: skip
+            yield Candidate(tuple(keys.items()), ((own.kind, num_ranks // parts),), own.kind, own.num_gpus)
+
+
+def _placed(base: RunConfig, cluster: Sequence[Nodes], own: Nodes, *roles: str) -> dict[str, Any]:
+    """Keys that hold roles to nodes of one kind, where there are others."""
+    if len({nodes.kind for nodes in cluster}) == 1:
+        return {}
+    labels = {ACCELERATOR: own.kind.ray_name or own.kind.name}
+    return {"cluster.labels": base.cluster.labels | dict.fromkeys(roles, labels)}
+
+
+def _splits(shape: ModelShape, num_ranks: int, gpus_per_node: int) -> Iterator[dict[str, Any]]:
+    """Ways to split the model and its rows over ranks."""
+    for tensor in SIZES:
+        for sequence in SIZES:
+            ranks_per_row = tensor * sequence
+            if num_ranks % ranks_per_row or not _can_split(shape, ranks_per_row, gpus_per_node):
+                continue
+            for shards in (0, gpus_per_node):
+                if shards and (num_ranks <= shards or num_ranks % shards):
+                    continue
+                for offload in (False, True):
+                    yield {
+                        "trainer.tensor_parallel_size": tensor, "trainer.sequence_parallel_size": sequence,
+                        "trainer.shard_size": shards, "trainer.offload": offload,
+                    }  # fmt: skip
+
+
+def _engines(
+    cluster: Sequence[Nodes], own: Nodes, used: int, parts: int, shape: ModelShape
+) -> tuple[tuple[GpuKind, int], ...]:
+    """Engines of so many GPUs on what ranks leave, by kind."""
+    found = []
+    for nodes in cluster:
+        if not _can_split(shape, parts, nodes.gpus):
+            continue
+        taken = used if nodes is own else 0
+        whole, rest = divmod(taken, nodes.gpus)
+        left = [nodes.gpus] * (nodes.count - whole)
+        if rest:
+            left[0] -= rest
+        if number := sum(free // parts for free in left):
+            found.append((nodes.kind, number))
+    return tuple(found)
+
+
+def _can_split(shape: ModelShape, parts: int, gpus_per_node: int) -> bool:
+    heads = shape.kv_width // shape.head_dim
+    return parts <= gpus_per_node and shape.heads % parts == 0 and (heads % parts == 0 or parts % heads == 0)
+
+
+def _numbers(most: int, gpus_per_node: int) -> list[int]:
+    """Numbers of ranks to try: all within a node, then whole nodes, some of them where there are many."""
+    within = [number for number in range(1, min(most, gpus_per_node) + 1) if number in SIZES or most <= gpus_per_node]
+    whole = list(range(2 * gpus_per_node, most + 1, gpus_per_node))
+    step = max(1, -(-len(whole) // MOST_SPLITS))
+    return within + whole[::step]
+
+
+def with_keys(config: Any, keys: Mapping[str, Any]) -> Any:
+    """A configuration with the values of dotted keys. Raises `ConfigError` as a section does that refuses its value."""
+    own: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for key, value in keys.items():
+        first, _, rest = key.partition(".")
+        if rest and is_dataclass(getattr(config, first)):
+            inner.setdefault(first, {})[rest] = value
+        else:
+            own[key] = value
+    for first, values in inner.items():
+        own[first] = with_keys(getattr(config, first), values)
+    assert own.keys() <= {one.name for one in fields(config)}
+    return replace(config, **own)

@@ -1,0 +1,37 @@
+"""Shares of the rates on paper that are attained, and times that no rate explains. They are common to all plans: a
+wrong one changes seconds more than it changes the order of plans.
+
+Fitted to the rows of `benchmarks/planner/` (docs/planning.md says which, and how far they are right).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """Factors of the cost model."""
+
+    bandwidth: float = 0.82
+    """Share of a GPU's bandwidth at which decoding reads weights, keys and values."""
+    prefill: float = 0.63
+    """Share of a GPU's FLOPs at which prompts are read."""
+    training: float = 0.45
+    """Share of a GPU's FLOPs in forward and backward of long micro-batches."""
+    link: float = 0.75
+    """Share of a link's rate in collectives."""
+    collective_s: float = 15e-6
+    """Seconds of a collective of few bytes between GPUs of a node."""
+    decode_s: float = 0.35e-3
+    """Seconds of a decode step beside its layers: the head's kernels and sampling on the GPU."""
+    schedule_s: float = 2.0e-3
+    """Seconds of a decode step in which the engine's scheduler prepares it."""
+    sequence_s: float = 8e-6
+    """Seconds of a decode step for each of its sequences: their records in Python."""
+    layer_s: float = 1.2e-3
+    """Seconds of one layer's forward and backward beside its products: kernels' launches, hooks of FSDP."""
+    update_s: float = 0.5
+    """Seconds of an update beside all this: collating, metrics, the optimizer's launches."""
+    host_optimizer: float = 25e9
+    """Bytes a second at which an optimizer on the host reads and writes its states, a rank."""
+    overlap: float = 0.7
+    """Share of FSDP's collectives that goes on while the GPU computes, where there is enough to compute."""

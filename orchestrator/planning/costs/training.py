@@ -1,0 +1,117 @@
+"""Seconds of an update by one rank.
+
+products      forward 2 P a token, backward twice that (once with LoRA), forward again where layers are recomputed,
+              and attention, which grows with the square of a row
+collectives   weights gathered for each micro-batch and gradients reduced (FSDP2), hidden states (tensor parallel),
+              q, k, v and results (Ulysses)
+optimizer     reads and writes master weights, gradients and moments once
+launches      a layer of a micro-batch takes some time however small it is
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
+from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.planning.costs.decoding import active_parameters
+from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
+from penstock.orchestrator.planning.hardware import GpuKind
+
+MASTER_BYTES = 4
+OPTIMIZER_BYTES = 28
+"""Bytes that an optimizer step reads and writes of each parameter: weight, gradient and two moments read, three of them
+written."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of the trainer."""
+
+    shape: ModelShape
+    kind: GpuKind
+    efficiencies: Efficiencies
+    config: TrainerConfig
+    gpus_per_node: int = 8
+
+    def update_s(self, lengths: Sequence[int]) -> float:
+        """Seconds of an update. `lengths`: tokens of each row that the rank trains on, whole rows where several ranks
+        split one."""
+        num_batches = self._num_microbatches(lengths)
+        computed = self._computed_s(lengths) + num_batches * self.shape.num_layers * self.efficiencies.layer_s
+        moved = num_batches * self._gathered_s() + self._split_s(sum(lengths))
+        hidden = min(computed, moved) * self.efficiencies.overlap
+        steps = self.config.num_minibatches * self._optimizer_s()
+        return computed + moved - hidden + steps + self.efficiencies.update_s
+
+    def score_s(self, lengths: Sequence[int]) -> float:
+        """Seconds of a forward pass alone: a reference's, or old log-probabilities."""
+        forward = sum(self._flops(length, 1, 1) for length in lengths) / self._parts / self._rate
+        return forward + self._num_microbatches(lengths) * (self.shape.num_layers * self.efficiencies.layer_s / 3)
+
+    @property
+    def _parts(self) -> int:
+        return self.config.ranks_per_row
+
+    @property
+    def _rate(self) -> float:
+        return self.kind.flops * self.efficiencies.training
+
+    @property
+    def _element_bytes(self) -> int:
+        return 2 if self.config.dtype == "bfloat16" else 4
+
+    @property
+    def _shards(self) -> int:
+        return (self.config.shard_size or self.config.num_ranks) // self.config.tensor_parallel_size
+
+    def _num_microbatches(self, lengths: Sequence[int]) -> int:
+        """Micro-batches of all optimizer steps of an update."""
+        total, budget = sum(lengths), max(self.config.microbatch_tokens, max(lengths, default=1))
+        return max(self.config.num_minibatches, -(-total // budget))
+
+    def _computed_s(self, lengths: Sequence[int]) -> float:
+        recomputed = 1 if self.config.recomputes_layers else 0
+        linear = (2 if self.config.lora.rank else 3) + recomputed
+        return sum(self._flops(length, linear, 3 + recomputed) for length in lengths) / self._parts / self._rate
+
+    def _flops(self, length: int, linear: int, attention: int) -> float:
+        """FLOPs of a row, by passes: a backward counts two."""
+        products = 2 * active_parameters(self.shape) * length
+        scores = 2 * self.shape.num_layers * self.shape.q_width * length**2  # causal: half of both products
+        return linear * products + attention * scores
+
+    def _gathered_s(self) -> float:
+        """Seconds of a micro-batch's collectives of weights and gradients, at the slowest link that they cross."""
+        shards = self._shards
+        if shards == 1:
+            return 0.0
+        parameters = self.shape.num_parameters / self.config.tensor_parallel_size
+        is_kept = parameters * MASTER_BYTES <= KEEP_WHOLE_BYTES and not self.config.offload
+        passes = 1 if is_kept else 2  # forward, and backward again
+        sent = parameters * (passes * self._element_bytes + (0 if self.config.lora.rank else MASTER_BYTES))
+        within = shards * self.config.tensor_parallel_size <= self.gpus_per_node
+        link = self.kind.link if within else min(self.kind.link, self.kind.network)
+        return sent * (shards - 1) / shards / (link * self.efficiencies.link)
+
+    def _split_s(self, tokens: int) -> float:
+        """Seconds of the collectives of ranks that split rows: all-reduces of hidden states for tensor parallelism,
+        all-to-alls of q, k, v and results for sequence parallelism; forward, backward, and once more where layers are
+        recomputed."""
+        shape, passes = self.shape, 3 if self.config.recomputes_layers else 2
+        tensor, sequence = self.config.tensor_parallel_size, self.config.sequence_parallel_size
+        sent = 0.0
+        if tensor > 1:
+            sent += 2 * 2 * (tensor - 1) / tensor * shape.hidden / sequence
+        if sequence > 1:
+            sent += (sequence - 1) / sequence * (2 * shape.q_width + 2 * shape.kv_width) / sequence / tensor
+        num_bytes = tokens * shape.num_layers * passes * sent * self._element_bytes
+        within = tensor * sequence <= self.gpus_per_node
+        return num_bytes / ((self.kind.link if within else self.kind.network) * self.efficiencies.link)
+
+    def _optimizer_s(self) -> float:
+        if self.config.lora.rank:
+            return 0.0
+        own = self.shape.num_parameters / self.config.tensor_parallel_size / self._shards
+        if self.config.offload:
+            return own * OPTIMIZER_BYTES / self.efficiencies.host_optimizer
+        return own * OPTIMIZER_BYTES / (self.kind.bandwidth * self.efficiencies.bandwidth)

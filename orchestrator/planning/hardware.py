@@ -1,0 +1,108 @@
+"""Kinds of GPUs, and nodes of them: what each does in a second. Pure data, from the makers' data sheets.
+
+    2x8:h100,1x8:l40s     two nodes of eight H100, one of eight L40S
+
+A kind that is not here, or one of another make, is a YAML file in its place: `2x8:mine.yaml` with the fields of
+`GpuKind`.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import yaml
+
+from penstock.conf.errors import ConfigError, suggest
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """One kind of GPU. Rates are those on paper; what is attained of them is in `costs/efficiencies.py`."""
+
+    name: str
+    flops: float
+    """Products and sums a second, dense, in bfloat16."""
+    bandwidth: float
+    """Bytes a second between the GPU and its memory."""
+    memory_gib: float
+    """GiB that CUDA has."""
+    link: float
+    """Bytes a second in one direction to another GPU of the node: NVLink, or PCIe where there is none."""
+    bus: str = "PCIe 5 x16"
+    """Bus to the host: a key of `workers/weights/publication/timing.py`."""
+    network: float = 50e9
+    """Bytes a second in one direction from a GPU to another node."""
+    ray_name: str = ""
+    """Value of Ray's label for it (ray.io/accelerator-type)."""
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        GpuKind("a100", 312e12, 2.039e12, 79.1, 300e9, "PCIe 4 x16", 25e9, "A100"),
+        GpuKind("b200", 2250e12, 8.0e12, 178.4, 900e9, ray_name="B200"),
+        GpuKind("gb200", 2450e12, 8.0e12, 184.0, 900e9, ray_name="GB200"),
+        GpuKind("h100", 989e12, 3.35e12, 79.1, 450e9, ray_name="H100"),
+        GpuKind("h200", 989e12, 4.8e12, 139.8, 450e9, ray_name="H200"),
+        GpuKind("h20", 148e12, 4.0e12, 95.1, 450e9, ray_name="H20"),
+        GpuKind("h800", 989e12, 3.35e12, 79.1, 200e9, ray_name="H800"),
+        GpuKind("l4", 121e12, 0.3e12, 22.1, 32e9, "PCIe 4 x16", 12.5e9, "L4"),
+        GpuKind("l40s", 362e12, 0.864e12, 44.4, 32e9, "PCIe 4 x16", 25e9, "L40S"),
+    )
+}
+"""Kinds by name. `network`: 400 Gbit/s a GPU, 200 with A100 and L40S, 100 with L4, as clouds sell them."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes of one kind."""
+
+    count: int
+    gpus: int
+    """GPUs of each."""
+    kind: GpuKind
+
+    @property
+    def num_gpus(self) -> int:
+        return self.count * self.gpus
+
+    def __str__(self) -> str:
+        return f"{self.count}x{self.gpus}:{self.kind.name}"
+
+
+def parse_cluster(text: str) -> tuple[Nodes, ...]:
+    """The nodes that a text describes. Raises `ConfigError`."""
+    found: dict[tuple[int, GpuKind], int] = {}
+    for part in text.split(","):
+        shape, _, name = part.strip().partition(":")
+        numbers = shape.split("x")
+        if len(numbers) != 2 or not all(number.isdigit() and int(number) for number in numbers) or not name:
+            raise ConfigError(
+                f"--cluster {text!r}: {part.strip()!r} does not say nodes, GPUs of each, and their kind. Write it "
+                "as in 2x8:h100, or as in 1x8:h100,2x8:l40s for several kinds."
+            )
+        like = int(numbers[1]), kind_of(name)
+        found[like] = found.get(like, 0) + int(numbers[0])
+    return tuple(Nodes(count, gpus, kind) for (gpus, kind), count in found.items())
+
+
+def kind_of(name: str) -> GpuKind:
+    """The kind of a name, or of a YAML file. Raises `ConfigError`."""
+    if name.endswith((".yaml", ".yml")):
+        return _read(Path(name))
+    if name.lower() not in KINDS:
+        raise ConfigError(
+            f"GPU {name!r} is not known{suggest(name.lower(), list(KINDS))}: there are {', '.join(sorted(KINDS))}. "
+            f"Name a YAML file with its figures: {', '.join(one.name for one in fields(GpuKind))}."
+        )
+    return KINDS[name.lower()]
+
+
+def _read(file: Path) -> GpuKind:
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return GpuKind(**values)
+    except (OSError, TypeError, yaml.YAMLError) as error:
+        names = ", ".join(one.name for one in fields(GpuKind))
+        raise ConfigError(f"{file}: no kind of GPU can be read from it ({error}). It has the fields {names}.") from None

@@ -1,0 +1,148 @@
+"""Plans as people read them: the best of each class in a table, why the others lost, what would be better still, and
+the command that runs the winner."""
+
+import shlex
+from collections.abc import Sequence
+from functools import partial
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.orchestrator.configuration.memory.run_memory import GIB
+from penstock.orchestrator.planning.asked import overrides_of
+from penstock.orchestrator.planning.search import Plan, Search, another_class, plan_of
+from penstock.orchestrator.planning.steady import Estimate
+
+MOST_ROWS = 8
+WIDTH = 104
+"""Columns of the output at least."""
+LIMITS = {
+    "generation": "engines decide",
+    "training": "ranks decide",
+    "staleness": "the bound on staleness decides",
+    "turns": "one after the other",
+}
+
+
+def wide_console() -> Console:
+    """A console in which no line of the table is cut, whatever the output is."""
+    console = Console()
+    return console if console.width >= WIDTH else Console(width=WIDTH)
+
+
+def show(search: Search, console: Console, overrides: Sequence[str], most: int = MOST_ROWS) -> list[str]:
+    """Print all of it. `overrides`: those that the command was given. Returns all of the best plan's. Raises
+    `ResourceError` where nothing fits."""
+    best, classes = plan_of(search), search.best()
+    lengths = search.lengths
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(
+        f"{len(search.plans)} plans fit {_cluster(search)}, {len(search.refused)} do not. Responses of "
+        f"{lengths.mean:,.0f} tokens in the mean, {lengths.quantiles[-1]:,} at most; prompts of {lengths.prompt:,}."
+    )
+    console.print(table_of(classes[:most]))
+    console.print("* of 1,000 steps  ** of engines and of ranks, % of a step", style="dim", highlight=False)
+    say(f"\nThe best is {described(best)}: {why(best)}. {_microbatches(best)}")
+    for plan in classes[1:most]:
+        say(f"  {described(plan)}: {lost(best, plan)}.")
+    if refused := _refused(search):
+        say(f"  {refused}")
+    for what, plan in another_class(search):
+        gain = best.step_s / plan.step_s
+        say(f"With {what} a step would take {plan.step_s:.1f} s ({gain:.2f}x).")
+    say(
+        "\nSeconds come from rates on paper and usual shares of them (docs/planning.md): ratios are truer than seconds."
+    )
+    chosen = [*overrides, *overrides_of(search, best.candidate.keys)]
+    say(f"\n{shlex.join(['penstock', 'run', *chosen])}")
+    return chosen
+
+
+def table_of(plans: Sequence[Plan]) -> Table:
+    """A table of plans, one line each."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("way", "engines", "ranks"):
+        table.add_column(column, no_wrap=True)
+    for column in ("s/step", "tok/s", "GPU-h*", "GiB", "idle**"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for plan in plans:
+        peaks, found = plan.memory.peaks(), plan.found
+        table.add_row(
+            _way(plan), _engines(plan), _ranks(plan), f"{plan.step_s:.1f}",
+            f"{found.tokens_per_s:,.0f}", f"{plan.gpu_hours:,.0f}", f"{max(peaks.values()) / GIB:.0f}",
+            f"{100 * found.engines_idle:.0f} {100 * found.ranks_idle:.0f}",
+        )  # fmt: skip
+    return table
+
+
+def described(plan: Plan) -> str:
+    """A plan in a few words."""
+    return f"{_way(plan)}, engines {_engines(plan)}, ranks {_ranks(plan)}"
+
+
+def why(plan: Plan) -> str:
+    """What a step of the plan consists of, and what decides."""
+    parts = [f"{name} {seconds:.1f} s" for name, seconds in _parts(plan.found).items() if seconds >= 0.05]
+    return f"{plan.step_s:.1f} s a step ({', '.join(parts)}); {LIMITS[plan.found.limit]}"
+
+
+def lost(best: Plan, plan: Plan) -> str:
+    """Why a plan is slower than the best, in one line."""
+    found, of_best = _parts(plan.found), _parts(best.found)
+    if plan.found.limit == "turns" and best.found.limit != "turns":
+        idle = f"{plan.found.engines_idle:.0%} of each step and ranks {plan.found.ranks_idle:.0%}"
+        what = f"engines are idle {idle}"
+    else:
+        name = max(found, key=lambda part: found[part] - of_best[part])
+        what = f"{name} {found[name]:.1f} s, not {of_best[name]:.1f}"
+    return f"{plan.step_s / best.step_s:.2f}x the time: {what}; {LIMITS[plan.found.limit]}"
+
+
+def _parts(found: Estimate) -> dict[str, float]:
+    """Seconds of a step, by what takes them."""
+    return {
+        "generation": found.rollout_s, "update": found.update_s, "rewards and scorers": found.others_s,
+        "weights": found.sync_s, "turns": found.turns_s,
+    }  # fmt: skip
+
+
+def _refused(search: Search) -> str:
+    """What most of the ways that do not fit lack."""
+    if not search.refused:
+        return ""
+    first = min(search.refused, key=lambda refusal: refusal.candidate.num_gpus)
+    return f"Of those that do not fit, the smallest: {first.reason.partition('`penstock')[0].strip()}"
+
+
+def _engines(plan: Plan) -> str:
+    parts = plan.config.rollout.tensor_parallel_size
+    counts = [count for _, count in plan.candidate.engines]
+    return "+".join(map(str, counts)) + (f" TP{parts}" if parts > 1 else "")
+
+
+def _ranks(plan: Plan) -> str:
+    trainer = plan.config.trainer
+    parts = [str(trainer.num_ranks)]
+    parts += [f"by {trainer.shard_size}"] * bool(trainer.shard_size)
+    parts += [f"TP{trainer.tensor_parallel_size}"] * (trainer.tensor_parallel_size > 1)
+    parts += [f"SP{trainer.sequence_parallel_size}"] * (trainer.sequence_parallel_size > 1)
+    parts += ["offload"] * trainer.offload
+    several = len(plan.candidate.engines) > 1
+    return " ".join(parts) + (f" on {plan.candidate.ranks.name}" if several else "")
+
+
+def _microbatches(plan: Plan) -> str:
+    trainer = plan.config.trainer
+    kept = "recomputed" if trainer.recomputes_layers else "kept"
+    return f"Micro-batches of {trainer.microbatch_tokens:,} tokens, activations {kept}."
+
+
+def _way(plan: Plan) -> str:
+    staleness = plan.config.max_staleness
+    if plan.config.placement == "colocated":
+        return "colocated"
+    return f"apart, {staleness} off" if staleness else "apart, in turns"
+
+
+def _cluster(search: Search) -> str:
+    return ", ".join(str(nodes) for nodes in search.cluster)

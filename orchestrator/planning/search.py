@@ -1,0 +1,227 @@
+"""The search for the best plans: memory decides first, then the seconds of a step.
+
+    candidates ─▶ does it fit? ─▶ estimate ─▶ the best of each class ─▶ a table, and why the others lost
+
+A class is what a person would call another way: in turns or apart, how many steps off, GPUs of an engine.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import ConfigError, PenstockError, ResourceError
+from penstock.conf.run import RunConfig, validate
+from penstock.orchestrator.configuration.memory.auto_memory import with_chosen
+from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
+from penstock.orchestrator.planning.candidates import Candidate, candidates, with_keys
+from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
+from penstock.orchestrator.planning.costs.run_durations import RunDurations
+from penstock.orchestrator.planning.hardware import GpuKind, Nodes
+from penstock.orchestrator.planning.lengths import Lengths
+from penstock.orchestrator.planning.steady import Engines, Estimate, Workload, estimate
+
+LEAST_GAIN = 0.01
+"""Gain in a step that is worth another GPU, or a step more of staleness."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way that fits, with its seconds."""
+
+    candidate: Candidate
+    memory: RunMemory
+    found: Estimate
+    engines: tuple[Engines, ...]
+    ranks: RunDurations
+    work: Workload
+
+    @property
+    def config(self) -> RunConfig:
+        return self.memory.config
+
+    @property
+    def step_s(self) -> float:
+        return self.found.step_s
+
+    @property
+    def name(self) -> tuple[str, int, int]:
+        """The class: placement, steps off, GPUs of an engine."""
+        config = self.config
+        return config.placement, config.max_staleness, config.rollout.tensor_parallel_size
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of 1,000 steps."""
+        return 1000 * self.step_s * self.candidate.num_gpus / 3600
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A way that does not fit, and why."""
+
+    candidate: Candidate
+    reason: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """All ways to run something on a cluster."""
+
+    base: RunConfig
+    flow: Dataflow
+    shapes: dict[str, ModelShape]
+    cluster: tuple[Nodes, ...]
+    lengths: Lengths
+    efficiencies: Efficiencies = field(default_factory=Efficiencies)
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """Those that fit, fastest first; of equal ones that with fewer GPUs, then with less that is out of the
+        ordinary."""
+        return sorted(self._judged[0], key=_order)
+
+    @cached_property
+    def refused(self) -> list[Refusal]:
+        return self._judged[1]
+
+    @cached_property
+    def _judged(self) -> tuple[list[Plan], list[Refusal]]:
+        plans, refused = list[Plan](), list[Refusal]()
+        for candidate in candidates(self.base, self.flow, self.shapes["policy"], self.cluster):
+            try:
+                if (plan := self._plan(candidate)) is not None:
+                    plans.append(plan)
+            except ResourceError as error:
+                refused.append(Refusal(candidate, str(error)))
+            except ConfigError:  # a combination that no run could have
+                continue
+        return plans, refused
+
+    def best(self) -> list[Plan]:
+        """The fastest plan of each class, fastest class first."""
+        found: dict[tuple[str, int, int], Plan] = {}
+        for plan in self.plans:
+            found.setdefault(plan.name, plan)
+        return list(found.values())
+
+    def _plan(self, candidate: Candidate) -> Plan | None:
+        """The plan of a candidate. None where it offloads without need. Raises `ResourceError` where it does not
+        fit."""
+        config = candidate.config(self.base)
+        validate(config)
+        smallest = min(kind.memory_gib for kind, _ in (*candidate.engines, (candidate.ranks, 1)))
+        memory = self._fitting(config, candidate.ranks, smallest)
+        if config.trainer.offload:
+            try:
+                self._fitting(with_keys(config, {"trainer.offload": False}), candidate.ranks, smallest)
+            except ResourceError:
+                pass
+            else:
+                return None
+        ranks = self._durations(memory, candidate.ranks, candidate.ranks)
+        engines = tuple(
+            Engines(count, self._durations(memory, kind, candidate.ranks), self._slots(memory))
+            for kind, count in candidate.engines
+        )
+        work = self._workload(memory)
+        return Plan(candidate, memory, estimate(engines, ranks, work), engines, ranks, work)
+
+    def _fitting(self, config: RunConfig, ranks: GpuKind, smallest: float) -> RunMemory:
+        """The memory of a configuration, with what is `auto` chosen. Raises `ResourceError`."""
+        of_ranks = with_chosen(RunMemory(config, self.flow, self.shapes, ranks.memory_gib * GIB))
+        if smallest < ranks.memory_gib:
+            replace(of_ranks, gpu_bytes=smallest * GIB).check()
+        of_ranks.check()
+        return of_ranks
+
+    def _durations(self, memory: RunMemory, engines: GpuKind, ranks: GpuKind) -> RunDurations:
+        per_node = min(nodes.gpus for nodes in self.cluster if nodes.kind == ranks)
+        num_nodes = sum(nodes.count for nodes in self.cluster)
+        return RunDurations(memory, engines, ranks, per_node, num_nodes, self.efficiencies)
+
+    def _slots(self, memory: RunMemory) -> int:
+        """Sequences that an engine decodes at a time: as many as it may, and as keys and values have room for."""
+        most = memory.config.rollout.max_concurrent_samples
+        if memory.engine is None:
+            return most
+        each = self.lengths.prompt / memory.config.algorithm.group_size + self.lengths.mean_context
+        return max(1, min(most, int(memory.engine.cache_tokens / max(1.0, each))))
+
+    def _workload(self, memory: RunMemory) -> Workload:
+        config = memory.config
+        stages = [*self.flow.of_kind("logprobs"), *self.flow.of_kind("scores"), *self.flow.of_kind("reward")]
+        return Workload(
+            config.trainer.groups_per_step, self.flow.samples_per_prompt, self.lengths,
+            config.trainer.num_ranks // config.trainer.ranks_per_row, config.max_staleness,
+            config.placement == "colocated", tuple(stage.name for stage in stages), config.trainer.num_ranks,
+        )  # fmt: skip
+
+
+def plan_of(search: Search) -> Plan:
+    """The plan to run. Raises `ResourceError` where nothing fits, with what came closest."""
+    if search.plans:
+        return search.plans[0]
+    reasons = [refusal.reason for refusal in search.refused]
+    advice = f" The last that was tried: {reasons[-1]}" if reasons else ""
+    names = ", ".join(str(nodes) for nodes in search.cluster)
+    raise ResourceError(f"Nothing fits {names}.{advice}")
+
+
+def cheapest(search: Search, hours: float) -> Search:
+    """The part of the cluster on which the run's steps cost the fewest GPU-hours and take no longer. Raises
+    `ResourceError` where all of it takes longer."""
+    steps, found = search.base.trainer.max_steps, list[tuple[float, Search]]()
+    for cluster in _parts(search.cluster):
+        part = replace(search, cluster=cluster)
+        if part.plans and part.plans[0].step_s * steps <= hours * 3600:
+            found.append((part.plans[0].gpu_hours, part))
+    if not found:
+        least = plan_of(search).step_s * steps / 3600
+        raise ResourceError(
+            f"--within hours={hours:g}: the fastest plan for trainer.max_steps={steps} takes {least:.1f} hours. Give "
+            " it more time, a larger cluster, or fewer steps."
+        )
+    return min(found, key=lambda one: one[0])[1]
+
+
+def another_class(search: Search) -> list[tuple[str, Plan]]:
+    """What would have to change for the next better class, with the best plan of it: another GPU in each node, or one
+    step staler."""
+    best, found = plan_of(search), list[tuple[str, Plan]]()
+    staler = replace(search, base=replace(search.base, max_staleness=search.base.max_staleness + 1))
+    more = tuple(replace(nodes, count=nodes.count + 1) for nodes in search.cluster[:1]) + search.cluster[1:]
+    for what, other in (
+        (f"max_staleness={search.base.max_staleness + 1}", staler),
+        (f"a cluster of {', '.join(str(nodes) for nodes in more)}", replace(search, cluster=more)),
+    ):
+        try:
+            plan = plan_of(other)
+        except PenstockError:
+            continue
+        if plan.step_s < best.step_s * (1 - LEAST_GAIN):
+            found.append((what, plan))
+    return found
+
+
+def _parts(cluster: tuple[Nodes, ...]) -> Iterator[tuple[Nodes, ...]]:
+    """The cluster, and parts of it: half of each kind's nodes and so on, one kind alone."""
+    yield cluster
+    for nodes in cluster:
+        count = nodes.count if len(cluster) > 1 else nodes.count // 2
+        while count:
+            yield (replace(nodes, count=count),)
+            count //= 2
+    if len(cluster) == 1 and cluster[0].count == 1:
+        gpus = cluster[0].gpus // 2
+        while gpus:
+            yield (replace(cluster[0], gpus=gpus),)
+            gpus //= 2
+
+
+def _order(plan: Plan) -> tuple[float, int, int]:
+    """Sort key: seconds, then GPUs, then how much of a plan is out of the ordinary."""
+    trainer = plan.config.trainer
+    odd = trainer.tensor_parallel_size + trainer.sequence_parallel_size + 4 * trainer.offload + bool(trainer.shard_size)
+    return round(plan.step_s, 4), plan.candidate.num_gpus, odd

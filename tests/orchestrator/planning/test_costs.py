@@ -1,0 +1,87 @@
+"""The cost model against measured kernel times, numbers by hand, and what has to be so whatever the factors are."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.conf.trainer import LoraConfig, TrainerConfig
+from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.planning.costs.decoding import Engine, active_parameters
+from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
+from penstock.orchestrator.planning.costs.training import Rank
+from penstock.orchestrator.planning.hardware import KINDS
+from penstock.orchestrator.planning.known_models import known_shape
+
+H100, FACTORS = KINDS["h100"], Efficiencies()
+BATCHES = (1, 8, 32, 64, 128, 256)
+KERNELS = [
+    ("meta-llama/Llama-3.1-8B", 1, (6.2, 7.2, 9.6, 12.5, 17.9, 30.2)),
+    ("Qwen/Qwen3-32B", 4, (8.2, 8.6, 10.9, 12.7, 15.8, 24.1)),
+    ("Qwen/Qwen3-30B-A3B", 2, (3.7, 7.3, 12.9, 15.3, 18.2, 23.7)),
+    ("meta-llama/Llama-3.1-70B", 8, (10.2, 10.3, 11.2, 13.7, 16.2, 23.1)),
+]
+"""Milliseconds of a decode step's kernels at 2,000 tokens of context on H100: aiconfigurator-core 0.12.0 with its
+measurements of vLLM."""
+
+
+def shape_of(name: str) -> ModelShape:
+    shape = known_shape(name)
+    assert shape is not None
+    return shape
+
+
+@pytest.mark.parametrize(("name", "parts", "milliseconds"), KERNELS)
+def test_a_decode_step_takes_what_was_measured(name: str, parts: int, milliseconds: tuple[float, ...]) -> None:
+    engine = Engine(shape_of(name), H100, FACTORS, parts)
+    found = [1e3 * engine.kernels_s(batch, 2000) / real for batch, real in zip(BATCHES, milliseconds, strict=True)]
+    assert sorted(found)[1] > 0.86, "one of the six may be lower"
+    assert min(found) > 0.78
+    assert max(found) < 1.05
+
+
+@pytest.mark.parametrize(("name", "billions"), [
+    ("Qwen/Qwen2.5-7B-Instruct", 7.6), ("Qwen/Qwen3-0.6B", 0.6), ("Qwen/Qwen3-32B", 32.8), ("Qwen/Qwen2.5-72B", 72.7),
+    ("meta-llama/Llama-3.2-1B-Instruct", 1.24),
+])  # fmt: skip
+def test_models_that_are_known_by_name_have_their_size(name: str, billions: float) -> None:
+    assert shape_of(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_mixture_computes_with_few_of_its_experts() -> None:
+    shape = shape_of("Qwen/Qwen3-30B-A3B")
+    assert active_parameters(shape) / 1e9 == pytest.approx(3.0, rel=0.05)  # A3B counts the embedding, too
+    assert known_shape("someone/else") is None
+
+
+def test_an_update_takes_what_its_products_take() -> None:
+    """One row, one micro-batch, one rank: forward and backward are three passes, once more if recomputed, two with
+    LoRA, whose optimizer is nothing beside them."""
+    shape = shape_of("meta-llama/Llama-3.1-8B")
+    factors = replace(FACTORS, layer_s=0.0, update_s=0.0)
+    plain = TrainerConfig(dtype="bfloat16", activation_checkpointing=False, num_gpus_per_rank=1)
+    tokens, rate = 4096, H100.flops * factors.training
+    products = 2 * active_parameters(shape) * tokens / rate
+    scores = 2 * shape.num_layers * shape.q_width * tokens**2 / rate
+    optimizer = shape.num_parameters * 28 / (H100.bandwidth * factors.bandwidth)
+
+    def seconds(config: TrainerConfig) -> float:
+        return Rank(shape, H100, factors, config).update_s([tokens])
+
+    assert seconds(plain) == pytest.approx(3 * products + 3 * scores + optimizer)
+    assert seconds(replace(plain, activation_checkpointing=True)) == pytest.approx(
+        4 * products + 4 * scores + optimizer
+    )
+    assert seconds(replace(plain, lora=LoraConfig(rank=16))) == pytest.approx(2 * products + 3 * scores)
+
+
+def test_splitting_costs_collectives_and_saves_products() -> None:
+    shape = shape_of("Qwen/Qwen3-32B")
+    config = TrainerConfig(dtype="bfloat16", num_ranks=16, num_gpus_per_rank=1, activation_checkpointing=True)
+    rows = [4000] * 8
+    alone = Rank(shape, H100, FACTORS, config).update_s(rows)
+    split = Rank(shape, H100, FACTORS, replace(config, tensor_parallel_size=8)).update_s(rows)
+    slow = replace(H100, link=H100.link / 20)
+    assert split < alone
+    assert Rank(shape, slow, FACTORS, replace(config, tensor_parallel_size=8)).update_s(rows) > split
+    within = Rank(shape, H100, FACTORS, replace(config, shard_size=8)).update_s(rows)
+    assert within < alone, "weights are gathered within a node"
