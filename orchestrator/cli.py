@@ -81,13 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function)
         if name == "run":
             command.add_argument("--retries", type=int, default=0, metavar="N", help=RETRIES_HELP)
-    plan = commands.add_parser("plan", help="how to split a cluster of GPUs, before anything starts", description=PLAN)
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
-    plan.add_argument("--cluster", metavar="NxG:KIND,…", help=CLUSTER_HELP)
-    plan.add_argument("--lengths", metavar="MEAN[:SIGMA]", help=LENGTHS_HELP)
-    plan.add_argument("--within", metavar="hours=H", help="the cheapest part of the cluster that is done in time")
-    plan.add_argument("--write", metavar="FILE", help="for the winner's keys, a line each")
-    plan.set_defaults(command=_plan)
+    _add_planning(commands)
     sweep = commands.add_parser("sweep", help="many runs: keys with several values", description=SWEEP)
     sweep.add_argument("overrides", nargs="+", metavar="key=value,…", help=SWEEP_HELP)
     sweep.add_argument("--directory", default=None, metavar="DIR", help="for its runs (default: sweeps/RECIPE)")
@@ -128,6 +122,17 @@ def _parser() -> argparse.ArgumentParser:
     recipes = commands.add_parser("recipes", help="list the recipes that come with Penstock")
     recipes.set_defaults(command=_recipes)
     return parser
+
+
+def _add_planning(commands: Any) -> None:
+    """Add the commands that need nothing to run on."""
+    plan = commands.add_parser("plan", help="how to split a cluster of GPUs, before anything starts", description=PLAN)
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+    plan.add_argument("--cluster", metavar="NxG:KIND,…", help=CLUSTER_HELP)
+    plan.add_argument("--lengths", metavar="MEAN[:SIGMA]", help=LENGTHS_HELP)
+    plan.add_argument("--within", metavar="hours=H", help="the cheapest part of the cluster that is done in time")
+    plan.add_argument("--write", metavar="FILE", help="for the winner's keys, a line each")
+    plan.set_defaults(command=_plan)
 
 
 def _load(overrides: Sequence[str]) -> Any:
