@@ -4,8 +4,10 @@ data-parallel ranks, so that no rank waits long for another. Pure and determinis
 
 import heapq
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
+SUM = itemgetter(0)
 QUADRATIC_TOKENS = 4096
 """Length at which attention costs a token as much as everything else does: 6 to 12 times the hidden size, more with a
 large vocabulary. Where it is really 2,000 tokens, or infinitely many, the heaviest of ranks with 64 long-tailed rows
@@ -76,7 +78,7 @@ def _merge(first: list[tuple[int, Any]], second: list[tuple[int, Any]], num_part
         (a + b, (left, right))
         for (a, left), (b, right) in zip(first[alone:], reversed(second[num_parts - len(first) :]), strict=True)
     ]
-    merged.sort(key=lambda part: -part[0])
+    merged.sort(key=SUM, reverse=True)
     return merged
 
 

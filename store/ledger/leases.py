@@ -1,34 +1,87 @@
-"""Leases: which owner holds which rows, and until when."""
+"""Leases: which owner holds which rows, and until when; and how much each client holds."""
 
 import heapq
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+
+class Holdings:
+    """The open units that each client holds of one stage: samples or groups, as the stage's unit is. A stage with a
+    thousand consumers to share among cannot look at all of their leases each time, nor at all of them.
+
+    Some clients are expected to ask again whenever they hold less than they can. How many of these hold how much is
+    counted as it changes.
+    """
+
+    def __init__(self) -> None:
+        self._units: dict[str, int] = {}
+        self._most: dict[str, int] = {}
+        self._levels: Counter[tuple[int, int]] = Counter()
+
+    @property
+    def units(self) -> Mapping[str, int]:
+        """Units by client; none of a client that is not in it. It changes."""
+        return self._units
+
+    @property
+    def expected(self) -> Mapping[str, int]:
+        """The most units that each expected client holds at a time. It changes."""
+        return self._most
+
+    @property
+    def levels(self) -> Mapping[tuple[int, int], int]:
+        """Number of expected clients by the units that they hold, and the most that they do. It changes."""
+        return self._levels
+
+    def expect(self, client: str, most: int) -> None:
+        """Expect a client to ask again; `most`: the units that it holds at a time. The first word counts."""
+        if client not in self._most:
+            self._most[client] = most
+            self._levels[self._units.get(client, 0), most] += 1
+
+    def forget(self, client: str) -> bool:
+        """Expect a client no more. Returns whether it was expected."""
+        most = self._most.pop(client, None)
+        if most is not None:
+            self._take(self._units.get(client, 0), most)
+        return most is not None
+
+    def add(self, client: str, number: int) -> None:
+        """Note that a client holds so many units more, or less."""
+        before = self._units.get(client, 0)
+        now = before + number
+        if now:
+            self._units[client] = now
+        else:
+            self._units.pop(client, None)
+        most = self._most.get(client)
+        if most is not None and number:
+            self._take(before, most)
+            self._levels[now, most] += 1
+
+    def _take(self, held: int, most: int) -> None:
+        self._levels[held, most] -= 1
+        if not self._levels[held, most]:
+            del self._levels[held, most]
 
 
 @dataclass(slots=True)
 class Account:
-    """A count of the open units of a lease, with those of its client's other leases of the stage. A stage with a
-    thousand consumers to share among cannot look at all of their leases each time."""
+    """A count of the open units of a lease, with those of its client's other leases of the stage."""
 
-    units: dict[str, int]
-    """Samples or groups, as the stage's unit is, by client."""
+    holdings: Holdings
     client: str
     counts_rows: bool
 
     def opened(self, masks: Iterable[int]) -> None:
         """Count the rows that were opened. `masks`: of rows, one a group."""
         found = sum(mask.bit_count() for mask in masks) if self.counts_rows else sum(map(bool, masks))
-        self._add(found)
+        self.holdings.add(self.client, found)
 
     def closed(self, mask: int, is_last: bool) -> None:
         """Count the rows of a group that are open no more. `is_last`: none is left."""
-        self._add(-mask.bit_count() if self.counts_rows else -int(bool(mask) and is_last))
-
-    def _add(self, number: int) -> None:
-        if left := self.units.get(self.client, 0) + number:
-            self.units[self.client] = left
-        else:
-            self.units.pop(self.client, None)
+        self.holdings.add(self.client, -mask.bit_count() if self.counts_rows else -int(bool(mask) and is_last))
 
 
 @dataclass(slots=True)

@@ -3,9 +3,9 @@
 The ledger knows leases and their owners' names; an owner that was replaced has the same name and another client.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
-from penstock.store.ledger.leases import Account, HeldLease
+from penstock.store.ledger.leases import Account, HeldLease, Holdings
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.messages import LeaseRequest
 
@@ -24,7 +24,7 @@ class Clients:
         """Clients that have asked for leases, by owner."""
         self._dead: set[str] = set()
         """Clients whose owner is known to be dead: what they asked for on their way is not given."""
-        self._held: dict[str, dict[str, int]] = {stage.name: {} for stage in ledger.spec.stages}
+        self._held = {stage.name: Holdings() for stage in ledger.spec.stages}
         """Units that a client works on, by stage and client."""
 
     def asked(self, request: LeaseRequest) -> bool:
@@ -44,8 +44,8 @@ class Clients:
         """Leases that a client was given for some of its requests; they may be over."""
         return [lease_id for lease_id, ticket in self._leases.get(client, {}).items() if ticket in tickets]
 
-    def held_of(self, stage: str) -> Mapping[str, int]:
-        """Units of a stage that clients work on; none of a client that is not in it. It changes."""
+    def held_of(self, stage: str) -> Holdings:
+        """Units of a stage that clients work on. It changes."""
         return self._held[stage]
 
     def units_of(self, lease: HeldLease) -> int:

@@ -1,10 +1,10 @@
 """Consumers that wait for leases of one stage: which is next, and how much of what is free it may take.
 
-    free units, oldest first ─ the first one's largest column ─▶ node ─ Sharing.priority ─▶ which consumer is next
+    free units, oldest first ─ the first one's largest column ─▶ node ─ Allotment.priority ─▶ which consumer is next
 
-`sharing.py` decides; this file keeps the queue, counts what each consumer holds, and loses patience with consumers that
-are expected and do not come. Of two consumers that are as good, the one on the node of the next rows gets them. None
-waits for that and no row overtakes another: units go in their order and evenly, as ever.
+`allotment.py` decides; this file keeps the queue, and loses patience with consumers that are expected and do not come.
+Of two consumers that are as good, the one on the node of the next rows gets them. None waits for that and no row
+overtakes another: units go in their order and evenly, as ever.
 """
 
 import asyncio
@@ -19,7 +19,8 @@ from penstock.store.ledger.ledger import Ledger
 from penstock.store.ledger.readiness import StageQueue
 from penstock.store.service.clients import Clients
 from penstock.store.service.messages import Granted, LeaseRequest
-from penstock.store.service.waiting.sharing import PATIENCE_S, Sharing
+from penstock.store.service.waiting.allotment import Allotment
+from penstock.store.service.waiting.sharing import PATIENCE_S
 from penstock.store.service.waiting.wait_queue import WaitQueue
 
 LOOK = 4
@@ -102,13 +103,11 @@ class Consumers:
         stragglers: StragglerTimer,
     ) -> None:
         """Prepare the queue. `schedule`: has `wake` called soon. `locality`: None in a run on one node."""
-        self._stage = ledger.residents.stage(stage)
+        self._allotment = Allotment(stage, ledger, clients)
+        self._stage = self._allotment.stage
         self._stragglers = stragglers if self._stage is ledger.residents.sampling else None
-        self._ledger, self._clients = ledger, clients
         self._schedule, self._locality = schedule, locality
         self._queue = WaitQueue(schedule)
-        self._sharing = Sharing()
-        self._held = clients.held_of(stage)
         self._patience: asyncio.TimerHandle | None = None
         """Timer until which units are kept for consumers that are not there."""
 
@@ -123,43 +122,16 @@ class Consumers:
 
     async def wait(self, take: Callable[[], list[Granted] | None], request: LeaseRequest) -> list[Granted] | None:
         """Return what `take` gives in this request's turn. None when closed, or when it was withdrawn."""
-        self._sharing.asked(request)
+        self._allotment.asked(request)
         return await self._queue.wait(take, request.client, request.ticket, request)
 
     def take(self, request: LeaseRequest, now: float) -> list[HeldLease]:
-        """Lease what a request gets now: its share of what is free, or else a group that another has had for too
-        long."""
-        leases: list[HeldLease] = []
-        share = self.share_of(request)
-        while share > 0 and len(leases) < max(1, request.max_leases):
-            lease = self._ledger.lease(request.stage, min(share, request.max_units), request.owner, now)
-            if lease is None:
-                break
-            share -= self._clients.units_of(lease)
-            leases.append(lease)
-        if not leases and self._may_duplicate(request):
-            lease = self._ledger.offer(request.owner, now)
-            leases = [lease] if lease is not None else []
-        for lease in leases:
-            self._sharing.took(request.client, self._clients.units_of(lease))
-            self._clients.gave(request, lease)
-        return leases
-
-    def share_of(self, request: LeaseRequest) -> int:
-        """Units of what is free now that this request may take. 0 with units free: they are kept for others, which come
-        or are given up soon."""
-        free = self._stage.num_free
-        if not free:
-            return 0
-        share = self._sharing.share(free, request, self._queue.requests, self._held)
-        if not share and self._patience is None:
+        """Lease what a request gets now. Nothing while units are free: they are kept for others, which come or are
+        given up soon."""
+        leases = self._allotment.take(request, self._queue.requests, now)
+        if not leases and self._stage.num_free and self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._lose_patience)
-        return share
-
-    def _may_duplicate(self, request: LeaseRequest) -> bool:
-        """Return whether the client has nothing to do, and may take a group that another has had for too long."""
-        has_capacity = not request.max_held or self._held.get(request.client, 0) < request.max_held
-        return self._stragglers is not None and not self._stage.num_free and has_capacity
+        return leases
 
     def withdraw(self, client: str, ticket: int | None = None) -> None:
         """Withdraw a client's request of that ticket, or all: their calls return None."""
@@ -167,7 +139,7 @@ class Consumers:
 
     def left(self, client: str) -> None:
         """Expect a client no more."""
-        self._sharing.left(client)
+        self._allotment.left(client)
 
     def wake(self) -> None:
         """Let the next request try, if something is free."""
@@ -175,7 +147,8 @@ class Consumers:
             self._queue.wake_first(self._priority())
         else:
             self._be_patient_again()
-            if self._stragglers is not None and (priority := self._stragglers.priority(self._held)) is not None:
+            priority = self._stragglers.priority(self._allotment.held) if self._stragglers is not None else None
+            if priority is not None:
                 self._queue.wake_first(priority)
 
     def _priority(self) -> Callable[[LeaseRequest], tuple[float, bool, int]]:
@@ -185,7 +158,7 @@ class Consumers:
 
         def priority(request: LeaseRequest) -> tuple[float, bool, int]:
             is_remote = locality is not None and node is not None and locality.node_of(request.client) != node
-            return self._sharing.priority(request, self._held.get(request.client, 0), is_remote)
+            return self._allotment.priority(request, is_remote)
 
         return priority
 
@@ -200,5 +173,5 @@ class Consumers:
 
     def _lose_patience(self) -> None:
         self._patience = None
-        self._sharing.expect_only(map(str, self._queue.clients))
+        self._allotment.expect_only([str(client) for client in self._queue.clients])
         self._schedule()

@@ -37,7 +37,7 @@ def test_counts_are_those_of_the_leases_whatever_becomes_of_them(seed: int) -> N
         elif held := [one for _, one in leases.values() if one.id in driver.ledger.residents.leases.held]:
             _end_some(random, driver, random.choice(held), float(now))
         for name in STAGES:
-            assert Counter(clients.held_of(name)) == recounted(clients, leases, driver, name)
+            assert Counter(clients.held_of(name).units) == recounted(clients, leases, driver, name)
     assert leases
 
 

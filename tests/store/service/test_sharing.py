@@ -1,10 +1,12 @@
 """What is free goes to whoever holds the fewest units, and nobody is waited for for long."""
 
 from collections import Counter
+from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.store.ledger.leases import Holdings
 from penstock.store.service.messages import LeaseRequest
 from penstock.store.service.waiting.sharing import Claim, Sharing, fair_share
 
@@ -45,32 +47,92 @@ def ask(client: str, max_held: int = 8, num_peers: int = 1) -> LeaseRequest:
     return LeaseRequest("rollout", max_held, client, client=client, max_held=max_held, num_peers=num_peers)
 
 
-NONE_HELD: dict[str, int] = {}
-
-
 def test_one_that_is_alone_gets_everything() -> None:
-    sharing = Sharing()
+    sharing = Sharing(Holdings())
     sharing.asked(ask("a"))
-    assert sharing.share(8, ask("a"), [], NONE_HELD) == 8
-    assert sharing.share(8, LeaseRequest("reward", 64, "r"), [], NONE_HELD) == 8
+    assert sharing.share(8, ask("a"), []) == 8
+    assert sharing.share(8, LeaseRequest("reward", 64, "r"), []) == 8
 
 
 def test_units_are_kept_for_those_that_are_expected_until_patience_is_over() -> None:
-    sharing = Sharing()
+    sharing = Sharing(Holdings())
     sharing.asked(ask("a", num_peers=3))
-    assert sharing.share(6, ask("a"), [], NONE_HELD) == 2  # two have not come yet
+    assert sharing.share(6, ask("a"), []) == 2  # two have not come yet
     sharing.asked(ask("b", num_peers=3))
     sharing.expect_only(["a"])
-    assert sharing.share(6, ask("a"), [], NONE_HELD) == 6
+    assert sharing.share(6, ask("a"), []) == 6
     sharing.asked(ask("b", num_peers=3))
-    assert sharing.share(6, ask("a"), [], NONE_HELD) == 3
+    assert sharing.share(6, ask("a"), []) == 3
     sharing.left("b")
-    assert sharing.share(6, ask("a"), [], NONE_HELD) == 6
+    assert sharing.share(6, ask("a"), []) == 6
 
 
 def test_one_that_came_and_is_gone_is_expected_no_more() -> None:
-    sharing = Sharing()
+    sharing = Sharing(Holdings())
     for client in ("a", "b"):
         sharing.asked(ask(client, num_peers=2))
     sharing.left("b")
-    assert sharing.share(6, ask("a"), [], NONE_HELD) == 6
+    assert sharing.share(6, ask("a"), []) == 6
+
+
+class Recounted:
+    """The definition of who is shared with: everybody that waits, and everybody that is expected and does not wait."""
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
+        self.most: dict[str, int] = {}
+        self.num_peers = 0
+
+    def share(self, free: int, request: LeaseRequest, requests: list[LeaseRequest]) -> int:
+        others = [self._claim(one) for one in requests if one is not request]
+        if request.max_held:
+            there = {request.client, *(one.client for one in requests)}
+            absent = [client for client in self.most if client not in there]
+            others += [Claim(self.held[one], max(0, self.most[one] - self.held[one])) for one in absent]
+            others += [Claim(0, request.max_held)] * max(0, self.num_peers - len(self.most))
+        elif not others:
+            return free
+        return fair_share(free, self._claim(request), others)
+
+    def _claim(self, request: LeaseRequest) -> Claim:
+        held = self.held[request.client]
+        if request.max_held:
+            return Claim(held, min(request.max_units, max(0, request.max_held - held)))
+        return Claim(held, request.max_units)
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 2**32))
+def test_what_is_counted_as_it_changes_is_what_a_look_at_all_clients_finds(seed: int) -> None:
+    random, holdings, known = Random(seed), Holdings(), Recounted()
+    sharing, names = Sharing(holdings), "abcdef"
+    for _ in range(40):
+        client = random.choice(names)
+        request = LeaseRequest("rollout", random.randint(1, 8), client, client=client,
+                               max_held=random.choice((0, 6, 8)), num_peers=random.randint(1, 7))  # fmt: skip
+        match random.choice(("ask", "hold", "hold", "leave", "impatience")):
+            case "ask":
+                sharing.asked(request)
+                if request.max_held and client not in known.most:
+                    known.most[client] = request.max_held
+                    if known.num_peers >= 0:
+                        known.num_peers = max(known.num_peers, request.num_peers)
+            case "hold":
+                number = random.randint(-known.held[client], 8)
+                holdings.add(client, number)
+                known.held[client] += number
+            case "leave":
+                sharing.left(client)
+                if known.most.pop(client, None) is not None and known.num_peers > 0:
+                    known.num_peers -= 1
+            case "impatience":
+                present = random.sample(names, 4)
+                sharing.expect_only(present)
+                known.most = {one: most for one, most in known.most.items() if one in present}
+                known.num_peers = -1
+        asking = [ask(one, random.choice((0, 3, 8))) for one in random.choices(names, k=5)]
+        assert sharing.first(asking) is min(asking, key=sharing.priority)
+        waiting = [ask(one, random.choice((6, 8))) for one in random.choices(names, k=3)]
+        for one in (request, waiting[0]):
+            free = random.randint(1, 30)
+            assert sharing.share(free, one, waiting) == known.share(free, one, waiting)
