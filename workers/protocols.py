@@ -177,7 +177,8 @@ class RolloutEngine(Protocol):
         """Leave the device to others; nothing is in flight. `generate` waits until `wake`; `load` does not."""
 
     async def wake(self) -> None:
-        """Take the device again. The weights are the previous ones, or of a version loaded since."""
+        """Take the device again. `generate` goes on with a version that was loaded since `sleep`, else with the
+        previous one, for which an engine that keeps none asleep waits for the next `load`."""
 
     async def close(self) -> None: ...
 

@@ -101,6 +101,12 @@ class WeightSync:
             await self._between_nodes.reclaim()
         return time.time() - start
 
+    async def reload(self) -> None:
+        """Have every engine load the version again that was loaded last, if any: those that slept may have kept
+        none."""
+        if self._newest is not None:
+            await self.load(self._newest)
+
     async def _timed(self, name: str, version: int, call: Awaitable[Any]) -> Any:
         result = await call
         self.loaded[name], self.serving[name] = time.time(), version

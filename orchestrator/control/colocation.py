@@ -1,12 +1,15 @@
 """Turns on devices that engines and trainers share (`placement=colocated`).
 
-    generation:  ranks have made room, engines are awake ─▶ the store has a batch
+    generation:  ranks have made room, engines are awake and load the newest version ─▶ the store has a batch
     training:    engines sleep, scorers have made room, ranks are back ─▶ update, publication
 
 Who takes the place of a lost one starts when it is its turn: an engine when the ranks have made room, ranks while the
 engines sleep. An engine that is lost in its turn is started in it, and one that is lost asleep in the next. Ranks that
 are lost while engines generate are missed when they are to come back, and a step that is taken again begins with a
 turn of the engines: a new store may lack some of its samples.
+
+Engines keep no weights while they sleep: after `generation` they sample once they have loaded a version. The step that
+is taken again has them load the one that they had.
 
 A scorer comes back by itself when it has rows to compute, which is while engines generate.
 
@@ -16,7 +19,7 @@ none waits for a turn.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from penstock.conf.run import RunConfig
@@ -32,8 +35,11 @@ class DeviceTurns:
     """Lifecycle: `generation` before the first batch is waited for, then `training` and `generation` in turn; `of`
     around the start of who takes a lost one's place."""
 
-    def __init__(self, fleet: Fleet, store: StoreClient, config: RunConfig) -> None:
-        self._fleet, self._store, self._config = fleet, store, config
+    def __init__(
+        self, fleet: Fleet, store: StoreClient, config: RunConfig, reload: Callable[[], Awaitable[object]]
+    ) -> None:
+        """`reload`: has engines load the version again that they have loaded last, if any."""
+        self._fleet, self._store, self._config, self._reload = fleet, store, config, reload
         self._takes_turns = config.placement == "colocated" and bool(fleet.role(ENGINES))
         self._turn = ""
         """The role that has the devices; empty at the start, when both have them."""
@@ -45,7 +51,9 @@ class DeviceTurns:
         """Wait for a batch, then give the devices to the ranks. Raises `DeadlineExceeded`, `WorkerDied`."""
         if not self._takes_turns:
             return
-        await self.generation()
+        if self._turn != ENGINES:
+            await self.generation()
+            await self._reload()
         phase, timeout_s = f"step {step}, waiting for its batch", self._config.trainer.step_timeout_s
         await answer(self._store.batch_ready(), name="Store", phase=phase, timeout_s=timeout_s)
         await self._have_engines_sleep()

@@ -92,7 +92,7 @@ class Controller:
         self._taken = taken
         self._handover = handover if handover is not None else Handover(ThisProcess(), lambda owner: b"")
         self._weights = WeightSync(fleet, config)
-        self._turns = DeviceTurns(fleet, self.store, config)
+        self._turns = DeviceTurns(fleet, self.store, config, self._weights.reload)
         self._saving = CheckpointWriter(context)
         self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
         faults = config.faults

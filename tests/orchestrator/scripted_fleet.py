@@ -111,8 +111,12 @@ class Rollout(Member):
     async def load(self, publication: Publication, epoch: int) -> None:
         await self._pause(2.0)
         await self.engine.load(publication)
+        self._has_loaded = True
+        if self.has_device:
+            await self.engine.wake()
 
     has_device = True
+    _has_loaded = False
 
     async def sleep(self) -> None:
         await self._pause(1.0)
@@ -120,9 +124,11 @@ class Rollout(Member):
         await self.engine.sleep()
 
     async def wake(self) -> None:
+        """As vLLM's: it keeps no weights asleep, and waits for the next load."""
         self.has_device = True
         await self._pause(1.0)
-        await self.engine.wake()
+        if not self._has_loaded:
+            await self.engine.wake()
 
     async def stats(self) -> dict[str, float]:
         return self.worker.stats()

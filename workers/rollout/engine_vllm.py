@@ -4,6 +4,8 @@
     load     ─▶ open ▸ prepare ▸ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline;
                 up to `verify` it continues to generate, and sequences are kept
     deliver  ─▶ where weights are streamed: the parts that `load` loads, from the trainer
+    sleep    ─▶ on a GPU that others use meanwhile: weights are discarded, and nothing of them is in host memory;
+                after `wake` nothing is sampled before `load` has brought weights
 
 Sequences in flight during a load are preempted and recomputed: their next tokens are sampled as if the new weights had
 read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
@@ -26,6 +28,7 @@ from penstock.workers.protocols import Completion, EngineSpec, Publication, Samp
 from penstock.workers.rollout.vllm_conversion import (
     Opened,
     completion_of,
+    discards_weights,
     init_request,
     sampled_so_far,
     sampling_params,
@@ -66,8 +69,10 @@ class VllmEngine(VllmProcesses):
         self._loading = asyncio.Lock()
         self._awake = asyncio.Event()
         self._awake.set()
-        self._has_weights = True
-        """True if the weights are on the device: asleep they are not, unless they were loaded meanwhile."""
+        self._has_memory = self._has_weights = True
+        """Whether the device has memory for the weights, and whether their values are there, or are kept by vLLM."""
+        self._has_loaded = self._wakes = False
+        """Whether a publication was loaded, and whether `wake` waits for the next one."""
         self.phase_seconds: dict[str, float] = {}
         """Seconds of each phase of the last load."""
 
@@ -111,9 +116,12 @@ class VllmEngine(VllmProcesses):
             opened = await self._open(delivery) if isinstance(delivery, Publication) else None
             self._admission.clear()
             try:
-                if not self._has_weights:
+                if not self._has_memory:
                     await self._phase(delivery, "wake", self._wake_weights())
                 await self._exchange(delivery, opened)
+                self._has_weights = self._has_loaded = True
+                if self._wakes:
+                    await self.wake()
             except PenstockError as error:
                 self._inbox.refuse(delivery.version, error)
                 raise
@@ -133,28 +141,46 @@ class VllmEngine(VllmProcesses):
         await self._inbox.put(part)
 
     async def sleep(self) -> None:
-        """Leave the device. On a shared GPU, the weights go to the host's memory and the KV cache is released (vLLM's
-        level 1); requests in flight wait in vLLM, and are recomputed once the engine is awake. A CPU has nothing to
-        give back."""
+        """Leave the device. On a shared GPU, weights and KV cache are discarded (vLLM's level 2); requests in flight
+        wait in vLLM, and are recomputed once the engine is awake. Where nobody brings the weights again, as beside
+        adapters and where they are streamed, they go to the host's memory (level 1). A CPU has nothing to give back."""
         self.check_alive()
         self._awake.clear()
+        self._wakes = False
         if shares_gpu(self._config):
-            self._has_weights = False
-            call = self.llm.sleep(level=1, mode="keep")  # by default vLLM ends what is in flight
+            self._has_memory, self._has_weights = False, not discards_weights(self._spec)
+            level = 1 if self._has_weights else 2
+            call = self.llm.sleep(level=level, mode="keep")  # by default vLLM ends what is in flight
             await self._in_time("sleep", call, self._spec.phase_timeout_s, PHASE_KEY)
 
     async def wake(self) -> None:
+        """Take the device again. Where weights were discarded, the next `load` ends the waking; before there is a
+        publication, they are read from the model's files."""
         self.check_alive()
         if shares_gpu(self._config):
-            tags = ["kv_cache"] if self._has_weights else None
+            if not self._has_weights and self._has_loaded:
+                self._wakes = True
+                return
+            if not self._has_weights:
+                await self._in_time(
+                    "reading the model again", self._read_again(), self._spec.phase_timeout_s, PHASE_KEY
+                )
+            tags = ["kv_cache"] if self._has_memory else None
             await self._in_time("wake", self.llm.wake_up(tags), self._spec.phase_timeout_s, PHASE_KEY)
-        self._has_weights = True
+        self._has_memory, self._wakes = True, False
         self._awake.set()
 
     async def _wake_weights(self) -> None:
-        """Bring the weights into memory that a version can be written to, while the trainer still has the rest of the
+        """Bring the memory back that a version can be written to, while the trainer still has the rest of the
         device."""
         await self.llm.wake_up(["weights"])
+        self._has_memory = True
+
+    async def _read_again(self) -> None:
+        """Load the weights that the engine started with."""
+        if not self._has_memory:
+            await self._wake_weights()
+        await self.llm.collective_rpc("reload_weights")
         self._has_weights = True
 
     async def use_threads(self, num_threads: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
-from penstock.conf.weights import VLLM_LORA_RANKS
+from penstock.conf.weights import STREAMS, VLLM_LORA_RANKS
 from penstock.workers.cpu import SETTINGS
 from penstock.workers.protocols import Completion, EngineSpec, Sampled, Sampling
 from penstock.workers.weights.publication.reading import MappedWeights
@@ -82,6 +82,12 @@ def adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
 def shares_gpu(config: RolloutConfig) -> bool:
     """Return whether the engine has a part of a GPU, and must be able to sleep while another uses it."""
     return 0 < config.num_gpus_per_worker < 1
+
+
+def discards_weights(spec: EngineSpec) -> bool:
+    """Return whether the engine's weights are brought again after a sleep, and need not be kept meanwhile. Adapters
+    are published without the base that they change, and streams come with a step of the trainer alone."""
+    return spec.adapter is None and spec.transport not in STREAMS
 
 
 @contextmanager

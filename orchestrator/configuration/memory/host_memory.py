@@ -1,7 +1,7 @@
 """Host memory of a node at its peak, part by part, and where each lies. Pure: no torch.
 
 /dev/shm     publications, copies of the state after each step, the store's large batches, Ray's object store
-pinned       buffers on the way from GPUs, what is offloaded, weights of engines that sleep
+pinned       buffers on the way from GPUs, what is offloaded, weights of engines that keep them asleep
 memory       the copy that a checkpoint is written from, what ranks and engines keep there, the processes themselves
 page cache   the model's files, which the kernel drops where memory is short
 """
@@ -9,7 +9,7 @@ page cache   the model's files, which the kernel drops where memory is short
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.conf.weights import choose_transport, replaces_members, shares_gpus
+from penstock.conf.weights import STREAMS, choose_transport, replaces_members
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
 from penstock.workers.weights.publication.room import COPIES, STATE_BYTES, TURNS
@@ -101,7 +101,8 @@ def _of_engines(memory: RunMemory, num_engines: int) -> list[HostPart]:
     if not config.rollout.num_gpus_per_worker:
         total = num_engines * config.rollout.tensor_parallel_size * engine.total
         return [HostPart("engines: weights, cache and step", MEMORY, total, "rollout.kv_cache_gib")]
-    if not shares_gpus(config):
+    keeps_weights = config.trainer.lora.publishes_adapter or choose_transport(config) in STREAMS
+    if config.placement != "colocated" or (config.rollout.engine == "vllm" and not keeps_weights):
         return []
     asleep = num_engines * config.rollout.tensor_parallel_size * engine.weights
     return [HostPart("weights of engines that sleep", PINNED, asleep, "placement=disaggregated")]

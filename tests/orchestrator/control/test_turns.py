@@ -49,7 +49,11 @@ def turns(actors, config=None, **options):
     if config is None:
         config = RunConfig(placement="colocated")
         config.trainer.step_timeout_s = 0.05
-    return DeviceTurns(actors, Store(actors.calls, **options), config)
+
+    async def reload():
+        actors.calls.append(Call("weights", "reload"))
+
+    return DeviceTurns(actors, Store(actors.calls, **options), config, reload)
 
 
 def test_engines_sleep_before_trainers_come_and_trainers_go_before_engines_wake():
@@ -170,7 +174,7 @@ def test_ranks_that_take_the_place_of_others_start_while_engines_sleep():
 
 
 def test_a_step_that_is_taken_again_begins_with_a_turn_of_the_engines():
-    """A new store may lack some of its samples."""
+    """A new store may lack some of its samples, and engines that slept have no weights."""
     actors = NotingActors(TWO_EACH)
 
     async def body():
@@ -181,6 +185,7 @@ def test_a_step_that_is_taken_again_begins_with_a_turn_of_the_engines():
         await both.training(1)
 
     asyncio.run(body())
-    assert actors.said[:5] == [
-        "trainer-0 leave_device", "trainer-1 leave_device", "rollout-0 wake", "rollout-1 wake", "batch ready",
+    assert actors.said[:6] == [
+        "trainer-0 leave_device", "trainer-1 leave_device", "rollout-0 wake", "rollout-1 wake", "weights reload",
+        "batch ready",
     ]  # fmt: skip

@@ -58,7 +58,10 @@ class FakeLLM:
 
     async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
         await self._do("generate")
-        sample = SimpleNamespace(finish_reason=self.finish_reason, token_ids=[])
+        logprobs = SimpleNamespace(logprobs=[], start_indices=[])
+        sample = SimpleNamespace(
+            finish_reason=self.finish_reason, token_ids=[], logprobs=logprobs, weight_versions=[], text=""
+        )
         yield SimpleNamespace(outputs=[sample])
 
     async def abort(self, request_id: str) -> None:

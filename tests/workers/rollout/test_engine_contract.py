@@ -279,9 +279,11 @@ def test_loads_one_after_another_while_sequences_run(served) -> None:
         assert_logprobs_match(served, completion, Sampling())
 
 
-@pytest.mark.parametrize("loads", [False, True])
-def test_sequences_in_flight_outlast_a_sleep(served, loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU that is shared, whose memory is given back; a CPU keeps its own."""
+@pytest.mark.parametrize("loads", ["asleep", "awake"])
+def test_sequences_in_flight_outlast_a_sleep(served, loads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that is shared, whose memory is given back; a CPU keeps its own. After it comes a load, before or
+    after the waking, also of the version that was there."""
+    served.call(served.engine.load(served.change_weights(seed=30)))
     monkeypatch.setattr(engine_vllm, "shares_gpu", lambda config: True)
     sampling = Sampling(max_tokens=400, seed=3, ignore_eos=True)
 
@@ -291,13 +293,16 @@ def test_sequences_in_flight_outlast_a_sleep(served, loads: bool, monkeypatch: p
         while served.engine.sampled().num_tokens - start < 40:
             await asyncio.sleep(0.001)
         await served.engine.sleep()
-        if loads:
-            await served.engine.load(served.change_weights(seed=31))
+        publication = served.change_weights(seed=31)
+        if loads == "asleep":
+            await served.engine.load(publication)
         if served.name == "vllm":
             before = served.engine.sampled().num_tokens
             await asyncio.sleep(0.2)
             assert served.engine.sampled().num_tokens == before < start + 4 * 400
         await served.engine.wake()
+        if loads == "awake":
+            await served.engine.load(publication)
         return await group
 
     old_version = served.version

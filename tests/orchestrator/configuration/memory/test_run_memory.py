@@ -73,12 +73,20 @@ def test_host_memory_by_hand(view: Callable[..., MemoryView]) -> None:
     assert names["copies of the state"] == names["copies of another node's state"] == 12 * parameters
 
 
-def test_engines_that_sleep_and_ranks_that_make_room_are_in_host_memory(view: Callable[..., MemoryView]) -> None:
-    shown = view(SMALL, "placement=colocated", *SHARED_GPU)
+def test_ranks_make_room_in_host_memory_and_engines_only_beside_adapters(view: Callable[..., MemoryView]) -> None:
     parameters = shape_of(SMALL).num_parameters
-    parts = {part.name: part.num_bytes for part in host_parts(memory_of(shown), shown.plan)}
-    assert parts["weights of engines that sleep"] == 2 * parameters
-    assert parts["ranks, while engines have the GPUs"] == pytest.approx(12 * parameters)
+
+    def parts(*words: str) -> dict[str, float]:
+        shown = view(SMALL, *SHARED_GPU, *words)
+        return {part.name: part.num_bytes for part in host_parts(memory_of(shown), shown.plan)}
+
+    plain = parts("placement=colocated")
+    assert plain["ranks, while engines have the GPUs"] == pytest.approx(12 * parameters)
+    asleep = "weights of engines that sleep"
+    assert asleep not in plain
+    adapters = ("trainer.lora.rank=8", "trainer.lora.publish=adapter")
+    assert parts("placement=colocated", *adapters)[asleep] == 2 * parameters
+    assert asleep not in parts(*adapters)
 
 
 def test_large_micro_batches_without_recomputing_are_chosen_where_they_fit(view: Callable[..., MemoryView]) -> None:
