@@ -61,7 +61,12 @@ class WeightSync:
 
     @property
     def is_cut_off(self) -> bool:
-        """True if a node that the newest version comes from has left: where it is not yet, it cannot be brought."""
+        """True if the newest version cannot be brought to where it is not yet, unless it is published again."""
+        return self._relays is not None and self._relays.is_cut_off
+
+    @property
+    def has_lost_a_source(self) -> bool:
+        """True if a node that the newest version comes from has left."""
         return self._relays is not None and bool(self._relays.lost_sources)
 
     async def publish(self, version: int) -> Delivery:

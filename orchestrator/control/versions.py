@@ -90,5 +90,5 @@ class Versions:
                 await self._weights.load(await self._weights.publish(trained))
         elif trained == self._on_its_way.version:
             self._on_its_way = await self._weights.publish(trained)
-        else:
+        elif self._weights.has_lost_a_source:
             raise failure

@@ -76,24 +76,34 @@ class WeightRelays:
         """The newest broadcast."""
         self._whole: Broadcast | None = None
         """The newest broadcast that was waited for, and that nodes still send."""
+        self._is_outdated = False
+        """True if the newest version was cut by another plan than the present one."""
         self._bringing = asyncio.Lock()
         self._sending: dict[str, Any] = {}
         """Agent of each node that the newest version comes from."""
 
     async def plan(self, trainers: Handles, engines: Handles) -> None:
-        """Have new ranks plan their chunks, if several nodes take part. Raises `WeightError`, `DeadlineExceeded`."""
+        """Have new ranks plan their chunks, if several nodes take part. Raises `WeightError`, `DeadlineExceeded`.
+
+        The version that nodes still send stays theirs, unless these ranks plan otherwise: an engine whose node was away
+        may need it before there can be another."""
+        whole, planned = self._whole, self._plan
         self._crosses_nodes, self._whole = False, None
         self._look_around(trainers, engines)
         await self._plan_if_needed(trainers)
+        if self._plan == planned:
+            self._whole = whole
+        self._is_outdated = whole is not None and self._whole is None
 
     async def begin(self, version: int, trainers: Handles, engines: Handles) -> None:
         """Begin a version, before the ranks publish it. Raises `WeightError`, e.g. where a node has no room."""
         self._look_around(trainers, engines)
         await self._plan_if_needed(trainers)
+        self._whole, self._is_outdated = None, False
         if not self._crosses_nodes:
             return
         self._number = max(self._number, self._nodes.epoch << EPOCH_BITS) + 1
-        self._whole, self._begun = None, self._broadcast(self._nodes, version, self._receivers)
+        self._begun = self._broadcast(self._nodes, version, self._receivers)
         self._sending = self._nodes.agents_of(self._sources)
         await self._tell(self._nodes, self._used, "begin_version", self._begun, phase=f"begin version {version}")
 
@@ -107,6 +117,12 @@ class WeightRelays:
             )
             self._whole = self._begun
         self._reached = self._nodes.agents_of(self._receivers if self._crosses_nodes else self._used)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """True if the newest version cannot be brought to where it is not yet: a node that it comes from has left, or
+        the ranks that are there now have another plan."""
+        return self._is_outdated or bool(self.lost_sources)
 
     @property
     def lost_sources(self) -> list[str]:

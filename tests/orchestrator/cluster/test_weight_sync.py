@@ -172,6 +172,43 @@ def test_a_node_without_engines_is_told_nothing_and_a_dying_one_delays_nobody() 
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("plans_alike", [True, False])
+def test_an_engine_whose_node_was_away_when_ranks_came_back_gets_the_version(
+    plans_alike: bool,
+) -> None:
+    """No later version comes: the ranks wait for what it is to sample. Where the new ranks have another plan of chunks,
+    the version is to be published again."""
+    plans, where = ["a plan"], {"trainer-0": "x", "rollout-0": "a"}
+    answers = {"trainer-0": {"plan_chunks": lambda *_: plans[-1]}}
+    actors = NotingActors({"trainer": 1, "rollout": 0}, answers=answers)
+    actors.plan = [ActorPlan("rollout-0", "rollout")]
+    agents = {node: (node, actors.handle(node)) for node in "xa"}
+    addresses = {node: Address(node, 1) for node in "xa"}
+    actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0"])
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        await sync.load(await sync.publish(1))
+        if plans_alike:
+            actors.relay_nodes = RelayNodes({"trainer-0": "x"}, {"x": agents["x"]}, addresses, ["rollout-0"])
+        else:
+            plans.append("another plan")
+        await sync.connect()  # of new ranks
+        assert sync.is_cut_off is not plans_alike
+        again = ("a", actors.handle("another"))
+        actors.relay_nodes = RelayNodes(where, agents | {"a": again}, addresses, ["rollout-0"])
+        if sync.is_cut_off:
+            await sync.load(await sync.publish(1))
+        assert not sync.is_cut_off
+        await asyncio.wait_for(sync.catch_up([("rollout-0", actors.handle("rollout-0"))]), 5)
+
+    asyncio.run(body())
+    own = [said for said in actors.said if said.startswith(("another", "rollout"))]
+    brought = ["another plan_chunks", "another begin_version", "another wait_for_version"]
+    assert own == [*brought, *["another reclaim_versions"] * (not plans_alike), "rollout-0 load"]
+
+
 def test_a_version_whose_source_is_gone_is_awaited_no_longer_nor_brought(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -47,6 +47,10 @@ class Bed:
         self.ranks = TrainerRecovery(context, restarts, everyone, everyone, everyone, nothing)
         self.versions = Versions(everyone, self.ranks, everyone, everyone, Timeline(), 0)
 
+    @property
+    def has_lost_a_source(self) -> bool:
+        return self.is_cut_off
+
     async def publish(self, version: int) -> Publication:
         self.said.append(f"publish {version}")
         await asyncio.sleep(0.01)
