@@ -2,8 +2,9 @@
 
 # The modules register their algorithms when they are imported.
 from penstock.algorithms.builtin import grpo, imitation, policy_gradient, ppo, preferences  # noqa: F401
+from penstock.algorithms.graph.columns import ROUTED_EXPERTS
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.rewrites import in_environment, with_rewards
+from penstock.algorithms.graph.rewrites import in_environment, with_rewards, with_router_replay
 from penstock.algorithms.registry import ALGORITHMS, Algorithm
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
@@ -32,4 +33,6 @@ def dataflow_of(config: RunConfig, flow: Dataflow | None = None) -> Dataflow:
         flow = with_rewards(flow.check(), config.rewards)
     if config.environment.name is not None and not flow.has_environment:
         flow = in_environment(flow.check())
+    if config.rollout.router_replay and ROUTED_EXPERTS not in flow.columns:
+        flow = with_router_replay(flow.check())
     return flow.check()

@@ -30,6 +30,8 @@ OWN_KEYS = {
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "seed": "seed",
     "weight_transfer_config": "weights.transport",
+    "enable_return_routed_experts": "rollout.router_replay",
+    "aux_output_config": "rollout.router_replay",
     "enable_sleep_mode": "placement=colocated",
     "enable_lora": "trainer.lora.publish=adapter",
     "max_loras": "trainer.lora.publish=adapter",
@@ -146,6 +148,13 @@ class RolloutConfig:
     both (vLLM; `threads.json` in the run's directory has it), and until then engines and ranks have even shares."""
     enforce_eager: bool = True
     """True: skip graph capture, which starts faster. Set false on GPUs for speed."""
+    router_replay: bool = False
+    """True: the trainer sends each token to the experts that the engine sent it to (2510.11370). By rounding alone its
+    own routers choose others for some tokens, so that `mismatch/*` of a mixture is larger than that of a dense model.
+    How much each expert counts is still what the trainer's router says. Costs a byte (above 256 experts two) for each
+    expert of a token in each layer, of prompts too: 384 a token for Qwen3-30B-A3B, in the store and on the way to the
+    trainer. False: off, since it costs that, and since only mixtures that route by a softmax can (Qwen's, Mixtral),
+    with rollout.engine=hf, or vLLM on GPUs."""
     start_timeout_s: float = 300.0
     """Deadline in seconds for members to be there, and one for them to load their models: an engine of 70B parameters
     reads them from a disk within it. Bounds how long a member that hangs at the start goes unnoticed."""
@@ -161,6 +170,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         one_of("rollout.engine", self.engine, ENGINES)
         check_engine_options(self.engine_options, self.engine, bool(self.num_gpus_per_worker))
+        self._check_router_replay()
         one_of("rollout.dtype", self.dtype, ("float32", "bfloat16"))
         if isinstance(self.num_workers, str):
             one_of("rollout.num_workers", self.num_workers, (AUTO,))
@@ -175,6 +185,16 @@ class RolloutConfig:
             within("rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         for key in ("kv_cache_gib", "start_timeout_s", "generate_timeout_s"):
             above(f"rollout.{key}", getattr(self, key), 0)
+
+    def _check_router_replay(self) -> None:
+        """Refuse engines that cannot say which experts they chose."""
+        if self.router_replay and self.engine == "vllm" and not self.num_gpus_per_worker:
+            raise ConfigError(
+                "rollout.router_replay=true: vLLM records the experts of each token on GPUs only, and "
+                "rollout.num_gpus_per_worker=0. Set rollout.engine=hf, give the engine a GPU, or leave it out."
+            )
+        if self.router_replay and self.engine == "scripted":
+            raise ConfigError("rollout.router_replay=true: rollout.engine=scripted has no experts. Leave it out.")
 
     @property
     def follows_cluster(self) -> bool:

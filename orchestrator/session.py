@@ -51,7 +51,7 @@ from penstock.store.ledger.batches import balance, row_cost
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.protocols import Completion, Loss, Sampling
-from penstock.workers.rollout.worker import sample_seed
+from penstock.workers.rollout.worker import response_columns, sample_seed
 
 T = TypeVar("T")
 
@@ -322,10 +322,6 @@ def _rows(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> 
     columns: dict[str, list[Any]] = {
         "prompt_ids": [prompt.prompt_ids for prompt, _ in pairs],
         "task": [prompt.task for prompt, _ in pairs],
-        "response_ids": [completion.token_ids for _, completion in pairs],
-        "response_text": [completion.text for _, completion in pairs],
-        "finish_reason": [completion.finish_reason for _, completion in pairs],
-        "behavior_logprobs": [np.asarray(completion.logprobs, np.float32) for _, completion in pairs],
-        "token_versions": [np.asarray(completion.versions, np.int32) for _, completion in pairs],
+        **response_columns([completion for _, completion in pairs]),
     }
     return Rows.from_lists(columns, group_ids=[prompt.index for prompt, _ in pairs])

@@ -109,6 +109,9 @@ class Completion:
     """Text without special tokens and without the stop string."""
     finish_reason: str
     """Reason: stop (end of sequence or a stop string) or length."""
+    routed_experts: bytes = b""
+    """Experts of every token that the engine read, the prompt's first: all but the last one of the response. A record
+    each (`routed_experts.py`). Empty without `rollout.router_replay`."""
 
 
 @dataclass(frozen=True)

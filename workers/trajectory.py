@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock.algorithms.graph.columns import ROUTED_EXPERTS
+
 COMPLETED, TRUNCATED, REJECTED, FAILED = "completed", "truncated", "rejected", "failed"
 """Outcomes of attempts. The first two are trained; the others are dropped with their reason, and never count as a
 reward of zero."""
@@ -66,6 +68,8 @@ class Turn:
     """Temperature at which `logprobs` are those of the policy: that of sampling; 1 where that was 0."""
     stopped_by: str = ""
     """The stop string that ended it, and that its message does not have; empty if none did."""
+    routed_experts: bytes = b""
+    """A record for every token of prompt and output but the last one (`Completion.routed_experts`); empty for none."""
 
     @property
     def answer(self) -> str:
@@ -143,7 +147,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
     runs = [run for segment in segments for run in segment.runs]
     turns = [run.turn for run in runs]
     outcome = trajectory.outcome
-    return {
+    columns = {
         "response_ids": _joined([turn.output_ids for turn in turns], np.int32),
         "response_text": trajectory.text,
         "finish_reason": outcome.reason if outcome.kind == TRUNCATED else "stop",
@@ -157,6 +161,9 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         "turn_ids": np.asarray([turn.id for turn in turns], np.int32),
         "transcript": as_json(trajectory.said),
     }
+    if any(turn.routed_experts for turn in turns):
+        columns[ROUTED_EXPERTS] = np.frombuffer(b"".join(run.new_records() for run in runs), np.uint8)
+    return columns
 
 
 def _joined(parts: Sequence[Sequence[Any]], dtype: Any) -> np.ndarray:
@@ -169,6 +176,15 @@ class Run:
 
     context: Sequence[int]
     turn: Turn
+
+    def new_records(self) -> bytes:
+        """Records of the tokens that no turn of the segment had read before: those of the context and of the output
+        but for its last token, and of the last token that the turn before sampled. What earlier turns have read has
+        the experts with which it was sampled."""
+        turn = self.turn
+        num_records = len(turn.prompt_ids) + len(turn.output_ids) - 1
+        num_known = max(0, len(turn.prompt_ids) - len(self.context) - 1)
+        return turn.routed_experts[num_known * (len(turn.routed_experts) // num_records) :]
 
 
 @dataclass

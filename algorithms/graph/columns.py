@@ -6,7 +6,7 @@ writing `Column("novelty", "float32")` where a name would do.
 
 from dataclasses import dataclass
 
-DTYPES = ("int32", "int64", "float32", "bool", "string")
+DTYPES = ("uint8", "int32", "int64", "float32", "bool", "string")
 SHAPES = ("sample", "token", "prompt", "list")
 
 
@@ -58,9 +58,12 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("turn_rewards", "float32", "list"),  # what each turn was given
         Column("turn_ids", "int32", "list"),  # of each turn, in the order in which they were played
         Column("transcript", "string"),  # JSON: what was said, for people
+        # With rollout.router_replay: a record of bytes a token that the engine read (workers/routed_experts.py).
+        Column("routed_experts", "uint8", "list"),
     )
 }
 
+ROUTED_EXPERTS = "routed_experts"
 PROMPT_COLUMNS = ("prompt_ids", "task")
 ROLLOUT_COLUMNS = ("response_ids", "response_text", "finish_reason", "behavior_logprobs", "token_versions")
 SEQUENCE_COLUMNS = ("context_ids", "spans", "token_temperatures")

@@ -10,6 +10,8 @@ In an environment the same graph is over trajectories. A token column has one va
 trajectory, a sample column one for each trajectory:
 
     source ─ task ─▶ rollout ─ response_ids, context_ids, spans, …, reward ─▶ compute ─ advantage ─▶ train
+
+With `rollout.router_replay` the experts that the engine chose go from the rollout to the trainers as a column.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.algorithms.graph.columns import SEQUENCE_COLUMNS, STANDARD_COLUMNS, TRAJECTORY_COLUMNS, Column
+from penstock.algorithms.graph.columns import (
+    ROUTED_EXPERTS,
+    SEQUENCE_COLUMNS,
+    STANDARD_COLUMNS,
+    TRAJECTORY_COLUMNS,
+    Column,
+)
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.errors import ConfigError, DataflowError
@@ -88,6 +96,20 @@ def in_environment(flow: Dataflow) -> Dataflow:
         raise DataflowError(f"environment.name is set: it gives one reward, and stages {names} each ask for it.")
     given = [column for stage in rewards for column in stage.writes]
     stages = [_in_environment(stage, given) for stage in flow.stages if stage not in rewards]
+    return Dataflow(stages, flow.samples_per_prompt)
+
+
+def with_router_replay(flow: Dataflow) -> Dataflow:
+    """The graph of `flow` where the rollout writes the experts that it chose for each token, and the trainers read
+    them. Raises `DataflowError` for one that samples nothing."""
+    if not flow.of_kind("rollout"):
+        raise DataflowError("rollout.router_replay=true, and the algorithm samples nothing. Leave it out.")
+    column = STANDARD_COLUMNS[ROUTED_EXPERTS]
+    changes = {
+        "rollout": lambda stage: replace(stage, writes=(*stage.writes, column)),
+        "train": lambda stage: replace(stage, reads=(*stage.reads, column.name)),
+    }
+    stages = [changes[stage.kind](stage) if stage.kind in changes else stage for stage in flow.stages]
     return Dataflow(stages, flow.samples_per_prompt)
 
 

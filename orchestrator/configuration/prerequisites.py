@@ -40,6 +40,8 @@ def check_model(config: RunConfig) -> str:
     if config.model.reference_path is not None:
         _describe(config.model.reference_path, "model.reference_path", config.rollout.max_model_len)
     model = starting_model_config(config)
+    if config.rollout.router_replay:
+        _check_has_routers(model)
     if model.path is None:
         return _fresh(model.fresh, config.rollout.max_model_len)
     return _describe(model.path, "model.path", config.rollout.max_model_len)
@@ -106,6 +108,19 @@ def _describe(path: str, key: str, max_model_len: int) -> str:
         )
     size_mib = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 2**20
     return f"{path}: {model.get('model_type', 'unknown type')}, {size_mib:,.0f} MiB of weights"
+
+
+def _check_has_routers(model: ModelConfig) -> None:
+    """Refuse `rollout.router_replay` for a model that is known to be dense."""
+    directory = Path(model.path).expanduser() if model.path else None
+    is_dense = directory is None and not model.fresh.num_experts
+    if directory is not None and directory.exists():
+        is_dense = not _read_config(directory, "model.path").get("num_experts_per_tok")
+    if is_dense:
+        raise ConfigError(
+            f"rollout.router_replay=true: {model.path or 'the fresh model'} is no mixture of experts, by its "
+            "configuration. Leave it out, or choose another model.path (model.fresh.num_experts)."
+        )
 
 
 def _read_config(directory: Path, key: str) -> dict[str, Any]:

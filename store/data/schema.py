@@ -18,6 +18,7 @@ from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.group import NO_VERSION
 
 _SCALARS = {
+    "uint8": pa.uint8(),
     "int32": pa.int32(),
     "int64": pa.int64(),
     "float32": pa.float32(),
@@ -27,12 +28,13 @@ _SCALARS = {
 ARROW_TYPES = {str(kind): kind for scalar in _SCALARS.values() for kind in (scalar, pa.list_(scalar))}
 """Every type that a column may have, as Arrow prints it."""
 _NUMPY: "dict[str, np.dtype[Any]]" = {
+    "uint8": np.dtype(np.uint8),
     "int32": np.dtype(np.int32),
     "int64": np.dtype(np.int64),
     "float32": np.dtype(np.float32),
 }
 """Dtypes whose arrays look in Arrow as they do in numpy."""
-_KINDS = {"int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b"}
+_KINDS = {"uint8": "iu", "int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b"}
 """Letters of numpy for the kinds that each dtype takes."""
 _LISTS, _NUMBERS = {list, tuple}, {int, float, bool, str}
 """Types of values that a ragged column and one of scalars take without a look at each."""

@@ -75,6 +75,26 @@ def test_engines_following_the_cluster_need_own_devices_and_something_to_count(s
         validate(config(rollout=RolloutConfig(num_workers="auto"), **sections))
 
 
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"engine": "vllm"}, r"on GPUs only, and rollout\.num_gpus_per_worker=0\. Set rollout\.engine=hf"),
+        ({"engine": "scripted"}, r"rollout\.engine=scripted has no experts"),
+    ],
+)
+def test_experts_of_an_engine_that_does_not_tell_them_are_not_replayed(engine, message):
+    with pytest.raises(ConfigError, match=rf"rollout\.router_replay=true: .*{message}"):
+        RolloutConfig(router_replay=True, **engine)
+    assert RolloutConfig(router_replay=True, num_gpus_per_worker=1).router_replay
+
+
+@pytest.mark.parametrize("trainer", [{"compile": True}, {"sequence_parallel_size": 2, "num_ranks": 2}])
+def test_experts_are_replayed_on_whole_rows_and_outside_of_compiled_layers(trainer):
+    message = r"router_replay=true: .* Set trainer\.compile=false and trainer\.sequence_parallel_size=1"
+    with pytest.raises(ConfigError, match=message):
+        validate(config(rollout=RolloutConfig(engine="hf", router_replay=True), trainer=TrainerConfig(**trainer)))
+
+
 def test_a_number_of_engines_is_a_number_or_auto():
     assert RolloutConfig(num_workers="auto").least_workers == 1
     assert RolloutConfig(num_workers=3).least_workers == 3

@@ -50,6 +50,19 @@ def test_each_token_has_the_temperature_of_its_turn() -> None:
     assert row_columns([Trajectory(turns)])["token_temperatures"][0].tolist() == [1.0, 1.0, 2.0, 0.5]
 
 
+def test_each_token_has_the_experts_of_the_turn_that_read_it_first() -> None:
+    """Records of one byte: the number of the turn, times ten, and the token's place."""
+    turns = [turn(0, [1], [2, 3]), turn(1, [9], [8]), turn(2, [1, 2, 3, 5], [6, 7])]
+    turns = [
+        replace(one, routed_experts=bytes(10 * one.id + at for at in range(len(one.prompt_ids + one.output_ids) - 1)))
+        for one in turns
+    ]
+    # Turn 0 read 1 and 2; turn 2 the token that turn 0 sampled last, what came between, and its own first token.
+    assert row_columns([Trajectory(turns)])["routed_experts"][0].tolist() == [0, 1, 22, 23, 24, 10]
+    wide = [replace(one, routed_experts=bytes(byte for byte in one.routed_experts for _ in "ab")) for one in turns]
+    assert row_columns([Trajectory(wide)])["routed_experts"][0].tolist() == [0, 0, 1, 1, 22, 22, 23, 23, 24, 24, 10, 10]
+
+
 def test_a_limit_is_the_finish_reason() -> None:
     trajectories = [
         Trajectory([turn(0, [1], [2])]),

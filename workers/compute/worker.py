@@ -22,7 +22,9 @@ from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
 from penstock.workers.progress import COMPUTING, Phases
 
-TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
+TORCH_DTYPES = {
+    "uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bool": torch.bool
+}  # fmt: skip
 
 
 class ComputeWorker:

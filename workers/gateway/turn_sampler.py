@@ -197,7 +197,7 @@ class TurnSampler:
         return Turn(
             number, parent.id if parent is not None else None, message, read.calls, list(prompt_ids),
             completion.token_ids, completion.logprobs, completion.versions, completion.finish_reason, completion.text,
-            read.problem, dict(options), sampling.temperature or 1.0, stopped_by,
+            read.problem, dict(options), sampling.temperature or 1.0, stopped_by, completion.routed_experts,
         )  # fmt: skip
 
     async def _untrained(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Turn:

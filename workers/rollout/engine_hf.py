@@ -22,6 +22,7 @@ import torch
 from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, PromptRefused, WeightError, WorkerDied
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
+from penstock.workers.routed_experts import RoutingRecorder
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
@@ -36,6 +37,8 @@ class _Response:
     versions: list[int] = field(default_factory=list)
     text: str | None = None
     finish_reason: str | None = None
+    experts: list[bytes] = field(default_factory=list)
+    """Records of the tokens that were read for it, the prompt's in one."""
 
 
 class HfEngine:
@@ -48,6 +51,7 @@ class HfEngine:
         """Starting weights that adapters change."""
         self.model: Any = None
         self._form = CheckpointForm(None)
+        self._recorder: RoutingRecorder | None = None
         self._tokenizer: Any = None
         self._eos_ids: frozenset[int] = frozenset()
         self._interrupts: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -121,7 +125,8 @@ class HfEngine:
             self._compute = None
 
     def open_model(self) -> None:
-        """Load model and tokenizer into this process; `start` does it in the engine's own thread."""
+        """Load model and tokenizer into this process; `start` does it in the engine's own thread. Raises `ModelError`,
+        and `ConfigError` for a model that has no routers to record."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(
@@ -134,6 +139,8 @@ class HfEngine:
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={self._spec.model_path}: the hf engine cannot load it: {error}") from None
         self._form = CheckpointForm(self.model)
+        if self._config.router_replay:
+            self._recorder = RoutingRecorder(self.model)
         if self._config.num_gpus_per_worker:
             self.model.to("cuda")
         generation = self.model.generation_config.eos_token_id
@@ -157,6 +164,10 @@ class HfEngine:
         for position in range(num_tokens):
             self._run_interrupts()
             logits_BV = self.model(input_ids=inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            if self._recorder is not None:
+                records = self._recorder.take()  # of the prompt, or of a token of each active row
+                for index, row in enumerate(active):
+                    responses[row].experts.append((records if position == 0 else records[index]).tobytes())
             if position == 0:
                 cache.batch_repeat_interleave(num_samples)
                 logits_BV = logits_BV.expand(num_samples, -1)
@@ -202,8 +213,9 @@ class HfEngine:
     def _completion(self, response: _Response) -> Completion:
         text = self._decode(response.token_ids) if response.text is None else response.text
         return Completion(
-            response.token_ids, response.logprobs, response.versions, text, response.finish_reason or "length"
-        )
+            response.token_ids, response.logprobs, response.versions, text, response.finish_reason or "length",
+            b"".join(response.experts),
+        )  # fmt: skip
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -36,6 +36,7 @@ from penstock.workers.rollout.vllm_conversion import (
     update_request,
 )
 from penstock.workers.rollout.vllm_processes import VllmProcesses
+from penstock.workers.routed_experts import RoutingShape
 from penstock.workers.weights.publication.reading import mapped_publication
 from penstock.workers.weights.streaming.engine_calls import Inbox
 from penstock.workers.weights.transport import Delivery, Info, Part
@@ -60,6 +61,7 @@ class VllmEngine(VllmProcesses):
         self._version = spec.version
         self._inbox = Inbox(spec.phase_timeout_s)
         self._tokenizer: Any = None
+        self._routing: RoutingShape | None = None
         self._request_ids = itertools.count()
         self.num_in_flight = 0
         self._num_tokens = 0
@@ -101,7 +103,11 @@ class VllmEngine(VllmProcesses):
         finally:
             self.num_in_flight -= 1
         self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        return [completion_of(sample, self._tokenizer, detokenized=bool(sampling.stop)) for sample in output.outputs]
+        has_text = bool(sampling.stop)
+        return [
+            completion_of(sample, self._tokenizer, detokenized=has_text, routing=self._routing)
+            for sample in output.outputs
+        ]
 
     async def load(self, delivery: Delivery) -> None:
         """Load a publication; or the parts of a streamed version, which `deliver` brings meanwhile.
@@ -202,6 +208,8 @@ class VllmEngine(VllmProcesses):
     # Start
 
     async def _create(self) -> None:
+        if self._config.router_replay:
+            self._routing = await asyncio.to_thread(RoutingShape.of_path, self._spec.model_path)
         await asyncio.to_thread(self._build)
         self._tokenizer = self.llm.get_tokenizer()
         await self.llm.update_weight_version(str(self._version))

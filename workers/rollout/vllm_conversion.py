@@ -18,6 +18,7 @@ from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import STREAMS, VLLM_LORA_RANKS
 from penstock.workers.cpu import SETTINGS
 from penstock.workers.protocols import Completion, EngineSpec, Sampled, Sampling
+from penstock.workers.routed_experts import RoutingShape
 from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.transport import Info, vllm_backend
 
@@ -67,6 +68,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, config.max_model_len)
     # By itself it would have Ray start its processes, as it finds its actor in a placement group.
     arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
+    if config.router_replay:
+        arguments["enable_return_routed_experts"] = True
     if spec.by_priority:
         arguments["scheduling_policy"] = "priority"
     arguments |= config.engine_options
@@ -100,6 +103,8 @@ def vllm_environment(spec: EngineSpec) -> Iterator[None]:
     if Path(spec.model_path).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
     values = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    if spec.config.router_replay:
+        values["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that records experts
     if not spec.config.num_gpus_per_worker:
         values |= _cpu_environment(spec)
     before = {name: os.environ.get(name) for name in values}
@@ -161,14 +166,18 @@ def sampling_params(num_samples: int, sampling: Sampling) -> Any:
     )
 
 
-def completion_of(sample: Any, tokenizer: Any, *, detokenized: bool) -> Completion:
-    """The completion of one sample of a request. `detokenized`: vLLM has decoded its text already."""
+def completion_of(sample: Any, tokenizer: Any, *, detokenized: bool, routing: RoutingShape | None = None) -> Completion:
+    """The completion of one sample of a request. `detokenized`: vLLM has decoded its text already. `routing`: of the
+    model, where the experts are recorded: vLLM has them of each token but the last one, `[L - 1, all layers, K]`."""
     token_ids = list(sample.token_ids)
     flat = sample.logprobs
     logprobs = [flat.logprobs[start] for start in flat.start_indices]
     versions = [int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)]
     text = sample.text if detokenized else tokenizer.decode(token_ids, skip_special_tokens=True)
-    return Completion(token_ids, logprobs, versions, text, sample.finish_reason)
+    experts = b""
+    if routing is not None:
+        experts = routing.records(sample.routed_experts[:, list(routing.layers)]).tobytes()
+    return Completion(token_ids, logprobs, versions, text, sample.finish_reason, experts)
 
 
 def sampled_so_far(processor: Any) -> Sampled:

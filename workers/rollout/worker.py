@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.algorithms.graph.columns import ROUTED_EXPERTS
 from penstock.conf.errors import DataError, DeadlineExceeded, LeaseExpired, PromptRefused, WorkerFailed
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
@@ -122,13 +123,16 @@ class RolloutWorker:
 
 def response_columns(completions: Sequence[Completion]) -> dict[str, list[object]]:
     """The columns that the rollout stage writes, an entry for each completion; token columns as `[T_i]` arrays."""
-    return {
+    columns: dict[str, list[object]] = {
         "response_ids": [np.asarray(completion.token_ids, dtype=np.int32) for completion in completions],
         "response_text": [completion.text for completion in completions],
         "finish_reason": [completion.finish_reason for completion in completions],
         "behavior_logprobs": [np.asarray(completion.logprobs, dtype=np.float32) for completion in completions],
         "token_versions": [np.asarray(completion.versions, dtype=np.int32) for completion in completions],
     }
+    if any(completion.routed_experts for completion in completions):
+        columns[ROUTED_EXPERTS] = [np.frombuffer(completion.routed_experts, np.uint8) for completion in completions]
+    return columns
 
 
 class GroupLoop:

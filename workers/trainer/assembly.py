@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from penstock.algorithms.graph.columns import ROUTED_EXPERTS
 from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
 from penstock.workers.progress import Phases
@@ -115,6 +116,8 @@ def assemble_trainer(
     none. `phases`, `meters`: where it notes what it does, and how much. Collective. Raises `ModelError`,
     `ConfigError`."""
     trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **_options(spec))
+    if ROUTED_EXPERTS in spec.columns:
+        trainer.replay_experts()
     trainer.check_scores()
     critic = _critic(spec, address)
     ranks = trainer.ranks

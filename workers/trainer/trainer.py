@@ -24,6 +24,7 @@ from torch import Tensor
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
+from penstock.workers.routed_experts import KEY as REPLAY_KEY
 from penstock.workers.trainer import exporting
 from penstock.workers.trainer.engines.engine import make_engine
 from penstock.workers.trainer.engines.lora import add_adapters
@@ -143,9 +144,16 @@ class PolicyTrainer:
         chunk_mib = self.config.logprob_chunk_mib
         return PolicyModel(lm, temperature=self._temperature, chunk_mib=chunk_mib), weights, max_length(lm)
 
+    def replay_experts(self) -> None:
+        """Send the tokens of rows that have `routed_experts` where the engine sent them (`rollout.router_replay`). Call
+        it before `check_scores`, which looks at the routers' weights then. Raises `ConfigError` for a dense model."""
+        self.routers = self.routers or Routers(self.model.lm, REPLAY_KEY)
+        self.routers.check_weights()
+
     def check_scores(self) -> None:
         """Compare log-probabilities of a few tokens with those by the logits of the model's own forward: whatever a
-        model does to its logits, the trainer does too. Collective. Raises `ModelError` where they differ."""
+        model does to its logits, the trainer does too. Collective. Raises `ModelError` where they differ, and
+        `ConfigError` for routers whose choice cannot be replayed."""
         with self._phase("comparison with the model's own logits"):
             check_scores(self.model, self.engine.forward, getattr(torch, self.config.dtype), self.ranks, self.packs)
         self.engine.free()
@@ -167,6 +175,8 @@ class PolicyTrainer:
             temperature = batch.temperatures_N.view(torch.int32)
         elif temperature == np.float32(self._temperature):  # as rows have it
             temperature = None
+        if self.routers is not None:
+            self.routers.follow(batch.experts_SLW)
         logprobs_N, entropy_N = self.engine.forward(
             batch.input_ids_SL, batch.positions_N, batch.targets_N, entropy, temperature, batch.blocks
         )
@@ -270,6 +280,8 @@ class PolicyTrainer:
         """Make room for an engine on the same device, as soon as a checkpoint has copied what is there. Does nothing on
         a CPU."""
         self._let_weights_go()
+        if self.routers is not None:
+            self.routers.follow(None)
         if self.ranks.device.type != "cpu":
             self.engine.leave_device()
 
@@ -301,7 +313,8 @@ class PolicyTrainer:
         weights are still those from before the update."""
         inputs, tally, old = shared.inputs, shared.tally, shared.old_logprobs
         entropy = "gradient" if inputs.takes_entropy else "value"
-        with self.routers.recording() if self.routers else nullcontext():
+        balances = self.routers is not None and self.config.router_aux_loss_coef > 0
+        with self.routers.recording() if self.routers and balances else nullcontext():
             logprobs_N, entropy_N = self._scores(batch, entropy)
         if batch.is_dummy:
             return logprobs_N.sum() * 0.0
@@ -314,7 +327,7 @@ class PolicyTrainer:
         loss, metrics = inputs.call(batch, minibatch.totals, available)
         for name, value in metrics.items():
             tally.add(f"actor/{name}", value)
-        if self.routers is not None:
+        if self.routers and balances:
             num_rows, width = batch.mask_BT.shape
             balance = self.routers.balance(batch.positions_N, batch.slots_N // width, num_rows)
             balance = balance / max(1.0, minibatch.totals.num_sequences)

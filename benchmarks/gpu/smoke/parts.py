@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from benchmarks.gpu import imports, weights
 from benchmarks.gpu.smoke.place import Failed, Place, some_rows
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
+from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
+from penstock.workers.rollout.worker import response_columns
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 
@@ -49,8 +52,9 @@ def vllm_alone(place: Place) -> None:
     )
 
 
-async def _sampled(place: Place, model: Path) -> Completion:
-    engine = VllmEngine(place.engine_spec(model))
+async def _sampled(place: Place, model: Path, router_replay: bool = False) -> Completion:
+    spec = place.engine_spec(model)
+    engine = VllmEngine(replace(spec, config=replace(spec.config, router_replay=router_replay)))
     await engine.start()
     try:
         sampling = Sampling(max_tokens=RESPONSE_TOKENS, ignore_eos=True, seed=7)
@@ -152,9 +156,15 @@ def mixture_of_experts(place: Place) -> None:
     trainer.update(some_rows(), ppo_clip_loss)
     trainer.export(str(place.folder / "moe-trained"))
     place.say("an update and an export")
-    completion = asyncio.run(_sampled(place, place.folder / "moe-trained"))
+    records = place.needs(1, "experts that vLLM tells")
+    completion = asyncio.run(_sampled(place, place.folder / "moe-trained", router_replay=records))
     expected = _by_transformers(place, completion, place.folder / "moe-trained")
     place.near("log-probabilities of vLLM against transformers", completion.logprobs, expected, CLOSE)
+    if records:
+        trainer.replay_experts()
+        columns: dict[str, list[Any]] = {"prompt_ids": [PROMPT], **response_columns([completion])}
+        (found,) = trainer.logprobs(Rows.from_lists(columns))
+        place.near("the trainer's log-probabilities by vLLM's experts", found, completion.logprobs, CLOSE)
 
 
 def faster_kernels(place: Place) -> None:

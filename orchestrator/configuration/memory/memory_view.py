@@ -99,6 +99,12 @@ class MemoryView:
         if engine and engine.cache > 0:
             tokens, longest = engine.cache_tokens, config.rollout.max_model_len
             told.append(f"An engine has keys and values of {tokens:,} tokens: {tokens // longest:,} longest sequences.")
+        record, longest = self.memory.shapes["policy"].record_bytes, config.rollout.max_model_len
+        if config.rollout.router_replay and record:
+            told.append(
+                f"Routed experts are {record:,} bytes a token, {record * longest / 2**20:,.1f} MiB a longest sequence: "
+                f"store.max_bytes has room for those of {config.store.max_bytes // (record * longest):,}."
+            )
         return told
 
     def hosts(self) -> Table | None:

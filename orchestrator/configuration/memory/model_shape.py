@@ -125,6 +125,12 @@ class ModelShape:
         return self.num_layers * rank * sum(chosen)
 
     @property
+    def record_bytes(self) -> int:
+        """Bytes that say which experts a token was sent to (`workers/routed_experts.py`); 0: the layers are dense."""
+        width = 1 if self.num_experts <= 256 else 2
+        return bool(self.num_experts) * width * self.num_layers * self.experts_per_token
+
+    @property
     def cache_elements(self) -> int:
         """Elements of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.kv_width

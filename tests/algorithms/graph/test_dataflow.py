@@ -164,7 +164,7 @@ def test_a_stage_that_reads_what_it_writes_is_a_circle():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("x", "float16"), "dtype 'float16' is none of int32"),
+        (("x", "float16"), "dtype 'float16' is none of uint8, int32"),
         (("x", "int32", "group"), "shape 'group' is none of sample"),
     ],
 )

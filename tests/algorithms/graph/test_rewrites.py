@@ -3,13 +3,15 @@ import torch
 
 from penstock.algorithms.builtin.imitation import sft
 from penstock.algorithms.catalogue import ALGORITHMS, dataflow_of
+from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.rewrites import in_environment, weighted_sum, with_rewards
+from penstock.algorithms.graph.rewrites import in_environment, weighted_sum, with_rewards, with_router_replay
 from penstock.conf.algorithms.base import SftConfig
 from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, DataflowError
 from penstock.conf.reward import WeightedRewardConfig
+from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig, validate
 from penstock.store.data.rows import Rows
 from penstock.store.spec import REPORTED_COLUMNS, StoreSpec
@@ -32,6 +34,22 @@ def test_each_reward_is_a_stage_and_their_sum_the_reward() -> None:
     assert stage.reads == ("reward_math_verify", "reward_short")
     rows = Rows.from_lists({"reward_math_verify": [1.0, 0.0], "reward_short": [-2.0, 4.0]})
     assert ComputeWorker(stage, flow.columns).apply(rows) == {"reward": [0.0, 2.0]}
+
+
+@pytest.mark.parametrize("environment", [None, "any"])
+def test_experts_go_from_the_rollout_to_the_trainers_and_nowhere_else(environment: str | None) -> None:
+    config = run_config(environment=environment)
+    config.rollout = RolloutConfig(engine="hf", router_replay=True)
+    flow = dataflow_of(config)
+    assert flow.columns["routed_experts"] == Column("routed_experts", "uint8", "list")
+    assert [stage.name for stage in flow.stages if "routed_experts" in flow.reads_of(stage)] == ["train"]
+    (rollout, train) = (next(one for one in StoreSpec.of(flow, config).stages if one.name == name)
+                        for name in ("rollout", "train"))  # fmt: skip
+    assert "routed_experts" in rollout.writes
+    assert "routed_experts" in train.reads
+    assert dataflow_of(config, flow).columns == flow.columns
+    with pytest.raises(DataflowError, match=r"rollout\.router_replay=true, and the algorithm samples nothing"):
+        with_router_replay(sft(SftConfig()))
 
 
 def test_an_environments_reward_is_one_of_them() -> None:

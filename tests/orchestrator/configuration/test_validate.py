@@ -185,6 +185,14 @@ def test_the_parameters_of_a_fresh_mixture_are_counted_as_torch_counts_them() ->
     assert "Qwen3-MoE with 3 experts" in check_model(load_config(["model=tiny", "model.fresh.num_experts=3"]))
 
 
+def test_experts_of_a_dense_model_are_not_replayed(model: Path) -> None:
+    words = ["rollout.router_replay=true", "rollout.engine=hf"]
+    for dense in ("model=tiny", f"model.path={model}"):
+        with pytest.raises(ConfigError, match=r"rollout\.router_replay=true: .* is no mixture of experts"):
+            check_model(load_config([dense, *words]))
+    assert "3 experts" in check_model(load_config(["model=tiny", "model.fresh.num_experts=3", *words]))
+
+
 def test_the_transport_of_weights_is_told_and_one_that_cannot_work_refused(rows: Path) -> None:
     config = load_config([f"data.path={rows}"])
     flow = build_dataflow(config.algorithm)

@@ -43,6 +43,7 @@ def test_a_recipe_trains(recipe, models, tmp_path, cluster):
     words += [f"model.paths.{name}={model}" for name in ("teacher", "reward_model")]
     # From random weights every answer is wrong and every group agrees: nothing but length tells samples apart.
     config = load_config([*words, *FEWER.get(recipe, ()), "reward.function=digits", "reward.options={}"])
+    config.rollout.router_replay = recipe == "moe"
     result = run(config, quiet=True)
     steps = metrics_of(result.directory)
     assert [line["step"] for line in steps] == [1, 2]
@@ -51,6 +52,7 @@ def test_a_recipe_trains(recipe, models, tmp_path, cluster):
     assert steps[-1]["actor/grad_norm"] >= 0
     if recipe == "moe":
         assert 1 <= steps[0]["actor/router_balance"] <= 2
+        assert max(step["mismatch/logprob_abs_mean"] for step in steps) < 1e-6  # with the engine's experts
     if recipe == "ppo":
         assert steps[0]["critic/value_loss"] > 0
         assert {"critic/lr", "actor/kl"} & steps[0].keys()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -28,7 +29,8 @@ from penstock.metering.meters import Meters
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.rollout.vllm_conversion import engine_arguments
+from penstock.workers.rollout.vllm_conversion import completion_of, engine_arguments, vllm_environment
+from penstock.workers.routed_experts import RoutingShape
 from tests.metering.measured import measured
 from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import Action, FakeLLM, fail, hang, is_serving
@@ -235,6 +237,28 @@ def test_ones_own_options_reach_vllm_and_unknown_ones_are_told_with_near_ones() 
     assert arguments["dtype"] == "float32"
     with pytest.raises(ConfigError, match=r"engine_options.enable_prefix_cache: .* Near it: .*enable_prefix_caching"):
         engine_arguments(EngineSpec(RolloutConfig(engine_options={"enable_prefix_cache": False}), "a-model"))
+
+
+def test_experts_are_asked_of_vllm_and_read_from_the_layers_that_have_routers() -> None:
+    from vllm.logprobs import FlatLogprobs, Logprob
+    from vllm.outputs import CompletionOutput, WeightVersionSpan
+
+    spec = EngineSpec(RolloutConfig(router_replay=True, num_gpus_per_worker=1), "a-model")
+    assert engine_arguments(spec)["enable_return_routed_experts"] is True
+    with vllm_environment(spec):
+        assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    # A prompt of two tokens, a response of two, three layers of which the second is dense, two experts of eight.
+    experts = np.arange(3 * 3 * 2, dtype=np.uint8).reshape(3, 3, 2)
+    logprobs = FlatLogprobs()
+    for token in (7, 8):
+        logprobs.append({token: Logprob(-1.0)})
+    sample = CompletionOutput(
+        0, "", [7, 8], None, logprobs, routed_experts=experts, finish_reason="length",
+        weight_versions=[WeightVersionSpan("3", 0, 2)],
+    )  # fmt: skip
+    completion = completion_of(sample, None, detokenized=True, routing=RoutingShape((0, 2), 8, 2))
+    assert (completion.token_ids, completion.versions) == ([7, 8], [3, 3])
+    assert list(completion.routed_experts) == [0, 1, 4, 5, 6, 7, 10, 11, 12, 13, 16, 17]
 
 
 def test_a_response_has_the_structure_that_was_asked_for(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ padding (`trainer.packing`, `blocks.py`). A row is one sequence, or if it is a t
 is cut apart from the others of its row.
 
 Legend: B rows of the micro-batch, S their sequences (S = B where none is a trajectory), L tokens of the longest one, T
-of the longest response, N response tokens. Packed, S is 1 and L the tokens of all sequences.
+of the longest response, N response tokens. Packed, S is 1 and L the tokens of all sequences. W bytes of a token's
+record (`workers/routed_experts.py`).
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.algorithms.graph.columns import ROUTED_EXPERTS
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update.blocks import Blocks
@@ -27,7 +29,9 @@ MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
 few large ones, which rows of thousands of tokens give anyway.
 """
-HELD_HERE = ("rows", "columns", "num_tokens", "temperature", "temperatures_N", "blocks")
+HELD_HERE = ("rows", "columns", "num_tokens", "temperature", "temperatures_N", "blocks", "experts_SLW")
+UNKNOWN = -1
+"""Byte of the record of a token that no engine has read: the last of a sequence, and padding."""
 """Fields of a micro-batch that are no tensors of its own, or need not be."""
 PAD_ID = 0
 """Id of padding; any that exists: attention is causal, so what pads on the right is never seen."""
@@ -56,6 +60,9 @@ class MicroBatch:
     temperatures_N: Tensor | None = None
     blocks: Blocks | None = None
     """Blocks of `input_ids_SL`, one a sequence; None: sequences are padded."""
+    experts_SLW: Tensor | None = None
+    """Records of the experts that the engine chose, `[S * L, W]` int16, `UNKNOWN` where it has not read the token;
+    None: not recorded."""
 
     @property
     def is_dummy(self) -> bool:
@@ -84,6 +91,7 @@ class MicroBatch:
             temperature=self.temperature,
             temperatures_N=None if self.temperatures_N is None else self.temperatures_N.to(device, non_blocking=True),
             blocks=None if self.blocks is None else self.blocks.to(device),
+            experts_SLW=None if self.experts_SLW is None else self.experts_SLW.to(device, non_blocking=True),
             **moved,
         )
 
@@ -199,7 +207,7 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = (), *, p
     `packed`: without padding, the longest sequence first.
 
     Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding. Raises `DataError` for
-    a token column that is not as long as the response.
+    a token column that is not as long as the response, or records of experts that are not one a token.
     """
     sequences = sequences_of(rows, positions)
     lengths_S = np.array([len(ids) for ids in sequences.token_ids], np.int64)
@@ -226,6 +234,7 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = (), *, p
         group_ids_B=torch.from_numpy(rows.group_ids[positions]),
         num_tokens=int(lengths_S.sum()),
         blocks=blocks,
+        experts_SLW=_experts(rows, positions, starts_S, lengths_S, len(ids_flat)),
         **_temperatures(rows, positions),
     )
     for name in columns:
@@ -283,6 +292,25 @@ def _temperatures(rows: Rows, positions: np.ndarray) -> dict[str, Any]:
     if len(values_N) == 0 or (values_N == values_N[0]).all():
         return {"temperature": float(values_N[0]) if len(values_N) else None}
     return {"temperatures_N": torch.from_numpy(values_N)}
+
+
+def _experts(
+    rows: Rows, positions: np.ndarray, starts_S: np.ndarray, lengths_S: np.ndarray, num_places: int
+) -> Tensor | None:
+    """Records of the engine's experts at the places of their tokens: all of a sequence but its last."""
+    if ROUTED_EXPERTS not in rows:
+        return None
+    places = np.concatenate([start + np.arange(length - 1) for start, length in zip(starts_S, lengths_S, strict=True)])
+    records = np.concatenate(select(rows.arrays(ROUTED_EXPERTS), positions))
+    width, rest = divmod(len(records), len(places))
+    if rest or not width:
+        raise DataError(
+            f"row {rows.row_ids[positions[0]]} and those with it: column {ROUTED_EXPERTS!r} has {len(records)} bytes "
+            f"for {len(places)} tokens. It has a record of equal size for every token but the last of a sequence."
+        )
+    experts_SLW = np.full((num_places, width), UNKNOWN, np.int16)
+    experts_SLW[places] = records.reshape(-1, width)
+    return torch.from_numpy(experts_SLW)
 
 
 def _is_ragged(rows: Rows, name: str) -> bool:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.algorithms.graph.columns import SEQUENCE_COLUMNS
+from penstock.algorithms.graph.columns import ROUTED_EXPERTS, SEQUENCE_COLUMNS
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 
@@ -108,7 +108,8 @@ def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -
     if not any(len(one) and one.min() < oldest for one in versions):
         return rows
     names = [name for name in rows.names if name in token_columns]
-    cut: dict[str, list[np.ndarray]] = {name: [] for name in (*names, "context_ids", SPANS)}
+    records = [ROUTED_EXPERTS] if ROUTED_EXPERTS in rows else []
+    cut: dict[str, list[np.ndarray]] = {name: [] for name in (*names, *records, "context_ids", SPANS)}
     arrays = {name: rows.arrays(name) for name in cut}
     for index, of_row in enumerate(versions):
         context, spans, kept = _as_context(
@@ -118,6 +119,9 @@ def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -
         cut[SPANS].append(spans)
         for name in names:
             cut[name].append(arrays[name][index][kept])
+        for name in records:
+            is_read = _is_read(arrays[SPANS][index], kept)
+            cut[name].append(arrays[name][index].reshape(len(is_read), -1)[is_read].reshape(-1))
     for name, values in cut.items():
         rows = rows.with_column(name, values)
     return rows
@@ -178,3 +182,16 @@ def _as_context(
         contexts += waiting
         waiting, kept[sampled] = [], True
     return np.concatenate(contexts), np.asarray(runs, spans.dtype), kept
+
+
+def _is_read(spans: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """A bool for each token of one row but the last of each segment: whether it is read without the old turns. `kept`:
+    whether each sampled token is left. A segment is read up to its last turn that is left."""
+    table, starts = _table(spans)
+    said = np.cumsum(table[:, 2])
+    parts = [np.zeros(0, bool)]
+    for start, end in zip(starts, [*starts[1:], len(table)], strict=True):
+        ends = np.cumsum(table[start:end, 1] + table[start:end, 2])
+        length = max((int(ends[run - start]) for run in range(start, end) if kept[said[run] - 1]), default=0)
+        parts.append(np.arange(ends[-1] - 1) < length - 1)
+    return np.concatenate(parts)

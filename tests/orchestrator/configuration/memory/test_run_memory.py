@@ -108,6 +108,15 @@ def test_what_is_chosen_fits(model: str, words: tuple[str, ...], view: Callable[
     assert len(shown.chosen) == 3
 
 
+def test_what_routed_experts_take_of_the_store_is_told(view: Callable[..., MemoryView]) -> None:
+    words = ("rollout.router_replay=true", "rollout.max_model_len=8192", "rollout.sampling.max_tokens=4096")
+    told = view("QWEN3_30B_A3B", *words).remarks()[-1]
+    assert told == (
+        "Routed experts are 384 bytes a token, 3.0 MiB a longest sequence: store.max_bytes has room for those of 1,365."
+    )
+    assert "experts" not in view("QWEN3_30B_A3B").remarks()[-1]
+
+
 def test_what_is_set_stays_as_it_is(view: Callable[..., MemoryView]) -> None:
     words = (
         "rollout.gpu_memory_utilization=0.4", "trainer.activation_checkpointing=true",

@@ -68,5 +68,7 @@ def test_the_loss_evens_out_the_use_of_experts(make_trainer: Make, make_rows: Ma
 
 
 def test_a_model_without_routers_is_refused_by_the_key(make_trainer: Make) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.router_aux_loss_coef.*no softmax routers"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.router_aux_loss_coef.*no routers that choose experts by a softmax"
+    ):
         make_trainer(router_aux_loss_coef=0.1)

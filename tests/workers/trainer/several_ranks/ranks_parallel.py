@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from penstock.algorithms.graph.columns import ROUTED_EXPERTS
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.errors import ModelError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
@@ -61,7 +62,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "whole_copies": {"shard_size": 1},
         "experts": BALANCED,
         "experts_tensor": BALANCED | TENSOR,
-        "experts_tensor_checkpointed": TENSOR | {"activation_checkpointing": True},
+        "experts_replayed_tensor_checkpointed": TENSOR | {"activation_checkpointing": True},
         "packed_tensor_lora": TENSOR | LORA | PACKED,
         "packed_sequence_checkpointed": SEQUENCE | PACKED | {"activation_checkpointing": True},
         "packed_critic_sequence": SEQUENCE | PACKED,
@@ -83,7 +84,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     8: {"copies_and_shards_and_tensor_lora": TENSOR | LORA | {"shard_size": 4}},
 }
 """Scenarios by number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3).
-"experts": of a mixture."""
+"experts": of a mixture. "replayed": whose tokens go to experts that are not its routers' choice."""
 LARGE = {"large": {}, "large_tensor": TENSOR, "large_lora": LORA}
 """Ways of loading a model whose memory is measured, on four ranks."""
 SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
@@ -103,6 +104,13 @@ def rows() -> Rows:
         },
         group_ids=[index // 3 for index in range(NUM_ROWS)],
     )
+
+
+def with_experts(rows: Rows) -> Rows:
+    """The rows as if an engine had sent tokens to experts of its own: two of four in each of two layers."""
+    random, lengths = np.random.default_rng(6), rows.lengths("prompt_ids") + rows.lengths("response_ids") - 1
+    chosen = [random.permuted(np.tile(np.arange(4, dtype=np.uint8), (2 * length, 1)), axis=1) for length in lengths]
+    return rows.with_column(ROUTED_EXPERTS, [one[:, :2].reshape(-1) for one in chosen])
 
 
 def share_of(rank: int, num_ranks: int, options: dict[str, Any]) -> list[int]:
@@ -130,8 +138,12 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         kinds = {"summed": "qwen3", "experts": "mixtral"}
         model = f"{models}/{next((name for word, name in kinds.items() if word in scenario), 'qwen2')}"
         trainers.append(kind(config, model, Ranks.join(config, rank, num_ranks, address)))
+        every_row = rows()
+        if "replayed" in scenario:
+            trainers[-1].replay_experts()
+            every_row = with_experts(every_row)
         refusal = refused(trainers[-1]) if kind is PolicyTrainer else ""
-        result = one_update(trainers[-1], rows().select(share_of(rank, num_ranks, options)))
+        result = one_update(trainers[-1], every_row.select(share_of(rank, num_ranks, options)))
         result["refusal"] = refusal
         trainers[-1].publish(str(directory / scenario), 1)
         side = TrainerSide.of(trainers[-1])

@@ -55,6 +55,19 @@ def test_padding_is_under_5_percent_of_long_tailed_lengths(
     assert lengths.sum() / padded > 0.95
 
 
+@pytest.mark.parametrize(("packed", "expected"), [(False, [1, 2, -1, -1, 3, 4, 5]), (True, [3, 4, 5, -1, 1, 2, -1])])
+def test_records_of_experts_are_at_the_places_of_their_tokens(packed: bool, expected: list[int]) -> None:
+    """Of all tokens of a row but the last; packed, the longest row comes first."""
+    rows = Rows.from_lists(
+        {"prompt_ids": [[7], [7, 7]], "response_ids": [[8, 9], [8, 9]], "routed_experts": [[1, 2], [3, 4, 5]]}
+    )
+    batch = batching.collate(rows, np.array([0, 1]), packed=packed)
+    assert batch.experts_SLW is not None
+    assert batch.experts_SLW.flatten().tolist()[: len(expected)] == expected
+    assert (batch.experts_SLW.flatten()[len(expected) :] == batching.UNKNOWN).all()
+    assert batch.to(torch.device("meta")).experts_SLW.shape == (7 if packed else 8, 1)
+
+
 def test_rows_of_one_length_that_fit_stay_together_in_row_order() -> None:
     (cut,) = batching.plan(np.full(64, 76), 8192)
     assert cut.tolist() == list(range(64))

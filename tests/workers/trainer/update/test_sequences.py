@@ -141,6 +141,19 @@ def test_what_nobody_reads_any_more_goes() -> None:
     assert (found.lists("context_ids"), found.lists("spans")) == ([[5]], [[0, 1, 1]])
 
 
+def test_records_of_experts_stay_with_the_tokens_that_are_read() -> None:
+    """A segment that ends with its young turn, and one of old turns alone. A record says segment and place."""
+    turns = [turn(0, [5], [6], version=3), turn(1, [1], [2, 3]), turn(2, [5, 6, 7], [8, 9], version=3),
+             turn(3, [5, 6, 7, 8, 9, 4], [4])]  # fmt: skip
+    rows = rows_of(turns).with_column("routed_experts", [np.array([0, 1, 2, 3, 4, 5, 10, 11], np.uint8)])
+    found = without_old_turns(rows, 3, TOKENS)
+    assert found.lists("response_ids") == [[6, 8, 9]]
+    assert found.lists("routed_experts") == [[0, 1, 2, 3]]
+    batch = batching.collate(found, np.array([0]))
+    assert batch.experts_SLW is not None
+    assert batch.experts_SLW.tolist() == [[0], [1], [2], [3], [-1]]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_the_model_reads_the_same_before_every_token_that_is_left(seed: int) -> None:
     rng = random.Random(seed)
