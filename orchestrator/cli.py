@@ -27,6 +27,7 @@ SWEEP_HELP = "as for run; several values as in trainer.optimizer.lr=1e-4,3e-4 or
 PLAN = """Compare the ways to split a cluster between engines and ranks by an estimate of their memory and of the
 seconds of a step. Needs no GPU and no model, but the model's config.json."""
 CLUSTER_HELP = "nodes, GPUs of each, kind: 2x8:h100 or 1x8:h100,2x8:l40s (default: the cluster at RAY_ADDRESS)"
+FROM_HELP = "a run of ten steps, for the lengths of its responses, and how fast its engines and ranks were"
 LENGTHS_HELP = "tokens of a response in the mean, and the spread of their logarithm (default: 0.4 of the most, 0.6)"
 DISCOVERY_HELP = "where Ray's head node lists its nodes (default: /tmp/ray/prom_metrics_service_discovery.json)"
 DRAIN_HELP = "seconds for those that leave to finish what they have; the rest goes back (default: rollout.drain_s)"
@@ -130,6 +131,7 @@ def _add_planning(commands: Any) -> None:
     plan.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     plan.add_argument("--cluster", metavar="NxG:KIND,…", help=CLUSTER_HELP)
     plan.add_argument("--lengths", metavar="MEAN[:SIGMA]", help=LENGTHS_HELP)
+    plan.add_argument("--from", dest="pilot", metavar="RUN", help=FROM_HELP)
     plan.add_argument("--within", metavar="hours=H", help="the cheapest part of the cluster that is done in time")
     plan.add_argument("--write", metavar="FILE", help="for the winner's keys, a line each")
     plan.set_defaults(command=_plan)
@@ -186,11 +188,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
     from penstock.orchestrator.cluster.cluster import look
     from penstock.orchestrator.planning.asked import hours_of, search_of, write_overrides
+    from penstock.orchestrator.planning.calibration import calibrated, read_pilot
     from penstock.orchestrator.planning.plan_view import show, wide_console
     from penstock.orchestrator.planning.search import cheapest
 
     nodes = () if arguments.cluster else look() or ()
     search = search_of(config, arguments.cluster, arguments.lengths, nodes)
+    if arguments.pilot:
+        search = calibrated(search, read_pilot(arguments.pilot))
     if arguments.within:
         search = cheapest(search, hours_of(arguments.within))
     overrides = show(search, wide_console(), arguments.overrides)

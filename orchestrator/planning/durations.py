@@ -32,7 +32,7 @@ class Durations(Protocol):
         """Seconds in which an engine reads so many tokens of prompts, and decodes nothing."""
         ...
 
-    def decode_s(self, num_sequences: int, context: float) -> float:
+    def decode_s(self, num_sequences: float, context: float) -> float:
         """Seconds of one decode step: one token of each sequence. `context`: mean number of tokens before it."""
         ...
 

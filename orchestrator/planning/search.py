@@ -15,7 +15,7 @@ from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.configuration.memory.auto_memory import with_chosen
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
 from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
-from penstock.orchestrator.planning.candidates import Candidate, candidates, with_keys
+from penstock.orchestrator.planning.candidates import Candidate, candidates
 from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
 from penstock.orchestrator.planning.costs.run_durations import RunDurations
 from penstock.orchestrator.planning.hardware import GpuKind, Nodes
@@ -91,8 +91,8 @@ class Search:
         plans, refused = list[Plan](), list[Refusal]()
         for candidate in candidates(self.base, self.flow, self.shapes["policy"], self.cluster):
             try:
-                if (plan := self._plan(candidate)) is not None:
-                    plans.append(plan)
+                if not self._offloads_without_need(candidate):
+                    plans.append(self.plan(candidate))
             except ResourceError as error:
                 refused.append(Refusal(candidate, str(error)))
             except ConfigError:  # a combination that no run could have
@@ -106,20 +106,12 @@ class Search:
             found.setdefault(plan.name, plan)
         return list(found.values())
 
-    def _plan(self, candidate: Candidate) -> Plan | None:
-        """The plan of a candidate. None where it offloads without need. Raises `ResourceError` where it does not
-        fit."""
+    def plan(self, candidate: Candidate) -> Plan:
+        """The plan of a candidate. Raises `ResourceError` where it does not fit."""
         config = candidate.config(self.base)
         validate(config)
         smallest = min(kind.memory_gib for kind, _ in (*candidate.engines, (candidate.ranks, 1)))
         memory = self._fitting(config, candidate.ranks, smallest)
-        if config.trainer.offload:
-            try:
-                self._fitting(with_keys(config, {"trainer.offload": False}), candidate.ranks, smallest)
-            except ResourceError:
-                pass
-            else:
-                return None
         ranks = self._durations(memory, candidate.ranks, candidate.ranks)
         engines = tuple(
             Engines(count, self._durations(memory, kind, candidate.ranks), self._slots(memory))
@@ -127,6 +119,16 @@ class Search:
         )
         work = self._workload(memory)
         return Plan(candidate, memory, estimate(engines, ranks, work), engines, ranks, work)
+
+    def _offloads_without_need(self, candidate: Candidate) -> bool:
+        keys = dict(candidate.keys)
+        if not keys["trainer.offload"]:
+            return False
+        try:
+            self.plan(replace(candidate, keys=tuple((keys | {"trainer.offload": False}).items())))
+        except ResourceError:
+            return False
+        return True
 
     def _fitting(self, config: RunConfig, ranks: GpuKind, smallest: float) -> RunMemory:
         """The memory of a configuration, with what is `auto` chosen. Raises `ResourceError`."""

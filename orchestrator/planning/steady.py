@@ -138,18 +138,17 @@ def _full_s(engines: Sequence[Engines], work: Workload) -> float:
 def _latency_s(engines: Sequence[Engines], work: Workload) -> float:
     """Seconds of a batch's longest sequence, among others that are under way."""
     longest, context = work.lengths.sample(min(work.num_rows, POINTS))[-1], work.lengths.mean_context
-    return max(longest * one.durations.decode_s(_under_way(engines, work, one), context) for one in engines)
+    return max(longest * one.durations.decode_s(max(1.0, _under_way(engines, work, one)), context) for one in engines)
 
 
-def _under_way(engines: Sequence[Engines], work: Workload, one: Engines) -> int:
-    """Sequences that an engine decodes at a time: one batch is with the trainer, the others are here."""
-    share = work.max_staleness * work.num_rows / sum(each.count for each in engines)
-    return max(1, min(one.slots, round(share)))
+def _under_way(engines: Sequence[Engines], work: Workload, one: Engines) -> float:
+    """Sequences that an engine decodes at a time, in the mean: one batch is with the trainer, the others are here."""
+    return min(one.slots, work.max_staleness * work.num_rows / sum(each.count for each in engines))
 
 
-def _rate(one: Engines, work: Workload, sequences: int) -> float:
-    """Sequences a second of one engine that always decodes so many."""
-    step = one.durations.decode_s(sequences, work.lengths.mean_context)
+def _rate(one: Engines, work: Workload, sequences: float) -> float:
+    """Sequences a second of one engine that decodes so many in the mean: with less than one it is idle at times."""
+    step = one.durations.decode_s(max(1.0, sequences), work.lengths.mean_context)
     prefill = one.durations.prefill_s(work.lengths.prompt) / work.group_size
     return sequences / (work.lengths.mean * step + sequences * prefill)
 
@@ -157,7 +156,7 @@ def _rate(one: Engines, work: Workload, sequences: int) -> float:
 def _split(engines: Sequence[Engines], work: Workload) -> list[tuple[Engines, float]]:
     """Engines, and the rows that one of each kind gets: engines take groups as they are free."""
     share = work.num_rows / sum(one.count for one in engines)
-    rates = [_rate(one, work, max(1, min(one.slots, round(share)))) for one in engines]
+    rates = [_rate(one, work, min(one.slots, share)) for one in engines]
     whole = sum(rate * one.count for rate, one in zip(rates, engines, strict=True))
     return [(one, work.num_rows * rate / whole) for rate, one in zip(rates, engines, strict=True)]
 
@@ -181,7 +180,7 @@ def _decoded_s(durations: Durations, lengths: Sequence[int], rows: float, before
     `before`: tokens that each has at the start."""
     seconds, last, each = 0.0, 0, rows / len(lengths)
     for index, length in enumerate(lengths):
-        there = max(1, round((len(lengths) - index) * each))
+        there = max(1.0, (len(lengths) - index) * each)
         if length > last:
             seconds += (length - last) * durations.decode_s(there, before + (last + length) / 2)
         last = length

@@ -29,12 +29,12 @@ class Engine:
     cache_bytes: int = 2
     """Bytes of an element of keys and values."""
 
-    def decode_s(self, num_sequences: int, context: float) -> float:
+    def decode_s(self, num_sequences: float, context: float) -> float:
         """Seconds of one decode step with its scheduling. `context`: mean tokens before the new one."""
         of_scheduler = self.efficiencies.schedule_s + num_sequences * self.efficiencies.sequence_s
-        return self.kernels_s(num_sequences, context) + of_scheduler
+        return (self.kernels_s(num_sequences, context) + of_scheduler) * self.efficiencies.decode_factor
 
-    def kernels_s(self, num_sequences: int, context: float) -> float:
+    def kernels_s(self, num_sequences: float, context: float) -> float:
         """Seconds of its kernels alone."""
         parts, rates = self.tensor_parallel_size, self.efficiencies
         read = self.element_bytes * self._touched(num_sequences) / parts
@@ -50,7 +50,7 @@ class Engine:
         products = 2 * tokens * active_parameters(self.shape) / self.tensor_parallel_size
         return products / (self.kind.flops * self.efficiencies.prefill) + self._reduced_s(tokens)
 
-    def _touched(self, num_tokens: int) -> float:
+    def _touched(self, num_tokens: float) -> float:
         """Parameters that a batch reads. Of the embedding it reads a row a token, which is nothing."""
         shape = self.shape
         layer: float = shape.attention_parameters + shape.norm_parameters
@@ -65,7 +65,7 @@ class Engine:
         heads = self.shape.kv_width // self.shape.head_dim
         return self.cache_bytes * self.shape.cache_elements / min(self.tensor_parallel_size, heads)
 
-    def _reduced_s(self, num_tokens: int) -> float:
+    def _reduced_s(self, num_tokens: float) -> float:
         """Seconds of two all-reduces a layer."""
         parts = self.tensor_parallel_size
         if parts == 1:

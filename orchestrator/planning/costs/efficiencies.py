@@ -33,5 +33,9 @@ class Efficiencies:
     """Seconds of an update beside all this: collating, metrics, the optimizer's launches."""
     host_optimizer: float = 25e9
     """Bytes a second at which an optimizer on the host reads and writes its states, a rank."""
+    decode_factor: float = 1.0
+    """Measured seconds of an engine over these, where a run says so (`calibration.py`)."""
+    update_factor: float = 1.0
+    """The same of ranks."""
     overlap: float = 0.7
     """Share of FSDP's collectives that goes on while the GPU computes, where there is enough to compute."""

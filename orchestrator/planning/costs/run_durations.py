@@ -46,7 +46,7 @@ class RunDurations:
     def prefill_s(self, tokens: int) -> float:
         return self.engine.prefill_s(tokens)
 
-    def decode_s(self, num_sequences: int, context: float) -> float:
+    def decode_s(self, num_sequences: float, context: float) -> float:
         return self.engine.decode_s(num_sequences, context)
 
     def update_s(self, lengths: Sequence[Sequence[int]]) -> float:

@@ -41,7 +41,8 @@ class Rank:
         moved = num_batches * self._gathered_s() + self._split_s(sum(lengths))
         hidden = min(computed, moved) * self.efficiencies.overlap
         steps = self.config.num_minibatches * self._optimizer_s()
-        return computed + moved - hidden + steps + self.efficiencies.update_s
+        seconds = computed + moved - hidden + steps + self.efficiencies.update_s
+        return seconds * self.efficiencies.update_factor
 
     def score_s(self, lengths: Sequence[int]) -> float:
         """Seconds of a forward pass alone: a reference's, or old log-probabilities."""

@@ -24,7 +24,7 @@ class Constant:
     def prefill_s(self, tokens: int) -> float:
         return 0.0
 
-    def decode_s(self, num_sequences: int, context: float) -> float:
+    def decode_s(self, num_sequences: float, context: float) -> float:
         return 0.1 + self.each * num_sequences
 
     def update_s(self, lengths: Sequence[Sequence[int]]) -> float:
