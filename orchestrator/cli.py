@@ -37,6 +37,7 @@ examples:
   penstock run recipe=arithmetic max_staleness=1      the same, generation one step ahead of training
   penstock run recipe=gsm8k data.path=train.jsonl     one's own problems
   penstock validate recipe=gsm8k model=tiny           every key, the dataflow, the checks; starts nothing
+  penstock run recipe=gsm8k plan=auto                 engines and ranks as is best for the GPUs that are there
   penstock plan recipe=gsm8k --cluster 1x8:h100       engines and ranks: how many GPUs for which
 
 PENSTOCK_TRACEBACK=1 shows where an error comes from. RAY_ADDRESS names a cluster to run on.
@@ -150,6 +151,12 @@ def _load(overrides: Sequence[str]) -> Any:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if "plan=auto" in arguments.overrides:
+        from rich.console import Console
+
+        from penstock.orchestrator.planning.plan_view import with_plan
+
+        arguments.overrides = with_plan(arguments.overrides, Console())
     config = _load(arguments.overrides)
     if arguments.retries > 0:
         from penstock.orchestrator.control.retries import run_with_retries
@@ -186,13 +193,12 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
-    from penstock.orchestrator.cluster.cluster import look
-    from penstock.orchestrator.planning.asked import hours_of, search_of, write_overrides
+    from penstock.orchestrator.planning.asked import hours_of, nodes_here, search_of, write_overrides
     from penstock.orchestrator.planning.calibration import calibrated, read_pilot
     from penstock.orchestrator.planning.plan_view import show, wide_console
     from penstock.orchestrator.planning.search import cheapest
 
-    nodes = () if arguments.cluster else look() or ()
+    nodes = () if arguments.cluster else nodes_here()
     search = search_of(config, arguments.cluster, arguments.lengths, nodes)
     if arguments.pilot:
         search = calibrated(search, read_pilot(arguments.pilot))

@@ -8,6 +8,7 @@ from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, ResourceError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.cluster import look
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.memory.known import ACCELERATOR, shapes_of
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
@@ -88,6 +89,20 @@ def kinds_of(nodes: Sequence[Node]) -> tuple[Nodes, ...]:
                 f"--cluster NxG:KIND, where KIND is {', '.join(sorted(KINDS))} or a YAML file."
             )
     return tuple(Nodes(count, gpus, by_label[label]) for (label, gpus), count in counts.items())
+
+
+def nodes_here() -> Sequence[Node]:
+    """The nodes of the cluster at RAY_ADDRESS; without one this machine, if it has GPUs."""
+    if (nodes := look()) is not None:
+        return nodes
+    import torch  # late: a cluster elsewhere needs none
+
+    if not torch.cuda.is_available():
+        return ()
+    name = torch.cuda.get_device_name(0).lower()
+    labels = [kind.ray_name for kind in KINDS.values() if kind.name in name.replace(" ", "")]
+    label = {ACCELERATOR: max(labels, key=len)} if labels else {}
+    return [Node("here", "here", "127.0.0.1", gpus=torch.cuda.device_count(), labels=label)]
 
 
 def overrides_of(search: Search, keys: Sequence[tuple[str, object]]) -> list[str]:

@@ -8,11 +8,14 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
+from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.run_memory import GIB
-from penstock.orchestrator.planning.asked import overrides_of
+from penstock.orchestrator.planning.asked import nodes_here, overrides_of, search_of
 from penstock.orchestrator.planning.search import Plan, Search, another_class, plan_of
 from penstock.orchestrator.planning.steady import Estimate
 
+AUTO_PLAN = "plan=auto"
+"""Word on the command line of a run: plan it, say how, and run it."""
 MOST_ROWS = 8
 WIDTH = 104
 """Columns of the output at least."""
@@ -22,6 +25,18 @@ LIMITS = {
     "staleness": "the bound on staleness decides",
     "turns": "one after the other",
 }
+
+
+def with_plan(overrides: Sequence[str], console: Console) -> list[str]:
+    """Overrides of a run with the best plan's keys in the place of `plan=auto`, which is told. Raises `ResourceError`
+    where nothing fits, or there are no GPUs."""
+    words = [word for word in overrides if word != AUTO_PLAN]
+    search = search_of(load_config(words), None, None, nodes_here())
+    best = plan_of(search)
+    keys = overrides_of(search, best.candidate.keys)
+    console.print(f"plan: {described(best)}, about {why(best)}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"      {shlex.join(keys)}", highlight=False, markup=False, soft_wrap=True)
+    return [*words, *keys]
 
 
 def wide_console() -> Console:
