@@ -41,7 +41,6 @@ OWN_KEYS = {
 BROKEN = {
     "logprobs_mode": "mismatch/* would compare log-probabilities of two different distributions",
     "load_format": "engines must begin with the weights that the trainer begins with",
-    "quantization": "publications are loaded as they were written, and verified by their bytes",
     "tokenizer": "the trainer and the rewards read tokens by the model's own",
     "skip_tokenizer_init": "rewards read text",
     "trust_remote_code": "no code of a model's directory is run",
@@ -56,6 +55,11 @@ ON_CPU = {
     "worker_extension_cls": "there is one, which sets how many threads compute (rollout.num_threads)",
 }
 """Options of the CPU build that would break a promise, and which."""
+QUANTIZED_ONLINE = (
+    "fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "mxfp4", "nvfp4_per_token",
+    "int8_per_channel_weight_only", "online",
+)  # fmt: skip
+"""Quantizations that vLLM makes of whole weights, whenever it loads them."""
 
 
 @dataclass
@@ -162,7 +166,9 @@ class RolloutConfig:
     """Deadline of one group. Bounds how long a dead engine goes unnoticed."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, such as {kv_cache_dtype: fp8, max_num_batched_tokens: 8192} or a
-    speculative_config. Those that a key here sets, or that would break a promise, are refused by name."""
+    speculative_config. Those that a key here sets, or that would break a promise, are refused by name. With
+    quantization, such as fp8_per_channel, each publication is quantized when it is loaded; mismatch/* then says how far
+    engine and trainer are apart."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     scripted: ScriptedConfig = field(default_factory=ScriptedConfig)
     """Settings of the scripted engine alone."""
@@ -224,3 +230,8 @@ def check_engine_options(options: Mapping[str, Any], engine: str, on_gpu: bool) 
             raise ConfigError(f"{what}: set {OWN_KEYS[name]} instead.")
         if why := BROKEN.get(name) or (not on_gpu and ON_CPU.get(name)):
             raise ConfigError(f"{what}: cannot be set: {why}.")
+        if name == "quantization" and value not in (None, *QUANTIZED_ONLINE):
+            raise ConfigError(
+                f"{what}: such engines cannot take publications, which are of whole weights. Use online quantization, "
+                f"one of {', '.join(QUANTIZED_ONLINE)}, of a model that is not quantized."
+            )

@@ -97,6 +97,13 @@ def _describe(path: str, key: str, max_model_len: int) -> str:
         raise ModelError(
             f"{key}={path}: has no weights (*.safetensors). Save them there: model.save_pretrained({path!r})."
         )
+    if key == "model.path" and model.get("quantization_config"):
+        method = model["quantization_config"].get("quant_method", "a method without a name")
+        raise ConfigError(
+            f"{key}={path}: its weights are quantized ({method}), so they cannot be trained, and its engines cannot "
+            "take publications. Use the model that is not quantized; for quantized engines use online quantization, "
+            "such as rollout.engine_options={quantization: fp8_per_channel}."
+        )
     longest, longest_short = longest_context(model), longest_short_context(model)
     if longest is not None:
         _check_length(f"{key}={path}: {longest} tokens, by its config.json", longest, max_model_len)

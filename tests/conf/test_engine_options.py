@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.conf.rollout import BROKEN, OWN_KEYS, RolloutConfig
+from penstock.conf.rollout import BROKEN, OWN_KEYS, QUANTIZED_ONLINE, RolloutConfig
 from penstock.orchestrator.configuration.compose import load_config
 
 
@@ -23,6 +23,14 @@ def test_what_a_key_sets_is_refused_with_that_key(name: str) -> None:
 def test_what_would_break_a_promise_is_refused_with_the_promise(name: str) -> None:
     with pytest.raises(ConfigError, match=f"rollout.engine_options.{name}=x: cannot be set: "):
         RolloutConfig(engine_options={name: "x"})
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_engines_whose_weights_were_quantized_before_cannot_take_publications(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantization={method}: .* cannot take publications.*online quantization"):
+        RolloutConfig(engine_options={"quantization": method})
+    for online in (*QUANTIZED_ONLINE, None):
+        RolloutConfig(engine_options={"quantization": online})
 
 
 def test_chunked_prefill_is_for_gpus() -> None:

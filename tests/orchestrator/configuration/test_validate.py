@@ -111,6 +111,18 @@ def test_a_length_that_the_model_does_not_take_is_refused(model: Path, rows: Pat
     assert "rollout.max_model_len" in refused(ConfigError, f"data.path={rows}", "rollout.max_model_len=4096")
 
 
+def test_a_model_that_was_quantized_before_is_refused(model: Path, rows: Path, tmp_path: Path) -> None:
+    quantized = tmp_path / "quantized"
+    shutil.copytree(model, quantized)
+    config = json.loads((quantized / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (quantized / "config.json").write_text(json.dumps(config))
+    lengths = ("rollout.max_model_len=256", "rollout.sampling.max_tokens=8")
+    message = refused(ConfigError, f"data.path={rows}", f"model.path={quantized}", *lengths)
+    assert "quantized (gptq)" in message
+    assert "cannot take publications" in message
+    assert "online quantization" in message
+
+
 def test_a_scaled_rope_stretches_the_length_and_longrope_ends_early(model: Path, rows: Path, tmp_path: Path) -> None:
     scaled = tmp_path / "scaled"
     shutil.copytree(model, scaled)

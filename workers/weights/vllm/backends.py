@@ -86,7 +86,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         mapped = self._mapped(update_info)
         if mapped.inode != update_info.verified_inode:
             mapped.verify()
-        expected = {name for name, _ in self.model.named_parameters()}
+        held = {name for name, _ in self.model.named_parameters()}
         in_place = packed_embeddings(self.model) if self.model_config.quantization is None else []
         for layer in cast(list[Any], in_place):
             layer.cpu_linear = torch.nn.functional.linear  # lets the packed form go before there is a new one
@@ -94,6 +94,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         parts = list(parts_without(self.model, in_place))
         for part in parts:
             initialize_layerwise_reload(part)
+        expected = held & {name for name, _ in self.model.named_parameters()}  # without what quantization adds
         loaded = cast(Any, self.model).load_weights(mapped.tensors())
         for part in parts:
             finalize_layerwise_reload(part, self.model_config)
