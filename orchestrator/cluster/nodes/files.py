@@ -12,9 +12,11 @@ from typing import Any
 
 import ray
 
+from penstock.conf.errors import WorkerDied
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.ray_calls import answers, get_all
 from penstock.workers.files import is_url
+from penstock.workers.node.agent import NodeFacts
 from penstock.workers.node.file_service import FileSet
 
 
@@ -49,10 +51,10 @@ class NodeFiles:
             return
         folder = source.parent if is_code else source
         files = FileSet.of_code(source) if is_code else FileSet.of_directory(source)
-        facts, here = self._agents.facts(self._timeout_s), ray.get_runtime_context().get_node_id()
+        here = ray.get_runtime_context().get_node_id()
         self._wait("offer", {here: (files, str(folder))})
         for wave in waves([here], others):
-            wanted = {target: (files, str(folder), facts[origin].address) for origin, target in wave}
+            wanted = {target: (files, str(folder), self._facts_of(origin).address) for origin, target in wave}
             for target, place in self._wait("obtain", wanted).items():
                 self._places[target, path] = f"{place}/{source.name}" if is_code else place
 
@@ -87,9 +89,8 @@ class NodeFiles:
         `DeadlineExceeded`."""
         here = ray.get_runtime_context().get_node_id()
         away: dict[str, tuple[Any, ...]] = {node: (place,) for node, place in places.items() if place != directory}
-        facts = self._agents.facts(self._timeout_s)
         for node, files in (await self._all("offer_all", away)).items():
-            await self._all("collect", {here: (files, directory, facts[node].address)})
+            await self._all("collect", {here: (files, directory, self._facts_of(node).address)})
         await self.discard(directory, places)
 
     async def discard(self, directory: str, places: Mapping[str, str]) -> None:
@@ -98,8 +99,14 @@ class NodeFiles:
 
     def _is_elsewhere(self, node: str) -> bool:
         """Return whether the driver's paths may mean something else on a node."""
-        facts = self._agents.facts(self._timeout_s)
-        return facts[node].memory != facts[ray.get_runtime_context().get_node_id()].memory
+        memory = self._facts_of(node).memory
+        return memory != self._facts_of(ray.get_runtime_context().get_node_id()).memory
+
+    def _facts_of(self, node: str) -> NodeFacts:
+        """The facts of a node. Raises `WorkerDied` for one that has left since its actors were looked up."""
+        if (found := self._agents.facts(self._timeout_s).get(node)) is None:
+            raise WorkerDied(f"Node {node[:8]} has left, with what was to be read or written there.")
+        return found
 
     def _wait(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         """Call a method on nodes at the same time. Returns the answers by node."""
@@ -113,5 +120,9 @@ class NodeFiles:
         return dict(zip(arguments, results, strict=True))
 
     def _calls(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> list[tuple[str, Any]]:
-        members = [(self._agents.members[node], some) for node, some in arguments.items()]
-        return [(name, getattr(handle, method).remote(*some)) for (name, handle), some in members]
+        calls = []
+        for node, some in arguments.items():
+            self._facts_of(node)
+            name, handle = self._agents.members[node]
+            calls.append((name, getattr(handle, method).remote(*some)))
+        return calls

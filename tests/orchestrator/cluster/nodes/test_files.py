@@ -1,7 +1,15 @@
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.orchestrator.cluster.nodes.files import waves
+from penstock.conf.errors import WorkerDied
+from penstock.orchestrator.cluster.nodes.files import NodeFiles, waves
 
 
 def test_sources_double() -> None:
@@ -21,3 +29,20 @@ def test_every_node_is_served_once_by_one_that_has_it(count: int) -> None:
         has |= targets
     assert len(has) == count + 1
     assert len(planned) == count.bit_length()  # 1, 2, 4, ... have it
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda files, place: asyncio.run(files.places(place, ["gone"])),
+        lambda files, place: asyncio.run(files.discard(place, {"gone": "/tmp/elsewhere"})),
+        lambda files, place: files.provide(place, ["gone"]),
+    ],
+)
+def test_a_node_that_has_left_is_a_loss_that_others_make_up_for(
+    use: Callable[[NodeFiles, str], Any], tmp_path: Path
+) -> None:
+    """Not an error of the run's own, which would end it."""
+    agents = SimpleNamespace(facts=lambda timeout_s: {}, members={})
+    with pytest.raises(WorkerDied, match="Node gone has left"):
+        use(NodeFiles(agents, 1.0), str(tmp_path))  # type: ignore[arg-type]
