@@ -3,13 +3,16 @@ by the ranks that come after its death. Called on all ranks alike.
 
     save(12):  begin a slot ─▶ bytes, summed while they are in the cache, by torch's number of threads ─▶ seal
 
-One copy of the bytes at the speed of memory: slots are mapped once, and their pages written again and again. A failure
+One copy of the bytes at the speed of memory: slots are mapped once, and their pages written again and again. From a
+device they come through two page-locked buffers (`weights/publication/device_copies.py`): it fills one while threads
+sum the other's into the file. All of it is there when `save` returns: no optimizer step has to wait for it, and a step
+that was reported can be gone on from. A failure
 here never ends a run. Where there is no room, on any rank, none of them makes copies, and that is told once. Where the
 files vanish, the node's agent is gone, which removes them: the step has failed, as one whose node is lost.
 """
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -22,7 +25,10 @@ from penstock.workers.trainer.ranks import phase
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.publication import copy_and_sum
+from penstock.workers.weights.publication.device_copies import DeviceCopies
+from penstock.workers.weights.publication.device_copies import Part as BufferedPart
+from penstock.workers.weights.publication.layout import TensorPlace
+from penstock.workers.weights.publication.publication import copy_and_sum, needs_buffers
 from penstock.workers.weights.publication.reused_files import WritableMappings
 
 PUBLICATIONS = 3
@@ -120,17 +126,31 @@ class MemoryCheckpoint:
         slot = self.slots.begin(step)
         file = self._mappings.map(self.slots.data(slot), self.slots.root)
 
-        def write(share: list[tuple[int, Tensor]]) -> list[Block]:
+        def write(share: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Block]]:
             return [
-                Block(len(values), copy_and_sum(values, file.window(start, start + len(values)), "uint8"))
+                (start, Block(len(values), copy_and_sum(values, file.window(start, start + len(values)), "uint8")))
                 for start, values in share
             ]
 
-        written = tuple(block for blocks in self._threads.map(write, _shares_of(pieces)) for block in blocks)
+        held = list(_blocks_of(pieces))
+        near = [(start, values) for start, values in held if not needs_buffers(values)]
+        written = [block for blocks in self._threads.map(write, _shares_of(near)) for block in blocks]
+        if len(near) < len(held):
+
+            def write_all(parts: Sequence[BufferedPart]) -> None:
+                shares = ([(start, values)] for _, start, values in parts)
+                written.extend(block for blocks in self._threads.map(write, shares) for block in blocks)
+
+            through, place = DeviceCopies(write_all), TensorPlace("state", "uint8", (_num_bytes(pieces),), 0)
+            for start, values in held:
+                if needs_buffers(values):
+                    through.add(place, start, values)
+            through.finish()
+        blocks = tuple(block for _, block in sorted(written, key=lambda found: found[0]))
         assert self._lineage is not None
         header = Header(
             step, self._ranks.rank, self._ranks.num_ranks, self._lineage, _num_bytes(pieces), self._leave_bytes,
-            parts_of(pieces), written, carried,
+            parts_of(pieces), blocks, carried,
         )  # fmt: skip
         self.slots.seal(slot, header)
 
@@ -139,16 +159,24 @@ def _num_bytes(pieces: Sequence[Piece]) -> int:
     return sum(piece.values.nbytes for piece in pieces)
 
 
-def _shares_of(pieces: Sequence[Piece]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Blocks and where each begins in the file, as much at a time as a thread is to copy: handing over a small tensor
-    alone costs more than copying it."""
+def _blocks_of(pieces: Sequence[Piece]) -> Iterator[tuple[int, Tensor]]:
+    """Where each block begins in the file, and its bytes."""
+    start = 0
+    for values in (bytes_of(piece.values) for piece in pieces if piece.values.numel()):
+        for block in values.split(BLOCK_BYTES):
+            yield start, block
+            start += len(block)
+
+
+def _shares_of(blocks: Iterable[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
+    """Blocks, as much at a time as a thread is to copy: handing over a small tensor alone costs more than copying
+    it."""
     share: list[tuple[int, Tensor]] = []
-    start = share_bytes = 0
-    held = (bytes_of(piece.values) for piece in pieces if piece.values.numel())
-    for block in (block for values in held for block in values.split(BLOCK_BYTES)):
+    share_bytes = 0
+    for start, block in blocks:
         if share_bytes + len(block) > BLOCK_BYTES:
             yield share
             share, share_bytes = [], 0
         share.append((start, block))
-        start, share_bytes = start + len(block), share_bytes + len(block)
+        share_bytes += len(block)
     yield share

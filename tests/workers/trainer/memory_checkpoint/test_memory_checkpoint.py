@@ -25,6 +25,8 @@ from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
+from penstock.workers.weights.publication import device_copies
+from penstock.workers.weights.publication.device_copies import DeviceCopies
 from tests.workers.trainer.conftest import ENGINES, assert_same, random_rows
 
 Make = Callable[..., PolicyTrainer]
@@ -126,6 +128,49 @@ def test_a_new_rank_goes_on_from_the_copy_bit_for_bit(make_rank: Callable[..., R
     assert_same(anew.everything(), expected)
     assert anew.checkpoint.save(3) is None
     assert steps_there(tmp_path, 0) == [2, 3]
+
+
+class Filled:
+    """An event of a device after the filling of a buffer."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        log.append("filled")
+
+    def synchronize(self) -> None:
+        self._log.append("waited")
+
+
+def test_a_copy_from_a_device_is_whole_before_the_next_optimizer_step(
+    make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Counters and the generator's state are the host's; all else comes through buffers that hold a few tensors."""
+    log: list[str] = []
+    rank = make_rank()
+    rank.update(1)
+    rank.checkpoint.save(1)
+    plain = rank.checkpoint.slots.copies()[1]
+    monkeypatch.setattr(memory_checkpoint, "needs_buffers", lambda values: len(values) > 16)
+    monkeypatch.setattr(memory_checkpoint, "DeviceCopies", lambda write: DeviceCopies(write, 2**15))
+    monkeypatch.setattr(memory_checkpoint, "BLOCK_BYTES", 2**14)
+    monkeypatch.setattr(device_copies, "mark", lambda device: Filled(log))
+    step = rank.policy.engine.optimizer_step
+    monkeypatch.setattr(rank.policy.engine, "optimizer_step", lambda rate: log.append("optimizer") or step(rate))
+    rank.checkpoint.save(1)
+    assert log[0] == "filled"
+    assert log[-1] == "waited"
+    assert log.count("filled") == log.count("waited") > 2
+    slot, header = rank.checkpoint.slots.copies()[1]
+    files = [rank.checkpoint.slots.data(number).read_bytes() for number in (plain[0], slot)]
+    assert files[0] == files[1]
+    assert sum(block.num_bytes for block in header.blocks) == plain[1].num_bytes
+    rank.update(2)
+    rank.checkpoint.save(2)
+    assert log.index("optimizer") > 2
+    expected = rank.everything()
+    anew = make_rank()
+    anew.checkpoint.restore(2)
+    assert_same(anew.everything(), expected)
 
 
 def test_an_earlier_step_is_as_good_and_those_after_it_count_no_more(
