@@ -94,12 +94,13 @@ class WeightSync:
         start = time.time()
         if self.has_engines and not self._streams:
             await self._between_nodes.wait(delivery.version)
+            engines = await self._engines_with_it()
             self._newest = delivery
             phase = f"load version {delivery.version}"
             self.loaded = {}
             calls = [
                 (name, self._timed(name, delivery.version, handle.load.remote(delivery, self._epoch)))
-                for name, handle in self._engines
+                for name, handle in engines
             ]
             results = await outcomes(calls, phase=phase, timeout_s=SYNC_PHASES * self._timeout_s)
             self._fleet.remove(failed(dict(zip([name for name, _ in calls], results, strict=True))))
@@ -111,6 +112,16 @@ class WeightSync:
         none."""
         if self._newest is not None:
             await self.load(self._newest)
+
+    async def _engines_with_it(self) -> Handles:
+        """The engines on whose nodes the version is that was waited for. It is brought to those that have come since it
+        began. Where that cannot be they are ended, and who takes their places waits for the next one."""
+        while late := self._between_nodes.late(self._engines):
+            if not await self._between_nodes.bring(late):
+                self._fleet.remove([name for name, _ in late])
+                break
+        without = {name for name, _ in late}
+        return [(name, handle) for name, handle in self._engines if name not in without]
 
     async def _timed(self, name: str, version: int, call: Awaitable[Any]) -> Any:
         result = await call

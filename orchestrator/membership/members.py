@@ -237,8 +237,9 @@ class Membership:
         return leaving
 
     async def _make_up_for(self, leaving: Sequence[str]) -> None:
-        """Take out members that have left with their node. Others replace those of the start, where there is room."""
-        to_come: Counter[str] = Counter()
+        """Take out members that have left with their node. Others make up the number of the start, where there is
+        room."""
+        gone: Counter[str] = Counter()
         for name in leaving:
             if not self._is_planned(name):  # it has left meanwhile
                 continue
@@ -248,11 +249,17 @@ class Membership:
             with contextlib.suppress(PenstockError):
                 await self._store.abandon(name)
             self._tell("left", role, name, place, 0.0)
-            to_come[role] += not actor.joins
-        for role, count in to_come.items():
-            if count and not self._follows([ScalingRequest(role, count)]):
-                async with self._changing:
-                    await self._change(role, count, 0.0)
+            gone[role] += 1
+        for role, count in gone.items():
+            async with self._changing:
+                lacking = min(count, self._number_of_start(role) - self.num_present(role))
+                if lacking > 0 and not self._follows([ScalingRequest(role, lacking)]):
+                    await self._change(role, lacking, 0.0)
+
+    def _number_of_start(self, role: str) -> int:
+        """Number of members that the run began with, or the smaller one that was asked for."""
+        of_start = self._config.rollout.least_workers if role == "rollout" else self._config.reward.num_workers
+        return min(of_start, self._wanted.get(role, of_start))
 
     def _follows(self, requests: Sequence[ScalingRequest]) -> bool:
         """Return whether a request is about engines whose number follows the room on the cluster."""

@@ -256,7 +256,7 @@ class ScriptedFleet(OneMachine):
         num_engines = config.rollout.least_workers
         self._more: dict[str, Callable[[str], Member]] = {
             "rollout": lambda name: Rollout(name, config, size, random, pause, 1),
-            "reward": lambda name: Stage(name, "reward", _reward, pause),
+            "reward": lambda name: Stage(name, "reward", rewards_of, pause),
         }
         """What makes one more of a role."""
         for index in range(num_engines):
@@ -267,7 +267,7 @@ class ScriptedFleet(OneMachine):
         self._is("reward", "Reward-0", self._more["reward"])
         for stage in flow.stages:
             if stage.kind == "compute" and not stage.is_in_trainer:
-                values = _column(stage.writes[0].name)
+                values = column_of(stage.writes[0].name)
                 make = partial(_stage, stage.name, values, pause)
                 self._is("compute", f"Compute-{stage.name}", make)
         self._handles = {name: FakeHandle(make(), name) for name, (_, make) in self._makers.items()}
@@ -416,11 +416,11 @@ def _stage(stage: str, values: Callable[[Any], dict[str, Any]], pause: Pause, na
     return Stage(name, stage, values, pause)
 
 
-def _reward(rows: Any) -> dict[str, Any]:
+def rewards_of(rows: Any) -> dict[str, Any]:
     return {"reward": [float(row % 3) for row in rows.row_ids]}
 
 
-def _column(name: str) -> Callable[[Any], dict[str, Any]]:
+def column_of(name: str) -> Callable[[Any], dict[str, Any]]:
     return lambda rows: {name: [float(row % 5) for row in rows.row_ids]}
 
 

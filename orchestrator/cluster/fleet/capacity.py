@@ -98,13 +98,13 @@ class Capacity:
         return self._may_change and not is_first and (keeps or not has_ranks)
 
     def can_leave(self, actor: ActorPlan) -> bool:
-        """Return whether a member need not start again when its node is lost: it joined, or others elsewhere do the
+        """Return whether a member need not start again when its node is lost: others that serve elsewhere do the
         same."""
         node = self._reservation.assignment.node_of[actor.name].id
-        alike = (actor.role, actor.stage)
         here = {other.name for other in self._on(node)}
-        others = {(other.role, other.stage) for other in self._table.plan if other.name not in here}
-        return actor.joins or (actor.role in CHANGING and alike in others)
+        others = [other for other in self._table.plan if other.name not in here and self._table.handle_of(other.name)]
+        alike = (actor.role, actor.stage) in {(other.role, other.stage) for other in others}
+        return alike and actor.role in CHANGING
 
     async def ensure_nodes(self, names: Sequence[str]) -> None:
         """Make certain, before members start again, that the node of each is there, or give it another. Raises

@@ -158,8 +158,7 @@ class WeightRelays:
         next one will be there by itself. Raises `WeightError`, `DeadlineExceeded`."""
         async with self._bringing:
             now, whole = self._look(), self._whole
-            there = now.agents_of({now.node_of[name] for name, _ in engines if name in now.node_of})
-            late = [node for node, agent in sorted(there.items()) if self._reached.get(node) is not agent]
+            late = sorted({now.node_of[name] for name, _ in self._late(now, engines)})
             if not late or whole is None or self.lost_sources:
                 return not late
             broadcast = self._broadcast(now, whole.version, sorted({*whole.receivers, *late}))
@@ -175,6 +174,16 @@ class WeightRelays:
                 return False
             self._reached |= now.agents_of(late)
             return True
+
+    def late(self, engines: Handles) -> Handles:
+        """Those of the engines on whose nodes the newest version that was waited for is not."""
+        return self._late(self._look(), engines)
+
+    def _late(self, now: RelayNodes, engines: Handles) -> Handles:
+        """As `late`, without engines whose node has left."""
+        there = now.agents_of(now.node_of[name] for name, _ in engines if name in now.node_of)
+        nodes = {node for node, agent in there.items() if self._reached.get(node) is not agent}
+        return [(name, handle) for name, handle in engines if now.node_of.get(name) in nodes]
 
     @property
     def _used(self) -> list[str]:

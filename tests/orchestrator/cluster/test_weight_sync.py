@@ -104,6 +104,35 @@ def test_an_engine_on_a_node_that_joins_is_sent_the_next_version_and_loads_that(
     assert sorted(actors.said[8:]) == ["a reclaim_versions", "rollout-0 load", "rollout-1 load", "x reclaim_versions"]
 
 
+@pytest.mark.parametrize("crosses_nodes", [True, False])
+def test_an_engine_that_joins_beside_the_first_version_is_brought_it_or_ended(crosses_nodes: bool) -> None:
+    """It had nothing to catch up with. Where no version goes between nodes yet, who takes its place waits for the
+    next."""
+    numbers = {"trainer": 1, "rollout": 1}
+    actors = NotingActors(numbers)
+    where = {"trainer-0": "x", "rollout-0": "b" if crosses_nodes else "x", "rollout-1": "a"}
+    agents = {node: (node, actors.handle(node)) for node in "xba"}
+    addresses = {node: Address(node, 1) for node in "xba"}
+    actors.relay_nodes = RelayNodes(where, {node: agents[node] for node in "xb"}, addresses, ["rollout-0"])
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        first = await sync.publish(1)
+        actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
+        numbers["rollout"] = 2
+        actors.calls.clear()
+        await sync.load(first)
+
+    asyncio.run(body())
+    loaded = [said for said in actors.said if said.endswith(" load")]
+    if crosses_nodes:
+        assert actors.said[-6:-3] == ["a begin_version", "a wait_for_version", "rollout-0 load"]
+        assert loaded == ["rollout-0 load", "rollout-1 load"]
+    else:
+        assert (loaded, actors.removed) == (["rollout-0 load"], ["rollout-1"])
+
+
 def test_an_engine_on_a_later_node_is_brought_the_version_once_for_each_agent() -> None:
     actors = NotingActors({"trainer": 1, "rollout": 1})
     where = {"trainer-0": "x", "rollout-0": "b", "rollout-1": "a"}
