@@ -90,6 +90,8 @@ class RunDirectory:
         """The directory of a model that was made for this run, `model.path=null`."""
         self.cluster_file = path / "cluster.json"
         """The file with the address of the run's cluster."""
+        self.clock: Callable[[], float] = time.time
+        """The clock of events, in seconds since the epoch; a simulated run has its own."""
         self.timeline = Timeline()
         self.failed_writes = FailedWrites(
             lambda kind, error: self.event("recording_failed", what=kind, error=str(error))
@@ -272,7 +274,8 @@ class RunDirectory:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append an event to events.jsonl with the time in UTC."""
-        stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        now = datetime.fromtimestamp(self.clock(), UTC)
+        stamp = now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
         self._append(EVENTS, {"time": stamp, "kind": kind, **fields})
 
     def log_spans(self, line: Mapping[str, Any]) -> None:

@@ -83,19 +83,11 @@ class StepTrace:
 
     def updated(self, step: int, reports: Sequence[StepReport], end: float) -> None:
         """Note that all ranks have made the step's update, at `end`."""
-        names = self._names(TRAINER)
-        slowest = max(range(len(reports)), key=lambda rank: reports[rank].wait_s + reports[rank].train_s)
-        for rank, report in enumerate(reports):
-            lane = names[rank] if rank < len(names) else TRAINER
-            begun = end - report.train_s
-            spans = [
-                Span(lane, WAIT, begun - report.wait_s, begun, {"step": step}),
-                Span(lane, "update", begun, end, {"step": step, **{k: round(v, 4) for k, v in report.seconds.items()}}),
-            ]
+        by_rank = spans_of_ranks(self._names(TRAINER), step, reports, end)
+        for spans in by_rank:
             for span in spans:
                 self._directory.timeline.add(span)
-            if rank == slowest:
-                self._rank = spans
+        self._rank = max(by_rank, key=lambda spans: spans[-1].end - spans[0].start)
         ids = [row for report in reports for row in report.row_ids.tolist()]
         self._groups = {row // self._group_size for row in ids}
 
@@ -132,18 +124,42 @@ class StepTrace:
         awaited: Mapping[str, str],
     ) -> None:
         """Write the line, in a thread: only the next step's line waits for it."""
-        work, admitted = (told.work, told.admitted) if told is not None else ((), {})
-        mine = [span for span in spans if span.lane == TRAINER and span.name != WAIT]
-        lane = closed.rank[0].lane if closed.rank else TRAINER
-        rank = [*closed.rank, *(Span(lane, span.name, span.start, span.end) for span in mine)]
-        others = [span for span in spans if span.lane == ENGINES or span.name == "load weights"]
-        path = critical_path(closed.start, closed.end, rank, others, work, admitted, closed.groups)
-        text = sentence(closed.step, closed.end - closed.start, path)
-        lanes = lanes_of(spans, work, {lane: names for lane, names in members.items() if names})
-        if told is not None:
-            lanes = with_waits(lanes, closed.start, closed.end, awaited)
-        missed = None if told is None else told.missed
-        self._directory.log_spans(line_of(closed, lanes, path, text, missed))
+        self._directory.log_spans(traced(closed, told, spans, members, awaited))
+
+
+def spans_of_ranks(names: Sequence[str], step: int, reports: Sequence[StepReport], end: float) -> list[list[Span]]:
+    """The spans of each rank in a step whose update ends at `end`: its wait, then its update. `names`: of the ranks."""
+    found = []
+    for rank, report in enumerate(reports):
+        lane, begun = names[rank] if rank < len(names) else TRAINER, end - report.train_s
+        parts = {name: round(seconds, 4) for name, seconds in report.seconds.items()}
+        wait = Span(lane, WAIT, begun - report.wait_s, begun, {"step": step})
+        found.append([wait, Span(lane, "update", begun, end, {"step": step, **parts})])
+    return found
+
+
+def traced(
+    closed: ClosedStep,
+    told: Worked | None,
+    spans: Sequence[Span],
+    members: Mapping[str, Sequence[str]],
+    awaited: Mapping[str, str],
+) -> dict[str, Any]:
+    """The line of `spans.jsonl` of a step. `told`: the store's part; None: it did not answer. `spans`: the controller's
+    and the ranks'. `members`: of the roles that a lane stands for. `awaited`: what members wait for when they do
+    nothing."""
+    work, admitted = (told.work, told.admitted) if told is not None else ((), {})
+    mine = [span for span in spans if span.lane == TRAINER and span.name != WAIT]
+    lane = closed.rank[0].lane if closed.rank else TRAINER
+    rank = [*closed.rank, *(Span(lane, span.name, span.start, span.end) for span in mine)]
+    others = [span for span in spans if span.lane == ENGINES or span.name == "load weights"]
+    path = critical_path(closed.start, closed.end, rank, others, work, admitted, closed.groups)
+    text = sentence(closed.step, closed.end - closed.start, path)
+    lanes = lanes_of(spans, work, {lane: names for lane, names in members.items() if names})
+    if told is not None:
+        lanes = with_waits(lanes, closed.start, closed.end, awaited)
+    missed = None if told is None else told.missed
+    return line_of(closed, lanes, path, text, missed)
 
 
 def line_of(closed: ClosedStep, lanes: Lanes, path: Sequence[Segment], text: str, missed: int | None) -> dict[str, Any]:
