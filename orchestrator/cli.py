@@ -1,4 +1,4 @@
-"""The command line: `penstock run|validate|plan|sweep|report|ui|grafana|status|scale|export|recipes`.
+"""The command line: `penstock run|validate|plan|simulate|sweep|report|ui|grafana|status|scale|export|recipes`.
 
 Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and
 data. Heavy imports wait until a command needs them, so that a misspelt key is answered at once.
@@ -29,6 +29,9 @@ seconds of a step. Needs no GPU and no model, but the model's config.json."""
 CLUSTER_HELP = "nodes, GPUs of each, kind: 2x8:h100 or 1x8:h100,2x8:l40s (default: the cluster at RAY_ADDRESS)"
 FROM_HELP = "a run of ten steps, for the lengths of its responses, and how fast its engines and ranks were"
 LENGTHS_HELP = "tokens of a response in the mean, and the spread of their logarithm (default: 0.4 of the most, 0.6)"
+SIMULATE = """Play the dataflow of a run through its own ledger on a virtual clock: who works when, who waits for whom.
+Starts nothing."""
+FAULTS_HELP = "mean hours until a member is lost, and seconds until another is there (default: none; 60)"
 DISCOVERY_HELP = "where Ray's head node lists its nodes (default: /tmp/ray/prom_metrics_service_discovery.json)"
 DRAIN_HELP = "seconds for those that leave to finish what they have; the rest goes back (default: rollout.drain_s)"
 EPILOG = """\
@@ -39,6 +42,7 @@ examples:
   penstock validate recipe=gsm8k model=tiny           every key, the dataflow, the checks; starts nothing
   penstock run recipe=gsm8k plan=auto                 engines and ranks as is best for the GPUs that are there
   penstock plan recipe=gsm8k --cluster 1x8:h100       engines and ranks: how many GPUs for which
+  penstock simulate recipe=gsm8k --cluster 1x8:h100   who would work when, and wait for whom
 
 PENSTOCK_TRACEBACK=1 shows where an error comes from. RAY_ADDRESS names a cluster to run on.
 """
@@ -136,6 +140,17 @@ def _add_planning(commands: Any) -> None:
     plan.add_argument("--within", metavar="hours=H", help="the cheapest part of the cluster that is done in time")
     plan.add_argument("--write", metavar="FILE", help="for the winner's keys, a line each")
     plan.set_defaults(command=_plan)
+    simulate = commands.add_parser("simulate", help="play a run on a virtual clock", description=SIMULATE)
+    simulate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+    simulate.add_argument("--steps", type=int, metavar="N", help="(default: trainer.max_steps, and at most 50)")
+    simulate.add_argument("--durations", metavar="FILE", help="YAML with how long things take: docs/planning.md")
+    simulate.add_argument("--cluster", metavar="NxG:KIND", help="take them from the cost model of GPUs instead")
+    simulate.add_argument("--lengths", metavar="MEAN[:SIGMA]", help=LENGTHS_HELP)
+    simulate.add_argument("--dropped", type=float, default=0.0, metavar="SHARE", help="that each filter drops")
+    simulate.add_argument("--faults", metavar="HOURS[:SECONDS]", help=FAULTS_HELP)
+    simulate.add_argument("--join", action="append", metavar="SECOND:N", help="so many engines join then")
+    simulate.add_argument("--directory", metavar="DIR", help="for a directory of the run, which penstock ui shows")
+    simulate.set_defaults(command=_simulate)
 
 
 def _load(overrides: Sequence[str]) -> Any:
@@ -207,6 +222,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     overrides = show(search, wide_console(), arguments.overrides)
     if arguments.write:
         write_overrides(Path(arguments.write), overrides)
+    return 0
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    config = _load(arguments.overrides)
+    from penstock.orchestrator.planning.plan_view import wide_console
+    from penstock.orchestrator.planning.simulation.view import run
+
+    run(config, arguments, wide_console())
     return 0
 
 

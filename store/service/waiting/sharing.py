@@ -120,6 +120,8 @@ class Sharing:
         """Units for `request`, beside those that wait (`requests`, it may be among them) and those that are
         expected."""
         if request.max_held == 0:
+            if len(requests) < 2 and all(one is request for one in requests):
+                return free  # alone
             others = Counter(self._claim(one) for one in requests if one is not request)
             return fair_share(free, self._claim(request), others) if others else free
         expected = self._most

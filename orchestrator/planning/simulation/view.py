@@ -1,0 +1,119 @@
+"""`penstock simulate`: what is asked as a simulation, and its outcome as people read it."""
+
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.conf.errors import ConfigError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.configuration.memory.auto_memory import with_chosen
+from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
+from penstock.orchestrator.planning.asked import lengths_of, search_of
+from penstock.orchestrator.planning.costs.run_durations import RunDurations
+from penstock.orchestrator.planning.durations import Durations
+from penstock.orchestrator.planning.lengths import Lengths
+from penstock.orchestrator.planning.simulation.constant import ConstantDurations
+from penstock.orchestrator.planning.simulation.engines import Changes
+from penstock.orchestrator.planning.simulation.files import RunFiles, opened
+from penstock.orchestrator.planning.simulation.members import Samples
+from penstock.orchestrator.planning.simulation.result import Simulated
+from penstock.orchestrator.planning.simulation.simulation import Simulation
+
+STEPS = 50
+"""Most steps where nobody says: enough for the pipeline to settle."""
+LEAST_SHARE = 0.005
+"""Least share of a side's time that is told."""
+
+
+def run(config: RunConfig, asked: Namespace, console: Console) -> None:
+    """Simulate what the command line asks for, print the outcome, and write the run's files where they are wanted.
+    Raises `ConfigError`, `SimulationStuck`."""
+    steps = asked.steps or min(STEPS, config.trainer.max_steps)
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: must be at least 1.")
+    config = replace(config, trainer=replace(config.trainer, max_steps=steps))
+    lengths = lengths_of(config, asked.lengths)
+    samples = Samples(partial(lengths.of, seed=config.seed), lengths.prompt, asked.dropped)
+    changes = changes_of(asked.faults, asked.join)
+    directory, epoch_s = opened(config, Path(asked.directory)) if asked.directory else (None, None)
+    simulation = Simulation(config, durations_of(config, asked), samples, changes, epoch_s=epoch_s)
+    files = RunFiles(simulation, directory) if directory is not None else None
+    began = time.monotonic()
+    try:
+        found = simulation.run()
+    finally:
+        if files is not None:
+            files.close()
+    show(config, lengths, found, time.monotonic() - began, console)
+    if directory is not None:
+        console.print(f"penstock ui {directory.path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def durations_of(config: RunConfig, asked: Namespace) -> Durations:
+    """The durations of a file, or of the cost model on a cluster of one kind of GPUs. Raises `ConfigError`."""
+    if (asked.durations is None) == (asked.cluster is None):
+        raise ConfigError(
+            "nothing says how long things take, or two say so. Give --durations FILE with constants of yours, or "
+            "--cluster 2x8:h100 for the cost model of penstock plan (docs/planning.md)."
+        )
+    if asked.durations is not None:
+        return ConstantDurations.read(asked.durations)
+    search = search_of(config, asked.cluster, asked.lengths)
+    kinds = {nodes.kind for nodes in search.cluster}
+    if len(kinds) > 1:
+        raise ConfigError(f"--cluster {asked.cluster}: engines and ranks of a simulated run are on one kind of GPUs.")
+    (kind,) = kinds
+    memory = with_chosen(RunMemory(config, search.flow, search.shapes, kind.memory_gib * GIB))
+    num_nodes, per_node = sum(nodes.count for nodes in search.cluster), min(nodes.gpus for nodes in search.cluster)
+    return RunDurations(memory, kind, kind, per_node, num_nodes)
+
+
+def changes_of(faults: str | None, joins: list[str] | None) -> Changes:
+    """Read `HOURS` or `HOURS:SECONDS`, and `SECONDS:NUMBER` of each join. Raises `ConfigError`."""
+    try:
+        hours, _, replaced = (faults or "0").partition(":")
+        pairs = [join.partition(":")[::2] for join in joins or ()]
+        found = Changes(float(hours) * 3600, float(replaced or 60), tuple((float(at), int(n)) for at, n in pairs))
+    except ValueError:
+        found = Changes(-1.0)
+    if found.mean_s < 0 or found.replaced_s < 0 or any(at < 0 or count < 1 for at, count in found.joins):
+        raise ConfigError(
+            f"--faults {faults or ''} --join {' '.join(joins or ())}: write hours, or hours and the seconds until "
+            "another is there, as in --faults 24:120; and the second at which engines join, with their number, as in "
+            "--join 600:4."
+        )
+    return found
+
+
+def show(config: RunConfig, lengths: Lengths, found: Simulated, took_s: float, console: Console) -> None:
+    """Print the outcome. `took_s`: seconds that the simulation took."""
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    engines = f"{config.rollout.least_workers:,} engines, " if found.engines else ""
+    say(
+        f"{found.num_steps:,} steps by {engines}{config.trainer.num_ranks:,} ranks, max_staleness="
+        f"{config.max_staleness}; responses of {lengths.mean:,.0f} tokens in the mean. Simulated in {took_s:.1f} s."
+    )
+    say(f"seconds a step     {found.step_s:,.2f}")
+    say(f"tokens/s           {found.tokens_per_s:,.0f}   samples/s {found.samples_per_s:,.2f}")
+    if found.engines:
+        say(f"engines            {shares(found.engines)}")
+    say(f"ranks              {shares(found.ranks)}")
+    rows = sum(found.staleness.values())
+    by_age = ", ".join(f"{age}: {count / rows:.1%}" for age, count in found.staleness.items())
+    if rows:
+        say(f"staleness          {found.staleness_mean:.2f} a token; rows by their oldest token {by_age}")
+    if found.dropped:
+        say(f"dropped            {', '.join(f'{reason} {count:,}' for reason, count in found.dropped.items())}")
+    if found.num_faults:
+        say(f"members lost       {found.num_faults:,}")
+
+
+def shares(found: Mapping[str, float]) -> str:
+    """Shares of a side's time, the largest first."""
+    told = sorted((item for item in found.items() if item[1] >= LEAST_SHARE), key=lambda item: -item[1])
+    return ", ".join(f"{what} {share:.1%}" for what, share in told)
