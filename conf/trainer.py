@@ -66,9 +66,9 @@ class LoraConfig:
     alpha: int = 32
     """Factor that B A is multiplied by, times rank."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """Ends of the names of the linear layers that get one, e.g. [q_proj, v_proj]; [all-linear] takes all but the
-    head. Experts of a mixture are stacked tensors and no linear layers: they can get none, and [all-linear] is refused
-    for such a model."""
+    """Ends of the names of what gets one, e.g. [q_proj, v_proj]: linear layers, of which [all-linear] takes all but the
+    head, and experts of a mixture, each an A and a B of its own. Experts are stacked tensors and no linear layers, so
+    that they are named besides, as transformers calls them: [all-linear, gate_up_proj, down_proj]."""
     publish: str = "merged"
     """Weights that engines are sent after each step. merged: the whole model with B A added to W, so that they run at
     full speed. adapter: A and B alone (0.5% of a 7B model's bytes at rank 16); engines keep W and compute W x + B A x

@@ -74,14 +74,19 @@ def routers_of(lm: Any, key: str) -> dict[str, nn.Module]:
     the weights `[N, K]` and the numbers of the experts `[N, K]`. Raises `ConfigError` for a model that has none, or
     chooses experts by something else than a softmax.
     """
-    recorder = (getattr(lm.base_model, "_can_record_outputs", None) or {}).get("router_logits")
-    kind = recorder.target_class if recorder is not None and recorder.index == 0 else None
+    kind = router_kind(lm)
     routers = {name: module for name, module in lm.named_modules() if type(module) is kind}
     # Models that transformers has an auxiliary loss for have the setting, and route by a softmax.
     is_softmax = getattr(lm.config, "num_experts_per_tok", 0) and hasattr(lm.config, "router_aux_loss_coef")
     if not routers or not is_softmax:
         raise ConfigError(f"{key}: {type(lm).__name__} has no routers that choose experts by a softmax. Leave it out.")
     return routers
+
+
+def router_kind(lm: Any) -> type[nn.Module] | None:
+    """The class of a model's routers, whose results begin with their logits; None for a model that has none."""
+    recorder = (getattr(lm.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+    return recorder.target_class if recorder is not None and recorder.index == 0 else None
 
 
 class RoutingRecorder:

@@ -13,6 +13,7 @@ import asyncio
 import json
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ class VllmAdapterEngine(VllmEngine):
         self._folder.remove()
 
     async def _create(self) -> None:
-        self._layers = await asyncio.to_thread(adapted_layers, self._spec.model_path, self._adapter)
+        on_gpu = bool(self._config.num_gpus_per_worker)
+        look = partial(adapted_layers, serves_mixtures=on_gpu)
+        self._layers = await asyncio.to_thread(look, self._spec.model_path, self._adapter)
         self._folder.stage_zeros(self._version, layout_of(self._layers, self._adapter, self._config.dtype))
         await super()._create()
         call = self.llm.add_lora(self._lora_request())

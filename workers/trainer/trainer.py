@@ -27,7 +27,7 @@ from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.routed_experts import KEY as REPLAY_KEY
 from penstock.workers.trainer import exporting
 from penstock.workers.trainer.engines.engine import make_engine
-from penstock.workers.trainer.engines.lora import add_adapters
+from penstock.workers.trainer.engines.lora import add_adapters, check_compiles
 from penstock.workers.trainer.engines.optimizer import learning_rate
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import (
@@ -133,6 +133,7 @@ class PolicyTrainer:
         watched = self.trainable and config.router_aux_loss_coef > 0
         self.routers = Routers(self.model.lm) if watched else None
         if config.compile:
+            check_compiles(self.model.lm)
             compile_layers(self.model)
         self.engine = make_engine(self.model, weights, self.ranks, config)
 

@@ -45,7 +45,7 @@ def layer_saved(setting: Computed) -> float:
         attention += _norm(setting) * (shape.q_width + shape.kv_width)
     if setting.attention == "eager":  # scores in float32, and as what they are multiplied with
         attention += (FLOAT32 + b) * shape.heads * setting.row_tokens
-    return setting.local_tokens * (norms + (attention + _mlp(setting)) / parts)
+    return setting.local_tokens * (norms + (attention + _mlp(setting)) / parts) + _adapted_experts(setting)
 
 
 def layer_temporaries(setting: Computed) -> float:
@@ -53,7 +53,16 @@ def layer_temporaries(setting: Computed) -> float:
     shape, b, parts = setting.shape, setting.element_bytes, setting.config.tensor_parallel_size
     of_experts = shape.hidden if shape.num_experts else 0
     of_mlp = shape.experts_per_token * (3 * shape.mlp_width + of_experts) / parts
-    return setting.local_tokens * b * (of_mlp + 2 * shape.hidden)
+    return setting.local_tokens * b * (of_mlp + 2 * shape.hidden) + _adapted_experts(setting)
+
+
+def _adapted_experts(setting: Computed) -> float:
+    """Bytes of one layer's experts with their adapters added, which are made at each call and kept for backward; and of
+    the gradient of these."""
+    lora = setting.config.lora
+    if not (setting.is_trained and lora.rank):
+        return 0.0
+    return setting.element_bytes * setting.shape.adapted_experts(lora.target_modules)
 
 
 def root_saved(setting: Computed) -> float:

@@ -68,7 +68,7 @@ def publication_bytes(memory: RunMemory) -> float:
     config, shape = memory.config, memory.shapes["policy"]
     b = 2 if config.rollout.dtype == "bfloat16" else 4
     if config.trainer.lora.publishes_adapter:
-        return b * shape.adapter_parameters(config.trainer.lora.rank)
+        return b * shape.adapter_parameters(config.trainer.lora.rank, config.trainer.lora.target_modules)
     return b * shape.num_parameters
 
 
@@ -111,5 +111,5 @@ def _of_engines(memory: RunMemory, num_engines: int) -> list[HostPart]:
 def _trained(memory: RunMemory) -> list[float]:
     """Trained parameters of each model of a trainer, over all ranks."""
     shape, lora = memory.shapes["policy"], memory.config.trainer.lora
-    whole = shape.adapter_parameters(lora.rank) if lora.rank else shape.num_parameters
+    whole = shape.adapter_parameters(lora.rank, lora.target_modules) if lora.rank else shape.num_parameters
     return [float(whole)] * len(memory.trained)

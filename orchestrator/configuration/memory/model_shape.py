@@ -4,10 +4,11 @@ Known are decoders of one kind: attention by heads, then a gated MLP or experts 
 Mixtral, Qwen2 and Qwen3 are. Others have None for a shape: no figure is better than a wrong one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.conf.trainer import ALL_LINEAR
 from penstock.workers.context_length import longest_context
 
 WITH_QKV_BIAS = ("qwen2",)
@@ -110,9 +111,9 @@ class ModelShape:
         """All parameters, experts that a token does not see included; a tied tensor once."""
         return self.num_layers * self.layer_parameters + self.root_parameters
 
-    def adapter_parameters(self, rank: int, targets: "tuple[str, ...] | None" = None) -> int:
-        """Parameters of LoRA's A and B around the linear layers whose names end so; None: around all but the head.
-        Experts, which are no linear layers, get none."""
+    def adapter_parameters(self, rank: int, targets: Sequence[str] | None = None) -> int:
+        """Parameters of LoRA's A and B around what is named so, by the last parts of names; None: around all linear
+        layers but the head. Experts, which are no linear layers, only by name."""
         widths = {
             "q_proj": self.hidden + self.q_width,
             "k_proj": self.hidden + self.kv_width,
@@ -121,8 +122,20 @@ class ModelShape:
         }
         if not self.num_experts:
             widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.hidden + self.mlp_width)
-        chosen = [width for name, width in widths.items() if targets is None or name in targets]
-        return self.num_layers * rank * sum(chosen)
+        names = {ALL_LINEAR} if targets is None else {target.rpartition(".")[2] for target in targets}
+        chosen = [width for name, width in widths.items() if name in names or ALL_LINEAR in names]
+        of_experts = self.num_experts * sum(num_in + num_out for num_in, num_out in self._stacks(names))
+        return self.num_layers * rank * (sum(chosen) + of_experts)
+
+    def adapted_experts(self, targets: Sequence[str]) -> int:
+        """Parameters of one layer's experts that LoRA is added to: those that are named so."""
+        names = {target.rpartition(".")[2] for target in targets}
+        return self.num_experts * sum(num_in * num_out for num_in, num_out in self._stacks(names))
+
+    def _stacks(self, names: Collection[str]) -> list[tuple[int, int]]:
+        """Inputs and outputs of an expert's weights that are among these, by transformers' names of the stacks."""
+        widths = {"gate_up_proj": (self.hidden, 2 * self.mlp_width), "down_proj": (self.mlp_width, self.hidden)}
+        return [width for name, width in widths.items() if name in names and self.num_experts]
 
     @property
     def record_bytes(self) -> int:

@@ -79,9 +79,8 @@ class RankSetting:
         if not self.is_trained:
             return 0
         if self.config.lora.rank:
-            names = self.config.lora.target_modules
-            targets = None if names == ["all-linear"] else tuple(names)
-            return self.shape.adapter_parameters(self.config.lora.rank, targets) / self.config.tensor_parallel_size
+            lora = self.config.lora
+            return self.shape.adapter_parameters(lora.rank, lora.target_modules) / self.config.tensor_parallel_size
         return self.num_parameters
 
     @property

@@ -21,6 +21,7 @@ from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
 from penstock.workers.rollout.vllm_conversion import adapter_arguments
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import adapted_layers, layout_of, tensor_name
+from tests.mixtures import build_mixture
 from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import FakeLLM, fail, is_serving
 
@@ -82,6 +83,13 @@ def test_the_first_adapter_is_zeros_under_the_version_of_the_start(tiny_model: P
     layout = layout_of(adapted_layers(str(tiny_model), LORA), LORA, "float32")
     assert (request.lora_int_id, request.load_inplace) == (1, False)
     assert data == layout.header + bytes(layout.num_bytes - len(layout.header))
+
+
+def test_a_mixture_whose_experts_the_cpu_build_cannot_compute_is_refused(tmp_path: Path) -> None:
+    llm, path = FakeAdapterLLM(), Path(build_mixture("mixtral", tmp_path))
+    with pytest.raises(ConfigError, match=r"publish=adapter: Mixtral.* has experts, .*publish=merged or rollout\.e"):
+        made(llm, path)
+    assert llm.added == []
 
 
 def test_a_load_in_flight_replaces_the_adapter_while_nothing_runs(

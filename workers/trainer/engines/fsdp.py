@@ -199,14 +199,15 @@ class FsdpEngine:
         """Pieces of the weights, by the model's names. With LoRA or tensor parallelism values are copies, each made as
         it is asked for: never more than one tensor at a time."""
         lm = self.model.lm
-        changes = {f"{adapter.name}.weight": adapter for adapter in adapters(lm)}
+        changes = {adapter.name: adapter for adapter in adapters(lm)}
         for own_name, parameter in lm.named_parameters():
             if is_adapter(own_name):
                 continue
             name = hf_name(own_name)
             values = local(parameter)
             if name in changes:
-                values = values + changes[name].delta()
+                first = self._first_row(parameter)
+                values = values + changes[name].delta(slice(first, first + len(values)))
             yield self._share(name, parameter, self._whole_columns(parameter, values))
         yield from buffer_pieces(lm, self.ranks.rank)
 

@@ -1,4 +1,5 @@
-"""LoRA (2106.09685) around a model: PEFT's layers in place of linear ones, of which only A and B are trained.
+"""LoRA (2106.09685) around a model: PEFT's layers in place of linear ones, and its wrappers around stacked experts, of
+which only A and B are trained.
 
     open ─▶ add_adapters ─▶ engine shards it ─▶ updates change A, B ─┬▶ pieces: W + scale * B @ A under W's own name
                                                                       └▶ adapter_pieces: A and B
@@ -7,6 +8,7 @@
 `adapter_pieces`, with `trainer.lora.publish=adapter`, one of A and B alone.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,69 +18,87 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.conf.trainer import LoraConfig
+from penstock.conf.errors import ConfigError
+from penstock.conf.trainer import ALL_LINEAR, LoraConfig
 from penstock.workers.trainer.engines.mesh import gathered, local
 from penstock.workers.trainer.models.starting_weights import take_weights
-from penstock.workers.weights.publication.adapter import FILE_NAME, target_layers, tensor_name
+from penstock.workers.weights.checkpoint_form import stacked_experts
+from penstock.workers.weights.publication.adapter import FILE_NAME, Targets, ends, targets_of, tensor_name
 
 ADAPTER = "default"
 """PEFT's name of the one adapter."""
 INITIAL_SEED = 0
 """Seed of A's initial values. The same in every rank, or their shards would be of different tensors."""
+_LOG = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of one linear layer, whose weight `[out, in]` is `W + scale * B @ A`."""
+    """The adapter of one linear layer, whose weight `[out, in]` is `W + scale * B @ A`; or of the stacked experts of a
+    layer, whose weight `[E, out, in]` is that for each of E experts, with an A and a B of its own."""
 
     name: str
-    """HF name of the layer, e.g. `model.layers.0.self_attn.q_proj`."""
+    """HF name of the weight, e.g. `model.layers.0.self_attn.q_proj.weight`."""
+    path: str
+    """Name of the module that has A and B, under which PEFT looks for them."""
     a: Tensor
-    """Weight of shape `[rank, in]`, maybe a DTensor."""
+    """Weight of shape `[rank, in]`, maybe a DTensor; of experts `[E * rank, in]`, expert after expert."""
     b: Tensor
-    """Weight of shape `[out, rank]`, maybe a DTensor, split along dim 0 as W is."""
+    """Weight of shape `[out, rank]`, maybe a DTensor, split along dim 0 as W is; of experts `[out, rank * E]`, the
+    columns of one rank after the other."""
     scale: float
+    num_experts: int = 0
+    """E; 0: of a linear layer."""
 
-    def delta(self) -> Tensor:
-        """The sum that is added to this rank's part of W, with its shape. Collective: A's rows are gathered, B's are
-        not."""
-        return (local(self.b) @ _whole_rows(self.a)) * self.scale
+    def delta(self, rows: slice) -> Tensor:
+        """The sum that is added to this rank's part of W, with its shape. `rows`: of W that it has, along dim 0.
+        Collective: A's rows are gathered, and B's where they are of experts."""
+        if not self.num_experts:
+            return (local(self.b) @ _whole_rows(self.a)) * self.scale
+        a_ERI = _whole_rows(self.a).unflatten(0, (self.num_experts, -1))
+        b_EOR = _whole_rows(self.b).unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        return torch.bmm(b_EOR[rows], a_ERI[rows]) * self.scale
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """A and B with the names that PEFT and vLLM give them in a file."""
-        yield tensor_name(self.name, "A"), self.a
-        yield tensor_name(self.name, "B"), self.b
+        yield tensor_name(self.path, "A"), self.a
+        yield tensor_name(self.path, "B"), self.b
 
 
 def add_adapters(lm: Any, config: LoraConfig) -> dict[str, Tensor]:
-    """Put adapters around the linear layers that `config` names, in place; everything else stops requiring gradients,
-    but for a scalar head, which is small and new. `lm`: without weights. Returns the values of A and B, which have none
-    in it either.
+    """Put adapters around the linear layers and experts that `config` names, in place; everything else stops requiring
+    gradients, but for a scalar head, which is small and new. `lm`: without weights. Returns the values of A and B,
+    which have none in it either.
 
     B starts at zero, so that the model starts as it was. Without dropout: what is trained must be what sampled. Raises
-    `ConfigError` for a target that names no linear layer.
+    `ConfigError` for a target that names nothing that can have one.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    targets = target_layers(lm, config.target_modules)
+    targets = targets_of(lm, config)
+    _tell_left_out(lm, config, targets)
     peft_config = PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=targets,
+        target_modules=targets.layers,
+        target_parameters=targets.experts or None,
         lora_dropout=0.0,
         bias="none",
         base_model_name_or_path=lm.name_or_path,
     )
-    layers = [lm.get_submodule(name) for name in targets]
-    without = [layer.weight for layer in layers]
-    for layer in layers:  # PEFT makes A and B where W is: one element many times is on the CPU, and takes no memory
-        layer.weight = nn.Parameter(torch.zeros((), dtype=layer.weight.dtype).expand(layer.weight.shape))
+    owners = dict.fromkeys([*targets.layers, *(name.rpartition(".")[0] for name in targets.experts)])
+    without = [(module, dict(module.named_parameters())) for module in map(lm.get_submodule, owners)]
+    for module, weights in without:
+        # PEFT makes A and B where W is: one element many times is on the CPU, and takes no memory.
+        for name, weight in weights.items():
+            setattr(module, name, nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(INITIAL_SEED)
         inject_adapter_in_model(peft_config, lm, ADAPTER)
-    for layer, weight in zip(layers, without, strict=True):
-        layer.weight = weight.requires_grad_(False)
+    for module, weights in without:
+        for name, weight in weights.items():
+            setattr(module, name, weight.requires_grad_(False))
     values = take_weights(lm, is_adapter)
     head = getattr(lm, "score", None)
     if isinstance(head, nn.Module):
@@ -86,12 +106,36 @@ def add_adapters(lm: Any, config: LoraConfig) -> dict[str, Tensor]:
     return values
 
 
+def check_compiles(lm: Any) -> None:
+    """Raise `ConfigError` where experts have adapters: PEFT changes their module at each call, which cannot be
+    compiled."""
+    if any(adapter.num_experts for adapter in adapters(lm)):
+        raise ConfigError(
+            "trainer.compile=true: adapters that trainer.lora.target_modules asks for around experts are added to them "
+            "at each call, which cannot be compiled. Set trainer.compile=false, or name linear layers only."
+        )
+
+
+def _tell_left_out(lm: Any, config: LoraConfig, targets: Targets) -> None:
+    """Say in the log which weights [all-linear] leaves out of a mixture of experts."""
+    experts = stacked_experts(lm)
+    if ALL_LINEAR in config.target_modules and experts and not targets.experts:
+        share = sum(one.numel() for one in experts.values()) / sum(one.numel() for one in lm.parameters())
+        _LOG.warning(
+            "trainer.lora.target_modules=[%s]: %s get adapters; the experts, %.0f%% of the weights, are stacked and "
+            "get none. Name them to train them, too: [%s,%s].",
+            ALL_LINEAR, ", ".join(ends(targets.layers)), 100 * share, ALL_LINEAR, ",".join(ends(experts)),
+        )  # fmt: skip
+
+
 def adapters(lm: Any) -> Iterator[Adapter]:
     """Adapters in the model's order; none where `add_adapters` was not called."""
-    for name, module in lm.named_modules():
+    for path, module in lm.named_modules():
         if hasattr(module, "lora_A"):
             a, b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
-            yield Adapter(name, a, b, float(module.scaling[ADAPTER]))
+            weight = getattr(module, "parameter_name", "weight")  # PEFT's wrapper of a parameter says which
+            num_experts = module.num_experts if weight != "weight" else 0
+            yield Adapter(f"{hf_name(path)}.{weight}", path, a, b, float(module.scaling[ADAPTER]), num_experts)
 
 
 def is_adapter(name: str) -> bool:
@@ -100,8 +144,8 @@ def is_adapter(name: str) -> bool:
 
 
 def hf_name(name: str) -> str:
-    """A parameter's name as it was before `add_adapters`."""
-    return name.replace(".base_layer.", ".")
+    """The name of a parameter or module as it was before `add_adapters`; of A or B as it is."""
+    return name if is_adapter(name) else name.replace(".base_layer", "")
 
 
 def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:

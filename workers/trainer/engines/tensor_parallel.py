@@ -131,6 +131,11 @@ def module_styles(lm: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyl
 
 def _check_stacked(name: str, module: nn.Module, size: int) -> None:
     """Raise `ConfigError` where the parameters of a module do not have experts for rows that `size` divides."""
+    if hasattr(module, "lora_A"):
+        raise ConfigError(
+            f"{KEY}={size}: adapters of experts (trainer.lora.target_modules) are not split. Set {KEY}=1, or name "
+            "linear layers only."
+        )
     num_experts = getattr(module, "num_experts", None)
     parameters = dict(module.named_parameters())
     if num_experts is None or any("." in key or len(one) != num_experts for key, one in parameters.items()):

@@ -3,13 +3,14 @@
     base_model.model.<layer>.lora_A.weight  [rank, in]      W of the layer stands for W + alpha / rank * B @ A
     base_model.model.<layer>.lora_B.weight  [out, rank]
 
-The trainer makes adapters (`trainer/engines/lora.py`) of the layers that `target_layers` names, and engines expect them
+The trainer makes adapters (`trainer/engines/lora.py`) of the layers that `targets_of` names, and engines expect them
 (`rollout/engine_vllm_adapter.py`). File, manifest, checksums and slots are those of any publication
 (`publication.py`). Rank and alpha are not in it: they are the run's configuration, which engines are started with, and
 the shapes are held against it here, before an engine changes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.conf.errors import ConfigError, WeightError
@@ -26,49 +27,80 @@ FILE_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 """Names of the files that PEFT and vLLM look for in an adapter's directory."""
 
 
-def target_layers(lm: Any, targets: list[str]) -> list[str]:
-    """Full names of the linear layers below the head that `targets` name, by the ends of their names. Raises
+@dataclass(frozen=True)
+class Targets:
+    """What of a model gets an adapter, by full names in the model's order."""
+
+    layers: list[str]
+    """Linear layers."""
+    experts: list[str]
+    """Parameters: the stacked experts of a mixture, each with an adapter of its own."""
+
+
+def targets_of(lm: Any, config: LoraConfig) -> Targets:
+    """The linear layers below the head and the stacked experts that `config` names, by the ends of their names. Raises
     `ConfigError`."""
     from torch import nn
 
+    from penstock.workers.routed_experts import router_kind
     from penstock.workers.weights.checkpoint_form import stacked_experts
 
-    body = set(lm.base_model.modules())
-    linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module in body]
-    experts, known = stacked_experts(lm), sorted({name.rpartition(".")[2] for name in linear})
-    if targets == [ALL_LINEAR] and experts:
+    body, router, named = set(lm.base_model.modules()), router_kind(lm), config.target_modules
+    linear = [
+        name
+        for name, module in lm.named_modules()
+        if isinstance(module, nn.Linear) and module in body and type(module) is not router
+    ]
+    experts = [name for name in stacked_experts(lm) if not _is_turned(lm, name)]
+    for target in named:
+        if not (linear if target == ALL_LINEAR else any(_names(target, name) for name in (*linear, *experts))):
+            known, stacked = ends(linear), ends(experts)
+            also = f", and of experts {', '.join(stacked)}" if stacked else ""
+            raise ConfigError(
+                f"trainer.lora.target_modules={named}: no linear layer of {type(lm).__name__} is called {target!r}. "
+                f"There are {', '.join(known) or 'none'}{also}; [{ALL_LINEAR}] takes all linear layers."
+            )
+    every = ALL_LINEAR in named
+    found = Targets(
+        [name for name in linear if every or any(_names(target, name) for target in named)],
+        [name for name in experts if any(_names(target, name) for target in named)],
+    )
+    if found.experts and config.publishes_adapter:
         raise ConfigError(
-            f"trainer.lora.target_modules=[{ALL_LINEAR}]: {type(lm).__name__} has experts ({next(iter(experts))} and "
-            f"{len(experts) - 1} more), which are stacked tensors and no linear layers: they would get no adapter. "
-            f"Name the layers that are to have one: trainer.lora.target_modules=[{','.join(known)}], or train all "
-            "weights: trainer.lora.rank=0."
+            f"trainer.lora.publish=adapter: engines are sent adapters of linear layers only, and trainer.lora."
+            f"target_modules={named} names experts ({found.experts[0]}). Set trainer.lora.publish=merged."
         )
-    if targets == [ALL_LINEAR] and linear:
-        return linear
-    for target in targets:
-        if any(_names(target, name) for name in experts):
-            raise ConfigError(
-                f"trainer.lora.target_modules={targets}: {target!r} names stacked experts of {type(lm).__name__}, "
-                f"which cannot get an adapter. There are {', '.join(known)}; trainer.lora.rank=0 trains all weights."
-            )
-        if not any(_names(target, name) for name in linear):
-            raise ConfigError(
-                f"trainer.lora.target_modules={targets}: no linear layer of {type(lm).__name__} is called {target!r}. "
-                f"There are {', '.join(known) or 'none'}; [{ALL_LINEAR}] takes them all."
-            )
-    return [name for name in linear if any(_names(target, name) for target in targets)]
+    return found
 
 
-def adapted_layers(model_path: str, config: LoraConfig) -> dict[str, tuple[int, int]]:
+def ends(names: Iterable[str]) -> list[str]:
+    """The last parts of names, each once, in alphabetical order."""
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def adapted_layers(model_path: str, config: LoraConfig, *, serves_mixtures: bool = True) -> dict[str, tuple[int, int]]:
     """Shapes `(out, in)` of each layer of a model on disk that gets an adapter, in the model's order. Loads no weights.
-    Raises as `target_layers` does."""
+    `serves_mixtures`: whether the engine has kernels for experts beside adapters. Raises as `targets_of` does, and for
+    a mixture where it has none."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from penstock.workers.weights.checkpoint_form import stacked_experts
+
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    layers = {name: lm.get_submodule(name) for name in target_layers(lm, config.target_modules)}
+    if not serves_mixtures and stacked_experts(lm):
+        raise ConfigError(
+            f"trainer.lora.publish=adapter: {type(lm).__name__} has experts, and vLLM's CPU build has no kernel for "
+            "them where adapters are served. Set trainer.lora.publish=merged or rollout.engine=hf."
+        )
+    layers = {name: lm.get_submodule(name) for name in targets_of(lm, config).layers}
     return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+
+
+def _is_turned(lm: Any, name: str) -> bool:
+    """Return whether experts are stacked as `[E, in, out]`, as transformers says it of their module."""
+    return bool(getattr(lm.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
 
 
 def _names(target: str, layer: str) -> bool:

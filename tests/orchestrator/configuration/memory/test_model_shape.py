@@ -37,6 +37,19 @@ def test_parameters_of_a_layer_by_hand() -> None:
     assert shape.adapter_parameters(2, ("q_proj", "v_proj")) == 2 * 2 * (16 + 12)
 
 
+def test_adapters_of_experts_are_counted_where_they_are_named() -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    shape = ModelShape.of(TINY | experts)
+    assert shape is not None
+    attention = 2 * 16 + 2 * 12
+    assert shape.adapter_parameters(2) == shape.adapter_parameters(2, ["all-linear"]) == 2 * 2 * attention
+    named = ["all-linear", "gate_up_proj", "experts.down_proj"]
+    assert shape.adapter_parameters(2, named) == 2 * 2 * (attention + 5 * (8 + 12) + 5 * (6 + 8))
+    assert shape.adapted_experts(named) == 5 * (8 * 12 + 6 * 8)
+    assert shape.adapted_experts(["all-linear"]) == 0
+    assert shape.record_bytes == 2 * 2
+
+
 @pytest.mark.parametrize(
     "changed",
     [{"model_type": "deepseek_v3"}, {"intermediate_size": None}, {"mlp_only_layers": [0]}, {"hidden_size": None}],

@@ -31,6 +31,7 @@ EXPERTS = {
 }  # fmt: skip
 ROW_TOKENS, PROMPT_TOKENS = 128, 8
 ALL, PARTS = {}, {"max_tokens_per_microbatch": 256}
+OF_EXPERTS = LoraConfig(rank=4, target_modules=["all-linear", "gate_up_proj", "down_proj"])
 BFLOAT16, RECOMPUTED = {"dtype": "bfloat16"}, {"activation_checkpointing": True}
 SETTINGS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     # model, kept whole, options
@@ -44,6 +45,8 @@ SETTINGS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "tiles of logits": ("experts", False, {"logprob_chunk_mib": 2.0} | PARTS),
     "experts": ("experts", False, PARTS),
     "experts, bfloat16 recomputed": ("experts", False, BFLOAT16 | RECOMPUTED | PARTS),
+    "lora of experts": ("experts", False, {"lora": OF_EXPERTS} | PARTS),
+    "lora of experts, bfloat16 recomputed": ("experts", False, {"lora": OF_EXPERTS} | BFLOAT16 | RECOMPUTED | PARTS),
 }
 
 

@@ -29,6 +29,11 @@ PROMPTS = [[5, 6, 7, 20, 30], [40, 41]]
 KINDS = ("qwen3_moe", "mixtral")
 
 
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> str:
+    return getattr(request, "param", "fsdp")
+
+
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: build_mixture(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
@@ -135,6 +140,22 @@ def test_every_token_goes_where_the_engine_sent_it(
     plain = make_trainer(path=paths["qwen3_moe"], **changes)
     without = plain.update(without_records(rows), sft_loss).metrics["mismatch/logprob_abs_mean"]
     assert with_records < 0.7 * without
+
+
+@pytest.mark.parametrize("engine", ["zero3"], indirect=True)
+def test_deepspeed_replays_experts_as_fsdp_does(
+    make_trainer: Make, weights_of: Make, paths: dict[str, str], rows_of: dict[str, Rows]
+) -> None:
+    found = []
+    for options in ({"activation_checkpointing": True}, {"engine": "fsdp"}):
+        trainer = make_trainer(path=paths["qwen3_moe"], lr=1.0, eps=1.0, clip_norm=0.0, **options)
+        trainer.replay_experts()
+        trainer.check_scores()
+        mismatch = trainer.update(rows_of["noisy"], sft_loss).metrics["mismatch/logprob_abs_mean"]
+        found.append((mismatch, weights_of(trainer)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    for name, weight in found[1][1].items():
+        torch.testing.assert_close(found[0][1][name], weight, atol=1e-5, rtol=0, msg=name)
 
 
 def test_a_row_alone_goes_token_by_token_where_the_engine_sent_it(

@@ -36,6 +36,7 @@ from tests.workers.trainer.conftest import copied
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
 """AdamW whose step is -g / (|g| + 1) of the clipped gradient: weights after one update show it."""
 LORA = {"lora": LoraConfig(rank=4, alpha=8)}
+OF_EXPERTS = {"lora": LoraConfig(rank=4, alpha=8, target_modules=["all-linear", "gate_up_proj", "down_proj"])}
 TENSOR = {"tensor_parallel_size": 2}
 SEQUENCE = {"sequence_parallel_size": 2}
 COPIES = {"shard_size": 2}
@@ -63,6 +64,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "experts": BALANCED,
         "experts_tensor": BALANCED | TENSOR,
         "experts_replayed_tensor_checkpointed": TENSOR | {"activation_checkpointing": True},
+        "experts_lora_checkpointed": OF_EXPERTS | {"activation_checkpointing": True},
         "packed_tensor_lora": TENSOR | LORA | PACKED,
         "packed_sequence_checkpointed": SEQUENCE | PACKED | {"activation_checkpointing": True},
         "packed_critic_sequence": SEQUENCE | PACKED,
@@ -79,6 +81,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "copies_lora_gathered_by_layer": COPIES | LORA,
         "copies_and_tensor_lora": COPIES | TENSOR | LORA,
         "copies_and_sequence": COPIES | SEQUENCE,
+        "copies_experts_lora_gathered_by_layer": COPIES | OF_EXPERTS,
         "experts_tensor_and_data_gathered_by_layer": BALANCED | TENSOR,
     },
     8: {"copies_and_shards_and_tensor_lora": TENSOR | LORA | {"shard_size": 4}},
