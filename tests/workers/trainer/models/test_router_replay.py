@@ -1,7 +1,7 @@
 """The trainer sends tokens to the experts that the engine chose (`rollout.router_replay`)."""
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,9 @@ from penstock.workers.rollout.worker import response_columns
 from penstock.workers.routed_experts import RoutingShape
 from penstock.workers.trainer.models.routing import Routers, check_weights
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trajectory import Trajectory, row_columns
 from tests.mixtures import SIZES, build_mixture
+from tests.workers.histories import turn
 from tests.workers.trainer.conftest import assert_same
 
 Make = Callable[..., Any]
@@ -39,15 +41,20 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: build_mixture(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
 
 
-def sampled(path: str, noise: float = 0.0) -> Rows:
-    """Rows of the `hf` engine, three of each prompt, of different lengths. `noise`: of the engine's routers, a share
-    of their weights' width."""
+def engine_of(path: str, noise: float = 0.0) -> HfEngine:
+    """An engine. `noise`: of its routers, a share of their weights' width."""
     engine = HfEngine(EngineSpec(RolloutConfig(engine="hf", max_model_len=64, router_replay=True), path))
     engine.open_model()
     torch.manual_seed(2)
     for layer in engine.model.model.layers:
         weight = layer.mlp.gate.weight
         weight.data += noise * weight.std() * torch.randn_like(weight)
+    return engine
+
+
+def sampled(path: str, noise: float = 0.0) -> Rows:
+    """Rows of an engine, three of each prompt, of different lengths."""
+    engine = engine_of(path, noise)
     columns: dict[str, list[Any]] = {}
     for number, prompt in enumerate(PROMPTS):
         for seed in range(3):
@@ -91,8 +98,7 @@ def test_an_engine_records_the_experts_of_all_tokens_but_the_last(
 
 
 def test_samples_of_a_group_share_what_was_read_of_the_prompt(paths: dict[str, str]) -> None:
-    engine = HfEngine(EngineSpec(RolloutConfig(engine="hf", max_model_len=64, router_replay=True), paths["mixtral"]))
-    engine.open_model()
+    engine = engine_of(paths["mixtral"])
     sampling = Sampling(max_tokens=12, seed=1, stop=tuple("aeiou02468"))
     some = engine.generate_group(PROMPTS[0], 4, sampling)
     assert len({len(one.token_ids) for one in some}) > 1  # some end before others
@@ -140,6 +146,25 @@ def test_every_token_goes_where_the_engine_sent_it(
     plain = make_trainer(path=paths["qwen3_moe"], **changes)
     without = plain.update(without_records(rows), sft_loss).metrics["mismatch/logprob_abs_mean"]
     assert with_records < 0.7 * without
+
+
+def test_turns_of_a_trajectory_are_read_with_the_experts_of_each(make_trainer: Make, paths: dict[str, str]) -> None:
+    """Two turns as one sequence, against each as a row of its own, which both have the engine's experts."""
+    engine, turns, prompt = engine_of(paths["qwen3_moe"], 0.1), [], PROMPTS[0]
+    for number in range(2):
+        (said,) = engine.generate_group(prompt, 1, Sampling(max_tokens=8, seed=number, ignore_eos=True))
+        turns.append(
+            replace(turn(number, prompt, said.token_ids), logprobs=said.logprobs, routed_experts=said.routed_experts)
+        )
+        prompt = [*prompt, *said.token_ids, 11, 12]
+    together = Rows.from_lists(row_columns([Trajectory(turns)]))
+    columns = {"prompt_ids": [one.prompt_ids for one in turns], "response_ids": [one.output_ids for one in turns]}
+    alone = Rows.from_lists(columns | {ROUTED_EXPERTS: [np.frombuffer(one.routed_experts, np.uint8) for one in turns]})
+    trainer = make_trainer(path=paths["qwen3_moe"])
+    trainer.replay_experts()
+    found = trainer.logprobs(together)[0]
+    np.testing.assert_allclose(found, np.concatenate(trainer.logprobs(alone)), atol=2e-5)
+    assert np.abs(np.concatenate(trainer.logprobs(without_records(alone))) - found).max() > 1e-2
 
 
 @pytest.mark.parametrize("engine", ["zero3"], indirect=True)
@@ -293,6 +318,6 @@ def test_routers_that_weigh_in_another_way_are_refused(make_trainer: Make, paths
             check_weights(nn.Identity(), output)
 
 
-def test_rows_of_a_checkpoint_on_disk_tell_its_routers(paths: dict[str, str], tmp_path: Path) -> None:
+def test_a_configuration_on_disk_tells_the_routers(paths: dict[str, str]) -> None:
     shape = RoutingShape.of_path(paths["qwen3_moe"])
     assert (shape.layers, shape.num_experts, shape.num_chosen, shape.record_bytes) == ((0, 1), 4, 2, 4)
