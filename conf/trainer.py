@@ -137,7 +137,12 @@ class TrainerConfig:
     with deepspeed. On CPUs it saves nothing."""
     activation_checkpointing: bool | str = AUTO
     """True: recompute each layer in backward: less memory, about a third more time. auto: on a GPU, unless
-    micro-batches of 8,192 tokens fit without; on CPUs false."""
+    micro-batches of 8,192 tokens fit without, and with activation_offload; on CPUs false."""
+    activation_offload: bool = False
+    """True: keep what backward needs of each micro-batch in page-locked host memory: all that layers save, or their
+    inputs alone where activation_checkpointing recomputes the rest, which is little to copy. Changes no bit; costs the
+    time of the copies. Off, since it pays where one row alone does not fit. On CPUs it saves nothing. Not for
+    tensor_parallel_size above 1."""
     compile: bool = False
     """True: compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first steps:
     once for several rows, and once where a micro-batch has only one. What was compiled is kept for the next run, in
@@ -199,6 +204,11 @@ class TrainerConfig:
                 self._check_left_out(key, getattr(self, key) == 1, 1)
             self._check_left_out("lora.rank", self.lora.rank == 0, 0)
         self._check_compile()
+        if self.activation_offload and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"trainer.activation_offload=true: layers of trainer.tensor_parallel_size={self.tensor_parallel_size} "
+                "save parts of tensors, which are not brought to the host. Set it to 1, or leave it out."
+            )
         if self.liger and not self.num_gpus_per_rank:
             raise ConfigError(
                 "trainer.liger=true: Liger's kernels are for GPUs, and trainer.num_gpus_per_rank=0. Set that to 1, or "

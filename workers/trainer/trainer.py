@@ -26,6 +26,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.routed_experts import KEY as REPLAY_KEY
 from penstock.workers.trainer import exporting
+from penstock.workers.trainer.engines.devices import HostActivations
 from penstock.workers.trainer.engines.engine import make_engine
 from penstock.workers.trainer.engines.lora import add_adapters, check_compiles
 from penstock.workers.trainer.engines.optimizer import learning_rate
@@ -300,7 +301,8 @@ class PolicyTrainer:
         for number, batch in enumerate(minibatch.batches):
             place = f"update {self.num_updates + 1}, micro-batch {number + 1} of {len(minibatch.batches)}"
             started = clock(self.ranks.device)
-            with self._phase(f"{place}, forward"):
+            offload = HostActivations() if self.config.activation_offload else nullcontext()
+            with self._phase(f"{place}, forward"), offload:
                 self.engine.before_backward(is_last=number == len(minibatch.batches) - 1)
                 loss = self._contribution(minibatch, batch, shared, is_first)
             seconds["forward"] += clock(self.ranks.device) - started

@@ -38,7 +38,10 @@ def with_chosen(memory: RunMemory) -> RunMemory:
     if config.trainer.activation_checkpointing == AUTO:
         kept = _set(memory, "trainer", activation_checkpointing=False)
         usual = _tokens(kept, min(DEFAULT_TOKENS, kept.config.trainer.microbatch_tokens))
-        memory = kept if _fits(usual) else _set(memory, "trainer", activation_checkpointing=True)
+        keeps = (
+            _fits(usual) and not config.trainer.activation_offload
+        )  # of which layers' inputs alone are little to copy
+        memory = kept if keeps else _set(memory, "trainer", activation_checkpointing=True)
     if config.trainer.max_tokens_per_microbatch == AUTO:
         memory = _largest(memory)
     return memory

@@ -19,6 +19,8 @@ BUFFERS = 2 * 64 * 2**20
 """Bytes of a rank's two buffers, through which weights come from its GPU."""
 PROCESS = GIB
 """Estimate of a process that has imported torch or vLLM."""
+PINNED_ROUNDING = 2
+"""Largest factor by which torch rounds page-locked memory up: each piece to a power of two."""
 WITH_TORCH = ("trainer", "scorer", "rollout")
 
 
@@ -88,6 +90,9 @@ def _of_ranks(memory: RunMemory, num_ranks: int, num_nodes: int) -> list[HostPar
         parts.append(HostPart("copy that a checkpoint is written from", MEMORY, state, "checkpoint.every_steps=0"))
     offloaded = num_ranks * sum(one.on_host for one in memory.trained)
     parts.append(HostPart("weights and optimizer (trainer.offload)", PINNED, offloaded))
+    waiting = num_ranks * max((one.activations_on_host for one in memory.trained), default=0.0)
+    name, key = "activations (trainer.activation_offload), at most", "trainer.activation_offload=false"
+    parts.append(HostPart(name, PINNED, PINNED_ROUNDING * waiting, key, True))
     if config.placement == "colocated" and on_gpus:
         left = num_ranks * memory.resident_bytes
         parts.append(HostPart("ranks, while engines have the GPUs", MEMORY, left, "placement=disaggregated"))

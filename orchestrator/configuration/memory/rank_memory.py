@@ -102,6 +102,8 @@ class RankMemory:
     """The moment of the step at which it is."""
     on_host: float = 0.0
     """Bytes of weights, gradients and moments in host memory (`trainer.offload`)."""
+    activations_on_host: float = 0.0
+    """Bytes of activations that wait there for backward (`trainer.activation_offload`)."""
 
     @property
     def total(self) -> float:
@@ -127,7 +129,7 @@ def rank_memory(setting: RankSetting) -> RankMemory:
             "end of backward": _at_end(setting),
         }
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
-    return RankMemory(resident | parts, moment, on_host)
+    return RankMemory(resident | parts, moment, on_host, _waiting(setting))
 
 
 # What is there all the time.
@@ -251,14 +253,34 @@ def _head_gradient(setting: RankSetting) -> float:
 
 
 def _kept(setting: RankSetting, num_layers: int) -> float:
-    """Bytes of activations that layers keep for backward: their inputs alone where they are recomputed."""
+    """Bytes of activations that layers keep on the device for backward."""
+    return 0.0 if _wait_on_host(setting) else num_layers * _layer_kept(setting)
+
+
+def _layer_kept(setting: RankSetting) -> float:
+    """Bytes that a layer keeps: its inputs alone where it is recomputed."""
     if setting.config.recomputes_layers:
-        return num_layers * setting.local_tokens * setting.shape.hidden * setting.element_bytes
-    return num_layers * layer_saved(setting)
+        return setting.local_tokens * setting.shape.hidden * setting.element_bytes
+    return layer_saved(setting)
 
 
 def _recomputed(setting: RankSetting) -> float:
-    return layer_saved(setting) if setting.config.recomputes_layers else 0.0
+    """Bytes that come back in the backward of one layer."""
+    comes_back = _layer_kept(setting) if _wait_on_host(setting) else 0.0
+    if not setting.config.recomputes_layers:
+        return comes_back
+    return comes_back + layer_saved(setting)
+
+
+def _wait_on_host(setting: RankSetting) -> bool:
+    return setting.config.activation_offload and setting.is_trained and setting.on_gpu
+
+
+def _waiting(setting: RankSetting) -> float:
+    """Bytes of activations in host memory, when backward begins."""
+    if not _wait_on_host(setting):
+        return 0.0
+    return setting.shape.num_layers * _layer_kept(setting) + root_saved(setting)
 
 
 def _budget(setting: RankSetting) -> float:

@@ -147,6 +147,13 @@ class RunMemory:
             "lower rollout.gpu_memory_utilization": "engine" in what,
             "set trainer.dtype=bfloat16": trainer.dtype == "float32",
             "set trainer.activation_checkpointing=true": by_tokens and not trainer.recomputes_layers,
+            "set trainer.activation_offload=true": (
+                by_tokens
+                and trainer.recomputes_layers
+                and not trainer.activation_offload
+                and not is_scorer
+                and trainer.tensor_parallel_size == 1
+            ),
             f"lower trainer.max_tokens_per_microbatch={trainer.microbatch_tokens}, to {longest} at least": (
                 by_tokens and trainer.microbatch_tokens > longest
             ),

@@ -89,6 +89,21 @@ def test_ranks_make_room_in_host_memory_and_engines_only_beside_adapters(view: C
     assert asleep not in parts(*adapters)
 
 
+def test_activations_that_wait_on_the_host_are_its_and_layers_are_recomputed(view: Callable[..., MemoryView]) -> None:
+    words = ("trainer.num_ranks=8", "rollout.num_workers=8", "trainer.max_tokens_per_microbatch=16384")
+    shown = view(LARGE, *words, "trainer.activation_offload=true")
+    there = memory_of(view(LARGE, *words, "trainer.activation_checkpointing=true")).ranks["policy"]
+    waits = memory_of(shown).ranks["policy"]
+    assert memory_of(shown).config.trainer.activation_checkpointing is True
+    inputs, last = 28 * 16384 * 3584 * 2, 16384 * 3584 * (4 + 2 + 2 * 2)  # of layers; of the last norm and the head
+    assert waits.activations_on_host == inputs + last
+    assert there.activations_on_host == 0
+    assert waits.total < there.total - 0.8 * inputs
+    parts = {part.name: (part.place, part.num_bytes) for part in host_parts(memory_of(shown), shown.plan)}
+    at_most = 2 * 8 * waits.activations_on_host
+    assert parts["activations (trainer.activation_offload), at most"] == ("pinned", at_most)
+
+
 def test_large_micro_batches_without_recomputing_are_chosen_where_they_fit(view: Callable[..., MemoryView]) -> None:
     small = memory_of(view(SMALL)).config
     assert (small.trainer.activation_checkpointing, small.trainer.max_tokens_per_microbatch) == (False, 32768)

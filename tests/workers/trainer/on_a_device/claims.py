@@ -38,6 +38,7 @@ from penstock.algorithms.preference.pair_losses import bradley_terry_loss, dpo_l
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.assembly import TrainerParts, assemble_scorer, assemble_trainer
+from penstock.workers.trainer.engines import devices
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
@@ -60,6 +61,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "offloaded in bfloat16": {"offload": True, "dtype": "bfloat16"},
     "with adapters": {"lora": LoraConfig(rank=2)},
     "that recomputes activations": {"activation_checkpointing": True},
+    "that keeps activations on the host": {"activation_offload": True},
+    "that keeps inputs of layers on the host": {"activation_offload": True, "activation_checkpointing": True},
     "with tiles of logits": {"logprob_chunk_mib": 0.01},
 }
 POLICY_LOSSES = {
@@ -151,6 +154,24 @@ def a_critic_and_a_reward_model_are_trained_there() -> None:
         assert_near(*(trainer.update(rows_of(), loss).metrics for trainer in trainers), 1e-4)
         assert_near(*(dict(enumerate(trainer.values(rows_of()))) for trainer in trainers), 1e-4)
         assert_near(*({"scores": trainer.scores(rows_of())} for trainer in trainers), 1e-4)
+
+
+def kept_activations_are_not_there_when_backward_begins() -> None:
+    found = []
+    for options in ({}, {"activation_offload": True}):
+        trainer, seen = made(**options), []
+        backward = trainer.engine.backward
+
+        def noted(loss: Tensor, seen: list[int] = seen, backward: Any = backward) -> None:
+            seen.append(live_bytes())
+            backward(loss)
+
+        with patch.object(trainer.engine, "backward", noted):
+            trainer.update(rows_of(), ppo_clip_loss)
+        trainer.leave_device()
+        found.append(seen)
+        assert_nothing_there()
+    assert max(found[1]) < 0.7 * max(found[0]), found
 
 
 def kept_copies_bring_another_rank_to_the_same_bits() -> None:
@@ -273,6 +294,7 @@ def claims() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"{every_loss_is_computed_there.__name__}: {loss}", partial(every_loss_is_computed_there, loss)
     for alone in (
         a_critic_and_a_reward_model_are_trained_there,
+        kept_activations_are_not_there_when_backward_begins,
         kept_copies_bring_another_rank_to_the_same_bits,
         a_save_under_way_keeps_nothing_there,
         publications_and_exports_come_from_there,
@@ -294,6 +316,7 @@ def failure_of(claim: Callable[[], None]) -> str | None:
 if __name__ == "__main__":
     PATHS.extend(map(Path, sys.argv[1:3]))
     torch.set_num_threads(1)
+    devices.MIN_BYTES = 0
     gc.freeze()  # what is imported is no garbage, and is not looked through each time
     Ranks.join(TrainerConfig())  # the process group, which all trainers share
     # torch's own events and streams are of C++; here all is done when it returns.
