@@ -11,6 +11,7 @@ from rich.table import Table
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.run_memory import GIB
 from penstock.orchestrator.planning.asked import nodes_here, overrides_of, search_of
+from penstock.orchestrator.planning.played import best_classes
 from penstock.orchestrator.planning.search import Plan, Search, another_class, plan_of
 from penstock.orchestrator.planning.steady import Estimate
 
@@ -32,7 +33,7 @@ def with_plan(overrides: Sequence[str], console: Console) -> list[str]:
     where nothing fits, or there are no GPUs."""
     words = [word for word in overrides if word != AUTO_PLAN]
     search = search_of(load_config(words), None, None, nodes_here())
-    best = plan_of(search)
+    best = best_classes(search)[0]
     keys = overrides_of(search, best.candidate.keys)
     console.print(f"plan: {described(best)}, about {why(best)}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"      {shlex.join(keys)}", highlight=False, markup=False, soft_wrap=True)
@@ -48,8 +49,8 @@ def wide_console() -> Console:
 def show(search: Search, console: Console, overrides: Sequence[str], most: int = MOST_ROWS) -> list[str]:
     """Print all of it. `overrides`: those that the command was given. Returns all of the best plan's. Raises
     `ResourceError` where nothing fits."""
-    best, classes = plan_of(search), search.best()
-    lengths = search.lengths
+    classes, lengths = best_classes(search), search.lengths
+    best = classes[0]
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(
         f"{len(search.plans)} plans fit {_cluster(search)}, {len(search.refused)} do not. Responses of "
@@ -63,10 +64,11 @@ def show(search: Search, console: Console, overrides: Sequence[str], most: int =
     if refused := _refused(search):
         say(f"  {refused}")
     for what, plan in another_class(search):
-        gain = best.step_s / plan.step_s
-        say(f"With {what} a step would take {plan.step_s:.1f} s ({gain:.2f}x).")
+        gain = plan_of(search).step_s / plan.step_s
+        say(f"With {what} a step would take about {best.step_s / gain:.1f} s ({gain:.2f}x).")
     say(
-        "\nSeconds come from rates on paper and usual shares of them (docs/planning.md): ratios are truer than seconds."
+        "\nThe first plans were played by the simulator. Seconds come from rates on paper and usual shares of them: "
+        "ratios are truer (docs/planning.md)."
     )
     chosen = [*overrides, *overrides_of(search, best.candidate.keys)]
     say(f"\n{shlex.join(['penstock', 'run', *chosen])}")

@@ -140,7 +140,7 @@ def test_the_command_says_the_plan_why_others_lost_and_how_to_run_it(
     said = capsys.readouterr().out
     assert "The best is" in said
     assert "x the time:" in said
-    assert "With max_staleness=1 a step would take" in said
+    assert "With max_staleness=1 a step would take about" in said
     assert f"penstock run {' '.join(file.read_text().split())}" in said
     assert dataflow_of(load_config(file.read_text().split()))
     assert main(["plan", *WORDS, "--cluster", "2x8:h10"]) == 2
