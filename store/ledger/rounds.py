@@ -52,6 +52,8 @@ class Rounds:
         self._newest: dict[str, int] = {}
         self._again: list[list[int]] = []
         """Groups of batches that were taken back, each to be formed again as it was, the last one first."""
+        self._lags = -1
+        """A group that lagged at the last look for a batch: as long as it does, and waits, strict order has none."""
         self.last_batch: list[int] = []
         """Row ids of the batch trained last, ascending; they stay resident until the next one is."""
         self.staleness_max = 0
@@ -195,6 +197,7 @@ class Rounds:
             begin_again(residents, group, effects)
         self.formed -= 1
         self._again.append(sorted(group.id for group in groups))
+        self._lags = -1  # groups before it wait again: there may be a batch of these
         made.void = True
         effects.rounds |= 1 << lease.stage
         del self._rounds[made.stage][made.number], self.by_lease[made.lease_id]
@@ -227,6 +230,9 @@ class Rounds:
             return None
         if self._again and all(self._is_complete(stage, group) for group in self._again[-1]):
             return list(self._again[-1])
+        lags = self._lags
+        if spec.window == 1 and lags in residents.waiting and not self._is_complete(stage, lags):
+            return None  # as at the last look: nothing overtakes it
         residents.first_waiting()
         return choose_groups(
             residents.head,
@@ -234,13 +240,16 @@ class Rounds:
             spec.groups_per_step,
             spec.window,
             residents.waiting.__contains__,
-            lambda group: self._is_complete(stage, group),
+            lambda group: self._is_complete(stage, group, notes=True),
         )
 
-    def _is_complete(self, stage: StageQueue, group: int) -> bool:
-        """Return whether a group waits for a batch, and could be in one."""
+    def _is_complete(self, stage: StageQueue, group: int, notes: bool = False) -> bool:
+        """Return whether a group waits for a batch, and could be in one. `notes`: remember it if not."""
         known = self._residents.groups.get(group)
-        return known is not None and known.free[stage.index] != 0
+        is_complete = known is not None and known.free[stage.index] != 0
+        if notes and not is_complete:
+            self._lags = group
+        return is_complete
 
     def _count_staleness(self, groups: list[Group]) -> None:
         versions = Counter(chain.from_iterable(group.of_live(group.oldest) for group in groups))

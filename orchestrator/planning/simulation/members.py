@@ -116,7 +116,10 @@ class StageActor:
         rows = [row for lease in leases for row in self._store.ledger.rows_of(lease)]
         seconds = self._durations.stage_s(self.stage, len(rows), tokens_of(self._store, rows))
         self.busy_s += seconds
-        self._clock.at(self._clock.now + seconds, self._finish, leases)
+        if seconds:
+            self._clock.at(self._clock.now + seconds, self._finish, leases)
+        else:
+            self._finish(leases)
 
     def _finish(self, leases: list[HeldLease]) -> None:
         for lease in leases:

@@ -64,18 +64,14 @@ class Account:
     def trained(self, step: SimulatedStep) -> None:
         groups, size = self._store.ledger.residents.groups, self._store.ledger.residents.size
         notes = self._store.notes
-        version, tokens, rows = step.step - 1, 0, 0
-        ages: defaultdict[int, int] = defaultdict(int)
-        for part in step.parts:
-            rows += len(part)
-            for row in part:
-                group, index = row // size, row % size
-                length = groups[group].response_tokens[index]
-                tokens += length
-                if sums := notes[group].version_sums:
-                    self._staleness_sum += version * length - sums[index]
-                    ages[version - groups[group].oldest[index]] += 1
-        self._staleness.update(ages)
+        version, tokens, rows = step.step - 1, 0, sum(map(len, step.parts))
+        for number in {row // size for part in step.parts for row in part}:
+            group = groups[number]
+            of_group = sum(group.of_live(group.response_tokens))
+            tokens += of_group
+            if sums := notes[number].version_sums:
+                self._staleness_sum += version * of_group - sum(group.of_live(sums))
+                self._staleness.update(version - oldest for oldest in group.of_live(group.oldest))
         self._all_tokens += tokens
         if step.step > self._num_first:
             self._tokens += tokens

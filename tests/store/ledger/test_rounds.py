@@ -187,6 +187,20 @@ def test_a_batch_that_lost_a_group_is_formed_again_in_order() -> None:
     assert driver.train(0) == [0, 1, 2, 3]
 
 
+def test_a_group_that_lagged_holds_up_no_batch_of_groups_that_came_back() -> None:
+    """Groups 0 to 2 are complete, and 3 lags. Group 0 is lost with its node, and its batch comes back: 1 and 2 are the
+    next."""
+    driver = Driver(make_spec(max_active_groups=4))
+    driver.admit(3)
+    driver.compute_all()
+    driver.admit(1)
+    made = driver.ledger.lease_shared("train", 0, 1, 1, "trainer", 0.0)
+    assert driver.ledger.lease_shared("train", 1, 1, 1, "trainer", 0.0) is None  # 2 alone; 3 lags
+    driver.ledger.lost({0: {"prompt_ids": 0b11}}, 0.0)
+    driver.ledger.release(made.lease_id)
+    assert driver.train(0) == [2, 3, 4, 5]
+
+
 def test_trainers_that_replace_others_begin_after_the_last_step_of_all_ranks() -> None:
     driver = Driver(make_spec(max_active_groups=8))
     driver.admit(8)
