@@ -2,8 +2,8 @@
 one kind, played on the nodes as they are.
 
 Who ignores kinds gets ranks on whichever nodes come first, so that both orders are played, and takes all for the kind
-with which the plan fits in both, and then the one with which their mean is better. Ranks that are on several kinds are
-as slow as the slowest. Engines share by speed in any case. The bar was written down before: 1.3x on both.
+with which the plan fits in more of them, then for that with which their mean is better. Ranks that are on several kinds
+are as slow as the slowest. Engines share by speed in any case. The bar was written down before: 1.3x on both.
 """
 
 from collections.abc import Sequence
