@@ -171,6 +171,8 @@ class OnNode:
     async def address(self) -> str:
         return "somewhere"
 
+    def close(self) -> None: ...
+
 
 class Rollout(OnNode, scripted.Rollout):
     async def load(self, publication: Publication, epoch: int) -> None:

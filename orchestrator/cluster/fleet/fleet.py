@@ -6,6 +6,7 @@ loop.
 """
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ from penstock.orchestrator.cluster.ray_calls import Handles, answers, get_all, o
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.service.actor import STORE
 from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
+
+LEAST_GRACE_S = 5.0
+"""Seconds to end that the store and the agents have in any case: large files take some to be removed."""
 
 
 class Fleet(MemberTable):
@@ -299,10 +303,10 @@ class Fleet(MemberTable):
         return super().role(role, stage)
 
     def close(self) -> None:
-        """End every actor: ask first, kill what does not answer in time. Never raises for an actor that is dead
-        already."""
-        grace_s = self.config.cluster.shutdown_timeout_s
-        refs = []
+        """End every actor: ask first, kill what does not answer in time. The time is that of all together: who hangs
+        takes it from the others, which need moments. Never raises for an actor that is dead already."""
+        grace_s, refs = self.config.cluster.shutdown_timeout_s, []
+        deadline = time.monotonic() + grace_s
         handles = self.all_handles()
         for handle in handles:
             with contextlib.suppress(RayError):
@@ -312,8 +316,8 @@ class Fleet(MemberTable):
         for handle in handles:
             self.owner.end(handle)
         if self.store_process is not None:
-            self.store_process.end(grace_s)
-        self.agents.close(grace_s)
+            self.store_process.end(max(LEAST_GRACE_S, deadline - time.monotonic()))
+        self.agents.close(max(LEAST_GRACE_S, deadline - time.monotonic()))
         if self._reservation is not None:
             self._reservation.release()
         self.owner.close()
