@@ -159,7 +159,8 @@ class Policy(Model):
     async def _bring(self, version: int) -> None:
         if self.version == 0:
             await self._weights.connect()
-        await self._weights.load(await self._weights.publish(version))
+        await self._weights.begin(version)
+        await self._weights.load(await self._weights.finish(version))
 
     def export(self, directory: str | Path) -> None:
         """Write the weights as a HF model."""

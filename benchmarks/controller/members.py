@@ -195,10 +195,13 @@ class PlayedRank(Member):
     async def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
         return ChunkPlan([], [], [], 1)
 
-    async def publish(self, root: str, version: int, epoch: int) -> Publication:
+    async def begin_publishing(self, root: str, version: int, epoch: int) -> None:
+        self._publication = Publication(f"{root}/{version}", version)
+
+    async def finish_publishing(self, version: int, epoch: int) -> Publication:
         with self._phases.within(PUBLISHING):
             await asyncio.sleep(PUBLISH_S)
-        return Publication(f"{root}/{version}", version)
+        return self._publication
 
     async def token_values(self, step: int) -> None:
         return None

@@ -1,8 +1,8 @@
 """The weight sync: brings versions of the weights from the trainer's ranks to the engines.
 
-    shm:      ranks write the publication ─▶ (training may go on) ─▶ engines load it
+    shm:      begin: ranks have their copies ─▶ (training may go on) ─▶ finish: it is sealed ─▶ engines load it
               (between nodes, relays bring it to the engines' while it is written: `nodes/weight_relays.py`)
-    streams:  ranks send ‖ engines receive, both before the next update
+    streams:  finish: ranks send ‖ engines receive, before the next update
 
 What the two sides do is in `workers/weights/`; here are the order of the calls, and their deadlines.
 """
@@ -25,7 +25,7 @@ from penstock.workers.weights.transport import Delivery
 
 
 class WeightSync:
-    """Lifecycle: `connect` once the fleet is started; then `publish` and `load` for each version."""
+    """Lifecycle: `connect` once the fleet is started; then `begin`, `finish` and `load` for each version."""
 
     def __init__(self, fleet: Fleet, config: RunConfig) -> None:
         self._fleet, self._config, self._epoch = fleet, config, fleet.owner.epoch
@@ -35,6 +35,8 @@ class WeightSync:
         self._transport = choose_transport(config) if self.has_engines else "shm"
         self._streams = self._transport in STREAMS
         self._timeout_s = config.weights.phase_timeout_s
+        self.goes_on_beside = self.has_engines and not self._streams
+        """True if weights may change, and ranks compute, between `begin` and `finish`."""
         self._relays: WeightRelays | None = None
         self._newest: Delivery | None = None
         """The delivery that engines load, or have loaded, last."""
@@ -69,16 +71,23 @@ class WeightSync:
         """True if a node that the newest version comes from has left."""
         return self._relays is not None and bool(self._relays.lost_sources)
 
-    async def publish(self, version: int) -> Delivery:
-        """Do all that must be done before weights change again: the publication, or the whole transfer. Nothing where
-        there are no engines: a version that none loads is not written."""
+    async def begin(self, version: int) -> None:
+        """Have the ranks take what a publication consists of, and write it. Nothing where there are no engines: a
+        version that none loads is not written."""
+        if not self.has_engines or self._streams:
+            return
+        await self._between_nodes.begin(version, self._trainers, self._engines)
+        arguments, phase = (str(self._root), version, self._epoch), f"begin to publish version {version}"
+        await self._all(self._trainers, "begin_publishing", arguments, phase, SYNC_PHASES)
+
+    async def finish(self, version: int) -> Delivery:
+        """Wait until the version that was begun is published. A stream is the whole transfer."""
         if not self.has_engines:
             return Publication("", version)
         phase = f"publish version {version}"
         if not self._streams:
-            await self._between_nodes.begin(version, self._trainers, self._engines)
-            arguments = str(self._root), version, self._epoch
-            publications = await self._all(self._trainers, "publish", arguments, phase, SYNC_PHASES)
+            arguments = version, self._epoch
+            publications = await self._all(self._trainers, "finish_publishing", arguments, phase, SYNC_PHASES)
             return cast(Delivery, publications[0])
         delivery = cast(Delivery, (await self._all(self._trainers, "prepare", (version,), phase))[0])
         calls = [(name, handle.send.remote(version)) for name, handle in self._trainers]

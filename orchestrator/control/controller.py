@@ -3,7 +3,7 @@
     Prompts ──▶ Store ◀──▶ Rollout-i, Reward-i, Compute-…, Scorer-reference-r      pull by leases, all the time
                   ▲
                   └──▶ Trainer-policy-r      one call a `step`: leases the batch, updates, reports
-                            │ publish v+1 (shared memory)
+                            │ publish v+1 (shared memory): the next step may begin once the ranks have copies
                             ▼
                        Rollout-i.load        verify, pause, load, resume; then the store hears `served(v+1)`, which
                                              gives the Prompts their credits back
@@ -47,11 +47,10 @@ from penstock.orchestrator.membership.scaling import AutoscalerFollower, Scaling
 from penstock.orchestrator.membership.store_recovery import StepJournal, StoreRecovery
 from penstock.orchestrator.membership.supervisor import EngineDirectory, Supervisor
 from penstock.orchestrator.membership.takeover import TakeoverPoint
-from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
+from penstock.orchestrator.membership.trainer_recovery import Incarnation, TrainerRecovery
 from penstock.orchestrator.observability.reporting.metrics import joined, update_metrics
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink
 from penstock.workers.trainer.report import StepReport
-from penstock.workers.weights.transport import Delivery
 
 
 @dataclass
@@ -112,8 +111,9 @@ class Controller:
         self._states = MemoryCheckpoints(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
         self._ranks = TrainerRecovery(context, self._restarts, self._stores, self._supervisor, self._states, connect)
         self._versions = Versions(
-            self._weights, self._ranks, self._turns, self._stores, self.directory.timeline, self._before
-        )
+            self._weights, self._ranks, self._turns, self._stores, self.directory.timeline, self._before,
+            beside=config.max_staleness > 0,
+        )  # fmt: skip
         self._engines = EngineDirectory(fleet)
         self._stop = False
         time_s = faults.preemption_s if config.checkpoint.every_steps else 0.0
@@ -179,8 +179,8 @@ class Controller:
             await self._observer.sample(step, reports)
             phases |= await self._save_if_due(step, reports)
             await self.fleet.owner.renew()  # ranks that another command drives may be at the next step
-            delivery, phases["publish"] = await self._versions.publish(step)
-            finishing = tasks.create_task(held_back(self._finish(step, reports, delivery, phases)))
+            phases["publish"] = await self._versions.publish(step)
+            finishing = tasks.create_task(held_back(self._finish(step, reports, phases)))
             if self.config.max_staleness == 0 or self._may_stop(step):
                 await finishing
             await self._observer.close(step)
@@ -218,8 +218,8 @@ class Controller:
             await self._ranks.with_ranks(lambda: self._saving.adopt(due, metrics))
             if not is_done:  # the loop goes on with it
                 return
-        delivery, _ = await self._versions.publish(self._before)
-        await self._versions.load(delivery)
+        await self._versions.publish(self._before)
+        await self._versions.load(await self._versions.seal())
         await self._versions.tell(self._before)
 
     async def _train(self, step: int) -> tuple[Sequence[StepReport], dict[str, float]]:
@@ -238,11 +238,20 @@ class Controller:
             except PenstockError as failure:
                 await self._ranks.recovered(failure, incarnation)
                 continue
+            if not await self._counts(incarnation):
+                continue
             await self._journal.note(step, reports)
             await self._stores.trained(step, reports, incarnation.store)
             tokens = sum(int(report.rows.response_tokens_N.sum()) for report in reports)
             self._recoveries.time.trained(step, tokens, time.monotonic(), len(self.fleet.role("rollout")))
             return reports, {"partner": copied_s} if copied_s else {}
+
+    async def _counts(self, incarnation: Incarnation) -> bool:
+        """Wait until the version of the step before is sealed: a step that all ranks of this incarnation have made
+        counts then. False: ranks were lost meanwhile, and others have the step before."""
+        await self._versions.sealed()
+        await self._ranks.when_back()
+        return self._ranks.incarnation.ranks == incarnation.ranks
 
     async def _update(self, step: int) -> list[StepReport]:
         self._restarts.step = step
@@ -277,14 +286,15 @@ class Controller:
         self.directory.timeline.span("trainer", "save", start, time.time(), step=step)
         return {"checkpoint": seconds}
 
-    async def _finish(
-        self, step: int, reports: Sequence[StepReport], delivery: Delivery, phases: dict[str, float]
-    ) -> None:
+    async def _finish(self, step: int, reports: Sequence[StepReport], phases: dict[str, float]) -> None:
         """Bring the version that the step made to the engines, evaluate if due, tell the store, write the numbers.
         `phases`: seconds of what the step had besides its update."""
+        started = time.monotonic()
+        delivery = await self._versions.seal()
+        phases["publish"] += time.monotonic() - started
         phases["publish"] += await self._versions.load(delivery)
         evaluated, evaluation_s = await self._evaluate_if_due(step)  # of one version: prompts of the next come after it
-        await self._versions.tell(delivery.version)
+        await self._versions.tell(step)
         phases |= {"evaluation": evaluation_s} if evaluated else {}
         self.outcome.last_metrics = await self._observer.written(step, reports, phases, evaluated)
         self._journal.written(step)

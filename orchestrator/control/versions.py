@@ -1,11 +1,17 @@
 """Brings versions of the weights from the trainer's ranks to the engines, and tells the store, also where ranks are
 lost on the way: the step that a version came from is trained, so others publish it again.
 
-    publish ─▶ the ranks may go on      load ─▶ every engine serves it      tell ─▶ the store may admit prompts
+    publish ─▶ the ranks may go on      seal ─▶ the next step counts, once it is made
+                                        load ─▶ every engine serves it      tell ─▶ the store may admit prompts
+
+With `max_staleness=0`, and where weights are streamed, `publish` waits for the seal, too. A step is not noted before
+the version of the step before is sealed. So ranks that take the place of lost ones have the step of the version that is
+not sealed, and publish it again before they make another.
 
 The calls of the transfer are in `cluster/weight_sync.py`; ranks are replaced by `membership/trainer_recovery.py`.
 """
 
+import asyncio
 import time
 from typing import Any
 
@@ -20,8 +26,8 @@ from penstock.workers.weights.transport import Delivery
 
 
 class Versions:
-    """Lifecycle: `publish`, `load` and `tell` for each version, one after the other; the ranks may make the next step
-    once it is published."""
+    """Lifecycle: `publish`, `seal`, `load` and `tell` for each version, one after the other; the ranks may make the
+    next step once it is published, and whoever counts that step waits for `sealed` first."""
 
     def __init__(
         self,
@@ -31,11 +37,18 @@ class Versions:
         stores: StoreRecovery,
         timeline: Timeline,
         before: int,
+        beside: bool = False,
     ) -> None:
-        """`before`: the last step before this process."""
+        """`before`: the last step before this process. `beside`: the ranks need not wait until a version is sealed."""
         self._weights, self._ranks, self._turns = weights, ranks, turns
         self._stores, self._timeline = stores, timeline
         ranks.republish = self._republish
+        self._goes_on = beside and weights.goes_on_beside
+        self._unsealed: int | None = None
+        """The version that ranks have begun to publish."""
+        self._delivery: Delivery | None = None
+        """The delivery of the version that was sealed last."""
+        self._is_sealed = asyncio.Event()
         self._told = before
         """The newest version that the store was told of, which every engine serves."""
         self._on_its_way: Delivery | None = None
@@ -46,13 +59,33 @@ class Versions:
         on_its_way = self._on_its_way.version if self._on_its_way is not None else None
         return {"told": self._told, "loading": on_its_way, "serving": dict(self._weights.serving)}
 
-    async def publish(self, version: int) -> tuple[Delivery, float]:
-        """Publish the ranks' weights as a version. Returns its delivery and the seconds. The ranks may then go on to
-        the next step."""
+    async def publish(self, version: int) -> float:
+        """Publish the ranks' weights as a version. Returns the seconds for which the ranks could not go on to the next
+        step."""
         start = time.time()
-        delivery = await self._ranks.with_ranks(lambda: self._weights.publish(version))
+        await self._ranks.with_ranks(lambda: self._weights.begin(version))
+        self._unsealed = version
+        self._is_sealed.clear()
+        if not self._goes_on:
+            await self._seal(version)
         self._timeline.span("trainer", "publish", start, time.time(), version=version)
-        return delivery, time.time() - start
+        return time.time() - start
+
+    async def seal(self) -> Delivery:
+        """Wait until the version that was published last is sealed. Returns its delivery."""
+        if (version := self._unsealed) is not None:
+            start = time.time()
+            await self._seal(version)
+            self._timeline.span("weights", "publish", start, time.time(), version=version)
+        assert self._delivery is not None
+        return self._delivery
+
+    async def sealed(self) -> None:
+        """Wait until `seal`, which another task waits for, has come to its end. At once where nothing is under way."""
+        if (version := self._unsealed) is not None:
+            start = time.time()
+            await self._is_sealed.wait()
+            self._timeline.span("trainer", "wait for the version before", start, time.time(), version=version)
 
     async def load(self, delivery: Delivery) -> float:
         """Have every engine load the version. Returns the seconds."""
@@ -80,15 +113,28 @@ class Versions:
         await self._stores.served(version)
         self._told = version
 
+    async def _seal(self, version: int) -> None:
+        self._delivery = await self._ranks.with_ranks(lambda: self._weights.finish(version))
+        self._unsealed = None
+        self._is_sealed.set()
+
     async def _republish(self, trained: int, failure: PenstockError) -> None:
-        """Publish the version of that step again, if part of the newest one is gone. Raises the failure where the
-        newest is another version, which no rank has any more."""
-        if not self._weights.is_cut_off:
+        """Publish the version of that step again, if it is not sealed, or part of the newest one is gone. Raises the
+        failure where the newest is another version, which no rank has any more."""
+        if self._unsealed is not None:
+            if trained != self._unsealed:
+                raise failure
+            await self._weights.begin(trained)  # `seal` waits for the rest
+        elif not self._weights.is_cut_off:
             return
-        if self._on_its_way is None:
+        elif self._on_its_way is None:
             if trained == self._told:  # else the next one comes at once
-                await self._weights.load(await self._weights.publish(trained))
+                await self._weights.load(await self._again(trained))
         elif trained == self._on_its_way.version:
-            self._on_its_way = await self._weights.publish(trained)
+            self._on_its_way = await self._again(trained)
         elif self._weights.has_lost_a_source:
             raise failure
+
+    async def _again(self, version: int) -> Delivery:
+        await self._weights.begin(version)
+        return await self._weights.finish(version)

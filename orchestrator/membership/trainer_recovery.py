@@ -64,8 +64,8 @@ class TrainerRecovery:
         """Deadline for ranks to read their copies."""
         self._num_before = 0
         self.republish: Callable[[int, PenstockError], Awaitable[None]] = _nothing
-        """Called with the step that new ranks have and the failure that they have come for: makes the newest version
-        whole again. Raises the failure where that cannot be."""
+        """Called with the step that new ranks have and the failure that they have come for, before they make another
+        step: publishes a version that is not sealed or not whole again. Raises the failure where that cannot be."""
 
     @property
     def incarnation(self) -> Incarnation:

@@ -37,7 +37,8 @@ class NotingActors:
         return [f"{call.name} {call.method}" for call in self.calls]
 
     def handle(self, name: str) -> FakeHandle:
-        answers = {"publish": lambda root, version, epoch: Publication("v", version), **self._answers.get(name, {})}
+        published = {"finish_publishing": lambda version, epoch: Publication("v", version)}
+        answers = published | {**self._answers.get(name, {})}
         return FakeHandle(None, name, self.calls, **answers)
 
     def role(self, role: str) -> list[tuple[str, FakeHandle]]:

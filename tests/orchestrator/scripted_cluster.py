@@ -200,12 +200,7 @@ class Trainer(OnNode, scripted.Trainer):
         return (node,)
 
     async def finish_publishing(self, version: int, epoch: int) -> Publication:
-        publication: Publication = await super().finish_publishing(version, epoch)  # type: ignore[misc]
-        self.agent.versions.add(version)
-        return publication
-
-    async def publish(self, root: str, version: int, epoch: int) -> Publication:
-        publication: Publication = await super().publish(root, version, epoch)
+        publication: Publication = await super().finish_publishing(version, epoch)
         self.agent.versions.add(version)
         return publication
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import io
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -36,7 +37,7 @@ from penstock.store.epoch import Epoch
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.progress import IDLE, SERVING, UPDATING, WAITING, Phases, Progress
+from penstock.workers.progress import IDLE, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication, Sampling
@@ -163,9 +164,12 @@ class Trainer(Member):
         self._phases = Phases()
         self._phases.enter(IDLE)
         self._leasing: asyncio.Task[SharedLease | None] | None = None
+        self._publishing: asyncio.Task[None] | None = None
 
     async def progress(self) -> Progress:
-        return self._phases.progress()
+        said = self._phases.progress()
+        is_free = said.phase in (IDLE, WAITING) and self._publishing is not None and not self._publishing.done()
+        return replace(said, phase=PUBLISHING) if is_free else said
 
     async def step(self, step: int, records_tokens: bool, epoch: int) -> StepReport | None:
         self._epoch.check(epoch)
@@ -215,10 +219,22 @@ class Trainer(Member):
     async def after_step(self) -> int | None:
         return self._after
 
-    async def publish(self, root: str, version: int, epoch: int) -> Publication:
+    async def begin_publishing(self, root: str, version: int, epoch: int) -> None:
+        """The writing goes on though nobody asks for it, as a thread's does."""
         self._epoch.check(epoch)
-        await self._pause(1.0)
-        return Publication(root, version)
+        assert self._after in (0, version)
+        assert self._publishing is None or self._publishing.done()
+        with self._phases.within(PUBLISHING):
+            await self._pause(0.5)
+        self._publishing = asyncio.create_task(self._pause(4.0))  # type: ignore[arg-type]
+        self._published = Publication(root, version)
+
+    async def finish_publishing(self, version: int, epoch: int) -> Publication:
+        self._epoch.check(epoch)
+        assert self._publishing is not None
+        assert self._published.version == version
+        await asyncio.shield(self._publishing)
+        return self._published
 
     async def begin_saving(self, place: str, epoch: int) -> bool:
         self._epoch.check(epoch)

@@ -1,7 +1,7 @@
 """`Trainer-<model>-<rank>` and `Scorer-<stage>-<rank>`: the Ray shells around the parts of one rank, made by
 `assembly.py`.
 
-    Trainer   is driven:  step ─▶ worker   begin_saving ─▶ state   publish ─▶ trainer   prepare, send ─▶ transport
+    Trainer   is driven:  step ─▶ worker   begin_saving ─▶ state   begin_publishing ─▶ trainer   send ─▶ transport
     Scorer    serves:     run ─▶ worker, until the store closes
 
 All ranks of a model get the same calls in the same order; torch.distributed does the rest between them. What is called
@@ -13,13 +13,14 @@ is made.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
 
 from penstock.conf.errors import NotStarted
-from penstock.conf.weights import WeightsConfig
+from penstock.conf.weights import SYNC_PHASES, WeightsConfig
 from penstock.metering.ray_export import exported
 from penstock.network.machine import free_address
 from penstock.store.client.sync import SyncStoreClient
@@ -28,7 +29,17 @@ from penstock.store.epoch import Epoch
 from penstock.workers.cpu import prepare_for_torch
 from penstock.workers.files import SavedFile
 from penstock.workers.processes import ProcessId, register
-from penstock.workers.progress import EXPORTING, IDLE, PUBLISHING, RESUMING, SAVING, SERVING, Phases, Progress
+from penstock.workers.progress import (
+    EXPORTING,
+    IDLE,
+    PUBLISHING,
+    RESUMING,
+    SAVING,
+    SERVING,
+    WAITING,
+    Phases,
+    Progress,
+)
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer.report import StepReport, TokenValues
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
@@ -95,9 +106,9 @@ class _Rank:
 
 class Trainer(_Rank):
     """Lifecycle: `address` on the first of several ranks, `start` on all with it, `attach` where there is a store, then
-    `step`, `publish` and the rest, then `close`. Calls that change a run carry the `epoch` of the command that makes
-    them (`store/epoch.py`), and raise `TakenOver` for an older one. Streams have none: no other command takes them
-    over."""
+    `step`, `begin_publishing` and the rest, then `close`. Calls that change a run carry the `epoch` of the command that
+    makes them (`store/epoch.py`), and raise `TakenOver` for an older one. Streams have none: no other command takes
+    them over."""
 
     _spec: TrainerSpec
 
@@ -193,11 +204,19 @@ class Trainer(_Rank):
         with self._together("plan publications"):
             return self._parts.trainer.plan_chunks(node, num_receivers)
 
-    def publish(self, directory: str, version: int, epoch: int = 0) -> Publication:
-        """Write a version of the weights into shared memory, below `directory`. Collective. Raises `WeightError`."""
+    def begin_publishing(self, directory: str, version: int, epoch: int = 0) -> None:
+        """Begin to write a version of the weights into shared memory, below `directory`: when this returns, they may
+        change. Collective. Raises `WeightError`."""
         self._epoch.check(epoch)
         with self._phases.within(PUBLISHING), self._together(f"publish version {version}"):
-            return self._parts.trainer.publish(directory, version)
+            self._parts.trainer.begin_publishing(directory, version)
+
+    def finish_publishing(self, version: int, epoch: int = 0) -> Publication:
+        """Wait for what `begin_publishing` started; may run beside `step`. Raises `WeightError`, `DeadlineExceeded`,
+        `PartnerGone`."""
+        self._epoch.check(epoch)
+        with self._collective(f"publish version {version}", self._parts.trainer.ranks):
+            return self._parts.trainer.finish_publishing(version, SYNC_PHASES * self._spec.phase_timeout_s)
 
     def free_address(self) -> str:
         """Return `host:port` on this node for a transport that has to be told where to listen."""
@@ -239,11 +258,16 @@ class Trainer(_Rank):
             return self._parts.trainer.export(directory)
 
     def progress(self) -> Progress:
-        """Rows trained, and rows of the present batch. May be called at any time."""
-        worker = self._started.worker if self._started is not None else None
-        if worker is None:
+        """Rows trained, and rows of the present batch. A rank with nothing else to do publishes, while it does. May be
+        called at any time."""
+        if self._started is None:
             return self._phases.progress()
-        return self._phases.progress(worker.num_rows, worker.num_in_flight, worker.tokens_in_flight)
+        worker = self._started.worker
+        said = self._phases.progress(worker.num_rows, worker.num_in_flight, worker.tokens_in_flight)
+        published_s = self._started.trainer.publisher.seconds_under_way
+        if published_s is None or said.phase not in (IDLE, WAITING):
+            return said
+        return replace(said, phase=PUBLISHING, phase_s=published_s)
 
     def close(self) -> None:
         """Disconnect from engines and ranks, if there are any."""

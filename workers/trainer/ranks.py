@@ -118,9 +118,17 @@ class Ranks:
         """Gather a small picklable value of every rank, in order of rank. Collective."""
         return _gather(value, self.num_ranks)
 
-    def barrier(self) -> None:
+    def barrier(self, group: dist.ProcessGroup | None = None) -> None:
+        """Wait for all ranks. `group`: a process group of all of them, from `group_beside`."""
         if self.num_ranks > 1:
-            dist.barrier()
+            dist.barrier(group=group)
+
+    def group_beside(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+        """Make a process group of all ranks for another thread: its collectives come between no others. `timeout`: of
+        each; None: as of all others. None where there is one rank. Collective."""
+        if self.num_ranks == 1:
+            return None
+        return dist.new_group(backend="gloo", timeout=timeout or self.timeout)
 
     def leave(self) -> None:
         if self.owned:

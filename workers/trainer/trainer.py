@@ -2,7 +2,7 @@
 where (`engines/engine.py`).
 
     update(rows, loss):  rows ─▶ minibatches of whole groups ─▶ micro-batches ─▶ forward, loss, backward ─▶ clip, AdamW
-    publish(root, v):    each rank writes its shard into shared memory (`publishing.py`)
+    publish(root, v):    each rank writes its shard into shared memory, beside the next update (`publishing.py`)
 
 How rows are cut into micro-batches and spread over ranks changes no result but for rounding: losses are divided by
 totals over all ranks, gradients are sums.
@@ -243,11 +243,20 @@ class PolicyTrainer:
         return UpdateReport(metrics, len(rows), num_tokens, dict(seconds))
 
     def publish(self, directory: str, version: int) -> Publication:
-        """Write version `version` under the root `directory`, every rank its shard. On one node it is sealed then;
-        relays between nodes seal it later. The model, or with `trainer.lora.publish=adapter` the adapter alone.
-        Collective."""
+        """Publish a version, and wait until that is done. Collective."""
+        self.begin_publishing(directory, version)
+        return self.finish_publishing(version, self.ranks.timeout.total_seconds())
+
+    def begin_publishing(self, directory: str, version: int) -> None:
+        """Begin to write version `version` under the root `directory`, every rank its shard: the model, or with
+        `trainer.lora.publish=adapter` the adapter alone. The weights may change when this returns. Collective."""
         with self._phase(f"publication of version {version}"):
-            return self.publisher.publish(directory, version)
+            self.publisher.begin(directory, version)
+
+    def finish_publishing(self, version: int, timeout_s: float) -> Publication:
+        """Wait until it is written. On one node it is sealed then; relays between nodes seal it later. May be called
+        beside the next update, and again."""
+        return self.publisher.finish(version, timeout_s)
 
     @property
     def publication_bytes(self) -> int:

@@ -6,8 +6,8 @@
                           send(version)                  ‖    load(delivery)
                             └─ part, part, …, end ──────────▶ deliver(part)
 
-`shm` writes the whole version in `prepare`, while engines go on generating; its `send` does nothing. A run calls the
-trainer's `publish` instead, which does the whole transfer. The others stream from GPU to GPU: `prepare` costs nothing,
+`shm` writes the whole version in `prepare`, while engines go on generating; its `send` does nothing. A run begins and
+finishes the trainer's publication instead. The others stream from GPU to GPU: `prepare` costs nothing,
 and `send` and the engines' `load` must run *at the same time*, since each waits for the other, and before the trainer's
 next update changes the weights that are under way.
 

@@ -134,8 +134,8 @@ class ActorMaker:
         if actor.role == "compute":
             stage = self._flow.stage(str(actor.stage))
             return self._owner.make(Compute, options, actor.name, stage, self._flow.columns)
-        # A rank computes in one thread; a second one waits for a checkpoint meanwhile, a third one answers heartbeats.
-        options["max_concurrency"] = 3
+        # A rank computes in one thread; others wait for a checkpoint and a publication, and answer heartbeats.
+        options["max_concurrency"] = 4
         if actor.role == "scorer":
             return self._owner.make(Scorer, options, self._scorer_spec(actor))
         return self._owner.make(Trainer, options, self._trainer_spec(actor))

@@ -12,15 +12,24 @@ from penstock.orchestrator.cluster.nodes import weight_relays
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.weight_sync import WeightSync
+from penstock.workers.weights.transport import Delivery
 from tests.fakes.actors import Call, FakeHandle, never
 from tests.orchestrator.noting_actors import NotingActors
+
+ALONE = ["trainer-0 begin_publishing", "trainer-0 finish_publishing"]
+PUBLISHED = [f"trainer-{rank} {method}_publishing" for method in ("begin", "finish") for rank in range(2)]
+
+
+async def published(sync: WeightSync, version: int) -> Delivery:
+    await sync.begin(version)
+    return await sync.finish(version)
 
 
 @pytest.mark.parametrize(
     ("num_engines", "expected"),
     [
         (0, []),
-        (1, ["trainer-0 publish", "trainer-1 publish", "rollout-0 load", "agent reclaim_versions"]),
+        (1, [*PUBLISHED, "rollout-0 load", "agent reclaim_versions"]),
     ],
 )
 def test_a_version_is_written_where_an_engine_loads_it_and_only_there(
@@ -31,7 +40,7 @@ def test_a_version_is_written_where_an_engine_loads_it_and_only_there(
     async def body() -> None:
         sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
         await sync.connect()
-        delivery = await sync.publish(3)
+        delivery = await published(sync, 3)
         assert delivery.version == 3
         assert await sync.load(delivery) < 10
 
@@ -47,12 +56,12 @@ def test_engines_that_are_all_replaced_at_a_takeover_load_the_newest_version(tmp
     async def body() -> None:
         sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
         await sync.connect()
-        await sync.load(await sync.publish(3))
+        await sync.load(await published(sync, 3))
         await sync.catch_up([("rollout-0", actors.handle("rollout-0"))])
         assert sync.serving == {"rollout-0": 3}
 
     asyncio.run(body())
-    assert [said for said in actors.said if "agent" not in said] == ["trainer-0 publish", "rollout-0 load"]
+    assert [said for said in actors.said if "agent" not in said] == [*ALONE, "rollout-0 load"]
 
 
 def test_relays_are_told_before_a_version_is_written_and_awaited_before_loading() -> None:
@@ -64,12 +73,12 @@ def test_relays_are_told_before_a_version_is_written_and_awaited_before_loading(
     async def body() -> None:
         sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
         await sync.connect()
-        await sync.load(await sync.publish(1))
+        await sync.load(await published(sync, 1))
 
     asyncio.run(body())
     assert actors.said == [
         "trainer-0 plan_chunks", "trainer-1 plan_chunks", "x plan_chunks", "y plan_chunks", "a plan_chunks",
-        "x begin_version", "y begin_version", "a begin_version", "trainer-0 publish", "trainer-1 publish",
+        "x begin_version", "y begin_version", "a begin_version", *PUBLISHED,
         "a wait_for_version", "y wait_for_version", "rollout-0 load", "rollout-1 load",
         "x reclaim_versions", "y reclaim_versions", "a reclaim_versions",
     ]  # fmt: skip
@@ -86,22 +95,22 @@ def test_an_engine_on_a_node_that_joins_is_sent_the_next_version_and_loads_that(
     async def body() -> None:
         sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
         await sync.connect()
-        await sync.load(await sync.publish(1))
-        assert actors.said == ["trainer-0 publish", "rollout-0 load", "x reclaim_versions"]
+        await sync.load(await published(sync, 1))
+        assert actors.said == [*ALONE, "rollout-0 load", "x reclaim_versions"]
         actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
         coming = asyncio.ensure_future(sync.catch_up(newcomer))
         await asyncio.sleep(0.2)
         assert not coming.done()
         actors.calls.clear()
-        await sync.load(await sync.publish(2))
+        await sync.load(await published(sync, 2))
         await coming
 
     asyncio.run(body())
     assert actors.said == [
         "trainer-0 plan_chunks", "x plan_chunks", "a plan_chunks", "x begin_version", "a begin_version",
-        "trainer-0 publish", "a wait_for_version", "x wait_for_version", *actors.said[8:],
+        *ALONE, "a wait_for_version", "x wait_for_version", *actors.said[9:],
     ]  # fmt: skip
-    assert sorted(actors.said[8:]) == ["a reclaim_versions", "rollout-0 load", "rollout-1 load", "x reclaim_versions"]
+    assert sorted(actors.said[9:]) == ["a reclaim_versions", "rollout-0 load", "rollout-1 load", "x reclaim_versions"]
 
 
 @pytest.mark.parametrize("crosses_nodes", [True, False])
@@ -118,7 +127,7 @@ def test_an_engine_that_joins_beside_the_first_version_is_brought_it_or_ended(cr
     async def body() -> None:
         sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
         await sync.connect()
-        first = await sync.publish(1)
+        first = await published(sync, 1)
         actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
         numbers["rollout"] = 2
         actors.calls.clear()
@@ -144,7 +153,7 @@ def test_an_engine_on_a_later_node_is_brought_the_version_once_for_each_agent() 
     async def body() -> None:
         sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
         await sync.connect()
-        first = await sync.publish(1)
+        first = await published(sync, 1)
         await sync.load(first)
         actors.calls.clear()
         for agent in (agents["a"], ("a", actors.handle("another"))):
@@ -152,7 +161,7 @@ def test_an_engine_on_a_later_node_is_brought_the_version_once_for_each_agent() 
             await sync.catch_up(newcomer)
             await sync.catch_up(newcomer)
 
-        second = await sync.publish(2)
+        second = await published(sync, 2)
         actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
         actors.calls.append(Call("while the next one", "is under way"))
         coming = asyncio.ensure_future(sync.catch_up(newcomer))
@@ -166,7 +175,7 @@ def test_an_engine_on_a_later_node_is_brought_the_version_once_for_each_agent() 
     assert actors.said == [
         *(f"a {method}" for method in brought), "rollout-1 load", "rollout-1 load",
         *(f"another {method}" for method in brought), "rollout-1 load", "rollout-1 load",
-        "x begin_version", "another begin_version", "b begin_version", "trainer-0 publish",
+        "x begin_version", "another begin_version", "b begin_version", *ALONE,
         "while the next one is under way",
         "another wait_for_version", "b wait_for_version", "rollout-0 load",
         "x reclaim_versions", "another reclaim_versions", "b reclaim_versions",
@@ -189,15 +198,15 @@ def test_a_node_without_engines_is_told_nothing_and_a_dying_one_delays_nobody() 
         await sync.connect()
         actors.relay_nodes = RelayNodes(where, agents | {"a": ("a", dead)}, addresses, ["rollout-0", "rollout-1"])
         actors.calls.clear()
-        await sync.load(await sync.publish(1))
+        await sync.load(await published(sync, 1))
         assert actors.said[-2:] == ["rollout-0 load", "x reclaim_versions"]
         actors.relay_nodes = RelayNodes(where, {"x": agents["x"]}, addresses, ["rollout-0"])
         actors.calls.clear()
-        await sync.load(await sync.publish(2))
+        await sync.load(await published(sync, 2))
 
     asyncio.run(body())
     assert actors.said == [
-        "x begin_version", "trainer-0 publish", "x wait_for_version", "rollout-0 load", "x reclaim_versions",
+        "x begin_version", *ALONE, "x wait_for_version", "rollout-0 load", "x reclaim_versions",
     ]  # fmt: skip
 
 
@@ -218,7 +227,7 @@ def test_an_engine_whose_node_was_away_when_ranks_came_back_gets_the_version(
     async def body() -> None:
         sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
         await sync.connect()
-        await sync.load(await sync.publish(1))
+        await sync.load(await published(sync, 1))
         if plans_alike:
             actors.relay_nodes = RelayNodes({"trainer-0": "x"}, {"x": agents["x"]}, addresses, ["rollout-0"])
         else:
@@ -228,7 +237,7 @@ def test_an_engine_whose_node_was_away_when_ranks_came_back_gets_the_version(
         again = ("a", actors.handle("another"))
         actors.relay_nodes = RelayNodes(where, agents | {"a": again}, addresses, ["rollout-0"])
         if sync.is_cut_off:
-            await sync.load(await sync.publish(1))
+            await sync.load(await published(sync, 1))
         assert not sync.is_cut_off
         await asyncio.wait_for(sync.catch_up([("rollout-0", actors.handle("rollout-0"))]), 5)
 
@@ -253,9 +262,9 @@ def test_a_version_whose_source_is_gone_is_awaited_no_longer_nor_brought(
     async def body() -> None:
         sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
         await sync.connect()
-        await sync.load(await sync.publish(1))
+        await sync.load(await published(sync, 1))
         assert not sync.is_cut_off
-        second = await sync.publish(2)
+        second = await published(sync, 2)
         agents["a"][1].answers["wait_for_version"] = never
         loading = asyncio.ensure_future(sync.load(second))
         await asyncio.sleep(0.05)

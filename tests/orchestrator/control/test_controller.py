@@ -94,7 +94,7 @@ class Play:
         actors: dict[str, dict[str, Callable[..., Any]]] = {
             "trainer": {
                 "step": report, "begin_saving": lambda place, epoch: True, "finish_saving": list, "stats": dict,
-                "publish": lambda root, version, epoch: Publication(str(self.directory.path), version),
+                "finish_publishing": lambda version, epoch: Publication(str(self.directory.path), version),
                 "export": lambda place: {},
             },
             "rollout": serve,

@@ -30,8 +30,9 @@ class Bed:
     new ranks have."""
 
     incarnation = 0
+    goes_on_beside = True
 
-    def __init__(self, trained: int) -> None:
+    def __init__(self, trained: int, *, beside: bool = False) -> None:
         self.said: list[str] = []
         self.is_cut_off, self._trained = False, trained
         self.loaded: dict[str, float] = {}
@@ -44,17 +45,21 @@ class Bed:
         context: Any = SimpleNamespace(config=config, fleet=fleet, directory=None, progress=None)
         restarts = Restarts(context, Recoveries(config.faults))
         everyone: Any = self
+        self.timeline = Timeline()
         self.ranks = TrainerRecovery(context, restarts, everyone, everyone, everyone, nothing)
-        self.versions = Versions(everyone, self.ranks, everyone, everyone, Timeline(), 0)
+        self.versions = Versions(everyone, self.ranks, everyone, everyone, self.timeline, 0, beside)
 
     @property
     def has_lost_a_source(self) -> bool:
         return self.is_cut_off
 
-    async def publish(self, version: int) -> Publication:
+    async def begin(self, version: int) -> None:
         self.said.append(f"publish {version}")
         await asyncio.sleep(0.01)
         self.is_cut_off = False
+
+    async def finish(self, version: int) -> Publication:
+        await asyncio.sleep(0.01)
         return Publication("root", version)
 
     async def load(self, delivery: Publication) -> float:
@@ -82,6 +87,12 @@ class Bed:
         return self.ranks.recovered(DEATH, self.ranks.incarnation)
 
 
+async def published(bed: Bed) -> Publication:
+    await bed.versions.publish(1)
+    delivery: Any = await bed.versions.seal()
+    return delivery  # type: ignore[no-any-return]
+
+
 def failing(bed: Bed, error: Exception) -> Callable[[Publication], Any]:
     async def fail(_: Publication) -> None:
         bed.is_cut_off = True
@@ -90,12 +101,50 @@ def failing(bed: Bed, error: Exception) -> Callable[[Publication], Any]:
     return fail
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_timeline_tells_what_a_step_waits_for_from_what_goes_on_beside_it(*, beside: bool) -> None:
+    bed = Bed(1, beside=beside)
+
+    async def body() -> None:
+        await bed.versions.publish(1)
+        waiting = asyncio.ensure_future(bed.versions.sealed())
+        await asyncio.sleep(0)
+        assert waiting.done() is not beside
+        await bed.versions.seal()
+        await waiting
+        await bed.versions.sealed()
+
+    asyncio.run(body())
+    spans = [(span.lane, span.name, span.details["version"]) for span in bed.timeline.take()]
+    more = {("weights", "publish", 1), ("trainer", "wait for the version before", 1)} if beside else set()
+    assert spans[0] == ("trainer", "publish", 1)
+    assert set(spans[1:]) == more
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_ranks_that_come_before_a_version_is_sealed_publish_it_again(trained: int) -> None:
+    """Only those that have its step: with others the run returns."""
+    bed = Bed(trained, beside=True)
+
+    async def body() -> None:
+        await bed.versions.publish(1)
+        await bed.lose_ranks()
+        assert (await bed.versions.seal()).version == 1
+
+    if trained == 1:
+        asyncio.run(body())
+        assert bed.said == ["publish 1", "replace", "publish 1"]
+    else:
+        with pytest.raises(WorkerDied, match="node of a rank"):
+            asyncio.run(body())
+
+
 def test_a_version_that_was_lost_on_its_way_is_published_again_and_loaded() -> None:
     bed = Bed(trained=1)
     bed.loads = [failing(bed, DEATH)]
 
     async def body() -> None:
-        delivery, _ = await bed.versions.publish(1)
+        delivery = await published(bed)
         await bed.versions.load(delivery)
 
     asyncio.run(body())
@@ -107,7 +156,7 @@ def test_ranks_that_have_made_another_step_since_cannot_publish_it() -> None:
     bed.loads = [failing(bed, DEATH)]
 
     async def body() -> None:
-        delivery, _ = await bed.versions.publish(1)
+        delivery = await published(bed)
         await bed.versions.load(delivery)
 
     with pytest.raises(WorkerDied, match="node of a rank"):
@@ -128,7 +177,7 @@ def test_what_others_give_up_to_publish_it_again_is_waited_for() -> None:
         raise WeightError("given up for a newer one")
 
     async def body() -> None:
-        delivery, _ = await bed.versions.publish(1)
+        delivery = await published(bed)
         bed.loads = [given_up]
         loading = asyncio.ensure_future(bed.versions.load(delivery))
         await under_way.wait()
@@ -144,7 +193,7 @@ def test_a_version_is_published_again_for_new_engines_unless_the_next_is_near(tr
     bed = Bed(trained)
 
     async def body() -> None:
-        delivery, _ = await bed.versions.publish(1)
+        delivery = await published(bed)
         await bed.versions.load(delivery)
         await bed.versions.tell(1)
         bed.is_cut_off = True
@@ -156,20 +205,20 @@ def test_a_version_is_published_again_for_new_engines_unless_the_next_is_near(tr
 
 def test_ranks_that_die_while_they_publish_it_again_are_replaced_as_well() -> None:
     bed = Bed(trained=1)
-    publishing = bed.publish
+    publishing = bed.begin
 
     async def body() -> None:
-        delivery, _ = await bed.versions.publish(1)
+        delivery = await published(bed)
         await bed.versions.load(delivery)
         await bed.versions.tell(1)
         failures = [WorkerDied("another node is gone")]
 
-        async def publish(version: int) -> Publication:
+        async def begin(version: int) -> None:
             if failures:
                 raise failures.pop()
-            return await publishing(version)
+            await publishing(version)
 
-        bed.publish, bed.is_cut_off = publish, True  # type: ignore[method-assign]
+        bed.begin, bed.is_cut_off = begin, True  # type: ignore[method-assign]
         await bed.lose_ranks()
 
     asyncio.run(body())
@@ -196,7 +245,7 @@ def test_an_error_of_an_engine_is_raised() -> None:
     bed.loads = [failing(bed, WeightError("bad checksum"))]
 
     async def body() -> None:
-        delivery, _ = await bed.versions.publish(1)
+        delivery = await published(bed)
         await bed.versions.load(delivery)
 
     with pytest.raises(WeightError, match="bad checksum"):

@@ -126,7 +126,7 @@ def test_a_reward_model_is_assembled_where_the_stage_asks_for_scores(model_path:
 def test_a_call_before_the_one_that_it_needs_is_named(model_path: str) -> None:
     trainer, scorer = Trainer(trainer_spec(model_path)), Scorer(scorer_spec(model_path))
     with pytest.raises(NotStarted, match="Trainer-policy-0: this call needs `start` first"):
-        trainer.publish("", 1)
+        trainer.begin_publishing("", 1)
     with pytest.raises(NotStarted, match="Trainer-policy-0: this call needs `connect` first"):
         trainer.send(1)
     with pytest.raises(NotStarted, match="Scorer-reference-0: this call needs `start` first"):

@@ -16,7 +16,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, TakenOver, WorkerDied
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.epoch import Epoch
-from penstock.workers.progress import Phases
+from penstock.workers.progress import IDLE, PUBLISHING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.meeting import Meeting
 from penstock.workers.trainer.ranks import Ranks, named
@@ -24,6 +24,8 @@ from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import random_rows
 
 TIMEOUT_S = 3.0
+NAMED = ("step", "begin_saving", "begin_publishing", "finish_publishing")
+"""Calls whose failures are named."""
 RESET = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:1: Connection reset by peer.")
 
 
@@ -107,7 +109,7 @@ class LeftAlone:
 def shell(cls: type) -> Any:
     made = cls.__new__(cls)
     part = LeftAlone()
-    made._phases, made._spec = Phases(), SimpleNamespace(name="Trainer-policy-0", stage="train")
+    made._phases, made._spec = Phases(), SimpleNamespace(name="Trainer-policy-0", stage="train", phase_timeout_s=60.0)
     made._assembly, made._num_threads = SimpleNamespace(use_threads=lambda _: None), 1
     made._epoch = Epoch()
     made._started = SimpleNamespace(worker=part, trainer=part, state=part, memory_checkpoint=part)
@@ -121,7 +123,8 @@ def shell(cls: type) -> Any:
         ("begin_saving", ("place",)),
         ("resume", ("place", [])),
         ("plan_chunks", ("node", 2)),
-        ("publish", ("place", 7)),
+        ("begin_publishing", ("place", 7)),
+        ("finish_publishing", (7,)),
         ("export", ("place",)),
     ],
 )
@@ -137,7 +140,8 @@ def test_a_trainers_rank_names_the_end_of_another_in_every_call(method: str, arg
         ("step", (7, False)),
         ("begin_saving", ("place",)),
         ("restore", (7,)),
-        ("publish", ("place", 7)),
+        ("begin_publishing", ("place", 7)),
+        ("finish_publishing", (7,)),
     ],
 )
 def test_nothing_is_done_for_a_command_whose_run_another_has_taken(
@@ -145,10 +149,23 @@ def test_nothing_is_done_for_a_command_whose_run_another_has_taken(
 ) -> None:
     monkeypatch.setattr("penstock.workers.trainer.actor.SyncStoreClient", lambda store: store)
     rank = shell(Trainer)
-    with pytest.raises(PartnerGone if method in ("step", "begin_saving", "publish") else RuntimeError):
+    with pytest.raises(PartnerGone if method in NAMED else RuntimeError):
         getattr(rank, method)(*arguments, 2)
     with pytest.raises(TakenOver, match="goes on with it"):
         getattr(rank, method)(*arguments, 1)
+
+
+def test_a_rank_with_nothing_else_to_do_says_that_it_publishes() -> None:
+    """So the next command waits for it, and a step that waits for its batch is not to blame."""
+    rank, publisher = shell(Trainer), SimpleNamespace(seconds_under_way=3.0)
+    worker = SimpleNamespace(num_rows=8, num_in_flight=0, tokens_in_flight=0)
+    rank._started = SimpleNamespace(worker=worker, trainer=SimpleNamespace(publisher=publisher))
+    for phase, said in ((WAITING, PUBLISHING), (UPDATING, UPDATING), (IDLE, PUBLISHING)):
+        rank._phases.enter(phase)
+        assert rank.progress().phase == said
+    assert rank.progress().phase_s == 3.0
+    publisher.seconds_under_way = None
+    assert rank.progress().phase == IDLE
 
 
 def test_so_does_a_scorers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Publications of trainer ranks: parameters in shards and in the engines' dtype, buffers whole from one rank and in
 their own."""
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.algorithms.losses import sft_loss
-from penstock.conf.errors import WeightError
+from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError
 from penstock.store.data.rows import Rows
+from penstock.workers.protocols import Publication
+from penstock.workers.trainer import publishing
 from penstock.workers.trainer.publishing import Publisher
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
@@ -79,9 +83,12 @@ def test_what_is_published_after_an_update_is_what_was_trained(
 class Group:
     rank: int
     num_ranks: int = 2
+    device, timeout = torch.device("cpu"), timedelta(seconds=600)
 
-    def barrier(self) -> None:
-        """Ranks run one after the other here, rank 0 last: it seals."""
+    def group_beside(self) -> None:
+        """None: ranks run one after the other here, rank 0 last: it seals."""
+
+    def barrier(self, group: None) -> None: ...
 
 
 def pieces_of(rank: int) -> Iterator[Piece]:
@@ -94,7 +101,8 @@ def pieces_of(rank: int) -> Iterator[Piece]:
 
 def publish_of(rank: int, directory: Path, version: int, dtype: str) -> Any:
     publisher = Publisher(Group(rank), lambda: pieces_of(rank), dtype)  # type: ignore[arg-type]
-    return publisher.publish(str(directory), version)
+    publisher.begin(str(directory), version)
+    return publisher.finish(version, 600)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -110,6 +118,62 @@ def test_ranks_publish_shards_in_the_engines_dtype_and_buffers_in_their_own(tmp_
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor, expected[name])
     assert {entry.rank for entry in mapped.manifest.ranges if entry.name == "norm.scale"} == {0}
+
+
+class HeldUp:
+    """A writer that does not begin before `may_write`, or fails then. Values count as a device's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.may_write = threading.Event()
+        writer = publishing.PublicationWriter
+
+        def held_up(*arguments: Any) -> Any:
+            assert self.may_write.wait(600)
+            if error is not None:
+                raise error
+            return writer(*arguments)
+
+        monkeypatch.setattr(publishing, "needs_buffers", lambda values: True)
+        monkeypatch.setattr(publishing, "PublicationWriter", held_up)
+
+
+def test_what_is_on_a_device_is_published_as_it_was_when_it_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_up, values = HeldUp(monkeypatch), torch.arange(6.0)
+    pieces = [Piece("w", (2, 3), 0, values)]
+    publisher = Publisher(Group(0, 1), lambda: pieces, "float32")  # type: ignore[arg-type]
+    assert publisher.seconds_under_way is None
+    publisher.begin(str(tmp_path), 1)
+    values += 10
+    assert publisher.seconds_under_way is not None
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 did not end it within 0 s\. Raise weights\.phase_timeout_s"):
+        publisher.finish(1, 0)
+    assert not list(tmp_path.glob("*/manifest.json"))
+    held_up.may_write.set()
+    publisher.begin(str(tmp_path), 2)  # waits for the one before
+    published = [publisher.finish(2, 600), Publication(str(tmp_path / "v00000001"), 1)]
+    later, begun = (dict(MappedWeights(open_publication(one)).tensors())["w"].flatten().tolist() for one in published)
+    assert (begun, later) == ([0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15])
+    assert publisher.finish(2, 0) == published[0]
+    assert publisher.seconds_under_way is None
+    with pytest.raises(NotStarted, match="version 1 was not begun by rank 0"):
+        publisher.finish(1, 0)
+
+
+def test_what_fails_meanwhile_is_raised_to_whoever_waits_and_the_next_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_up = HeldUp(monkeypatch, WeightError("no room"))
+    publisher = Publisher(Group(0, 1), lambda: [Piece("w", (6,), 0, torch.arange(6.0))], "float32")  # type: ignore[arg-type]
+    held_up.may_write.set()
+    publisher.begin(str(tmp_path), 1)
+    for _ in range(2):
+        with pytest.raises(WeightError, match="no room"):
+            publisher.finish(1, 600)
+    monkeypatch.undo()
+    publisher.begin(str(tmp_path), 2)
+    assert publisher.finish(2, 600).version == 2
 
 
 def test_a_rank_that_did_not_write_is_named(tmp_path: Path) -> None:

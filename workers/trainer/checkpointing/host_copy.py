@@ -8,7 +8,6 @@ The buffer itself is not page-locked: torch rounds such memory up to a power of 
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.device_copies import BUFFER_BYTES, DeviceCopies, Part
+from penstock.workers.weights.publication.device_copies import BUFFER_BYTES, DeviceCopies, Part, stream_beside
 from penstock.workers.weights.publication.layout import TensorPlace
 from penstock.workers.weights.publication.publication import needs_buffers
 
@@ -63,7 +62,7 @@ class HostCopy:
         """Copy `[n]` uint8 each, from the byte of the buffer on that stands with it."""
         place = TensorPlace("state", "uint8", tuple(self.memory.shape), 0)
         through = DeviceCopies(self._write)
-        with _own_stream(far[0][1].device):
+        with stream_beside(far[0][1].device):
             for start, values in far:
                 for some in values.split(BUFFER_BYTES):
                     through.add(place, start, some)
@@ -73,15 +72,6 @@ class HostCopy:
     def _write(self, parts: Sequence[Part]) -> None:
         for _, start, values in parts:
             np.copyto(self.memory[start : start + len(values)].numpy(), values.numpy())
-
-
-def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A stream beside the computing, from the point that it has reached."""
-    if device.type == "cpu":
-        return nullcontext()
-    stream = torch.Stream(device)
-    stream.wait_stream(torch.accelerator.current_stream(device))
-    return stream
 
 
 def _room(piece: Piece) -> int:

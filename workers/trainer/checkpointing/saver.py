@@ -23,7 +23,6 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,7 +86,7 @@ class Saver:
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
         self._ranks = ranks
         self.timeout_s = timeout_s
-        self._process_group: Any = None
+        self._process_group: dist.ProcessGroup | None = None
         self.copy = HostCopy()
         self._last: Save | None = None
         self.copied_s = 0.0
@@ -106,9 +105,8 @@ class Saver:
         is_free, in_step = self._agree(self.is_free(), self._last is None or self._last.in_step)
         if not is_free:
             return False
-        if self._ranks.num_ranks > 1 and (self._process_group is None or not in_step):
-            # Collectives of its own, beside the training's; new ones where the last may have left some unmatched.
-            self._process_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        if self._process_group is None or not in_step:  # a new one where the last save may have left some unmatched
+            self._process_group = self._ranks.group_beside(timedelta(seconds=self.timeout_s))
         save = self._last = Save(directory)
         arguments = save, list(pieces), carried
         threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True).start()

@@ -9,6 +9,7 @@ would have to be undone whenever the file is given away. Copies are ordered by t
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +77,15 @@ class DeviceCopies:
             buffer.filled.synchronize()
         self._write(buffer.parts)
         buffer.parts, buffer.num_bytes, buffer.filled = [], 0, None
+
+
+def stream_beside(device: torch.device) -> AbstractContextManager[object]:
+    """A stream beside the computing, from the point that it has reached."""
+    if device.type == "cpu":
+        return nullcontext()
+    stream = torch.Stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    return stream
 
 
 def mark(device: torch.device) -> torch.Event | None:

@@ -218,12 +218,13 @@ def a_save_under_way_keeps_nothing_there() -> None:
 def publications_and_exports_come_from_there() -> None:
     trainer = made()
     trainer.update(rows_of(), ppo_clip_loss)
-    expected = {piece.name: piece.values.cpu() for piece in trainer.engine.pieces()}
-    with patch.object(
-        device_copies, "mark", lambda device: None
-    ):  # torch's own events are of C++: copies are done here
-        published = mapped_publication(trainer.publish(str(PATHS[1] / "weights"), 1))
+    expected, there = {piece.name: piece.values.cpu() for piece in trainer.engine.pieces()}, live_bytes()
+    trainer.begin_publishing(str(PATHS[1] / "weights"), 1)
+    trainer.update(rows_of(1), ppo_clip_loss)
+    published = mapped_publication(trainer.finish_publishing(1, 600))
     assert_near(expected, {name: values.reshape(-1) for name, values in published.tensors()}, 0.0)
+    assert live_bytes() == there
+    expected = {piece.name: piece.values.cpu() for piece in trainer.engine.pieces()}
     trainer.export(str(PATHS[1] / "exported"))
     exported = PolicyTrainer(TrainerConfig(), str(PATHS[1] / "exported"))
     assert_near(expected, {piece.name: piece.values for piece in exported.engine.pieces()}, 0.0)

@@ -6,10 +6,12 @@ FSDP2 are what they are compared to.
 """
 
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,9 +19,13 @@ import torch
 from penstock.algorithms.losses import ppo_clip_loss, sft_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.trainer import publishing
 from penstock.workers.trainer.engines import deepspeed_runtime, fsdp
+from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.training_state import TrainingState
+from penstock.workers.weights.publication import publication
 from tests.workers.trainer.conftest import ENGINES, put_state, random_rows, whole_state
 
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
@@ -102,6 +108,9 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
         learned = twenty_steps(trainer, rank, num_ranks) | {"state": whole_state(trainer)}
         if rank == 0:
             torch.save(learned, directory / f"{engine}.learned.pt")
+        for way in WAYS if num_ranks > 1 else ():
+            with way_of(way) as may_write:
+                publish_beside_a_step(trainer, rank, num_ranks, may_write, directory / engine / way)
     if num_ranks > 1:
         torch.save(carry_through(engines, make, rank, num_ranks), directory / f"carried.{rank}.pt")
     for trainer in reversed(trainers):
@@ -156,6 +165,48 @@ def twenty_steps(trainer: PolicyTrainer, rank: int, num_ranks: int) -> dict[str,
         losses.append(metrics["actor/loss"])
         norms.append(metrics["actor/grad_norm"])
     return {"losses": losses, "norms": norms}
+
+
+WAYS = ("in host memory", "by copies")
+"""Ways of values into a publication: at once, or, as from a device, by copies that a thread writes later."""
+
+
+@contextmanager
+def way_of(way: str) -> Iterator[threading.Event]:
+    """Values go that way. Nothing is written of copies before the event."""
+    may_write, writer = threading.Event(), publishing.PublicationWriter
+
+    def held_up(*arguments: Any) -> Any:
+        assert may_write.wait(600)
+        return writer(*arguments)
+
+    with ExitStack() as changed:
+        if way == "by copies":
+            for module in (publishing, publication):
+                changed.enter_context(patch.object(module, "needs_buffers", lambda values: True))
+            changed.enter_context(patch.object(publishing, "PublicationWriter", held_up))
+        yield may_write
+
+
+def publish_beside_a_step(
+    trainer: PolicyTrainer, rank: int, num_ranks: int, may_write: threading.Event, directory: Path
+) -> None:
+    """Version 2 is begun, and written after another update, a copy of the state and the beginning of a save."""
+    may_write.set()
+    trainer.publish(str(directory / "before"), 1)
+    may_write.clear()
+    trainer.begin_publishing(str(directory), 2)
+    rows = random_rows(12, seed=2).select(list(range(rank, 12, num_ranks)))
+    trainer.update(rows, sft_loss)
+    state = TrainingState({"policy": trainer})
+    copies = MemoryCheckpoint(state, trainer, str(directory / "states"))
+    assert copies.save(1) is None
+    assert state.begin(str(directory / "saved"))
+    may_write.set()
+    assert trainer.finish_publishing(2, 600).version == 2
+    assert state.finish()
+    copies.close()
+    trainer.publish(str(directory), 3)
 
 
 def carry_through(engines: list[str], make: Any, rank: int, num_ranks: int) -> dict[str, Any]:

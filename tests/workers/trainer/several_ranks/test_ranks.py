@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.conf.trainer import TrainerConfig
+from penstock.workers.protocols import Publication
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 from tests.model_files import load_model
 from tests.rank_processes import run_ranks
 from tests.workers.trainer.conftest import ENGINES, put_state, whole_state
@@ -110,6 +112,20 @@ def test_an_export_of_two_ranks_is_their_publication(two: Path, engine: str) -> 
     published = weights(two, engine, list(ranks.scenarios_of(engine))[-1])
     assert exported.keys() == published.keys()
     assert all(torch.equal(exported[name], published[name]) for name in published)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("way", ranks.WAYS)
+def test_a_version_is_that_of_its_beginning_whatever_is_trained_meanwhile(two: Path, engine: str, way: str) -> None:
+    before, begun, after = (
+        (two / engine / way / place / "model.safetensors").read_bytes()
+        for place in ("before/v00000001", "v00000002", "v00000003")
+    )
+    assert begun == before
+    assert after != before
+    for version in (2, 3):
+        path = two / engine / way / f"v{version:08d}"
+        MappedWeights(open_publication(Publication(str(path), version))).verify()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
