@@ -37,7 +37,7 @@ def describe_weights(config: RunConfig) -> str:
     size = publication_bytes(num_elements, config.rollout.dtype)
     told.append(f"{_size(size)} a publication, {TURNS} of them on each node with engines")
     if config.trainer.num_gpus_per_rank and config.rollout.num_gpus_per_worker:
-        told.append(describe_times(way_of(config, size)))
+        told += [describe_times(way_of(config, size)), describe_wait(config, way_of(config, size))]
     if not is_elsewhere():
         usage = shutil.disk_usage(SHARED_MEMORY)
         told += look_at_room(config, num_elements, SharedMemory(usage.total, usage.free))
@@ -61,6 +61,15 @@ def describe_times(way: Way) -> str:
         for bus in BUSES
     ]
     return f"by arithmetic, {'; '.join(told)}"
+
+
+def describe_wait(config: RunConfig, way: Way) -> str:
+    """The part of it that the next step waits for."""
+    if config.max_staleness == 0:
+        return "the next step waits for all of it (max_staleness=0)"
+    if config.trainer.offload:
+        return "the next step waits until ranks have written it: weights are in the host's memory (trainer.offload)"
+    return f"the next step waits for copies on the GPUs, {way.taken_s:.2g} s of it, and counts once all is written"
 
 
 def look_at_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> list[str]:

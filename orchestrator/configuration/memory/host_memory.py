@@ -46,7 +46,7 @@ def host_parts(
     counts = {role: sum(actor.role == role for actor in actors) for role in (*WITH_TORCH, "store")}
     parts = [*_of_ranks(memory, counts["trainer"], num_nodes), *_of_engines(memory, counts["rollout"])]
     if choose_transport(config) == "shm" and counts["trainer"] + counts["rollout"]:
-        parts.append(HostPart("publications of the weights", SHARED, TURNS * publication_bytes(memory)))
+        parts.append(HostPart("publications of the weights", SHARED, TURNS * memory.publication_bytes))
     if not config.trainer.num_gpus_per_rank:
         for name, one in memory.ranks.items():
             number = counts["scorer"] if name.startswith("Scorer") else counts["trainer"]
@@ -63,15 +63,6 @@ def host_parts(
         HostPart("the model's files, while they are read", CACHE, 2 * memory.shapes["policy"].num_parameters),
     ]  # fmt: skip
     return sorted((part for part in parts if part.num_bytes), key=lambda part: -part.num_bytes)
-
-
-def publication_bytes(memory: RunMemory) -> float:
-    """Bytes of one version of the weights, in the engines' dtype."""
-    config, shape = memory.config, memory.shapes["policy"]
-    b = 2 if config.rollout.dtype == "bfloat16" else 4
-    if config.trainer.lora.publishes_adapter:
-        return b * shape.adapter_parameters(config.trainer.lora.rank, config.trainer.lora.target_modules)
-    return b * shape.num_parameters
 
 
 def _of_ranks(memory: RunMemory, num_ranks: int, num_nodes: int) -> list[HostPart]:

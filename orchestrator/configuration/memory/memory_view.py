@@ -21,7 +21,7 @@ from penstock.orchestrator.configuration.memory.host_memory import CACHE, HostPa
 from penstock.orchestrator.configuration.memory.known import gpu_bytes, shapes_of
 from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
 
-PARTS = ("weights", "gathered weights", "gradients", "moments", "activations", "logits")
+PARTS = ("weights", "gathered weights", "gradients", "moments", "activations", "logits", "publication")
 UNKNOWN = "not known beforehand: the model's sizes are not on this machine, or of a kind that is not known here"
 
 
@@ -78,7 +78,8 @@ class MemoryView:
         ranks, engine = self.memory.ranks, self.memory.engine
         what = "one GPU" if self.memory.config.trainer.num_gpus_per_rank else "one process"
         table = _table(f"GiB of {what}", *ranks, *(["engine"] if engine else []))
-        for part in PARTS:
+        is_copied = ranks["policy"].parts["publication"] > 0
+        for part in PARTS if is_copied else PARTS[:-1]:
             of_engine = {"weights": engine.weights, "activations": engine.step} if engine else {}
             last = [_gib(of_engine.get(part, 0.0))] if engine else []
             table.add_row(part, *(_gib(one.parts[part]) for one in ranks.values()), *last)

@@ -8,6 +8,8 @@ it, at some moments of an optimizer step, is what the moment needs; the largest 
     first layer       one layer's activations, and gradients of all others
     end of backward   all gradients, and those of the root are reduced
 
+Whichever it is, the copy of the weights may be there that is published meanwhile (`workers/trainer/publishing.py`).
+
 Legend: P parameters, b bytes of an element that is computed with, H hidden, I width of the MLP.
 """
 
@@ -45,6 +47,8 @@ class RankSetting:
     """False for a scorer, which has weights alone, in the dtype that it computes with."""
     is_scalar: bool = False
     """True for a model with a scalar head: it has no output layer, and makes no logits."""
+    copied_bytes: float = 0.0
+    """Bytes of the copy that is published while the next step is made."""
 
     @property
     def element_bytes(self) -> int:
@@ -129,7 +133,8 @@ def rank_memory(setting: RankSetting) -> RankMemory:
             "end of backward": _at_end(setting),
         }
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
-    return RankMemory(resident | parts, moment, on_host, _waiting(setting))
+    parts = resident | parts | {"publication": setting.copied_bytes}
+    return RankMemory(parts, moment, on_host, _waiting(setting))
 
 
 # What is there all the time.

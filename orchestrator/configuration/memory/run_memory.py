@@ -41,7 +41,7 @@ class RunMemory:
     def ranks(self) -> dict[str, RankMemory]:
         """Peak of one rank of each model: policy, critic, and scorers by their actors' titles."""
         setting = policy_setting(self.config, self.shapes["policy"])
-        ranks = {"policy": rank_memory(setting)}
+        ranks = {"policy": rank_memory(replace(setting, copied_bytes=self._copied_bytes))}
         if any(stage.kind in ("values", "critic") for stage in self.flow.stages):
             ranks["critic"] = rank_memory(replace(setting, is_scalar=True))
         for stage in (*self.flow.of_kind("logprobs"), *self.flow.of_kind("scores")):
@@ -69,8 +69,12 @@ class RunMemory:
 
     @property
     def rank_bytes(self) -> float:
-        """Peak of a trainer's rank: one of its models is trained, and the others keep what is theirs."""
-        return max(one.total + self.resident_bytes - one.resident for one in self.trained)
+        """Peak of a trainer's rank: one of its models is trained, and the others keep what is theirs, the policy's copy
+        among it."""
+        copy = self.ranks["policy"].parts["publication"]
+        return max(
+            one.total - one.parts["publication"] + copy + self.resident_bytes - one.resident for one in self.trained
+        )
 
     @property
     def resident_bytes(self) -> float:
@@ -166,6 +170,23 @@ class RunMemory:
         }
         text = ", ".join(key for key, helps in keys.items() if helps and (what != "engine" or "rollout" in key))
         return f"{text[0].upper()}{text[1:]}."
+
+    @property
+    def publication_bytes(self) -> float:
+        """Bytes of one version of the weights, in the engines' dtype."""
+        config, shape = self.config, self.shapes["policy"]
+        b = 2 if config.rollout.dtype == "bfloat16" else 4
+        if config.trainer.lora.publishes_adapter:
+            return b * shape.adapter_parameters(config.trainer.lora.rank, config.trainer.lora.target_modules)
+        return b * shape.num_parameters
+
+    @property
+    def _copied_bytes(self) -> float:
+        """Bytes of a rank's share of a version, which stays on its GPU while the next step is made."""
+        config = self.config
+        on_device = config.trainer.num_gpus_per_rank > 0 and not config.trainer.offload
+        is_beside = config.max_staleness > 0 and choose_transport(config) == "shm" and self.flow.of_kind("rollout")
+        return self.publication_bytes / config.trainer.num_ranks if on_device and is_beside else 0.0
 
     def _stream_bytes(self) -> float:
         """Bytes of the buckets in which weights are streamed."""

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from penstock.orchestrator.configuration.memory.host_memory import publication_bytes
 from penstock.orchestrator.configuration.memory.run_memory import RunMemory
 from penstock.orchestrator.planning.costs.decoding import Engine
 from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
@@ -64,12 +63,13 @@ class RunDurations:
     def way(self) -> Way:
         """The way of a version, on each rank's and engine's own bus."""
         config = self.memory.config
-        return Way(int(publication_bytes(self.memory)), config.trainer.num_ranks, config.rollout.tensor_parallel_size)
+        return Way(int(self.memory.publication_bytes), config.trainer.num_ranks, config.rollout.tensor_parallel_size)
 
     def sync(self) -> Sync:
         bus = self.ranks_kind.bus
         published = self.way.on_one_node_s(bus) if self.num_nodes == 1 else self.way.between_nodes_s(bus)
-        return Sync(published, self.way.paused_s(self.engines_kind.bus), self.way.written_s(bus))
+        waited = self.way.written_s(bus) if self.memory.config.trainer.offload else self.way.taken_s
+        return Sync(published, self.way.paused_s(self.engines_kind.bus), waited)
 
     def turn_s(self) -> float:
         config = self.memory.config

@@ -8,6 +8,7 @@ from penstock.conf.errors import ResourceError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.weights_view import (
     describe_times,
+    describe_wait,
     describe_weights,
     look_at_room,
     way_of,
@@ -33,8 +34,19 @@ def test_the_seconds_of_a_publication_are_told_with_gpus() -> None:
     told = describe_times(replace(way, threads_per_node=8))
     # 8 GB a rank at 25 GB/s, 64 GB by 8 lanes at 3.2 and 8 threads at 6.4; 16 GB a GPU of the engine at 12
     assert "PCIe 4 x16: 1.6 s a publication, 3.8 s to other nodes, then a pause of 1.3 s an engine" in told
-    assert describe_weights(load_config([*TINY, *GPUS])).count("PCIe 5 x16") == 1
+    told = describe_weights(load_config([*TINY, *GPUS]))
+    assert told.count("PCIe 5 x16") == 1
+    assert "the next step waits for all of it (max_staleness=0)" in told
     assert "PCIe" not in describe_weights(load_config(TINY))
+
+
+def test_the_part_of_it_is_told_that_a_step_waits_for() -> None:
+    config = load_config([*TINY, *GPUS, "max_staleness=1", "trainer.num_ranks=8"])
+    # 8 GB a rank, of which three times as many bytes are read and written, at 1 TB/s
+    assert "copies on the GPUs, 0.024 s of it" in describe_wait(config, way_of(config, num_bytes=64 * 10**9))
+    assert "(trainer.offload)" in describe_weights(
+        load_config([*TINY, *GPUS, "max_staleness=1", "trainer.offload=true"])
+    )
 
 
 def test_what_is_streamed_keeps_no_copies_and_says_so() -> None:

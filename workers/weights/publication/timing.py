@@ -1,5 +1,6 @@
 """How long a publication takes, and how long an engine pauses for it, by arithmetic: before a run is started.
 
+    taken     each rank's share cast and copied on its GPU: with max_staleness > 0 a step waits for no more
     written   each rank's share over its GPU's bus into a buffer, and from there into the file, both at once
     brought   to another node by the relays, while it is written
     checked   by the engine that generates on
@@ -13,6 +14,10 @@ from dataclasses import dataclass
 
 BUSES = {"PCIe 4 x16": 25e9, "PCIe 5 x16": 50e9}
 """Bytes a second in one direction, of 31.5e9 and 63e9 on paper."""
+DEVICE_RATE = 1e12
+"""Bytes a second that a GPU reads or writes in its memory, at least; assumed."""
+MOVED = 3
+"""Bytes that are read or written for each byte of a copy: four of float32 are read for two of bfloat16."""
 WRITE_RATE = 7.6e9
 """Bytes a second that a thread copies from a buffer into the file and sums."""
 RELAY_RATE = 3.2e9
@@ -34,6 +39,10 @@ class Way:
     threads_per_rank: int = 1
     threads_per_node: int = 8
     """Lanes of a relay, and threads of an engine that checks."""
+
+    @property
+    def taken_s(self) -> float:
+        return MOVED * self.num_bytes / self.num_ranks / DEVICE_RATE
 
     def written_s(self, bus: str) -> float:
         return self.num_bytes / self.num_ranks / min(BUSES[bus], WRITE_RATE * self.threads_per_rank)

@@ -1,5 +1,6 @@
 """What a run's GPUs and nodes hold, what is chosen for them, and what is refused."""
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,28 @@ def test_host_memory_by_hand(view: Callable[..., MemoryView]) -> None:
     half = [actor for actor in shown.plan if actor.rank < 4 or actor.role != "trainer"]
     names = {part.name: part.num_bytes for part in host_parts(memory_of(shown), half, num_nodes=2)}
     assert names["copies of the state"] == names["copies of another node's state"] == 12 * parameters
+
+
+@pytest.mark.parametrize(
+    ("words", "is_there"),
+    [
+        (["max_staleness=1"], True),
+        ([], False),
+        (["max_staleness=1", "trainer.offload=true"], False),
+        (["max_staleness=1", "weights.transport=nccl"], False),
+    ],
+)
+def test_a_rank_has_a_copy_of_its_share_where_steps_go_on_while_it_is_published(
+    view: Callable[..., MemoryView], words: list[str], is_there: bool
+) -> None:
+    eight = ["trainer.num_ranks=8", "trainer.activation_checkpointing=true", "trainer.max_tokens_per_microbatch=4096"]
+    with_copy, without = (memory_of(view(LARGE, *eight, *more)) for more in (words, [*words, "max_staleness=0"]))
+    copied = 2 * shape_of(LARGE).num_parameters / 8 if is_there else 0.0
+    assert with_copy.ranks["policy"].parts["publication"] == copied
+    assert with_copy.rank_bytes == without.rank_bytes + copied
+    table = io.StringIO()
+    Console(file=table, width=200).print(view(LARGE, *eight, *words).devices())
+    assert ("publication" in table.getvalue()) is is_there
 
 
 def test_ranks_make_room_in_host_memory_and_engines_only_beside_adapters(view: Callable[..., MemoryView]) -> None:

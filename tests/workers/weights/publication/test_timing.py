@@ -14,6 +14,7 @@ FOUR, FIVE = BUSES
 def test_a_rank_of_one_thread_writes_as_fast_as_it_copies_whatever_its_bus() -> None:
     way = Way(SEVEN_B, num_ranks=8, gpus_per_engine=1)
     assert way.written_s(FOUR) == way.written_s(FIVE) == pytest.approx(15.231e9 / 8 / 7.6e9, rel=1e-4)
+    assert way.taken_s == pytest.approx(15.231e9 / 8 * 3 / 1e12, rel=1e-4)
     assert way.checked_s == pytest.approx(0.2975, abs=1e-4)
     assert way.on_one_node_s(FOUR) == pytest.approx(0.548, abs=1e-3)
     assert way.between_nodes_s(FOUR) == pytest.approx(0.595 + 0.2975, abs=1e-3)
