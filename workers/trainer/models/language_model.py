@@ -10,6 +10,7 @@ for.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -100,6 +101,12 @@ class PolicyModel(nn.Module):
             return whole_scores(logits_NV, targets_N, self._at(temperature), entropy)
         hidden_NH = hidden_states(self.lm, input_ids_BL, positions_N, blocks)
         output_layer = self.lm.get_output_embeddings()
+        if hidden_NH.shape[-1] != output_layer.in_features:
+            raise ModelError(
+                f"the model {self.lm.config.model_type!r} ({type(self.lm).__name__}) has hidden states of "
+                f"{hidden_NH.shape[-1]} numbers, and an output layer for {output_layer.in_features}: something lies "
+                "between them, which the trainer does not know. Choose another model.path."
+            )
         logprobs_N, entropy_N = output_layer(
             hidden_NH, targets_N, temperature=self._at(temperature), entropy=entropy, budget_bytes=self.budget_bytes
         )
@@ -118,7 +125,8 @@ def check_scores(
     """Compare a few tokens' log-probabilities with those by the logits of the model's own forward. Collective.
 
     `forward`: the engine's, around the model. `dtype`: that it computes in. `packs`: its rows are packed. Layers that
-    were to be compiled are not. Raises `ModelError` where they differ, on all ranks.
+    were to be compiled are not. Raises `ModelError` where they differ, or where random numbers were drawn for them, on
+    all ranks.
     """
     words = min(model.lm.get_input_embeddings().num_embeddings, model.lm.get_output_embeddings().out_features)
     ids_BL = (torch.arange(2 * 8, device=ranks.device) * 7919 % words).view(2, 8)
@@ -126,8 +134,16 @@ def check_scores(
     targets_N = ids_BL[:, 1:].flatten()
     blocks = Blocks.of([8, 8]).to(ranks.device) if packs else None
     rows = ids_BL.view(1, -1) if packs else ids_BL
+    before = _random_state(ranks.device)
     with torch.compiler.set_stance("force_eager"):
         ours_N, own_N = (forward(rows, positions_N, targets_N, "none", None, blocks, own)[0] for own in (False, True))
+    # Models that can leave out layers draw a number for each, also where they leave out none.
+    may_draw = any("layerdrop" in name for name in model.lm.config.to_dict())
+    if any(ranks.gather_ranks(not may_draw and not torch.equal(before, _random_state(ranks.device)))):
+        raise ModelError(
+            f"model.path: {type(model.lm).__name__} draws at random while it trains, such as experts for a token: the "
+            "model that is trained would not be the one that sampled. Choose another model.path."
+        )
     rounding = torch.finfo(dtype).eps * float(own_N.abs().mean())
     gap = float((ours_N - own_N).abs().mean())
     if not all(gap <= GAP_NATS + rounding for gap in ranks.gather_ranks(gap)):
@@ -135,9 +151,16 @@ def check_scores(
         raise ModelError(
             f"model.path: the trainer's log-probabilities of {type(model.lm).__name__} are {gap:.3g} nats a token away "
             "from those by the logits of its own forward: it does something to its hidden states or logits that the "
-            f"trainer does not do, or draws at random while it trains. The trainer knows {known}. Choose another "
-            "model.path."
+            f"trainer does not do. The trainer knows {known}. Choose another model.path."
         )
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """State of the generators that a model on this device draws from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
 
 
 def logit_change(config: Any) -> LogitChange:
@@ -315,8 +338,9 @@ def keep_generation_config(lm: Any, path: str) -> None:
 
 
 def without_dropout(config: Any) -> Any:
-    """The model's configuration without dropout, changed in place: the trained model must be the one that sampled."""
+    """The model's configuration without dropout and noise of routers, changed in place: the trained model must be the
+    one that sampled."""
     for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+        if re.search("dropout|pdrop$|layerdrop|jitter", name) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
