@@ -8,18 +8,21 @@ A token's record has the numbers of its K experts in each of M layers, as W byte
 one first, in a mixture of more than 256. A sequence of L tokens has L - 1 records, since no engine reads the last token
 that it samples.
 
+Importing this module does not import torch.
+
 Legend: L tokens, N tokens of one forward pass, M layers with a router, K experts of a token, W bytes of a record.
 """
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 KEY = "rollout.router_replay"
 ONE_BYTE = 256
@@ -61,13 +64,14 @@ class RoutingShape:
     @classmethod
     def of_path(cls, path: str) -> "RoutingShape":
         """Look at a model on disk, without its weights. Raises as `routers_of` does."""
+        import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         with torch.device("meta"):
             return cls.of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)))
 
 
-def routers_of(lm: Any, key: str) -> dict[str, nn.Module]:
+def routers_of(lm: Any, key: str) -> "dict[str, nn.Module]":
     """The routers of a model by their names, in the order of its layers. `key`: the configuration's, for messages.
 
     A router is the module that transformers records `router_logits` of, and its results are the logits `[N, experts]`,
@@ -83,7 +87,7 @@ def routers_of(lm: Any, key: str) -> dict[str, nn.Module]:
     return routers
 
 
-def router_kind(lm: Any) -> type[nn.Module] | None:
+def router_kind(lm: Any) -> "type[nn.Module] | None":
     """The class of a model's routers, whose results begin with their logits; None for a model that has none."""
     recorder = (getattr(lm.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     return recorder.target_class if recorder is not None and recorder.index == 0 else None
@@ -106,8 +110,10 @@ class RoutingRecorder:
 
     def take(self) -> np.ndarray:
         """Records of the last forward pass, `[N, W]` uint8. Forgets them."""
+        import torch
+
         chosen, self._chosen = self._chosen, []
         return self._shape.records(torch.stack(chosen, dim=1).cpu().numpy())
 
-    def _note(self, module: nn.Module, arguments: Any, output: Any) -> None:
+    def _note(self, module: "nn.Module", arguments: Any, output: Any) -> None:
         self._chosen.append(output[2])
