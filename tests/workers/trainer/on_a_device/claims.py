@@ -48,8 +48,10 @@ from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.publication import device_copies
 from penstock.workers.weights.publication.reading import mapped_publication
 from tests.fakes.device import DEVICE, live_bytes
+from tests.mixtures import build_mixture
 from tests.workers.trainer.conftest import random_rows
 from tests.workers.trainer.several_ranks.ranks import LINEAR, gathered_by_layer
+from tests.workers.trainer.several_ranks.ranks_parallel import with_experts
 
 PATHS: list[Path] = []
 """The model, and a directory to write to."""
@@ -73,10 +75,12 @@ POLICY_LOSSES = {
 }
 
 
-def made(kind: type[PolicyTrainer] = PolicyTrainer, *, on: torch.device = DEVICE, **options: Any) -> Any:
+def made(
+    kind: type[PolicyTrainer] = PolicyTrainer, *, on: torch.device = DEVICE, path: str = "", **options: Any
+) -> Any:
     trainer_options = {name: options.pop(name) for name in ("trainable",) if name in options}
     config = TrainerConfig(**({"optimizer": OptimizerConfig(**LINEAR), "max_tokens_per_microbatch": 100} | options))
-    return kind(config, str(PATHS[0]), replace(Ranks.join(config), device=on), **trainer_options)
+    return kind(config, path or str(PATHS[0]), replace(Ranks.join(config), device=on), **trainer_options)
 
 
 def rows_of(seed: int = 0) -> Rows:
@@ -146,6 +150,23 @@ def it_leaves_nothing_there_and_comes_back_the_same(kind: str) -> None:
 def every_loss_is_computed_there(name: str) -> None:
     trainers = [made(on=torch.device("cpu")), made()]
     assert_near(*(trainer.update(rows_of(), POLICY_LOSSES[name]).metrics for trainer in trainers), 1e-4)
+
+
+def a_mixture_follows_the_engines_experts_there() -> None:
+    """Also with adapters of experts, and nothing of the records stays behind."""
+    path = build_mixture("mixtral", PATHS[1] / "mixture")
+    rows = with_experts(random_rows(6))
+    for options in ({}, {"lora": LoraConfig(rank=2, target_modules=["q_proj", "gate_up_proj", "down_proj"])}):
+        trainers = [made(on=device, path=path, **options) for device in (torch.device("cpu"), DEVICE)]
+        for trainer in trainers:
+            trainer.model.lm.set_experts_implementation("eager")  # the others count by what the fake device has not
+            trainer.replay_experts()
+            trainer.check_scores()
+        reports = [trainer.update(rows, ppo_clip_loss).metrics for trainer in trainers]
+        assert_near(*reports, 1e-4)
+        assert_near(*map(state_of, trainers), 1e-4)
+        trainers[1].leave_device()
+        assert_nothing_there()
 
 
 def a_critic_and_a_reward_model_are_trained_there() -> None:
@@ -294,6 +315,7 @@ def claims() -> Iterator[tuple[str, Callable[[], None]]]:
     for loss in POLICY_LOSSES:
         yield f"{every_loss_is_computed_there.__name__}: {loss}", partial(every_loss_is_computed_there, loss)
     for alone in (
+        a_mixture_follows_the_engines_experts_there,
         a_critic_and_a_reward_model_are_trained_there,
         kept_activations_are_not_there_when_backward_begins,
         kept_copies_bring_another_rank_to_the_same_bits,
