@@ -146,6 +146,7 @@ def _add_planning(commands: Any) -> None:
     simulate.add_argument("--durations", metavar="FILE", help="YAML with how long things take: docs/planning.md")
     simulate.add_argument("--cluster", metavar="NxG:KIND", help="take them from the cost model of GPUs instead")
     simulate.add_argument("--lengths", metavar="MEAN[:SIGMA]", help=LENGTHS_HELP)
+    simulate.add_argument("--from", dest="pilot", metavar="RUN", help=FROM_HELP)
     simulate.add_argument("--dropped", type=float, default=0.0, metavar="SHARE", help="that each filter drops")
     simulate.add_argument("--faults", metavar="HOURS[:SECONDS]", help=FAULTS_HELP)
     simulate.add_argument("--join", action="append", metavar="SECOND:N", help="so many engines join then")

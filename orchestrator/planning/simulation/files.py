@@ -78,7 +78,9 @@ class RunFiles:
 
     def closed(self, step: SimulatedStep) -> None:
         start, end = self._at(self._closed_at), self._at(step.closed)
-        if self._config.max_staleness and step.closed > step.published:
+        if step.published > step.updated:
+            self._span(TRAINER, "wait for the version before", step.updated, step.published, step.step - 1)
+        if self._config.max_staleness:
             self._span(TRAINER, "publish", step.published, step.closed, step.step)
         groups = {int(row) // self._simulation.store.ledger.residents.size
                   for report in self._reports[step.step] for row in report.row_ids}  # fmt: skip
@@ -94,8 +96,7 @@ class RunFiles:
 
     def served(self, step: SimulatedStep) -> None:
         sealed = step.published + self._simulation.durations.sync().published_s
-        if not self._config.max_staleness:
-            self._span(TRAINER, "publish", step.published, sealed, step.step)
+        self._span("weights" if self._config.max_staleness else TRAINER, "publish", step.published, sealed, step.step)
         reports, now = self._reports[step.step], step.served
         busy = self._gained()
         times = StepTimes(

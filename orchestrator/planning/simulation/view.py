@@ -14,6 +14,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.memory.auto_memory import with_chosen
 from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
 from penstock.orchestrator.planning.asked import lengths_of, search_of
+from penstock.orchestrator.planning.calibration import calibrated, read_pilot
 from penstock.orchestrator.planning.costs.run_durations import RunDurations
 from penstock.orchestrator.planning.durations import Durations
 from penstock.orchestrator.planning.lengths import Lengths
@@ -37,7 +38,7 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
     if steps < 1:
         raise ConfigError(f"--steps {steps}: must be at least 1.")
     config = replace(config, trainer=replace(config.trainer, max_steps=steps))
-    lengths = lengths_of(config, asked.lengths)
+    lengths = read_pilot(asked.pilot).lengths if asked.pilot else lengths_of(config, asked.lengths)
     samples = Samples(partial(lengths.of, seed=config.seed), lengths.prompt, asked.dropped)
     changes = changes_of(asked.faults, asked.join)
     directory, epoch_s = opened(config, Path(asked.directory)) if asked.directory else (None, None)
@@ -64,13 +65,15 @@ def durations_of(config: RunConfig, asked: Namespace) -> Durations:
     if asked.durations is not None:
         return ConstantDurations.read(asked.durations)
     search = search_of(config, asked.cluster, asked.lengths)
+    if asked.pilot:
+        search = calibrated(search, read_pilot(asked.pilot))
     kinds = {nodes.kind for nodes in search.cluster}
     if len(kinds) > 1:
         raise ConfigError(f"--cluster {asked.cluster}: engines and ranks of a simulated run are on one kind of GPUs.")
     (kind,) = kinds
     memory = with_chosen(RunMemory(config, search.flow, search.shapes, kind.memory_gib * GIB))
     num_nodes, per_node = sum(nodes.count for nodes in search.cluster), min(nodes.gpus for nodes in search.cluster)
-    return RunDurations(memory, kind, kind, per_node, num_nodes)
+    return RunDurations(memory, kind, kind, per_node, num_nodes, search.efficiencies)
 
 
 def changes_of(faults: str | None, joins: list[str] | None) -> Changes:

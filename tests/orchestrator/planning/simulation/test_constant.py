@@ -54,6 +54,9 @@ def test_the_command_prints_the_outcome_and_leaves_a_run(tmp_path: Path, capsys:
     for word in ("4 steps by 1 engines, 1 ranks, max_staleness=1", "seconds a step", "decoding", "staleness"):
         assert word in out
     assert (tmp_path / "played" / "spans.jsonl").is_file()
+    recorded = ["--durations", file, "--from", str(tmp_path / "played"), "--steps", "2"]
+    assert main(["simulate", *RUN[:1], "max_staleness=0", *recorded]) == 0
+    assert "2 steps by 1 engines, 1 ranks, max_staleness=0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,21 @@ def test_the_page_reads_its_lanes_and_the_path_of_each_step(tmp_path: Path, boun
     assert json.loads((path / "timeline.json").read_text())["traceEvents"]
 
 
+def test_a_version_that_holds_up_the_next_one_is_seen(tmp_path: Path) -> None:
+    """Updates take a tenth of a second, a version 1.5 s until it is sealed and 0.5 s until it is loaded."""
+    config = config_of(name="run", max_staleness=2, **{"trainer.max_steps": 6, "rollout.num_workers": 4})
+    directory, epoch_s = opened(config, tmp_path, EPOCH_S)
+    simulation = Simulation(config, replace(EASY, update_tokens_per_s=600.0), TEN, epoch_s=epoch_s)
+    files = RunFiles(simulation, directory)
+    played(simulation)
+    files.close()
+    traced = Traced(directory.path / "spans.jsonl")
+    traced.update()
+    lines = traced.lines(1, 6)
+    assert any("wait for the version before" in line["text"] for line in lines)
+    assert {name for line in lines for name, *_ in line["lanes"].get("weights", ())} == {"publish"}
+
+
 def test_turns_are_seen_between_the_wait_and_the_update(tmp_path: Path) -> None:
     path, _ = left(tmp_path, None, "placement=colocated")
     traced = Traced(path / "spans.jsonl")
