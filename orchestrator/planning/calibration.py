@@ -34,6 +34,7 @@ SPLIT = (
     *(f"trainer.{key}" for key in (
         "num_ranks", "num_gpus_per_rank", "tensor_parallel_size", "sequence_parallel_size", "shard_size", "offload",
         "dtype", "groups_per_step", "num_minibatches", "max_tokens_per_microbatch", "activation_checkpointing",
+        "activation_offload",
     )),
 )  # fmt: skip
 """Keys of a run that its seconds depend on."""
