@@ -25,6 +25,8 @@ from penstock.orchestrator.run_directory.fetching import bring_here
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_lock import ENDS, STARTS
 from penstock.orchestrator.run_directory.run_place import RunPlace
+from penstock.store.errors import CorruptSnapshot
+from penstock.store.service.snapshot import check as check_snapshot
 from penstock.workers.files import absolute, download, exists, is_url
 
 
@@ -82,6 +84,19 @@ def rewind(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     process writes there any more. Raises `CheckpointError`, `ConfigError`."""
     resumed = _rewound(directory, config)
     return _with_local_files(resumed, directory) if resumed is not None else None
+
+
+def damage_of(resumed: Checkpoint, failure: PenstockError, starts_from_it: bool) -> PenstockError | None:
+    """The damage of a checkpoint that actors have failed of; None: of something else. `starts_from_it`: the store read
+    it, too. Actors that were taken over did not, and it may have been removed since."""
+    if isinstance(failure, DamagedCheckpoint):
+        return failure
+    try:
+        if starts_from_it:
+            check_snapshot(resumed.store)  # a store that cannot read it dies of that, as of anything else
+    except CorruptSnapshot as error:
+        return error
+    return None
 
 
 def fall_back(

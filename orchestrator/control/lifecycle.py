@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from ray.exceptions import RayError
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import DamagedCheckpoint, PenstockError, TakenOver
+from penstock.conf.errors import PenstockError, TakenOver
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
 from penstock.metering.meters import Meters
 from penstock.metering.ray_export import exporting
-from penstock.orchestrator.checkpointing.resuming import fall_back, newest, rewind
+from penstock.orchestrator.checkpointing.resuming import damage_of, fall_back, newest, rewind
 from penstock.orchestrator.cluster.cluster import is_elsewhere, namespace_of
 from penstock.orchestrator.cluster.connection import note_connection
 from penstock.orchestrator.cluster.failures import first_line
@@ -43,8 +43,6 @@ from penstock.orchestrator.observability.reporting.progress import ProgressDispl
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.errors import CorruptSnapshot
-from penstock.store.service.snapshot import check as check_snapshot
 
 
 class RunLifecycle:
@@ -105,7 +103,7 @@ class RunLifecycle:
                     finally:
                         step = controller.outcome.num_steps
             except PenstockError as error:
-                if self._fell_back(error, step):
+                if self._fell_back(error, step, starts_from_it=left is None):
                     continue
                 if not self._may_return(error, step):
                     if self._cause is None:
@@ -220,16 +218,12 @@ class RunLifecycle:
         self._progress.note(f"returning to {place}: {first_line(failure)}")
         return True
 
-    def _fell_back(self, failure: PenstockError, step: int) -> bool:
+    def _fell_back(self, failure: PenstockError, step: int, *, starts_from_it: bool) -> bool:
         """Fall back to the checkpoint before, if the one that the fleet was to start from is damaged. Returns whether
-        it did. `step`: the last that was logged."""
+        it did. `step`: the last that was logged. `starts_from_it`: a fleet that was taken over does not."""
         if self._resumed is None or step > self._resumed.step:
             return False
-        damage: PenstockError | None = failure if isinstance(failure, DamagedCheckpoint) else None
-        try:
-            check_snapshot(self._resumed.store)  # a store that cannot read it dies of that, as of anything else
-        except CorruptSnapshot as error:
-            damage = damage or error
+        damage = damage_of(self._resumed, failure, starts_from_it)
         own = fall_back(self._directory, self._config, self._resumed, damage) if damage is not None else None
         if own is not None:
             self._first = own if self._first is self._resumed else self._first
