@@ -17,6 +17,8 @@ from typing import Any
 from penstock.conf.errors import ConfigError, PenstockError
 
 INTERRUPTED = 130
+PLANNED = "plan=auto"
+"""Word among a run's overrides: plan it for the GPUs that are there, and say how."""
 OVERRIDES_HELP = "recipe=NAME or recipe=DIRECTORY, algorithm=NAME, model=PRESET, and any key=value"
 RETRIES_HELP = "when the command itself is killed or loses its cluster, go on up to N times from where it was"
 RUN_HELP = "the run's directory or URL"
@@ -167,12 +169,12 @@ def _load(overrides: Sequence[str]) -> Any:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if "plan=auto" in arguments.overrides:
+    if PLANNED in arguments.overrides:
         from rich.console import Console
 
         from penstock.orchestrator.planning.plan_view import with_plan
 
-        arguments.overrides = with_plan(arguments.overrides, Console())
+        arguments.overrides = with_plan([word for word in arguments.overrides if word != PLANNED], Console())
     config = _load(arguments.overrides)
     if arguments.retries > 0:
         from penstock.orchestrator.control.retries import run_with_retries

@@ -41,6 +41,11 @@ class Candidate:
     num_gpus: int
     """GPUs that it uses."""
 
+    @property
+    def offloaded(self) -> "Candidate":
+        """The same with weights and optimizer in host memory."""
+        return replace(self, keys=tuple((dict(self.keys) | {"trainer.offload": True}).items()))
+
     def config(self, base: RunConfig) -> RunConfig:
         """The configuration with these keys. Raises `ConfigError` for what does not go together."""
         config: RunConfig = with_keys(base, dict(self.keys))
@@ -113,11 +118,10 @@ def _splits(shape: ModelShape, num_ranks: int, gpus_per_node: int) -> Iterator[d
             for shards in (0, gpus_per_node):
                 if shards and (num_ranks <= shards or num_ranks % shards):
                     continue
-                for offload in (False, True):
-                    yield {
-                        "trainer.tensor_parallel_size": tensor, "trainer.sequence_parallel_size": sequence,
-                        "trainer.shard_size": shards, "trainer.offload": offload,
-                    }  # fmt: skip
+                yield {
+                    "trainer.tensor_parallel_size": tensor, "trainer.sequence_parallel_size": sequence,
+                    "trainer.shard_size": shards, "trainer.offload": False,
+                }  # fmt: skip
 
 
 def _engines(

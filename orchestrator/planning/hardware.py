@@ -12,8 +12,7 @@ from pathlib import Path
 import yaml
 
 from penstock.conf.errors import ConfigError, suggest
-
-GIB = 2**30
+from penstock.orchestrator.configuration.memory.known import GPU_GIB
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,14 @@ KINDS = {
     kind.name: kind
     for kind in (
         GpuKind("a100", 312e12, 2.039e12, 79.1, 300e9, "PCIe 4 x16", 25e9, "A100"),
-        GpuKind("b200", 2250e12, 8.0e12, 178.4, 900e9, ray_name="B200"),
+        GpuKind("b200", 2250e12, 8.0e12, GPU_GIB["B200"], 900e9, ray_name="B200"),
         GpuKind("gb200", 2450e12, 8.0e12, 184.0, 900e9, ray_name="GB200"),
-        GpuKind("h100", 989e12, 3.35e12, 79.1, 450e9, ray_name="H100"),
-        GpuKind("h200", 989e12, 4.8e12, 139.8, 450e9, ray_name="H200"),
-        GpuKind("h20", 148e12, 4.0e12, 95.1, 450e9, ray_name="H20"),
+        GpuKind("h100", 989e12, 3.35e12, GPU_GIB["H100"], 450e9, ray_name="H100"),
+        GpuKind("h200", 989e12, 4.8e12, GPU_GIB["H200"], 450e9, ray_name="H200"),
+        GpuKind("h20", 148e12, 4.0e12, GPU_GIB["H20"], 450e9, ray_name="H20"),
         GpuKind("h800", 989e12, 3.35e12, 79.1, 200e9, ray_name="H800"),
-        GpuKind("l4", 121e12, 0.3e12, 22.1, 32e9, "PCIe 4 x16", 12.5e9, "L4"),
-        GpuKind("l40s", 362e12, 0.864e12, 44.4, 32e9, "PCIe 4 x16", 25e9, "L40S"),
+        GpuKind("l4", 121e12, 0.3e12, GPU_GIB["L4"], 32e9, "PCIe 4 x16", 12.5e9, "L4"),
+        GpuKind("l40s", 362e12, 0.864e12, GPU_GIB["L40S"], 32e9, "PCIe 4 x16", 25e9, "L40S"),
     )
 }
 """Kinds by name. `network`: 400 Gbit/s a GPU, 200 with A100 and L40S, 100 with L4, as clouds sell them."""

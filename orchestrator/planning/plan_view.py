@@ -15,8 +15,6 @@ from penstock.orchestrator.planning.played import best_classes
 from penstock.orchestrator.planning.search import Plan, Search, another_class, plan_of
 from penstock.orchestrator.planning.steady import Estimate
 
-AUTO_PLAN = "plan=auto"
-"""Word on the command line of a run: plan it, say how, and run it."""
 MOST_ROWS = 8
 WIDTH = 104
 """Columns of the output at least."""
@@ -29,15 +27,14 @@ LIMITS = {
 
 
 def with_plan(overrides: Sequence[str], console: Console) -> list[str]:
-    """Overrides of a run with the best plan's keys in the place of `plan=auto`, which is told. Raises `ResourceError`
-    where nothing fits, or there are no GPUs."""
-    words = [word for word in overrides if word != AUTO_PLAN]
-    search = search_of(load_config(words), None, None, nodes_here())
+    """Overrides of a run with the best plan's keys, which are told. Raises `ResourceError` where nothing fits, or there
+    are no GPUs."""
+    search = search_of(load_config(overrides), None, None, nodes_here())
     best = best_classes(search)[0]
     keys = overrides_of(search, best.candidate.keys)
     console.print(f"plan: {described(best)}, about {why(best)}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"      {shlex.join(keys)}", highlight=False, markup=False, soft_wrap=True)
-    return [*words, *keys]
+    return [*overrides, *keys]
 
 
 def wide_console() -> Console:

@@ -90,13 +90,14 @@ class Search:
     def _judged(self) -> tuple[list[Plan], list[Refusal]]:
         plans, refused = list[Plan](), list[Refusal]()
         for candidate in candidates(self.base, self.flow, self.shapes["policy"], self.cluster):
-            try:
-                if not self._offloads_without_need(candidate):
-                    plans.append(self.plan(candidate))
-            except ResourceError as error:
-                refused.append(Refusal(candidate, str(error)))
-            except ConfigError:  # a combination that no run could have
-                continue
+            for way in (candidate, candidate.offloaded):  # only where it does not fit without
+                try:
+                    plans.append(self.plan(way))
+                    break
+                except ResourceError as error:
+                    refused.append(Refusal(way, str(error)))
+                except ConfigError:  # a combination that no run could have
+                    break
         return plans, refused
 
     def best(self) -> list[Plan]:
@@ -112,33 +113,28 @@ class Search:
         validate(config)
         smallest = min(kind.memory_gib for kind, _ in (*candidate.engines, (candidate.ranks, 1)))
         memory = self._fitting(config, candidate.ranks, smallest)
-        ranks = self._durations(memory, candidate.ranks, candidate.ranks)
+        ranks = self.durations(memory, candidate.ranks, candidate.ranks)
         engines = tuple(
-            Engines(count, self._durations(memory, kind, candidate.ranks), self._slots(memory))
+            Engines(count, self.durations(memory, kind, candidate.ranks), self._slots(memory))
             for kind, count in candidate.engines
         )
         work = self._workload(memory)
         return Plan(candidate, memory, estimate(engines, ranks, work), engines, ranks, work)
 
-    def _offloads_without_need(self, candidate: Candidate) -> bool:
-        keys = dict(candidate.keys)
-        if not keys["trainer.offload"]:
-            return False
-        try:
-            self.plan(replace(candidate, keys=tuple((keys | {"trainer.offload": False}).items())))
-        except ResourceError:
-            return False
-        return True
+    def memory(self, config: RunConfig, kind: GpuKind) -> RunMemory:
+        """The memory of a configuration on GPUs of a kind, with what is `auto` chosen, whether it fits or not."""
+        return with_chosen(RunMemory(config, self.flow, self.shapes, kind.memory_gib * GIB))
 
     def _fitting(self, config: RunConfig, ranks: GpuKind, smallest: float) -> RunMemory:
-        """The memory of a configuration, with what is `auto` chosen. Raises `ResourceError`."""
-        of_ranks = with_chosen(RunMemory(config, self.flow, self.shapes, ranks.memory_gib * GIB))
+        """The memory of a configuration that fits. Raises `ResourceError`."""
+        of_ranks = self.memory(config, ranks)
         if smallest < ranks.memory_gib:
             replace(of_ranks, gpu_bytes=smallest * GIB).check()
         of_ranks.check()
         return of_ranks
 
-    def _durations(self, memory: RunMemory, engines: GpuKind, ranks: GpuKind) -> RunDurations:
+    def durations(self, memory: RunMemory, engines: GpuKind, ranks: GpuKind) -> RunDurations:
+        """The cost model of a run with these kinds of GPUs."""
         per_node = min(nodes.gpus for nodes in self.cluster if nodes.kind == ranks)
         num_nodes = sum(nodes.count for nodes in self.cluster)
         return RunDurations(memory, engines, ranks, per_node, num_nodes, self.efficiencies)

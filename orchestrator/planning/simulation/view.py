@@ -11,11 +11,8 @@ from rich.console import Console
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.memory.auto_memory import with_chosen
-from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
 from penstock.orchestrator.planning.asked import lengths_of, search_of
-from penstock.orchestrator.planning.calibration import calibrated, read_pilot
-from penstock.orchestrator.planning.costs.run_durations import RunDurations
+from penstock.orchestrator.planning.calibration import Pilot, calibrated, read_pilot
 from penstock.orchestrator.planning.durations import Durations
 from penstock.orchestrator.planning.lengths import Lengths
 from penstock.orchestrator.planning.simulation.constant import ConstantDurations
@@ -38,11 +35,12 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
     if steps < 1:
         raise ConfigError(f"--steps {steps}: must be at least 1.")
     config = replace(config, trainer=replace(config.trainer, max_steps=steps))
-    lengths = read_pilot(asked.pilot).lengths if asked.pilot else lengths_of(config, asked.lengths)
+    pilot = read_pilot(asked.pilot) if asked.pilot else None
+    lengths = pilot.lengths if pilot is not None else lengths_of(config, asked.lengths)
     samples = Samples(partial(lengths.of, seed=config.seed), lengths.prompt, asked.dropped)
     changes = changes_of(asked.faults, asked.join)
     directory, epoch_s = opened(config, Path(asked.directory)) if asked.directory else (None, None)
-    simulation = Simulation(config, durations_of(config, asked), samples, changes, epoch_s=epoch_s)
+    simulation = Simulation(config, durations_of(config, asked, pilot), samples, changes, epoch_s=epoch_s)
     files = RunFiles(simulation, directory) if directory is not None else None
     began = time.monotonic()
     try:
@@ -55,8 +53,9 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
         console.print(f"penstock ui {directory.path}", highlight=False, markup=False, soft_wrap=True)
 
 
-def durations_of(config: RunConfig, asked: Namespace) -> Durations:
-    """The durations of a file, or of the cost model on a cluster of one kind of GPUs. Raises `ConfigError`."""
+def durations_of(config: RunConfig, asked: Namespace, pilot: Pilot | None) -> Durations:
+    """The durations of a file, or of the cost model on a cluster of one kind of GPUs, with a pilot's factors. Raises
+    `ConfigError`."""
     if (asked.durations is None) == (asked.cluster is None):
         raise ConfigError(
             "nothing says how long things take, or two say so. Give --durations FILE with constants of yours, or "
@@ -65,15 +64,13 @@ def durations_of(config: RunConfig, asked: Namespace) -> Durations:
     if asked.durations is not None:
         return ConstantDurations.read(asked.durations)
     search = search_of(config, asked.cluster, asked.lengths)
-    if asked.pilot:
-        search = calibrated(search, read_pilot(asked.pilot))
+    if pilot is not None:
+        search = calibrated(search, pilot)
     kinds = {nodes.kind for nodes in search.cluster}
     if len(kinds) > 1:
         raise ConfigError(f"--cluster {asked.cluster}: engines and ranks of a simulated run are on one kind of GPUs.")
     (kind,) = kinds
-    memory = with_chosen(RunMemory(config, search.flow, search.shapes, kind.memory_gib * GIB))
-    num_nodes, per_node = sum(nodes.count for nodes in search.cluster), min(nodes.gpus for nodes in search.cluster)
-    return RunDurations(memory, kind, kind, per_node, num_nodes, search.efficiencies)
+    return search.durations(search.memory(config, kind), kind, kind)
 
 
 def changes_of(faults: str | None, joins: list[str] | None) -> Changes:

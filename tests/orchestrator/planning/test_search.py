@@ -104,8 +104,9 @@ def test_a_run_is_planned_for_what_the_cluster_has(monkeypatch: pytest.MonkeyPat
     nodes = [Node(str(n), f"n{n}", f"10.0.0.{n}", 64, 8, {"ray.io/accelerator-type": "H100"}) for n in range(2)]
     monkeypatch.setattr(asked, "look", lambda: nodes)
     said = io.StringIO()
-    words = with_plan([*WORDS, "plan=auto"], Console(file=said, width=200))
+    words = with_plan(WORDS, Console(file=said, width=200))
     assert words[: len(WORDS)] == list(WORDS)
+    assert len(words) > len(WORDS)
     assert "plan=auto" not in words
     assert load_config(words).trainer.num_ranks > 1
     assert said.getvalue().startswith("plan: ")
