@@ -44,7 +44,8 @@ from penstock.store.service.actor import STORE
 from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
 
 LEAST_GRACE_S = 5.0
-"""Seconds to end that the store and the agents have in any case: large files take some to be removed."""
+"""Seconds to end that the store and the agents have though others hang, unless cluster.shutdown_timeout_s is less:
+large files take some to be removed."""
 
 
 class Fleet(MemberTable):
@@ -306,7 +307,7 @@ class Fleet(MemberTable):
         """End every actor: ask first, kill what does not answer in time. The time is that of all together: who hangs
         takes it from the others, which need moments. Never raises for an actor that is dead already."""
         grace_s, refs = self.config.cluster.shutdown_timeout_s, []
-        deadline = time.monotonic() + grace_s
+        deadline, least_s = time.monotonic() + grace_s, min(LEAST_GRACE_S, grace_s)
         handles = self.all_handles()
         for handle in handles:
             with contextlib.suppress(RayError):
@@ -316,8 +317,8 @@ class Fleet(MemberTable):
         for handle in handles:
             self.owner.end(handle)
         if self.store_process is not None:
-            self.store_process.end(max(LEAST_GRACE_S, deadline - time.monotonic()))
-        self.agents.close(max(LEAST_GRACE_S, deadline - time.monotonic()))
+            self.store_process.end(max(least_s, deadline - time.monotonic()))
+        self.agents.close(max(least_s, deadline - time.monotonic()))
         if self._reservation is not None:
             self._reservation.release()
         self.owner.close()

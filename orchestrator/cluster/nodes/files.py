@@ -105,7 +105,7 @@ class NodeFiles:
     def _facts_of(self, node: str) -> NodeFacts:
         """The facts of a node. Raises `WorkerDied` for one that has left since its actors were looked up."""
         if (found := self._agents.facts(self._timeout_s).get(node)) is None:
-            raise WorkerDied(f"Node {node[:8]} has left, with what was to be read or written there.")
+            raise _gone(node)
         return found
 
     def _wait(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -122,7 +122,12 @@ class NodeFiles:
     def _calls(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> list[tuple[str, Any]]:
         calls = []
         for node, some in arguments.items():
-            self._facts_of(node)
+            if node not in self._agents.members:
+                raise _gone(node)
             name, handle = self._agents.members[node]
             calls.append((name, getattr(handle, method).remote(*some)))
         return calls
+
+
+def _gone(node: str) -> WorkerDied:
+    return WorkerDied(f"Node {node[:8]} has left, with what was to be read or written there.")
