@@ -1,11 +1,14 @@
-"""The tensors of an exported model, whether it is one file or several with an index."""
+"""What is in an exported model: its tensors, whether it is one file or several with an index, and what it says of
+rows."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer.exported_files import INDEX, SINGLE
 
 
@@ -24,3 +27,11 @@ def load_model(directory: str | Path) -> dict[str, torch.Tensor]:
     assert len(tensors) == sum(map(len, files.values()))
     assert len(files) > 1
     return tensors
+
+
+def logprobs_by(model: Any, rows: Rows) -> torch.Tensor:
+    """Log-probabilities of the first row's response, `[T]`, by a model of transformers alone."""
+    prompt, response = rows.lists("prompt_ids")[0], rows.lists("response_ids")[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)[range(len(response)), response]

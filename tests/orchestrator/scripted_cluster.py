@@ -182,9 +182,6 @@ class Rollout(OnNode, scripted.Rollout):
 
 
 class Trainer(OnNode, scripted.Trainer):
-    crosses_nodes: Any = None
-    """The plan of chunks, where versions go to other nodes."""
-
     async def step(self, step: int, records_tokens: bool, epoch: int) -> StepReport | None:
         report = await super().step(step, records_tokens, epoch)
         self.agent.keep(self._rank, step)
@@ -281,10 +278,6 @@ class ScriptedNodesFleet(Fleet):
         """As the real one, but for the store, which is there."""
         self._scripted.start = lambda snapshot: None  # type: ignore[attr-defined]
         super().create()
-
-    def end_all(self) -> None:
-        for handle in self.all_handles():
-            handle.kill()
 
     @property
     def watched(self) -> list[tuple[str, str, Any]]:

@@ -25,14 +25,14 @@ def test_what_a_run_recorded_keeps_its_mean(lengths: list[int]) -> None:
 
 
 def test_the_context_of_a_token_counts_long_responses_more_often() -> None:
-    """Of a response of 2 and one of 4 tokens six are decoded, after 0 1 and 0 1 2 3 of their own: 7 / 6, and as a
+    """Six tokens are decoded of a response of 2 and one of 4, after 0 1 and 0 1 2 3 of their own: 7 / 6, and as a
     stream 20 / 12."""
     found = Lengths((2, 4), prompt=10)
     assert found.mean_context == pytest.approx(10 + (4 + 16) / 2 / (2 * 3))
 
 
 def test_what_is_left_at_a_random_moment_is_half_of_what_is_met() -> None:
-    """Of constant lengths half is left in the mean; of others more than half of their mean."""
+    """Half is left in the mean of constant lengths, and more than half of their mean of others."""
     constant, spread = Lengths((100,) * POINTS), Lengths.lognormal(100, 1000, 0.9)
     assert sum(constant.residuals) / len(constant.residuals) == pytest.approx(50, abs=2)
     assert sum(spread.residuals) / len(spread.residuals) > 60

@@ -59,8 +59,8 @@ def test_turns_on_the_same_devices_are_counted_twice() -> None:
 
 
 def test_one_step_off_the_longest_decides() -> None:
-    """Of one batch that is under way each engine has four sequences: 8 rows in 1.4 s, and a pause. A batch is on its
-    way for 1.4 + update + 2 s, and two are."""
+    """Each engine has four sequences of the one batch that is under way: 8 rows in 1.4 s, and a pause. A batch is on
+    its way for 1.4 + update + 2 s, and two are."""
     off = replace(WORK, max_staleness=1)
     slow = estimate([Engines(2, Constant(), 256)], Constant(a_row=5.0), off)
     assert (slow.limit, slow.step_s) == ("training", pytest.approx(20.25))

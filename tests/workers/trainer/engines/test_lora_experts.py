@@ -22,6 +22,7 @@ from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import targets_of
 from tests.mixtures import build_mixture
+from tests.model_files import logprobs_by
 
 Make = Callable[..., PolicyTrainer]
 MakeRows = Callable[..., Rows]
@@ -90,11 +91,9 @@ def test_an_export_has_the_logits_of_what_was_trained_and_peft_merges_the_same(
     trainer, rows = trained(make_trainer, make_rows, paths["qwen3_moe"], **changes), make_rows(1)
     trainer.export(str(tmp_path / "model"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    prompt, response = rows.lists("prompt_ids")[0], rows.lists("response_ids")[0]
-    with torch.no_grad():
-        logits = loaded(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1)[range(len(response)), response]
-    torch.testing.assert_close(torch.from_numpy(trainer.logprobs(rows)[0]), expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.from_numpy(trainer.logprobs(rows)[0]), logprobs_by(loaded, rows), atol=2e-5, rtol=0
+    )
     plain = AutoModelForCausalLM.from_pretrained(paths["qwen3_moe"])
     merged = PeftModel.from_pretrained(plain, str(tmp_path / "model" / "adapter")).merge_and_unload()
     for (name, ours), theirs in zip(loaded.named_parameters(), merged.parameters(), strict=True):

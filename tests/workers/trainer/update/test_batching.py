@@ -57,7 +57,7 @@ def test_padding_is_under_5_percent_of_long_tailed_lengths(
 
 @pytest.mark.parametrize(("packed", "expected"), [(False, [1, 2, -1, -1, 3, 4, 5]), (True, [3, 4, 5, -1, 1, 2, -1])])
 def test_records_of_experts_are_at_the_places_of_their_tokens(packed: bool, expected: list[int]) -> None:
-    """Of all tokens of a row but the last; packed, the longest row comes first."""
+    """Records are of all tokens of a row but the last; packed, the longest row comes first."""
     rows = Rows.from_lists(
         {"prompt_ids": [[7], [7, 7]], "response_ids": [[8, 9], [8, 9]], "routed_experts": [[1, 2], [3, 4, 5]]}
     )
