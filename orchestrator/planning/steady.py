@@ -17,8 +17,8 @@ from functools import lru_cache
 from penstock.orchestrator.planning.durations import Durations, Sync
 from penstock.orchestrator.planning.lengths import POINTS, Lengths
 
-CLASSES = 48
-"""Lengths that stand for those of one engine's share of a batch."""
+CLASSES = 24
+"""Lengths that stand for those of one engine's share of a batch, besides the longest."""
 
 
 @dataclass(frozen=True)
@@ -166,22 +166,24 @@ def _drained_s(one: Engines, work: Workload, rows: float) -> float:
     lengths = work.lengths
     prefill = rows / work.group_size * one.durations.prefill_s(lengths.prompt)
     if rows <= one.slots:
-        own = lengths.sample(max(1, min(CLASSES, round(rows))))
-        own[-1] = lengths.sample(min(work.num_rows, POINTS))[-1]  # some engine has the batch's longest
-        return prefill + _decoded_s(one.durations, own, rows, lengths.prompt)
+        longest = lengths.sample(min(work.num_rows, POINTS))[-1]  # some engine has the batch's
+        own = [*(min(length, longest) for length in lengths.sample(CLASSES)), longest]
+        return prefill + _decoded_s(one.durations, own, max(0.0, rows - 1), lengths.prompt)
     step = one.durations.decode_s(one.slots, lengths.mean_context)
     left = lengths.residuals
     full = (rows * lengths.mean - one.slots * sum(left) / len(left)) / one.slots * step
-    return prefill + full + _decoded_s(one.durations, left, one.slots, lengths.prompt + lengths.mean / 2)
+    before = lengths.prompt + lengths.mean / 2
+    return prefill + full + _decoded_s(one.durations, left, one.slots - 1, before)
 
 
-def _decoded_s(durations: Durations, lengths: Sequence[int], rows: float, before: float) -> float:
-    """Seconds until the last of these has ended. `lengths`: ascending, each standing for an equal part of the rows;
-    `before`: tokens that each has at the start."""
-    seconds, last, each = 0.0, 0, rows / len(lengths)
+def _decoded_s(durations: Durations, lengths: Sequence[int], others: float, before: float) -> float:
+    """Seconds until the last of these has ended. `lengths`: ascending. The last one stands for one row, each of the
+    rest for an equal part of the `others`, which need not be a whole number; `before`: tokens that each has at the
+    start."""
+    seconds, last, each = 0.0, 0, others / (len(lengths) - 1)
     for index, length in enumerate(lengths):
-        there = max(1.0, (len(lengths) - index) * each)
         if length > last:
+            there = 1 + (len(lengths) - 1 - index) * each
             seconds += (length - last) * durations.decode_s(there, before + (last + length) / 2)
         last = length
     return seconds

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.orchestrator.planning.durations import Sync
@@ -86,6 +86,7 @@ def test_faster_engines_take_more_of_a_batch() -> None:
     count=st.integers(1, 8), groups=st.integers(1, 16), size=st.integers(1, 8), staleness=st.integers(0, 3),
     mean=st.integers(2, 300),
 )  # fmt: skip
+@example(count=6, groups=10, size=1, staleness=0, mean=49)  # less than two rows an engine
 def test_more_engines_or_staleness_never_make_a_step_slower(
     count: int, groups: int, size: int, staleness: int, mean: int
 ) -> None:
