@@ -44,7 +44,8 @@ class ClusterConfig:
     cpus_per_worker: float = 1.0
     """Logical CPUs that each rollout, trainer and scorer actor reserves."""
     shutdown_timeout_s: float = 20.0
-    """Grace for actors to end on their own before they are killed."""
+    """Grace for actors to end on their own before they are killed: once for those that serve, when all is trained, and
+    once for the whole fleet."""
 
     def __post_init__(self) -> None:
         at_least("cluster.cpus_per_worker", self.cpus_per_worker, 0)

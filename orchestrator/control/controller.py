@@ -136,8 +136,8 @@ class Controller:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._watch.run())
             self._members.begin(tasks)
-            self._members.until_end(self._watch.run())
             self._members.until_end(self._handover.run())
             for work in self._observer.tasks():
                 self._members.until_end(work)
@@ -148,6 +148,8 @@ class Controller:
             self._supervisor.close()
             self._members.close()
             await self._stores.with_store(lambda: self.store.close("the run is complete"))
+            await self._members.ended()
+            watching.cancel()
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
         await (self._weights.connect() if self._taken is None else self._ranks.with_ranks(self._weights.connect))

@@ -40,7 +40,7 @@ GRACE_S = 30.0
 
 class Membership:
     """Lifecycle: `begin` in the controller's task group, `serve` the roles one after the other, then `change` any
-    number of times, `close`."""
+    number of times, `close`, `ended`."""
 
     def __init__(
         self,
@@ -64,6 +64,8 @@ class Membership:
         self._changing, self._making_room = asyncio.Lock(), asyncio.Lock()
         self._joining: dict[str, asyncio.Task[str]] = {}
         """Tasks of members that join, by name."""
+        self._keeping: dict[asyncio.Task[None], Sequence[str]] = {}
+        """Tasks that keep members serving, each with its team."""
         self._kept: set[str] = set()
         """Names of members that are kept serving, or were: no name comes again."""
         self._wanted = wanted if wanted is not None else {}
@@ -90,6 +92,18 @@ class Membership:
         """Cancel the tasks of `until_end`: no member joins or leaves any more."""
         for task in self._until_end:
             task.cancel()
+
+    async def ended(self) -> None:
+        """Wait until the members have ended, once the store has closed. Those that have not in time are killed: nothing
+        of theirs is needed any more."""
+        if self._keeping:
+            await asyncio.wait(self._keeping, timeout=self._config.cluster.shutdown_timeout_s)
+        late = sorted(name for team in self._keeping.values() for name in team)
+        for task in self._keeping:
+            task.cancel()
+        if late:
+            self._directory.event("not_ended", members=late)
+            self._fleet.kill(late)
 
     def num_present(self, role: str) -> int:
         """Number of members of a role that are there or to come, in one stage."""
@@ -203,7 +217,9 @@ class Membership:
         assert self._tasks is not None
         self._kept.update(team)
         keeping = self._supervisor.keep(role, team, self._catch_up.get(role))
-        self._tasks.create_task(held_back(keeping))
+        task = self._tasks.create_task(held_back(keeping))
+        self._keeping[task] = team
+        task.add_done_callback(self._keeping.pop)
 
     def _stages(self, role: str) -> list[tuple[str | None, list[str]]]:
         """Names of a role by stage, in the order in which they came."""

@@ -27,7 +27,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.report import StepReport, TrainedRows
-from tests.fakes.actors import Call, FakeHandle
+from tests.fakes.actors import Call, FakeHandle, never
 from tests.orchestrator.one_machine import OneMachine, empty_snapshot
 from tests.orchestrator.one_node import on_one_node
 
@@ -302,6 +302,16 @@ def test_a_place_of_checkpoints_that_does_not_answer_costs_those(tmp_path: Path)
     assert [message.partition(":")[0] for message in failed] == [f"{place}/global_step_{step}" for step in (1, 2)]
     assert all("cannot be written" in message for message in failed)
     assert Checkpoints(str(place), play.config.checkpoint).steps() == [3]
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward"])
+def test_a_member_that_hangs_when_all_is_trained_does_not_hold_up_the_end(role: str, tmp_path: Path) -> None:
+    """Its process ends with the fleet. Nobody may wait for its answer: heartbeats have ended, too."""
+    members: Any = {role: {"run": never}}
+    play = Play(tmp_path, "trainer.max_steps=2", "cluster.shutdown_timeout_s=0.2", **members)
+    assert play.run().num_steps == 2
+    [event] = [event for event in play.directory.read_events() if event["kind"] == "not_ended"]
+    assert event["members"] == [role.title()]
 
 
 def test_a_look_at_the_run_that_fails_is_told_and_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
