@@ -78,8 +78,8 @@ class RunFiles:
 
     def closed(self, step: SimulatedStep) -> None:
         start, end = self._at(self._closed_at), self._at(step.closed)
-        if step.published > step.updated:
-            self._span(TRAINER, "wait for the version before", step.updated, step.published, step.step - 1)
+        if step.counted > step.updated:
+            self._span(TRAINER, "wait for the version before", step.updated, step.counted, step.step - 1)
         if self._config.max_staleness:
             self._span(TRAINER, "publish", step.published, step.closed, step.step)
         groups = {int(row) // self._simulation.store.ledger.residents.size
@@ -95,8 +95,9 @@ class RunFiles:
         self._closed_at, self._rank = step.closed, []
 
     def served(self, step: SimulatedStep) -> None:
-        sealed = step.published + self._simulation.durations.sync().published_s
-        self._span("weights" if self._config.max_staleness else TRAINER, "publish", step.published, sealed, step.step)
+        self._span(
+            "weights" if self._config.max_staleness else TRAINER, "publish", step.published, step.sealed, step.step
+        )
         reports, now = self._reports[step.step], step.served
         busy = self._gained()
         times = StepTimes(

@@ -1,10 +1,12 @@
 """The controller's loop of a simulated run, with the ranks of the trainer: `control/controller.py` on a virtual clock.
 
-    wait for the batch ─▶ update ─▶ the step is trained ─▶ publish ─▶ the next step
-                                                              └─▶ every engine loads ─▶ `served` ─▶ credits
+    wait for the batch ─▶ update ─▶ the step counts ─▶ publish ─▶ the next step
+                                                          └─▶ sealed ─▶ every engine loads ─▶ `served` ─▶ credits
 
-With `max_staleness=0` the next step waits for `served`, else only for the version before it and for the part of the
-publication that it cannot do without. Where engines and ranks share devices they change turns twice a step.
+With `max_staleness=0` the next step waits for `served`, else only for the part of the publication that it cannot do
+without. It counts once the version before is sealed, and is published once that one is served. Ranks that are lost have
+their last step that counts: they publish what is not sealed again. Where engines and ranks share devices they change
+turns twice a step.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from penstock.orchestrator.planning.simulation.events import Clock, SimulatedSto
 from penstock.store.ledger.rounds import Round
 
 TRAIN, PROMPTS = "train", "prompts"
-WAITING, TURNING, UPDATING, PUBLISHING, OVER = range(5)
+WAITING, TURNING, UPDATING, MADE, PUBLISHING, OVER = range(6)
 
 
 @dataclass
@@ -33,7 +35,11 @@ class SimulatedStep:
     taken: float = 0.0
     """Time at which the update begins: once the devices are the ranks'."""
     updated: float = 0.0
+    counted: float = 0.0
+    """Time at which the version before is sealed, and the store is told."""
     published: float = 0.0
+    """Time at which its publication begins."""
+    sealed: float = 0.0
     closed: float = 0.0
     """Time from which on the ranks wait for the next one."""
     served: float = 0.0
@@ -50,7 +56,7 @@ class Watcher(Protocol):
     """Whoever keeps account of a simulated run."""
 
     def trained(self, step: SimulatedStep) -> None:
-        """Hear of an update, while its rows are known."""
+        """Hear of a step that counts, while its rows are known."""
 
     def closed(self, step: SimulatedStep) -> None:
         """Hear that the next step does not wait for this one any more."""
@@ -87,9 +93,10 @@ class SimulatedTrainer:
         self._step = SimulatedStep(1, 0.0)
         self._published: SimulatedStep | None = None
         """The step whose version is on its way."""
+        self._is_sealed = True
         self._awaits_version = False
-        """True if an update was made before the version of the one before it was served."""
-        self._phase, self._token = WAITING, 0
+        """True if a step counts before the version of the one before it is served."""
+        self._phase, self._token, self._writing = WAITING, 0, 0
         self._back_at = 0.0
         """Time at which ranks that were lost are there again."""
         store.rounds[TRAIN] = self._look
@@ -102,7 +109,7 @@ class SimulatedTrainer:
         """Have ranks die: all start again together, and the step under way is taken again."""
 
         def lose(_: None) -> None:
-            self._lose(changes.replaced_s)
+            self.lose_ranks(changes.replaced_s)
             again()
 
         def again() -> None:
@@ -168,9 +175,15 @@ class SimulatedTrainer:
             step.waits[PROMPTS] = step.formed - at
 
     def _updated(self) -> None:
+        self._step.updated, self._phase = self._clock.now, MADE
+        if self._is_sealed:
+            self._count()
+
+    def _count(self) -> None:
+        """Have the step count, and publish what it has made: versions are published one after the other."""
         step, made = self._step, self._made
         assert made is not None
-        step.updated, self._phase = self._clock.now, PUBLISHING
+        step.counted, self._phase = self._clock.now, PUBLISHING
         for watcher in self.watchers:
             watcher.trained(step)
         for rank in range(self._num_shares):
@@ -183,17 +196,37 @@ class SimulatedTrainer:
             self._awaits_version = True
 
     def _publish(self) -> None:
-        """Publish what the step has made: versions are published one after the other."""
-        step, now = self._step, self._clock.now
-        self._published, self._awaits_version = step, False
-        step.published = now
+        step = self._published = self._step
+        step.published, self._awaits_version = self._clock.now, False
         if self._engines is None:
             self._served()
         else:
-            synced = self._durations.sync()
-            self._clock.at(now + synced.published_s + self._turn_s, lambda _: self._load(step))
-            if not self._is_synchronous:
-                self._clock.at(now + min(synced.critical_s, synced.published_s), lambda _: self._close(step))
+            self._is_sealed = False
+            if self._clock.now >= self._back_at:
+                self._write(step)
+
+    def _write(self, step: SimulatedStep) -> None:
+        """Write the version, until it is sealed or the ranks are lost."""
+        self._writing += 1
+        now, writing, synced = self._clock.now, self._writing, self._durations.sync()
+
+        def sealed(_: None) -> None:
+            if writing == self._writing:
+                self._sealed(step)
+
+        def taken(_: None) -> None:
+            if writing == self._writing and not step.closed:
+                self._close(step)
+
+        if not self._is_synchronous:
+            self._clock.at(now + min(synced.critical_s, synced.published_s), taken)
+        self._clock.at(now + synced.published_s, sealed)
+
+    def _sealed(self, step: SimulatedStep) -> None:
+        step.sealed, self._is_sealed = self._clock.now, True
+        self._clock.at(self._clock.now + self._turn_s, lambda _: self._load(step))
+        if self._phase == MADE:
+            self._count()
 
     def _load(self, step: SimulatedStep) -> None:
         assert self._engines is not None
@@ -223,14 +256,16 @@ class SimulatedTrainer:
         self._step, self._phase = SimulatedStep(step.step + 1, now), WAITING
         self._look()
 
-    def _lose(self, replaced_s: float) -> None:
+    def lose_ranks(self, replaced_s: float) -> None:
         """Lose a rank: the batch under way goes back, and is formed again once all ranks are back."""
-        if self._phase == OVER:
+        if self._phase == OVER and self._is_sealed:
             return
         self.num_lost += 1
         self.told("lost", "Trainer-policy-0")
         self._back_at = self._clock.now + replaced_s
-        if self._phase in (TURNING, UPDATING):
+        if not self._is_sealed:
+            self._writing += 1  # what was written of it is nothing
+        if self._phase in (TURNING, UPDATING, MADE):
             self._token += 1
             self._phase, self._made = WAITING, None
             _, effects = self._store.ledger.settle(TRAIN)
@@ -240,4 +275,6 @@ class SimulatedTrainer:
     def _back(self) -> None:
         if self._clock.now >= self._back_at:
             self.told("replaced", "Trainer-policy-0")
+            if self._published is not None and not self._is_sealed:
+                self._write(self._published)
             self._look()

@@ -12,6 +12,7 @@ from penstock.orchestrator.planning.lengths import Lengths
 from penstock.orchestrator.planning.simulation.engines import Changes
 from penstock.orchestrator.planning.simulation.members import Samples
 from penstock.orchestrator.planning.simulation.simulation import Simulation
+from penstock.orchestrator.planning.simulation.trainer import SimulatedStep
 from tests.orchestrator.planning.simulation.played import EASY, FAULTS, TEN, config_of, play, played, with_stages
 
 GENERATED_S = 2 * 0.5 + 10 * 0.14
@@ -134,19 +135,59 @@ def test_every_group_is_trained_once_within_the_bound_whatever_happens(
     assert again == found
 
 
+SLOW_SEAL = replace(EASY, update_tokens_per_s=600.0, synced=Sync(4.0, 0.5, 0.25))
+"""Updates take a tenth of a second, a version four until it is sealed."""
+
+
+def steps_of(bound: int, lost_at: float | None = None) -> list[SimulatedStep]:
+    """The steps of a run of many engines, whose ranks are lost at a time, for a second."""
+    simulation = Simulation(config_of(max_staleness=bound, **{"rollout.num_workers": 4}), SLOW_SEAL, TEN)
+    simulation.trainer.watchers.append(trained := Trained(Counter(), 2))
+    if lost_at is not None:
+        simulation.clock.at(lost_at, lambda _: simulation.trainer.lose_ranks(1.0))
+    played(simulation)
+    return trained.steps
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_a_step_counts_once_the_version_before_it_is_sealed(bound: int) -> None:
+    first, second, third = steps_of(bound)
+    assert first.counted == first.updated
+    assert second.updated < first.published + 2.0, "it is made while the version before is written"
+    assert second.counted == pytest.approx(first.published + 4.0)
+    assert second.published == pytest.approx(first.published + 4.5), "once every engine serves the one before"
+    assert third.counted == pytest.approx(second.published + 4.0)
+
+
+def test_ranks_lost_while_a_version_is_written_make_the_step_beside_it_again() -> None:
+    """The step that was made beside it has not counted. Ranks that are lost later have it."""
+    _, second, _ = steps_of(1)
+    early = steps_of(1, second.updated + 0.5)
+    back = second.updated + 1.5
+    assert early[1].updated >= back > second.updated
+    assert early[1].counted == pytest.approx(back + 4.0)
+    late = steps_of(1, second.counted + 0.1)
+    assert late[1].counted == second.counted
+    alone = steps_of(0)[0]
+    assert steps_of(0, alone.published + 3.0)[0].served == pytest.approx(alone.served + 3.0 + 1.0)
+    assert steps_of(0, alone.published - 0.01)[0].served > alone.served + 1.0, "lost while it updates"
+
+
 class Trained:
-    """Counts the rows of each group that were trained."""
+    """Counts the rows of each group that were trained, and keeps the steps."""
 
     def __init__(self, rows: Counter[int], size: int) -> None:
         self._rows, self._size = rows, size
+        self.steps: list[SimulatedStep] = []
 
-    def trained(self, step: object) -> None:
-        for part in step.parts:  # type: ignore[attr-defined]
+    def trained(self, step: SimulatedStep) -> None:
+        self.steps.append(step)
+        for part in step.parts:
             self._rows.update(row // self._size for row in part)
 
-    def closed(self, step: object) -> None: ...
+    def closed(self, step: SimulatedStep) -> None: ...
 
-    def served(self, step: object) -> None: ...
+    def served(self, step: SimulatedStep) -> None: ...
 
 
 def test_who_is_lost_costs_the_time_until_another_is_there() -> None:
