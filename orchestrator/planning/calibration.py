@@ -11,7 +11,7 @@ enough.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from pyarrow import parquet
@@ -28,13 +28,13 @@ SETTLED = 2
 SPLIT = (
     "placement", "max_staleness", "algorithm.group_size",
     *(f"rollout.{key}" for key in (
-        "num_workers", "tensor_parallel_size", "num_gpus_per_worker", "dtype", "max_concurrent_samples",
-        "max_model_len", "gpu_memory_utilization",
+        "engine", "num_workers", "num_threads", "tensor_parallel_size", "num_gpus_per_worker", "dtype",
+        "max_concurrent_samples", "max_model_len", "gpu_memory_utilization",
     )),
     *(f"trainer.{key}" for key in (
-        "num_ranks", "num_gpus_per_rank", "tensor_parallel_size", "sequence_parallel_size", "shard_size", "offload",
-        "dtype", "groups_per_step", "num_minibatches", "max_tokens_per_microbatch", "activation_checkpointing",
-        "activation_offload",
+        "num_ranks", "num_threads", "num_gpus_per_rank", "tensor_parallel_size", "sequence_parallel_size",
+        "shard_size", "offload", "dtype", "groups_per_step", "num_minibatches", "max_tokens_per_microbatch",
+        "activation_checkpointing", "activation_offload",
     )),
 )  # fmt: skip
 """Keys of a run that its seconds depend on."""
@@ -44,6 +44,8 @@ SPLIT = (
 class Pilot:
     """A run's records."""
 
+    place: str
+    """Its directory."""
     keys: dict[str, Any]
     """Those of `SPLIT`."""
     lengths: Lengths
@@ -51,6 +53,8 @@ class Pilot:
     """Seconds of a step in which engines worked, the median of steps."""
     ranks_s: float
     """Seconds of an update."""
+    step_s: float
+    """Mean seconds of a step."""
     num_steps: int
 
     @property
@@ -72,7 +76,8 @@ def read_pilot(place: str) -> Pilot:
     found = {key: value for key in SPLIT if (value := _looked_up(values, key)) is not None}
     engines = median(line["timing_s/step"] * (1 - line["idle/rollout"]) for line in steps)
     ranks = median(line["timing_s/train"] for line in steps)
-    return Pilot(found, _lengths(directory, steps), engines, ranks, len(steps))
+    step_s = mean(line["timing_s/step"] for line in steps)
+    return Pilot(place, found, _lengths(directory, steps), engines, ranks, step_s, len(steps))
 
 
 def calibrated(search: Search, pilot: Pilot) -> Search:
@@ -107,9 +112,9 @@ def _lengths(directory: RunDirectory, steps: Sequence[dict[str, Any]]) -> Length
         responses += map(len, table["response_ids"])
     if responses:
         return Lengths.recorded(responses, round(sum(prompts) / len(prompts)))
-    mean = median(line["response_length/mean"] for line in steps)
+    usual = median(line["response_length/mean"] for line in steps)
     longest = max(line["response_length/max"] for line in steps)
-    return Lengths.lognormal(mean, max(1, round(longest)), SIGMA)
+    return Lengths.lognormal(usual, max(1, round(longest)), SIGMA)
 
 
 def _looked_up(values: Any, key: str) -> Any:

@@ -359,6 +359,9 @@ class RunDirectory:
     def read_events(self) -> list[dict[str, Any]]:
         return read_lines(self.events_file)
 
+    def read_spans(self) -> list[dict[str, Any]]:
+        return read_lines(self.path / SPANS)
+
     def sample_files(self) -> list[Path]:
         """Files of samples, by step."""
         return sorted(self.samples.glob("step_*.parquet"), key=lambda file: int(re.sub(r"\D", "", file.stem) or 0))

@@ -136,6 +136,10 @@ class SimulatedEngine:
             sums.append(total)
         return [oldest] * len(group.lengths), sums
 
+    @property
+    def is_busy(self) -> bool:
+        return self._state in (DECODING, READING, LOADING)
+
     # What happens.
 
     def _interrupt(self) -> None:

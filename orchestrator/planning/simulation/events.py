@@ -34,8 +34,11 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Seconds since the run began."""
+        """Seconds since the run began, if nobody were in another's way."""
+        self.pace = 1.0
+        """How many times as long everything takes from now on, since members share cores."""
         self.num_events = 0
+        self._lost_s = 0.0
         self._events: list[tuple[float, int, Action, Any]] = []
         self._num_set = 0
 
@@ -45,12 +48,20 @@ class Clock:
         self._num_set += 1
         heapq.heappush(self._events, (time, self._num_set, action, argument))
 
+    @property
+    def passed_s(self) -> float:
+        """Seconds since the run began, with those that members lost to each other."""
+        return self.now + self._lost_s
+
     def step(self) -> bool:
         """Let all that is to happen next at one time happen. Returns False if nothing is."""
         events = self._events
         if not events:
             return False
-        self.now = now = events[0][0]
+        now = events[0][0]
+        if self.pace != 1.0:
+            self._lost_s += (now - self.now) * (self.pace - 1.0)
+        self.now = now
         while events and events[0][0] == now:
             _, _, action, argument = heapq.heappop(events)
             self.num_events += 1

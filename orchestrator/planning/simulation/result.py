@@ -54,7 +54,7 @@ class Account:
         self._store, self._clock, self._engines, self._num_steps = store, clock, engines, num_steps
         self._num_first = num_first if num_first < num_steps else 0
         self._began, self._before = 0.0, EngineSeconds()
-        """Time at which the steps that count began, and what engines had done until then."""
+        """Seconds after which the steps that count began, and what engines had done until then."""
         self._ended: list[float] = []
         self._ranks: dict[str, float] = defaultdict(float)
         self._tokens = self._rows = 0
@@ -89,9 +89,9 @@ class Account:
                     self._ranks[what] += seconds
 
     def served(self, step: SimulatedStep) -> None:
-        self._ended.append(step.served)
+        self._ended.append(self._clock.passed_s)
         if step.step == self._num_first:
-            self._began = step.served
+            self._began = self._clock.passed_s
             self._before = self._engines.seconds() if self._engines is not None else EngineSeconds()
 
     def result(self) -> Simulated:

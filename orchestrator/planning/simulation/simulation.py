@@ -17,6 +17,7 @@ from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import plan_actors
+from penstock.orchestrator.planning.costs.processors import Cores
 from penstock.orchestrator.planning.durations import Durations
 from penstock.orchestrator.planning.simulation.engines import Changes, Sampling, SimulatedEngines
 from penstock.orchestrator.planning.simulation.events import Clock, SimulatedStore
@@ -56,6 +57,8 @@ class Simulation:
     changes: Changes = field(default_factory=Changes)
     engine_durations: Sequence[Durations] = ()
     """Durations of each engine, where engines differ; empty: `durations` are every engine's."""
+    cores: Cores | None = None
+    """Cores that engines and ranks share; None: each has its own device."""
     epoch_s: float | None = None
     """Time of the run's begin in seconds since the epoch, for a log of who works on what; None: none is kept."""
 
@@ -105,6 +108,9 @@ class Simulation:
                     "--dropped."
                 )
             self.store.settle()
+            if self.cores is not None:
+                busy = sum(engine.is_busy for engine in self.engines.there.values()) if self.engines else 0
+                clock.pace = self.cores.pace(busy, trainer.num_working)
 
     def _made_engines(self, random: Random) -> SimulatedEngines:
         config, size = self.config, self.flow.samples_per_prompt

@@ -105,6 +105,11 @@ class SimulatedTrainer:
     def is_over(self) -> bool:
         return self.num_served == self._num_steps
 
+    @property
+    def num_working(self) -> int:
+        """Number of ranks that train at the moment."""
+        return self._num_ranks if self._phase == UPDATING else 0
+
     def lose_ranks_at_random(self, changes: Changes, random: Random) -> None:
         """Have ranks die: all start again together, and the step under way is taken again."""
 
