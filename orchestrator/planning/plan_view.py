@@ -11,6 +11,7 @@ from rich.table import Table
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.run_memory import GIB
 from penstock.orchestrator.planning.asked import nodes_here, overrides_of, search_of
+from penstock.orchestrator.planning.costs.decoding import Engine, told_kernels
 from penstock.orchestrator.planning.played import best_classes
 from penstock.orchestrator.planning.search import Plan, Search, another_class, plan_of
 from penstock.orchestrator.planning.steady import Estimate
@@ -63,9 +64,10 @@ def show(search: Search, console: Console, overrides: Sequence[str], most: int =
     for what, plan in another_class(search):
         gain = plan_of(search).step_s / plan.step_s
         say(f"With {what} a step would take about {best.step_s / gain:.1f} s ({gain:.2f}x).")
+    say(f"\n{told_kernels(engine for plan in classes for engine in _engine_models(search, plan))}")
     say(
-        "\nThe first plans were played by the simulator. Seconds come from rates on paper and usual shares of them: "
-        "ratios are truer (docs/planning.md)."
+        "The first plans were played by the simulator. Other seconds come from rates on paper and usual shares of "
+        "them: ratios are truer (docs/planning.md)."
     )
     chosen = [*overrides, *overrides_of(search, best.candidate.keys)]
     say(f"\n{shlex.join(['penstock', 'run', *chosen])}")
@@ -118,6 +120,12 @@ def _parts(found: Estimate) -> dict[str, float]:
         "generation": found.rollout_s, "update": found.update_s, "rewards and scorers": found.others_s,
         "weights": found.sync_s, "turns": found.turns_s,
     }  # fmt: skip
+
+
+def _engine_models(search: Search, plan: Plan) -> list[Engine]:
+    """The cost model of a plan's engines, of each kind."""
+    ranks = plan.candidate.ranks
+    return [search.durations(plan.memory, kind, ranks).engine for kind, _ in plan.candidate.engines]
 
 
 def _refused(search: Search) -> str:

@@ -1,4 +1,4 @@
-"""Seconds of an engine's steps, by a roofline.
+"""Seconds of an engine's steps: kernels from measured tables (`measured.py`) where there are any, else by a roofline.
 
     decode   weights that the batch touches, keys and values of all contexts, read once      or the products, if longer
              + two all-reduces a layer between the engine's GPUs + the scheduler
@@ -6,14 +6,17 @@
 
 A token of a mixture goes through k of its E experts, so that a batch of n touches E (1 - (1 - k/E)^n) of them.
 
-Without the scheduler's time it is within 13% of 23 of 24 kernel times of vLLM on H100, and 21% low for one batch of 1
-(aiconfigurator-core 0.12.0: Llama-3.1-8B and 70B, Qwen3-32B, Qwen3-30B-A3B; docs/planning.md).
+Without the scheduler's time the roofline is within 13% of 23 of 24 kernel times of vLLM on H100, and 21% low for one
+batch of 1 (aiconfigurator-core 0.12.0: Llama-3.1-8B and 70B, Qwen3-32B, Qwen3-30B-A3B; docs/planning.md).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import version
 
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
 from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
+from penstock.orchestrator.planning.costs.measured import PACKAGE, Kernels
 from penstock.orchestrator.planning.hardware import GpuKind
 
 
@@ -28,6 +31,7 @@ class Engine:
     element_bytes: int = 2
     cache_bytes: int = 2
     """Bytes of an element of keys and values."""
+    kernels: Kernels = field(default_factory=Kernels)
 
     def decode_s(self, num_sequences: float, context: float) -> float:
         """Seconds of one decode step with its scheduling. `context`: mean tokens before the new one."""
@@ -36,6 +40,8 @@ class Engine:
 
     def kernels_s(self, num_sequences: float, context: float) -> float:
         """Seconds of its kernels alone."""
+        if self.kernels.measured is not None:
+            return self.kernels.measured.decode_s(num_sequences, context)
         parts, rates = self.tensor_parallel_size, self.efficiencies
         read = self.element_bytes * self._touched(num_sequences) / parts
         bandwidth = self.kind.bandwidth * rates.bandwidth
@@ -47,6 +53,8 @@ class Engine:
         """Seconds in which prompts of so many tokens in all are read."""
         if not tokens:
             return 0.0
+        if self.kernels.measured is not None:
+            return self.kernels.measured.prefill_s(tokens)
         products = 2 * tokens * active_parameters(self.shape) / self.tensor_parallel_size
         return products / (self.kind.flops * self.efficiencies.prefill) + self._reduced_s(tokens)
 
@@ -73,6 +81,17 @@ class Engine:
         sent = 2 * (parts - 1) / parts * num_tokens * self.shape.hidden * self.element_bytes
         one = self.efficiencies.collective_s + sent / (self.kind.link * self.efficiencies.link)
         return 2 * self.shape.num_layers * one
+
+
+def told_kernels(engines: Iterable[Engine]) -> str:
+    """Where the kernel times of these engines come from, in one line."""
+    kinds: dict[str, set[str]] = {}
+    for engine in engines:
+        why = f"a roofline ({engine.kernels.why})"
+        source = why if engine.kernels.measured is None else f"the measured tables of {PACKAGE} {version(PACKAGE)}"
+        kinds.setdefault(source, set()).add(engine.kind.name)
+    told = [f"{', '.join(sorted(names))} from {source}" for source, names in kinds.items()]
+    return f"Kernel times of engines: {'; '.join(told)}."
 
 
 def active_parameters(shape: ModelShape) -> float:

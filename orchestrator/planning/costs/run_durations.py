@@ -7,6 +7,7 @@ from functools import cached_property
 from penstock.orchestrator.configuration.memory.run_memory import RunMemory
 from penstock.orchestrator.planning.costs.decoding import Engine
 from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
+from penstock.orchestrator.planning.costs.measured import kernels_of
 from penstock.orchestrator.planning.costs.training import Rank
 from penstock.orchestrator.planning.durations import Sync
 from penstock.orchestrator.planning.hardware import GpuKind
@@ -33,10 +34,10 @@ class RunDurations:
         rollout = self.memory.config.rollout
         cache = str(rollout.engine_options.get("kv_cache_dtype", "auto"))
         element_bytes = 2 if rollout.dtype == "bfloat16" else 4
-        return Engine(
-            self.memory.shapes["policy"], self.engines_kind, self.efficiencies, rollout.tensor_parallel_size,
-            element_bytes, 1 if cache.startswith("fp8") else element_bytes,
-        )  # fmt: skip
+        cache_bytes = 1 if cache.startswith("fp8") else element_bytes
+        shape, kind, parts = self.memory.shapes["policy"], self.engines_kind, rollout.tensor_parallel_size
+        kernels = kernels_of(shape, kind, parts, element_bytes, cache_bytes)
+        return Engine(shape, kind, self.efficiencies, parts, element_bytes, cache_bytes, kernels)
 
     @cached_property
     def rank(self) -> Rank:
