@@ -2,8 +2,8 @@
 
 import time
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +11,17 @@ from rich.console import Console
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.placement.actors import plan_actors
+from penstock.orchestrator.cluster.placement.assignment import assign
+from penstock.orchestrator.cluster.placement.nodes import Node
+from penstock.orchestrator.configuration.memory.known import ACCELERATOR
 from penstock.orchestrator.planning.asked import lengths_of, search_of
 from penstock.orchestrator.planning.calibration import Pilot, calibrated, read_pilot
+from penstock.orchestrator.planning.costs.decoding import told_kernels
 from penstock.orchestrator.planning.durations import Durations
+from penstock.orchestrator.planning.hardware import GpuKind
 from penstock.orchestrator.planning.lengths import Lengths
+from penstock.orchestrator.planning.search import Search
 from penstock.orchestrator.planning.simulation.constant import ConstantDurations
 from penstock.orchestrator.planning.simulation.engines import Changes
 from penstock.orchestrator.planning.simulation.files import RunFiles, opened
@@ -24,6 +31,8 @@ from penstock.orchestrator.planning.simulation.simulation import Simulation
 
 STEPS = 50
 """Most steps where nobody says: enough for the pipeline to settle."""
+MANY_CPUS = 1e6
+"""CPUs of a node, so that none is short of them: a cluster is described by its GPUs."""
 LEAST_SHARE = 0.005
 """Least share of a side's time that is told."""
 
@@ -40,7 +49,8 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
     samples = Samples(partial(lengths.of, seed=config.seed), lengths.prompt, asked.dropped)
     changes = changes_of(asked.faults, asked.join)
     directory, epoch_s = opened(config, Path(asked.directory)) if asked.directory else (None, None)
-    simulation = Simulation(config, durations_of(config, asked, pilot), samples, changes, epoch_s=epoch_s)
+    members = members_of(config, asked, pilot)
+    simulation = Simulation(config, members.ranks, samples, changes, members.engines, epoch_s=epoch_s)
     files = RunFiles(simulation, directory) if directory is not None else None
     began = time.monotonic()
     try:
@@ -49,28 +59,61 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
         if files is not None:
             files.close()
     show(config, lengths, found, time.monotonic() - began, console)
+    if members.told:
+        console.print(members.told, highlight=False, markup=False, soft_wrap=True)
     if directory is not None:
         console.print(f"penstock ui {directory.path}", highlight=False, markup=False, soft_wrap=True)
 
 
-def durations_of(config: RunConfig, asked: Namespace, pilot: Pilot | None) -> Durations:
-    """The durations of a file, or of the cost model on a cluster of one kind of GPUs, with a pilot's factors. Raises
-    `ConfigError`."""
+@dataclass(frozen=True)
+class Members:
+    """Durations of a run's members."""
+
+    ranks: Durations
+    engines: Sequence[Durations] = ()
+    """Durations of each engine, where they are on several kinds of GPUs."""
+    told: str = ""
+    """Where kernel times come from."""
+
+
+def members_of(config: RunConfig, asked: Namespace, pilot: Pilot | None) -> Members:
+    """The durations of a file, or of the cost model on a cluster, with a pilot's factors. Raises `ConfigError`, and
+    `ResourceError` where the run has no room on a cluster of several kinds of GPUs."""
     if (asked.durations is None) == (asked.cluster is None):
         raise ConfigError(
             "nothing says how long things take, or two say so. Give --durations FILE with constants of yours, or "
             "--cluster 2x8:h100 for the cost model of penstock plan (docs/planning.md)."
         )
     if asked.durations is not None:
-        return ConstantDurations.read(asked.durations)
+        return Members(ConstantDurations.read(asked.durations))
     search = search_of(config, asked.cluster, asked.lengths)
     if pilot is not None:
         search = calibrated(search, pilot)
+    ranks, engines = kinds_of_members(config, search)
+    memory = search.memory(config, ranks)
+    of_kind = {kind: search.durations(memory, kind, ranks) for kind in {ranks, *engines}}
+    told = told_kernels(of_kind[kind].engine for kind in dict.fromkeys(engines or [ranks]))
+    return Members(of_kind[ranks], [of_kind[kind] for kind in engines], told)
+
+
+def kinds_of_members(config: RunConfig, search: Search) -> tuple[GpuKind, list[GpuKind]]:
+    """The kind of GPUs of the ranks, and that of each engine where there are several: as the run's own placement has
+    them. Ranks on several kinds are as slow as the slowest."""
     kinds = {nodes.kind for nodes in search.cluster}
-    if len(kinds) > 1:
-        raise ConfigError(f"--cluster {asked.cluster}: engines and ranks of a simulated run are on one kind of GPUs.")
-    (kind,) = kinds
-    return search.durations(search.memory(config, kind), kind, kind)
+    if len(kinds) == 1:
+        return kinds.pop(), []
+    nodes, kind_of = list[Node](), dict[str, GpuKind]()
+    for nodes_of_kind in search.cluster:
+        kind = nodes_of_kind.kind
+        for _ in range(nodes_of_kind.count):
+            name, labels = f"node-{len(nodes)}", {ACCELERATOR: kind.ray_name or kind.name}
+            nodes.append(Node(name, name, f"10.0.0.{len(nodes)}", MANY_CPUS, nodes_of_kind.gpus, labels))
+            kind_of[name] = kind
+    actors = plan_actors(search.flow, config)
+    node_of = assign(actors, nodes, config).node_of
+    ranks = {kind_of[node_of[actor.name].id] for actor in actors if actor.role == "trainer"}
+    engines = [kind_of[node_of[actor.name].id] for actor in actors if actor.role == "rollout"]
+    return min(ranks, key=lambda kind: kind.flops), engines
 
 
 def changes_of(faults: str | None, joins: list[str] | None) -> Changes:
