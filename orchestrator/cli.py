@@ -30,6 +30,7 @@ PLAN = """Compare the ways to split a cluster between engines and ranks by an es
 seconds of a step. Needs no GPU and no model, but the model's config.json."""
 CLUSTER_HELP = "nodes, GPUs of each, kind: 2x8:h100 or 1x8:h100,2x8:l40s (default: the cluster at RAY_ADDRESS)"
 FROM_HELP = "a run of ten steps, for the lengths of its responses, and how fast its engines and ranks were"
+PROBE_HELP = "run the best N plans for some steps each, where they are to run, and keep the fastest"
 LENGTHS_HELP = "tokens of a response in the mean, and the spread of their logarithm (default: 0.4 of the most, 0.6)"
 SIMULATE = """Play the dataflow of a run through its own ledger on a virtual clock: who works when, who waits for whom.
 Starts nothing."""
@@ -70,6 +71,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """Parser of one command, which takes words and options in any order."""
+
+    _is_inner = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._is_inner:
+            return super().parse_known_args(args, namespace)
+        self._is_inner = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_inner = False
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock",
@@ -79,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(command=None)
     parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
-    commands = parser.add_subparsers(title="commands", metavar="")
+    commands = parser.add_subparsers(title="commands", metavar="", parser_class=_CommandParser)
     for name, function, text in (
         ("run", _run, "train"),
         ("validate", _validate, "show and check a run without starting it"),
@@ -140,6 +156,7 @@ def _add_planning(commands: Any) -> None:
     plan.add_argument("--lengths", metavar="MEAN[:SIGMA]", help=LENGTHS_HELP)
     plan.add_argument("--from", dest="pilot", metavar="RUN", help=FROM_HELP)
     plan.add_argument("--within", metavar="hours=H", help="the cheapest part of the cluster that is done in time")
+    plan.add_argument("--probe", metavar="N[:MINUTES]", help=PROBE_HELP)
     plan.add_argument("--write", metavar="FILE", help="for the winner's keys, a line each")
     plan.set_defaults(command=_plan)
     simulate = commands.add_parser("simulate", help="play a run on a virtual clock", description=SIMULATE)
@@ -211,20 +228,11 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
-    from penstock.orchestrator.planning.asked import hours_of, nodes_here, search_of, write_overrides
-    from penstock.orchestrator.planning.calibration import calibrated, read_pilot
-    from penstock.orchestrator.planning.plan_view import show, wide_console
-    from penstock.orchestrator.planning.search import cheapest
+    from penstock.orchestrator.planning.plan_view import run, wide_console
 
-    nodes = () if arguments.cluster else nodes_here()
-    search = search_of(config, arguments.cluster, arguments.lengths, nodes)
-    if arguments.pilot:
-        search = calibrated(search, read_pilot(arguments.pilot))
-    if arguments.within:
-        search = cheapest(search, hours_of(arguments.within))
-    overrides = show(search, wide_console(), arguments.overrides)
-    if arguments.write:
-        write_overrides(Path(arguments.write), overrides)
+    if arguments.probe:
+        signal.signal(signal.SIGTERM, _end)  # so that no probe is left
+    run(config, arguments, wide_console())
     return 0
 
 

@@ -1,19 +1,26 @@
-"""Plans as people read them: the best of each class in a table, why the others lost, what would be better still, and
-the command that runs the winner."""
+"""`penstock plan`: plans as people read them. The best of each class in a table, why the others lost, what would be
+better still, the command that runs the winner, and what probes have measured."""
 
 import shlex
+from argparse import Namespace
 from collections.abc import Sequence
+from datetime import datetime
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from penstock.conf.errors import ConfigError
+from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.run_memory import GIB
-from penstock.orchestrator.planning.asked import nodes_here, overrides_of, search_of
+from penstock.orchestrator.planning.asked import hours_of, nodes_here, overrides_of, search_of, write_overrides
+from penstock.orchestrator.planning.calibration import calibrated, read_pilot
 from penstock.orchestrator.planning.costs.decoding import Engine, told_kernels
 from penstock.orchestrator.planning.played import best_classes
-from penstock.orchestrator.planning.search import Plan, Search, another_class, plan_of
+from penstock.orchestrator.planning.probing import Probe, asked_probes, best_of, in_process, probe, table_of_probes
+from penstock.orchestrator.planning.search import Plan, Search, another_class, cheapest, plan_of
 from penstock.orchestrator.planning.steady import Estimate
 
 MOST_ROWS = 8
@@ -25,6 +32,31 @@ LIMITS = {
     "staleness": "the bound on staleness decides",
     "turns": "one after the other",
 }
+
+
+def run(config: RunConfig, asked: Namespace, console: Console) -> None:
+    """Plan what the command line asks for, say it, and write the best plan's keys where they are wanted. Raises
+    `ConfigError`, `ResourceError` and `ProbesFailed`."""
+    number, deadline_s = asked_probes(asked.probe) if asked.probe else (0, None)
+    if number and asked.cluster is not None:
+        raise ConfigError(
+            f"--probe {asked.probe} runs plans on the cluster at RAY_ADDRESS or on this machine, and --cluster "
+            f"{asked.cluster} describes another. Leave one of them out."
+        )
+    search = search_of(config, asked.cluster, asked.lengths, () if asked.cluster else nodes_here())
+    if asked.pilot:
+        search = calibrated(search, read_pilot(asked.pilot))
+    if asked.within:
+        search = cheapest(search, hours_of(asked.within))
+    classes = best_classes(search)
+    chosen = show(search, classes, console, asked.overrides)
+    if number:
+        place = Path("probes").absolute() / f"{config.recipe_name}-{datetime.now():%Y%m%d-%H%M%S}"
+        words = [[*asked.overrides, *overrides_of(search, plan.candidate.keys)] for plan in classes[:number]]
+        probes = probe(list(zip(classes[:number], words, strict=True)), place, deadline_s, in_process, console)
+        chosen = show_probes(probes, console)
+    if asked.write:
+        write_overrides(Path(asked.write), chosen)
 
 
 def with_plan(overrides: Sequence[str], console: Console) -> list[str]:
@@ -44,11 +76,10 @@ def wide_console() -> Console:
     return console if console.width >= WIDTH else Console(width=WIDTH)
 
 
-def show(search: Search, console: Console, overrides: Sequence[str], most: int = MOST_ROWS) -> list[str]:
-    """Print all of it. `overrides`: those that the command was given. Returns all of the best plan's. Raises
-    `ResourceError` where nothing fits."""
-    classes, lengths = best_classes(search), search.lengths
-    best = classes[0]
+def show(search: Search, classes: Sequence[Plan], console: Console, overrides: Sequence[str]) -> list[str]:
+    """Print all of it. `classes`: the best plan of each, fastest first. `overrides`: those that the command was given.
+    Returns all of the best plan's."""
+    best, most, lengths = classes[0], MOST_ROWS, search.lengths
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(
         f"{len(search.plans)} plans fit {_cluster(search)}, {len(search.refused)} do not. Responses of "
@@ -72,6 +103,19 @@ def show(search: Search, console: Console, overrides: Sequence[str], most: int =
     chosen = [*overrides, *overrides_of(search, best.candidate.keys)]
     say(f"\n{shlex.join(['penstock', 'run', *chosen])}")
     return chosen
+
+
+def show_probes(probes: Sequence[Probe], console: Console) -> list[str]:
+    """Print predicted beside measured seconds, and the fastest. Returns all of its overrides."""
+    best = best_of(probes)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    console.print(table_of_probes(probes, described))
+    for one in probes:
+        if one.failure:
+            say(f"  {described(one.plan)}: {one.failure}")
+    say(f"\nOf those that were tried the best is {described(best.plan)}: {best.step_s:.1f} s a step.")
+    say(f"\n{shlex.join(['penstock', 'run', *best.overrides])}")
+    return list(best.overrides)
 
 
 def table_of(plans: Sequence[Plan]) -> Table:

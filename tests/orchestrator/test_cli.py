@@ -45,6 +45,16 @@ def test_help_and_version_and_recipes_are_told(capsys: pytest.CaptureFixture[str
     assert "penstock" in capsys.readouterr().out
 
 
+def test_words_and_options_of_a_command_may_be_mixed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model.path=Qwen/Qwen2.5-0.5B", "--lengths", "100", "trainer.groups_per_step=8"]
+    assert cli.main(["plan", "recipe=gsm8k", "--cluster", "1x2:h100", *words, "seed=1"]) == 0
+    said = capsys.readouterr().out
+    assert "penstock run recipe=gsm8k model.path=Qwen/Qwen2.5-0.5B trainer.groups_per_step=8 seed=1 " in said
+    for wrong in (["plan", "recipe=gsm8k", "--clustr", "1x2:h100", "seed=1"], ["export", "a", "--dtype", "float32"]):
+        with pytest.raises(SystemExit):
+            cli.main(wrong)
+
+
 def test_a_misspelt_command_ends_with_two() -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["rnu"])
