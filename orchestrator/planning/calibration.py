@@ -101,7 +101,7 @@ def _factors(search: Search, pilot: Pilot, kind: GpuKind) -> tuple[float, float]
         plan = replace(search, base=base).plan(candidate)
     except PenstockError as error:
         raise ConfigError(f"--from: what the run did could not be done by the cost model: {error}") from None
-    return pilot.engines_s / plan.found.rollout_s, pilot.ranks_s / plan.found.update_s
+    return pilot.engines_s / plan.found.busy_s, pilot.ranks_s / plan.found.update_s
 
 
 def _lengths(directory: RunDirectory, steps: Sequence[dict[str, Any]]) -> Lengths:

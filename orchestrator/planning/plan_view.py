@@ -29,6 +29,8 @@ WIDTH = 104
 LIMITS = {
     "generation": "engines decide",
     "training": "ranks decide",
+    "weights": "the weight sync decides",
+    "stages": "rewards or scorers decide",
     "staleness": "the bound on staleness decides",
     "turns": "one after the other",
 }

@@ -148,12 +148,13 @@ class Search:
         return max(1, min(most, int(memory.engine.cache_tokens / max(1.0, each))))
 
     def _workload(self, memory: RunMemory) -> Workload:
-        config = memory.config
-        stages = [*self.flow.of_kind("logprobs"), *self.flow.of_kind("scores"), *self.flow.of_kind("reward")]
+        config, flow = memory.config, self.flow
+        shares = config.trainer.num_ranks // config.trainer.ranks_per_row
+        stages = [(stage.name, shares) for kind in ("logprobs", "scores") for stage in flow.of_kind(kind)]
+        stages += [(stage.name, config.reward.num_workers) for stage in flow.of_kind("reward")]
         return Workload(
-            config.trainer.groups_per_step, self.flow.samples_per_prompt, self.lengths,
-            config.trainer.num_ranks // config.trainer.ranks_per_row, config.max_staleness,
-            config.placement == "colocated", tuple(stage.name for stage in stages), config.trainer.num_ranks,
+            config.trainer.groups_per_step, flow.samples_per_prompt, self.lengths, shares, config.max_staleness,
+            config.placement == "colocated", tuple(stages),
         )  # fmt: skip
 
 

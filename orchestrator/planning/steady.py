@@ -3,7 +3,9 @@
     synchronous   a batch is generated, scored, trained and published, one after the other
     k steps off   the longest of
                       update and what of the publication it waits for
-                      generation, with as many sequences under way as k batches have, and an engine's pause
+                      a version's publication and load: versions come one after the other
+                      generation, with as many sequences under way as there are places, and an engine's pause
+                      all rows of a batch by the actors of a stage
                       a batch's way from its first token to its version, divided by the k + 1 batches that are on it
 
 Engines stay full across steps where the bound lets them: a model in which each step makes one batch from nothing is
@@ -19,6 +21,10 @@ from penstock.orchestrator.planning.lengths import POINTS, Lengths
 
 CLASSES = 24
 """Lengths that stand for those of one engine's share of a batch, besides the longest."""
+ROUNDS = 6
+"""Times that the sequences under way and the seconds of a step are found from each other."""
+GROUPS = 64
+"""Most groups that stand for those of a batch."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,8 @@ class Workload:
     """Shares of a batch that ranks train on side by side: ranks that split rows have one."""
     max_staleness: int = 0
     is_colocated: bool = False
-    stages: tuple[str, ...] = ()
-    """Stages between rollout and training, by name, each with `actors`."""
-    actors: int = 1
-    """Actors of each such stage."""
+    stages: tuple[tuple[str, int], ...] = ()
+    """Stages between rollout and training, by name, each with the number of its actors that get rows of their own."""
 
     @property
     def num_rows(self) -> int:
@@ -72,9 +76,12 @@ class Estimate:
     """Seconds of the weight sync that a step waits for."""
     turns_s: float
     limit: str
-    """What decides: `generation`, `training`, `staleness`, or `turns` where all wait for each other."""
+    """What decides: `generation`, `training`, `weights`, `stages`, `staleness`, or `turns` where all wait for each
+    other."""
     tokens_per_s: float
     """Response tokens that are trained a second."""
+    busy_s: float
+    """Seconds of a step in which engines have something to do: prompts come batch by batch, with each version."""
 
     @property
     def engines_idle(self) -> float:
@@ -90,35 +97,46 @@ class Estimate:
 def estimate(engines: Sequence[Engines], ranks: Durations, work: Workload) -> Estimate:
     """Seconds of a step. `ranks`: durations of updates, stages and weights."""
     update = ranks.update_s([_rows_of_share(work)])
-    others = sum(_stage_s(ranks, stage, work) for stage in work.stages)
     sync = ranks.sync()
     paused = max(one.durations.sync().paused_s for one in engines)
     turns = 2 * ranks.turn_s() if work.is_colocated else 0.0
     tokens = work.num_rows * work.lengths.mean
     if work.max_staleness == 0 or work.is_colocated:
         rollout = _batch_s(engines, work)
+        others = _others_s(ranks, work, rollout)
         waited = sync.published_s + paused
         step = rollout + others + update + waited + turns
-        return Estimate(step, rollout, update, others, waited, turns, "turns", tokens / step)
+        return Estimate(step, rollout, update, others, waited, turns, "turns", tokens / step, rollout)
     tighter = [replace(work, max_staleness=number) for number in range(1, work.max_staleness + 1)]
-    ways = [_apart(engines, one, update, others, sync, paused) for one in tighter]
+    ways = [_apart(engines, ranks, one, update, sync, paused) for one in tighter]
     return min(ways, key=lambda way: way.step_s)  # a run may stay below its bound
 
 
 def _apart(
-    engines: Sequence[Engines], work: Workload, update: float, others: float, sync: Sync, paused: float
+    engines: Sequence[Engines], ranks: Durations, work: Workload, update: float, sync: Sync, paused: float
 ) -> Estimate:
     """Seconds of a step where engines and ranks work at the same time."""
-    rollout = _full_s(engines, work) + paused
-    latency = _latency_s(engines, work) + others + update + sync.published_s + paused
+    most = [_most(one, engines, work) for one in engines]
+    rollout = _full_s(engines, most, work)
+    others = _others_s(ranks, work, _longest_s(engines, most, work))
     limits = {
-        "generation": rollout,
+        "generation": rollout + paused,
         "training": update + sync.critical_s,
-        "staleness": latency / (work.max_staleness + 1),
+        "weights": sync.published_s + paused,
+        "stages": max((_stage_s(ranks, stage, actors, work) for stage, actors in work.stages), default=0.0),
     }
-    limit, step = max(limits.items(), key=lambda item: item[1])
-    tokens = work.num_rows * work.lengths.mean
-    return Estimate(step, rollout, update, others, sync.critical_s, 0.0, limit, tokens / step)
+    under_way, step = most, 0.0
+    for _ in range(ROUNDS):
+        on_its_way = _longest_s(engines, under_way, work) + others + update + sync.published_s + paused
+        limits["staleness"] = on_its_way / (work.max_staleness + 1)
+        step = max(limits.values())
+        under_way = [
+            min(number, _rate(one, work, number) * rollout / step * _mean_s(one, before, work))
+            for one, number, before in zip(engines, most, under_way, strict=True)
+        ]  # Little's law: those that come in a second, for so long as each stays
+    limit, tokens = max(limits, key=lambda name: limits[name]), work.num_rows * work.lengths.mean
+    busy = min(step, _batch_s(engines, work) + paused)
+    return Estimate(step, rollout + paused, update, others, sync.critical_s, 0.0, limit, tokens / step, busy)
 
 
 # Generation.
@@ -129,21 +147,30 @@ def _batch_s(engines: Sequence[Engines], work: Workload) -> float:
     return max(_drained_s(one, work, rows) for one, rows in _split(engines, work))
 
 
-def _full_s(engines: Sequence[Engines], work: Workload) -> float:
-    """Seconds of a batch's tokens at the rate of engines that stay full."""
-    rate = sum(one.count * _rate(one, work, _under_way(engines, work, one)) for one in engines)
-    return work.num_rows / rate
+def _full_s(engines: Sequence[Engines], under_way: Sequence[float], work: Workload) -> float:
+    """Seconds of a batch's tokens by engines that decode so many sequences at a time."""
+    rates = (one.count * _rate(one, work, number) for one, number in zip(engines, under_way, strict=True))
+    return work.num_rows / sum(rates)
 
 
-def _latency_s(engines: Sequence[Engines], work: Workload) -> float:
-    """Seconds of a batch's longest sequence, among others that are under way."""
-    longest, context = work.lengths.sample(min(work.num_rows, POINTS))[-1], work.lengths.mean_context
-    return max(longest * one.durations.decode_s(max(1.0, _under_way(engines, work, one)), context) for one in engines)
+def _longest_s(engines: Sequence[Engines], under_way: Sequence[float], work: Workload) -> float:
+    """Seconds of a batch's longest sequence. `under_way`: sequences that each engine decodes at a time."""
+    longest = work.lengths.sample(min(work.num_rows, POINTS))[-1]
+    each = (_mean_s(one, number, work) for one, number in zip(engines, under_way, strict=True))
+    return max(each) * longest / work.lengths.mean
 
 
-def _under_way(engines: Sequence[Engines], work: Workload, one: Engines) -> float:
-    """Sequences that an engine decodes at a time, in the mean: one batch is with the trainer, the others are here."""
-    return min(one.slots, work.max_staleness * work.num_rows / sum(each.count for each in engines))
+def _mean_s(one: Engines, under_way: float, work: Workload) -> float:
+    """Seconds in which an engine decodes a sequence, among others."""
+    return work.lengths.mean * one.durations.decode_s(max(1.0, under_way), work.lengths.mean_context)
+
+
+def _most(one: Engines, engines: Sequence[Engines], work: Workload) -> float:
+    """Most sequences that an engine decodes at a time, in the mean: all that the bound lets in, where it has room. A
+    group has its places until the longest of its samples has ended."""
+    longest = _longest(work.lengths, work.groups, work.group_size)
+    filled = min(1.0, work.lengths.mean * len(longest) / sum(longest))
+    return min(one.slots * filled, (work.max_staleness + 1) * work.num_rows / sum(each.count for each in engines))
 
 
 def _rate(one: Engines, work: Workload, sequences: float) -> float:
@@ -201,7 +228,25 @@ def _rows(lengths: Lengths, count: int) -> tuple[int, ...]:
     return tuple(lengths.prompt + length for length in lengths.sample(count))
 
 
-def _stage_s(durations: Durations, stage: str, work: Workload) -> float:
-    """Seconds that a batch waits for a stage that goes on beside generation: its share of the last groups."""
-    rows = max(1, round(work.num_rows / work.actors / work.groups))
+def _others_s(ranks: Durations, work: Workload, rollout: float) -> float:
+    """Seconds that a batch waits for stages after its last token, which comes `rollout` after its first: for the last
+    group, and for those before it that actors have not done by then."""
+    ends, waited = _longest(work.lengths, work.groups, work.group_size), 0.0
+    for stage, actors in work.stages:
+        whole = _stage_s(ranks, stage, actors, work)
+        left = (whole * (len(ends) - index) / len(ends) for index in range(len(ends)))
+        waited += max(seconds - rollout * (1 - end / ends[-1]) for seconds, end in zip(left, ends, strict=True))
+    return waited
+
+
+def _stage_s(durations: Durations, stage: str, actors: int, work: Workload) -> float:
+    """Seconds in which the actors of a stage do all rows of a batch."""
+    rows = -(-work.num_rows // actors)
     return durations.stage_s(stage, rows, round(rows * work.row_tokens))
+
+
+@lru_cache(maxsize=256)
+def _longest(lengths: Lengths, groups: int, group_size: int) -> tuple[int, ...]:
+    """Tokens of the longest sample of each group of a batch, ascending: a group ends with it."""
+    count, last = min(groups, GROUPS), len(lengths.quantiles) - 1
+    return tuple(lengths.quantiles[round(last * ((index + 0.5) / count) ** (1 / group_size))] for index in range(count))

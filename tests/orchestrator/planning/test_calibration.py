@@ -29,7 +29,7 @@ def recorded(place: Path, search: Search, number: int, steps: int, more: dict[st
     plan = search.plans[number]
     config = replace(plan.config, output_dir=str(place), name="pilot")
     directory = RunDirectory.create(config)
-    engines, ranks = 1.5 * plan.found.rollout_s, 1.2 * plan.found.update_s
+    engines, ranks = 1.5 * plan.found.busy_s, 1.2 * plan.found.update_s
     for step in range(1, steps + 1):
         slow, seconds = 10 if step <= 2 else 1, max(engines, ranks) * 1.1
         line = {

@@ -20,6 +20,7 @@ class Constant:
     """Seconds of a decode step for each sequence, beside the 0.1 of the step."""
     a_row: float = 0.5
     turn: float = 0.0
+    sealed_s: float = 1.5
 
     def prefill_s(self, tokens: int) -> float:
         return 0.0
@@ -34,7 +35,7 @@ class Constant:
         return 2.0
 
     def sync(self) -> Sync:
-        return Sync(1.5, 0.5, 0.25)
+        return Sync(self.sealed_s, 0.5, 0.25)
 
     def turn_s(self) -> float:
         return self.turn
@@ -46,7 +47,7 @@ WORK = Workload(groups=4, group_size=2, lengths=TEN, num_shares=2)
 
 def test_a_synchronous_step_is_the_sum() -> None:
     """Two engines decode four sequences each in ten steps of 0.14 s; two ranks train four rows each in 2 s."""
-    found = estimate([Engines(2, Constant(), 256)], Constant(), replace(WORK, stages=("reward",)))
+    found = estimate([Engines(2, Constant(), 256)], Constant(), replace(WORK, stages=(("reward", 1),)))
     assert found.rollout_s == pytest.approx(1.4)
     assert found.step_s == pytest.approx(1.4 + 2.0 + 2.0 + 1.5 + 0.5)
     assert found.limit == "turns"
@@ -59,14 +60,22 @@ def test_turns_on_the_same_devices_are_counted_twice() -> None:
 
 
 def test_one_step_off_the_longest_decides() -> None:
-    """Each engine has four sequences of the one batch that is under way: 8 rows in 1.4 s, and a pause. A batch is on
-    its way for 1.4 + update + 2 s, and two are."""
+    """Each engine has room for half of a batch: 8 rows in 1.4 s, and a pause. A batch is on its way for 1.4 + update +
+    2 s, and two are."""
     off = replace(WORK, max_staleness=1)
     slow = estimate([Engines(2, Constant(), 256)], Constant(a_row=5.0), off)
     assert (slow.limit, slow.step_s) == ("training", pytest.approx(20.25))
-    fast = estimate([Engines(2, Constant(), 256)], Constant(a_row=0.0), off)
+    fast = estimate([Engines(2, Constant(), 4)], Constant(a_row=0.0, sealed_s=0.25), off)
     assert (fast.limit, fast.step_s) == ("generation", pytest.approx(1.4 + 0.5))
-    assert estimate([Engines(2, Constant(), 256)], Constant(a_row=0.25), off).limit == "staleness"
+    assert estimate([Engines(2, Constant(), 4)], Constant(a_row=0.25), off).limit == "staleness"
+
+
+def test_engines_that_wait_for_ranks_decode_batch_by_batch() -> None:
+    """An update takes 20 s. Engines would make 8 rows a step in 0.9 s if they had two batches at a time, all the time.
+    They get one with each version, which they make in 1.4 s."""
+    found = estimate([Engines(2, Constant(), 256)], Constant(a_row=5.0), replace(WORK, max_staleness=1))
+    assert found.rollout_s == pytest.approx(0.5 + 10 * 0.18 / 2)
+    assert found.busy_s == pytest.approx(0.5 + 10 * 0.14)
 
 
 def test_what_no_engine_has_a_place_for_waits() -> None:
@@ -80,6 +89,46 @@ def test_faster_engines_take_more_of_a_batch() -> None:
     mixed = estimate([slow, fast], Constant(), WORK).rollout_s
     assert estimate([replace(fast, count=2)], Constant(), WORK).rollout_s < mixed
     assert mixed < estimate([replace(slow, count=2)], Constant(), WORK).rollout_s
+
+
+def test_a_version_after_the_other_may_decide() -> None:
+    """One takes 1.5 s until it is sealed and 0.5 s until it is loaded, whatever lies between two updates."""
+    off = replace(WORK, max_staleness=4)
+    found = estimate([Engines(8, Constant(each=0.0), 256)], Constant(a_row=0.1), off)
+    assert (found.limit, found.step_s) == ("weights", pytest.approx(2.0))
+
+
+def test_places_are_kept_until_the_longest_of_a_group_has_ended() -> None:
+    """Of two samples one has 30 tokens, in three pairs of four: the longest has 25 in the mean, a sample 20. Of eight
+    places 6.4 decode, which are as many rows in 20 steps."""
+    spread = Lengths((10,) * (POINTS // 2) + (30,) * (POINTS // 2), prompt=5)
+    many = Workload(64, 2, spread, 2, max_staleness=8)
+    found = estimate([Engines(1, Constant(), 8)], Constant(a_row=0.0), many)
+    assert found.rollout_s == pytest.approx(128 / 6.4 * 20 * (0.1 + 0.064) + 0.5, rel=0.01)
+
+
+@dataclass(frozen=True)
+class PerRow(Constant):
+    def stage_s(self, stage: str, num_rows: int, tokens: int) -> float:
+        return {"reward": 0.3, "reference": 0.2}[stage] * num_rows
+
+
+def test_each_stage_has_its_own_actors() -> None:
+    """Groups that end together wait for each other's rewards: 8 rows of 0.3 s by 3 actors, of whom one has three, and
+    8 of 0.2 s by two ranks."""
+    many = replace(WORK, stages=(("reference", 2), ("reward", 3)))
+    assert estimate([Engines(2, Constant(), 256)], PerRow(), many).others_s == pytest.approx(0.9 + 0.8)
+    one = estimate([Engines(2, Constant(), 256)], PerRow(a_row=0.0), replace(WORK, stages=(("reward", 1),)))
+    assert one.others_s == pytest.approx(2.4)
+    off = replace(WORK, stages=(("reward", 1),), max_staleness=3)
+    assert estimate([Engines(2, Constant(), 256)], PerRow(a_row=0.0), off).limit == "stages"
+
+
+def test_rewards_are_given_while_longer_groups_go_on() -> None:
+    """Three of four groups end after a tenth of the longest, in which their rewards are given: only its own wait."""
+    spread = Lengths((10,) * 192 + (100,) * 64, prompt=5)
+    work = Workload(4, 1, spread, 1, stages=(("reward", 1),))
+    assert estimate([Engines(1, Constant(), 256)], PerRow(), work).others_s == pytest.approx(0.3)
 
 
 @given(
