@@ -163,7 +163,7 @@ def _add_planning(commands: Any) -> None:
     simulate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     simulate.add_argument("--steps", type=int, metavar="N", help="(default: trainer.max_steps, and at most 50)")
     simulate.add_argument("--durations", metavar="FILE", help="YAML with how long things take: docs/planning.md")
-    simulate.add_argument("--cluster", metavar="NxG:KIND", help="take them from the cost model of GPUs instead")
+    simulate.add_argument("--cluster", metavar="NxG:KIND,…", help="take them from the cost model of GPUs instead")
     simulate.add_argument("--lengths", metavar="MEAN[:SIGMA]", help=LENGTHS_HELP)
     simulate.add_argument("--from", dest="pilot", metavar="RUN", help=FROM_HELP)
     simulate.add_argument("--dropped", type=float, default=0.0, metavar="SHARE", help="that each filter drops")
