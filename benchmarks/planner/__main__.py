@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.harness import parse_arguments, print_targets, write_json
 
-SIDES = ("scale", "choice", "uneven", "reality")
+SIDES = ("scale", "choice", "uneven", "published", "gains", "memory", "reality")
 
 
 def main() -> None:

@@ -154,7 +154,7 @@ class Search:
         stages += [(stage.name, config.reward.num_workers) for stage in flow.of_kind("reward")]
         return Workload(
             config.trainer.groups_per_step, flow.samples_per_prompt, self.lengths, shares, config.max_staleness,
-            config.placement == "colocated", tuple(stages),
+            config.placement == "colocated", config.trainer.num_minibatches, tuple(stages),
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ Engines stay full across steps where the bound lets them: a model in which each 
 wrong by 165% eight steps off (docs/planning.md). The simulator plays the run itself; this chooses what it plays.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -48,6 +49,8 @@ class Workload:
     """Shares of a batch that ranks train on side by side: ranks that split rows have one."""
     max_staleness: int = 0
     is_colocated: bool = False
+    num_minibatches: int = 1
+    """Optimizer steps of an update, in each of which ranks wait for the one with the most tokens."""
     stages: tuple[tuple[str, int], ...] = ()
     """Stages between rollout and training, by name, each with the number of its actors that get rows of their own."""
 
@@ -220,7 +223,11 @@ def _decoded_s(durations: Durations, lengths: Sequence[int], others: float, befo
 
 
 def _rows_of_share(work: Workload) -> tuple[int, ...]:
-    return _rows(work.lengths, max(1, -(-work.num_rows // work.num_shares)))
+    """Tokens of the rows of the slowest rank: of the mean, or of a mini-batch's longest row where that is more."""
+    rows = work.num_rows / work.num_minibatches
+    own = _rows(work.lengths, math.ceil(max(1.0, rows / work.num_shares)))
+    longest = _rows(work.lengths, max(1, min(POINTS, round(rows))))[-1:]
+    return (own if sum(own) >= longest[0] else longest) * work.num_minibatches
 
 
 @lru_cache(maxsize=256)

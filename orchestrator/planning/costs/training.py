@@ -1,11 +1,12 @@
 """Seconds of an update by one rank.
 
-products      forward 2 P a token, backward twice that (once with LoRA), forward again where layers are recomputed,
-              and attention, which grows with the square of a row
+products      forward 2 P a token, backward twice that, forward again where layers are recomputed, and attention, which
+              grows with the square of a row. LoRA saves the weights' gradients, and loses as much to small products
+adapters      read and write what goes into and out of each linear layer
 collectives   weights gathered for each micro-batch and gradients reduced (FSDP2), hidden states (tensor parallel),
               q, k, v and results (Ulysses)
 optimizer     reads and writes master weights, gradients and moments once
-launches      a layer of a micro-batch takes some time however small it is
+launches      a layer of a micro-batch takes some time however small it is, more of it a mixture of experts
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ OPTIMIZER_BYTES = 28
 """Bytes that an optimizer step reads and writes of each parameter: weight, gradient and two moments read, three of them
 written."""
 
+ADAPTER_PASSES = 4
+"""Times that adapters read or write a linear layer's input and output: forward, and backward."""
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -37,7 +41,7 @@ class Rank:
         """Seconds of an update. `lengths`: tokens of each row that the rank trains on, whole rows where several ranks
         split one."""
         num_batches = self._num_microbatches(lengths)
-        computed = self._computed_s(lengths) + num_batches * self.shape.num_layers * self.efficiencies.layer_s
+        computed = self._computed_s(lengths) + self._adapted_s(sum(lengths)) + num_batches * self._launched_s
         moved = num_batches * self._gathered_s() + self._split_s(sum(lengths))
         hidden = min(computed, moved) * self.efficiencies.overlap
         steps = self.config.num_minibatches * self._optimizer_s()
@@ -46,16 +50,17 @@ class Rank:
 
     def score_s(self, lengths: Sequence[int]) -> float:
         """Seconds of a forward pass alone: a reference's, or old log-probabilities."""
-        forward = sum(self._flops(length, 1, 1) for length in lengths) / self._parts / self._rate
-        return forward + self._num_microbatches(lengths) * (self.shape.num_layers * self.efficiencies.layer_s / 3)
+        return self._products_s(lengths, 1) + self._num_microbatches(lengths) * self._launched_s / 3
 
     @property
     def _parts(self) -> int:
         return self.config.ranks_per_row
 
     @property
-    def _rate(self) -> float:
-        return self.kind.flops * self.efficiencies.training
+    def _launched_s(self) -> float:
+        """Seconds of a micro-batch's layers, forward and backward, beside their products."""
+        rates = self.efficiencies
+        return self.shape.num_layers * (rates.layer_mixture_s if self.shape.num_experts else rates.layer_s)
 
     @property
     def _element_bytes(self) -> int:
@@ -71,15 +76,29 @@ class Rank:
         return max(self.config.num_minibatches, -(-total // budget))
 
     def _computed_s(self, lengths: Sequence[int]) -> float:
-        recomputed = 1 if self.config.recomputes_layers else 0
-        linear = (2 if self.config.lora.rank else 3) + recomputed
-        return sum(self._flops(length, linear, 3 + recomputed) for length in lengths) / self._parts / self._rate
+        """Seconds of an update's products: forward, backward as two, and forward again where layers are recomputed."""
+        return self._products_s(lengths, 4 if self.config.recomputes_layers else 3)
 
-    def _flops(self, length: int, linear: int, attention: int) -> float:
-        """FLOPs of a row, by passes: a backward counts two."""
-        products = 2 * active_parameters(self.shape) * length
-        scores = 2 * self.shape.num_layers * self.shape.q_width * length**2  # causal: half of both products
-        return linear * products + attention * scores
+    def _products_s(self, lengths: Sequence[int], passes: int) -> float:
+        """Seconds of so many passes over rows. Experts' products attain less than others."""
+        shape, rates = self.shape, self.efficiencies
+        experts = 0.0
+        if shape.num_experts:
+            experts = shape.num_layers * shape.mlp_parameters * shape.experts_per_token / shape.num_experts
+        others, tokens = active_parameters(shape) - experts, sum(lengths)
+        scores = 2 * shape.num_layers * shape.q_width * sum(length**2 for length in lengths)  # causal: half of both
+        dense = (2 * others * tokens + scores) / rates.training
+        return passes * (dense + 2 * experts * tokens / rates.training_mixture) / self._parts / self.kind.flops
+
+    def _adapted_s(self, tokens: int) -> float:
+        """Seconds in which adapters read and write activations of the linear layers, in float32."""
+        shape = self.shape
+        if not self.config.lora.rank:
+            return 0.0
+        widths = 4 * shape.hidden + 2 * shape.q_width + 2 * shape.kv_width
+        widths += 3 * (shape.hidden + shape.mlp_width) * shape.experts_per_token
+        num_bytes = 4 * ADAPTER_PASSES * tokens * shape.num_layers * widths
+        return num_bytes / self._parts / (self.kind.bandwidth * self.efficiencies.bandwidth)
 
     def _gathered_s(self) -> float:
         """Seconds of a micro-batch's collectives of weights and gradients, at the slowest link that they cross."""

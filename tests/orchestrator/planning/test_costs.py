@@ -54,8 +54,9 @@ def test_a_mixture_computes_with_few_of_its_experts() -> None:
 
 
 def test_an_update_takes_what_its_products_take() -> None:
-    """One row, one micro-batch, one rank: forward and backward are three passes, once more if recomputed, two with
-    LoRA, whose optimizer is nothing beside them."""
+    """One row, one micro-batch, one rank: forward and backward are three passes, once more if recomputed. Adapters save
+    the optimizer and pass over the activations of all linear layers: 4 of 4,096, and 3 of 4,096 + 14,336, of q and o 2
+    of 4,096, of k and v 2 of 1,024."""
     shape = shape_of("meta-llama/Llama-3.1-8B")
     factors = replace(FACTORS, layer_s=0.0, update_s=0.0)
     plain = TrainerConfig(dtype="bfloat16", activation_checkpointing=False, num_gpus_per_rank=1)
@@ -71,7 +72,24 @@ def test_an_update_takes_what_its_products_take() -> None:
     assert seconds(replace(plain, activation_checkpointing=True)) == pytest.approx(
         4 * products + 4 * scores + optimizer
     )
-    assert seconds(replace(plain, lora=LoraConfig(rank=16))) == pytest.approx(2 * products + 3 * scores)
+    widths = 4 * 4096 + 3 * (4096 + 14336) + 2 * 4096 + 2 * 1024
+    adapters = 4 * 4 * tokens * 32 * widths / (H100.bandwidth * factors.bandwidth)
+    lora = seconds(replace(plain, lora=LoraConfig(rank=16)))
+    assert lora == pytest.approx(3 * products + 3 * scores + adapters)
+
+
+def test_experts_attain_less_than_other_products() -> None:
+    """Qwen3-30B-A3B: of each of 48 layers a token takes 8 experts of three matrices of 2,048 x 768, each with a
+    row of the router."""
+    shape, tokens = shape_of("Qwen/Qwen3-30B-A3B"), 4096
+    factors = replace(FACTORS, layer_mixture_s=0.0)
+    config = TrainerConfig(dtype="bfloat16", activation_checkpointing=False, num_gpus_per_rank=1)
+    experts = 2 * 48 * 8 * (3 * 2048 * 768 + 2048) * tokens / H100.flops
+    like_others = replace(factors, training_mixture=factors.training)
+    more = Rank(shape, H100, factors, config).score_s([tokens]) - Rank(shape, H100, like_others, config).score_s(
+        [tokens]
+    )
+    assert more == pytest.approx(experts / factors.training_mixture - experts / factors.training)
 
 
 def test_splitting_costs_collectives_and_saves_products() -> None:

@@ -78,6 +78,19 @@ def test_engines_that_wait_for_ranks_decode_batch_by_batch() -> None:
     assert found.busy_s == pytest.approx(0.5 + 10 * 0.14)
 
 
+class ByTokens(Constant):
+    def update_s(self, lengths: Sequence[Sequence[int]]) -> float:
+        return float(max(map(sum, lengths)))
+
+
+def test_ranks_wait_for_the_longest_row_of_each_mini_batch() -> None:
+    """Of 8 rows of 1 to 100 tokens each of two shares has four, of 13, 38, 63 and 88 in the mean. In four mini-batches
+    of two rows one rank has the longer one, of 76."""
+    work, engines = replace(WORK, lengths=Lengths(tuple(range(1, 101)), prompt=0)), [Engines(2, Constant(), 256)]
+    assert estimate(engines, ByTokens(), work).update_s == 202
+    assert estimate(engines, ByTokens(), replace(work, num_minibatches=4)).update_s == 4 * 76
+
+
 def test_what_no_engine_has_a_place_for_waits() -> None:
     """One engine with two places makes eight rows of ten tokens: forty steps of 0.12 s."""
     found = estimate([Engines(1, Constant(), 2)], Constant(), WORK)

@@ -1,12 +1,6 @@
 """A rank's peak: against peaks that others have measured on GPUs, by hand, and how it changes with the settings.
 
-Peaks of others: prime-rl, `benchmarks/baselines` (Apache-2.0), policy updates with recomputed layers, two micro-batches
-of one packed row a GPU, `torch.cuda.max_memory_reserved`; master weights float32, computed with bfloat16, FSDP2, AdamW.
-Its output layer is computed in slices of 2,048 words over all tokens, which is what `logprob_chunk_mib` says here.
-
-Left out, since Penstock's trainer is another: rows of `sft`, which keep all logits; rows of activation offload; LoRA of
-Qwen3-30B-A3B, which there has adapters around every expert. torchtitan's row (Llama-3.1-8B, 82.4 GiB) recomputes chosen
-operations and keeps all logits.
+Peaks of others are in `benchmarks/planner/published.yaml`, which says what they are of.
 """
 
 from dataclasses import replace
@@ -16,28 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planner.memory import peaks
 from penstock.conf.trainer import DeepSpeedConfig, LoraConfig, TrainerConfig
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
 from penstock.orchestrator.configuration.memory.rank_memory import RankMemory, RankSetting, rank_memory
 from tests.orchestrator.configuration.memory import shapes
-
-GIB = 2**30
-PEAKS = [
-    # model, GPUs, LoRA rank, tokens, GiB
-    ("1 H100", "QWEN3_06B", 1, 0, 16384, 12.53),
-    ("1 H100", "QWEN3_06B", 1, 0, 65536, 19.56),
-    ("1 H100", "QWEN3_4B", 1, 16, 16384, 23.30),
-    ("1 H100", "QWEN3_4B", 1, 16, 65536, 41.99),
-    ("8 H100", "QWEN3_4B", 8, 0, 16384, 17.10),
-    ("8 H100", "QWEN3_4B", 8, 0, 65536, 36.10),
-    ("8 H100", "QWEN3_4B", 8, 16, 16384, 10.26),
-    ("8 H100", "QWEN3_4B", 8, 16, 65536, 28.85),
-    ("8 H100", "QWEN3_30B_A3B", 8, 0, 16384, 74.59),
-    ("8 H200", "QWEN3_4B", 8, 0, 16384, 17.10),
-    ("8 H200", "QWEN3_4B", 8, 0, 65536, 36.10),
-]
-SLICE_BYTES = 2048 * 14
-"""Bytes of one token in prime-rl's slices of logits: bfloat16, and three times float32."""
 
 
 def shape_of(name: str) -> ModelShape:
@@ -51,14 +28,9 @@ def setting_of(name: str = "QWEN2_7B", tokens: int = 8192, row_tokens: int = 204
     return RankSetting(shape_of(name), TrainerConfig(**options), tokens, row_tokens)
 
 
-@pytest.mark.parametrize(("machine", "name", "gpus", "lora", "tokens", "gib"), PEAKS)
-def test_peaks_of_others_are_met_within_a_tenth(
-    machine: str, name: str, gpus: int, lora: int, tokens: int, gib: float
-) -> None:
-    chunk_mib = SLICE_BYTES * tokens / 2**20
-    config = {"num_ranks": gpus, "lora": LoraConfig(rank=lora), "logprob_chunk_mib": chunk_mib}
-    told = rank_memory(setting_of(name, tokens, tokens, **config)).total / GIB
-    assert told == pytest.approx(gib, rel=0.10)
+@pytest.mark.parametrize("peak", peaks(), ids=lambda peak: peak["row"])
+def test_peaks_of_others_are_met_within_a_tenth(peak: dict[str, Any]) -> None:
+    assert peak["told"] == pytest.approx(peak["measured"], rel=0.10)
 
 
 def test_a_rank_holds_sixteen_bytes_a_parameter_over_its_shards() -> None:

@@ -1,0 +1,162 @@
+"""Measurements that others have published (`published.yaml`), as rows that the cost model predicts.
+
+A row of a trainer is an update of two rows a GPU; a row of a run is a step. Another system's ways are said in terms of
+this one's: a stage of a pipeline has its part of the layers, ranks of Megatron keep their weights, what is computed
+besides the update the ranks do after it. Where the mean length of responses is not told, the first row of a model, a
+cap and a placement says it, and is no row itself.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.conf.trainer import LoraConfig, TrainerConfig
+from penstock.orchestrator.planning.costs.decoding import Engine
+from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
+from penstock.orchestrator.planning.costs.training import Rank
+from penstock.orchestrator.planning.durations import Sync
+from penstock.orchestrator.planning.hardware import KINDS
+from penstock.orchestrator.planning.known_models import known_shape
+from penstock.orchestrator.planning.lengths import Lengths
+from penstock.orchestrator.planning.steady import Engines, Workload, estimate
+
+FILE = Path(__file__).with_name("published.yaml")
+SLOTS = 256
+"""Sequences that an engine decodes at a time: vLLM's default."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement."""
+
+    system: str
+    name: str
+    measured: float
+    predict: Callable[[Efficiencies, bool], float]
+    """Seconds by the cost model; true: in lockstep."""
+    gpus: int
+    """1 of trainers, whose work grows with their GPUs."""
+    workload: str
+    """Rows of one workload are plans for the same."""
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Durations of a run that another system has made. What it computes besides the update, the ranks do."""
+
+    engine: Engine
+    rank: Rank
+    scored: int
+
+    def prefill_s(self, tokens: int) -> float:
+        return self.engine.prefill_s(tokens)
+
+    def decode_s(self, num_sequences: float, context: float) -> float:
+        return self.engine.decode_s(num_sequences, context)
+
+    def update_s(self, lengths: Sequence[Sequence[int]]) -> float:
+        return max(self.rank.update_s(own) + self.scored * self.rank.score_s(own) for own in lengths)
+
+    def stage_s(self, stage: str, num_rows: int, tokens: int) -> float:
+        return 0.0
+
+    def sync(self) -> Sync:
+        return Sync(0.0, 0.0)
+
+    def turn_s(self) -> float:
+        return 0.0
+
+
+@lru_cache(maxsize=1)
+def rows(file: Path = FILE) -> tuple[Row, ...]:
+    found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    trainers = [
+        Row(one["system"], f"{one['name']}, {length:,}", seconds, _trainer(one, length), 1,
+            f"{one['model']} {length}")
+        for one in found["trainers"] for length, seconds in one["seconds"].items()
+    ]  # fmt: skip
+    first: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for one in found["runs"]:
+        first.setdefault(_workload(one), one)
+    runs = [
+        Row(one["system"], one["name"], one["step_s"], _run(one, first[_workload(one)]), _gpus(one),
+            f"{one['model']} {one['cap']} {one['kind']}")
+        for one in found["runs"] if "mean" in one or one is not first[_workload(one)]
+    ]  # fmt: skip
+    return (*trainers, *runs)
+
+
+def _gpus(one: Mapping[str, Any]) -> int:
+    return one["gpus"][0] if one["colocated"] else sum(one["gpus"])
+
+
+def _workload(one: Mapping[str, Any]) -> tuple[Any, ...]:
+    return one["model"], one["cap"], one["colocated"]
+
+
+def _trainer(one: Mapping[str, Any], length: int) -> Callable[[Efficiencies, bool], float]:
+    """Seconds of an update: two rows a GPU, each a micro-batch of its own unless layers are kept."""
+    recomputes = one.get("recomputes", True)
+    config = TrainerConfig(
+        num_ranks=one["gpus"], num_gpus_per_rank=1.0, dtype="bfloat16", lora=LoraConfig(rank=one["lora"]),
+        max_tokens_per_microbatch=length if recomputes else 2 * length, activation_checkpointing=recomputes,
+    )  # fmt: skip
+    shape, kind = known_shape(one["model"]), KINDS[one["kind"]]
+    assert shape is not None
+    return lambda rates, lockstep: Rank(shape, kind, rates, config).update_s([length, length])
+
+
+def _run(one: Mapping[str, Any], first: Mapping[str, Any]) -> Callable[[Efficiencies, bool], float]:
+    """Seconds of a step. `first`: the row of this model and cap that says how long responses are, where nobody has."""
+
+    def predict(rates: Efficiencies, lockstep: bool) -> float:
+        mean = one["mean"] if "mean" in one else mean_of(Frozen(first), rates)
+        return step_s(one, mean, rates, lockstep)
+
+    return predict
+
+
+def step_s(one: Mapping[str, Any], mean: float, rates: Efficiencies, lockstep: bool) -> float:
+    shape, kind, train = known_shape(one["model"]), KINDS[one["kind"]], one["train"]
+    assert shape is not None
+    engine_gpus, num_ranks = one["gpus"]
+    config = TrainerConfig(
+        num_ranks=num_ranks, num_gpus_per_rank=1.0, dtype="bfloat16", tensor_parallel_size=train["tp"],
+        shard_size=train["tp"] if train["keeps_weights"] else 0, num_minibatches=one["updates"],
+        activation_checkpointing=True, max_tokens_per_microbatch=one["microbatch"],
+    )  # fmt: skip
+    lengths = _lengths(round(mean), one["cap"], one["prompt"])
+    num_shares = num_ranks // train["tp"] // train["pp"]
+    work = Workload(one["groups"], one["size"], lengths, num_shares, one["staleness"], one["colocated"], one["updates"])
+    rank = Rank(replace(shape, num_layers=shape.num_layers // train["pp"]), kind, rates, config)
+    durations = Durations(Engine(shape, kind, rates, one["engine_tp"]), rank, one["scored"])
+    engines = [Engines(engine_gpus // one["engine_tp"], durations, SLOTS)]
+    if not lockstep or not one["staleness"]:
+        return estimate(engines, durations, work).step_s
+    alone = estimate(engines, durations, replace(work, max_staleness=0))
+    return max(alone.rollout_s, alone.update_s)
+
+
+@lru_cache(maxsize=4096)
+def _lengths(mean: int, cap: int, prompt: int) -> Lengths:
+    return Lengths.lognormal(mean, cap, prompt=prompt)
+
+
+class Frozen(dict[str, Any]):
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(self["name"])
+
+
+@lru_cache(maxsize=4096)
+def mean_of(first: Frozen, rates: Efficiencies) -> float:
+    """The mean length with which a row takes what was measured."""
+    low, high = 50.0, float(first["cap"])
+    for _ in range(12):  # of powers, so that the same lengths are tried again
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if step_s(first, middle, rates, False) < first["step_s"] else (low, middle)
+    return math.sqrt(low * high)
