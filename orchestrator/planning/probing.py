@@ -107,7 +107,7 @@ def probe(
             if code or not step_s:
                 step_s, failure = 0.0, why_failed(place / name, log, code)
         except ProbeOverdue as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = told_failure(place / name) or f"{type(error).__name__}: {error}"
         found.append(Probe(plan, tuple(words), step_s, failure))
     if not any(one.step_s for one in found):
         told = "\n".join(f"  {number}: {one.failure}" for number, one in enumerate(found, 1))
@@ -159,14 +159,19 @@ def measured(place: Path, first: int) -> float:
     return fmean(seconds) if len(seconds) >= STEPS else 0.0
 
 
-def why_failed(place: Path, log: Path, code: int) -> str:
-    """The name of a run's failure with what was said of it: of its events, else the last line that it printed."""
+def told_failure(place: Path) -> str:
+    """The name of a run's failure, by its events, with the first line of what was said; empty where none is told."""
     try:
         events = [event for event in RunDirectory.open(place).read_events() if event["kind"] == "failed"]
     except (OSError, PenstockError):
-        events = []
-    if events:
-        return f"{events[-1].get('error')}: {events[-1].get('message')}"
+        return ""
+    return f"{events[-1].get('error')}: {events[-1].get('message')}".partition("\n")[0] if events else ""
+
+
+def why_failed(place: Path, log: Path, code: int) -> str:
+    """The name of a run's failure: of its events, else how it ended, with the last line that it printed."""
+    if told := told_failure(place):
+        return told
     how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.is_file() else []
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")

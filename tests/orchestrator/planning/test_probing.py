@@ -75,7 +75,8 @@ def takes(seconds: float, slow_first: int = 2, num_steps: int = 20) -> Fate:
 
 
 def fails(place: Path, log: Path, deadline_s: float) -> int:
-    event = {"time": "2026-01-01T00:00:00Z", "kind": "failed", "error": "WorkerDied", "message": "Rollout-0 died"}
+    said = "Rollout-0 died\n  in line 3"
+    event = {"time": "2026-01-01T00:00:00Z", "kind": "failed", "error": "WorkerDied", "message": said}
     (place / "events.jsonl").write_text(json.dumps(event) + "\n")
     return 1
 
@@ -87,6 +88,11 @@ def is_refused(place: Path, log: Path, deadline_s: float) -> int:
 
 def is_overdue(place: Path, log: Path, deadline_s: float) -> int:
     raise ProbeOverdue(f"not done after {deadline_s / 60:.1f} minutes")
+
+
+def fails_and_hangs(place: Path, log: Path, deadline_s: float) -> int:
+    fails(place, log, deadline_s)
+    return is_overdue(place, log, deadline_s)
 
 
 def is_killed(place: Path, log: Path, deadline_s: float) -> int:
@@ -128,8 +134,8 @@ def test_steps_that_fill_the_pipeline_do_not_count(plans: list[Plan], tmp_path: 
 
 @pytest.mark.parametrize(("fate", "name"), [
     (fails, "WorkerDied: Rollout-0 died"), (is_refused, "exit code 2: resources: 8 GPUs are asked for"),
-    (is_overdue, "ProbeOverdue: not done after"), (is_killed, "killed by SIGKILL"),
-    (takes(1.0, num_steps=3), "exit code 0, fewer than 5 steps"),
+    (fails_and_hangs, "WorkerDied: Rollout-0 died"), (is_overdue, "ProbeOverdue: not done after"),
+    (is_killed, "killed by SIGKILL"), (takes(1.0, num_steps=3), "exit code 0, fewer than 5 steps"),
 ])  # fmt: skip
 def test_a_failure_has_a_name_and_ends_no_other_probe(plans: list[Plan], tmp_path: Path, fate: Fate, name: str) -> None:
     found, _ = tried(plans, tmp_path, Runs(fate, takes(2.0), takes(1.0)))
