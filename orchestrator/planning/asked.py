@@ -80,7 +80,7 @@ def kinds_of(nodes: Sequence[Node]) -> tuple[Nodes, ...]:
     if not counts:
         raise ResourceError(
             "A plan is about GPUs, and none is known: no cluster answers at RAY_ADDRESS, or its nodes have none. "
-            "Describe one: --cluster 2x8:h100."
+            "Describe one: --cluster 2x8:h100. For the cores of this machine give a run of ten steps here: --from RUN."
         )
     for label, _ in counts:
         if label not in by_label:

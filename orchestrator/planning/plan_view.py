@@ -21,6 +21,7 @@ from penstock.orchestrator.planning.costs.decoding import Engine, told_kernels
 from penstock.orchestrator.planning.played import best_classes
 from penstock.orchestrator.planning.probing import Probe, asked_probes, best_of, in_process, probe, table_of_probes
 from penstock.orchestrator.planning.search import Plan, Search, another_class, cheapest, plan_of
+from penstock.orchestrator.planning.simulation import machine
 from penstock.orchestrator.planning.steady import Estimate
 
 MOST_ROWS = 8
@@ -45,9 +46,16 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
             f"--probe {asked.probe} runs plans on the cluster at RAY_ADDRESS or on this machine, and --cluster "
             f"{asked.cluster} describes another. Leave one of them out."
         )
-    search = search_of(config, asked.cluster, asked.lengths, () if asked.cluster else nodes_here())
-    if asked.pilot:
-        search = calibrated(search, read_pilot(asked.pilot))
+    nodes = () if asked.cluster else nodes_here()
+    pilot = read_pilot(asked.pilot) if asked.pilot else None
+    if pilot is not None and not (pilot.has_gpus or nodes or asked.cluster or asked.within or number):
+        chosen = machine.show(machine.Machine.here(pilot, config), console, asked.overrides)
+        if asked.write:
+            write_overrides(Path(asked.write), chosen)
+        return
+    search = search_of(config, asked.cluster, asked.lengths, nodes)
+    if pilot is not None:
+        search = calibrated(search, pilot)
     if asked.within:
         search = cheapest(search, hours_of(asked.within))
     classes = best_classes(search)

@@ -18,6 +18,7 @@ from penstock.orchestrator.configuration.memory.known import ACCELERATOR
 from penstock.orchestrator.planning.asked import lengths_of, search_of
 from penstock.orchestrator.planning.calibration import Pilot, calibrated, read_pilot
 from penstock.orchestrator.planning.costs.decoding import told_kernels
+from penstock.orchestrator.planning.costs.processors import ProcessorDurations
 from penstock.orchestrator.planning.durations import Durations
 from penstock.orchestrator.planning.hardware import GpuKind
 from penstock.orchestrator.planning.lengths import Lengths
@@ -25,6 +26,7 @@ from penstock.orchestrator.planning.search import Search
 from penstock.orchestrator.planning.simulation.constant import ConstantDurations
 from penstock.orchestrator.planning.simulation.engines import Changes
 from penstock.orchestrator.planning.simulation.files import RunFiles, opened
+from penstock.orchestrator.planning.simulation.machine import Machine
 from penstock.orchestrator.planning.simulation.members import Samples
 from penstock.orchestrator.planning.simulation.result import Simulated
 from penstock.orchestrator.planning.simulation.simulation import Simulation
@@ -50,7 +52,8 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
     changes = changes_of(asked.faults, asked.join)
     directory, epoch_s = opened(config, Path(asked.directory)) if asked.directory else (None, None)
     members = members_of(config, asked, pilot)
-    simulation = Simulation(config, members.ranks, samples, changes, members.engines, epoch_s=epoch_s)
+    cores = members.ranks.cores() if isinstance(members.ranks, ProcessorDurations) else None
+    simulation = Simulation(config, members.ranks, samples, changes, members.engines, cores, epoch_s)
     files = RunFiles(simulation, directory) if directory is not None else None
     began = time.monotonic()
     try:
@@ -77,12 +80,15 @@ class Members:
 
 
 def members_of(config: RunConfig, asked: Namespace, pilot: Pilot | None) -> Members:
-    """The durations of a file, or of the cost model on a cluster, with a pilot's factors. Raises `ConfigError`, and
-    `ResourceError` where the run has no room on a cluster of several kinds of GPUs."""
+    """The durations of a file, of the cost model on a cluster, with a pilot's factors, or of a pilot on this machine's
+    cores. Raises `ConfigError`, and `ResourceError` where the run has no room on a cluster of several kinds of GPUs."""
+    if asked.durations is None and asked.cluster is None and pilot is not None and not pilot.has_gpus:
+        return Members(Machine.here(pilot, config).durations(config))
     if (asked.durations is None) == (asked.cluster is None):
         raise ConfigError(
-            "nothing says how long things take, or two say so. Give --durations FILE with constants of yours, or "
-            "--cluster 2x8:h100 for the cost model of penstock plan (docs/planning.md)."
+            "nothing says how long things take, or two say so. Give --durations FILE with constants of yours, "
+            "--cluster 2x8:h100 for the cost model of penstock plan, or --from RUN, a run on this machine's CPUs "
+            "(docs/planning.md)."
         )
     if asked.durations is not None:
         return Members(ConstantDurations.read(asked.durations))
