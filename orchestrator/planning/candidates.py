@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.memory.known import ACCELERATOR
+from penstock.orchestrator.configuration.memory.known import ACCELERATOR, GPU_GIB
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
 from penstock.orchestrator.planning.hardware import GpuKind, Nodes
 
@@ -42,9 +42,21 @@ class Candidate:
     """GPUs that it uses."""
 
     @property
+    def is_offloaded(self) -> bool:
+        return bool(dict(self.keys)["trainer.offload"])
+
+    @property
     def offloaded(self) -> "Candidate":
         """The same with weights and optimizer in host memory."""
-        return replace(self, keys=tuple((dict(self.keys) | {"trainer.offload": True}).items()))
+        return self._with("trainer.offload")
+
+    @property
+    def recomputed(self) -> "Candidate":
+        """The same with activations computed again, so that micro-batches may be larger."""
+        return self._with("trainer.activation_checkpointing")
+
+    def _with(self, key: str) -> "Candidate":
+        return replace(self, keys=tuple((dict(self.keys) | {key: True}).items()))
 
     def config(self, base: RunConfig) -> RunConfig:
         """The configuration with these keys. Raises `ConfigError` for what does not go together."""
@@ -78,7 +90,7 @@ def _apart(
                         "rollout.tensor_parallel_size": parts, "rollout.num_gpus_per_worker": 1.0,
                         "trainer.num_ranks": num_ranks, "trainer.num_gpus_per_rank": 1.0, **split, **ON_GPUS,
                     }  # fmt: skip
-                    keys |= _placed(base, cluster, own, "trainer")
+                    keys |= _placed(base, cluster, own.kind, engines, scorers)
                     yield Candidate(tuple(keys.items()), engines, own.kind, used + count * parts)
 
 
@@ -90,22 +102,32 @@ def _together(
     for parts in SIZES:
         if num_ranks % parts or not _can_split(shape, parts, own.gpus):
             continue
+        engines = ((own.kind, num_ranks // parts),)
         for split in _splits(shape, num_ranks, own.gpus):
             keys = {
                 "placement": "colocated", "max_staleness": 0, "rollout.num_workers": num_ranks // parts,
                 "rollout.tensor_parallel_size": parts, "rollout.num_gpus_per_worker": 0.5,
                 "trainer.num_ranks": num_ranks, "trainer.num_gpus_per_rank": 0.5, **split, **ON_GPUS,
-                **_placed(base, cluster, own, "trainer", "rollout"),
+                **_placed(base, cluster, own.kind, engines, scorers),
             }  # fmt: skip
-            yield Candidate(tuple(keys.items()), ((own.kind, num_ranks // parts),), own.kind, own.num_gpus)
+            yield Candidate(tuple(keys.items()), engines, own.kind, own.num_gpus)
 
 
-def _placed(base: RunConfig, cluster: Sequence[Nodes], own: Nodes, *roles: str) -> dict[str, Any]:
-    """Keys that hold roles to nodes of one kind, where there are others."""
-    if len({nodes.kind for nodes in cluster}) == 1:
-        return {}
-    labels = {ACCELERATOR: own.kind.ray_name or own.kind.name}
-    return {"cluster.labels": base.cluster.labels | dict.fromkeys(roles, labels)}
+def _placed(
+    base: RunConfig, cluster: Sequence[Nodes], ranks: GpuKind, engines: Sequence[tuple[GpuKind, int]], scorers: int
+) -> dict[str, Any]:
+    """Keys that hold each role that is on one kind of GPU to its nodes, where there are others, and that say how much
+    memory GPUs have of whose kind a run does not know it."""
+    keys = dict[str, Any]()
+    if len({nodes.kind for nodes in cluster}) > 1:
+        kinds = {"trainer": ranks} | ({"scorer": ranks} if scorers else {})
+        kinds |= {"rollout": engines[0][0]} if len(engines) == 1 else {}
+        labels = {role: {ACCELERATOR: kind.ray_name or kind.name} for role, kind in kinds.items()}
+        keys["cluster.labels"] = base.cluster.labels | labels
+    used = [ranks, *(kind for kind, _ in engines)]
+    if base.cluster.gpu_memory_gib is None and any(kind.ray_name not in GPU_GIB for kind in used):
+        keys["cluster.gpu_memory_gib"] = min(kind.memory_gib for kind in used)
+    return keys
 
 
 def _splits(shape: ModelShape, num_ranks: int, gpus_per_node: int) -> Iterator[dict[str, Any]]:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.checks import AUTO
 from penstock.conf.errors import ConfigError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig, validate
-from penstock.orchestrator.configuration.memory.auto_memory import with_chosen
+from penstock.orchestrator.configuration.memory.auto_memory import MOST_TOKENS, with_chosen
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
 from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
 from penstock.orchestrator.planning.candidates import Candidate, candidates
@@ -90,15 +91,26 @@ class Search:
     def _judged(self) -> tuple[list[Plan], list[Refusal]]:
         plans, refused = list[Plan](), list[Refusal]()
         for candidate in candidates(self.base, self.flow, self.shapes["policy"], self.cluster):
-            for way in (candidate, candidate.offloaded):  # only where it does not fit without
+            ways = [candidate]
+            for way in ways:
                 try:
-                    plans.append(self.plan(way))
-                    break
+                    plans.append(plan := self.plan(way))
                 except ResourceError as error:
                     refused.append(Refusal(way, str(error)))
+                    ways += [way.offloaded] * (not way.is_offloaded)
                 except ConfigError:  # a combination that no run could have
                     break
+                else:
+                    ways += self._others_like(plan)
         return plans, refused
+
+    def _others_like(self, plan: Plan) -> list[Candidate]:
+        """Ways whose micro-batches are larger than a plan's, or that compute less again, for what either costs."""
+        way, trainer = plan.candidate, plan.config.trainer
+        if trainer.recomputes_layers:
+            return [way.offloaded] * (not way.is_offloaded)
+        may_choose = self.base.trainer.activation_checkpointing == AUTO
+        return [way.recomputed] * (may_choose and trainer.microbatch_tokens < MOST_TOKENS)
 
     def best(self) -> list[Plan]:
         """The fastest plan of each class, fastest class first."""
@@ -111,8 +123,9 @@ class Search:
         """The plan of a candidate. Raises `ResourceError` where it does not fit."""
         config = candidate.config(self.base)
         validate(config)
-        smallest = min(kind.memory_gib for kind, _ in (*candidate.engines, (candidate.ranks, 1)))
-        memory = self._fitting(config, candidate.ranks, smallest)
+        kinds = [candidate.ranks, *(kind for kind, _ in candidate.engines)]
+        memory = self.memory(config, min(kinds, key=lambda kind: kind.memory_gib))  # as a run counts it
+        memory.check()
         ranks = self.durations(memory, candidate.ranks, candidate.ranks)
         engines = tuple(
             Engines(count, self.durations(memory, kind, candidate.ranks), self._slots(memory))
@@ -124,14 +137,6 @@ class Search:
     def memory(self, config: RunConfig, kind: GpuKind) -> RunMemory:
         """The memory of a configuration on GPUs of a kind, with what is `auto` chosen, whether it fits or not."""
         return with_chosen(RunMemory(config, self.flow, self.shapes, kind.memory_gib * GIB))
-
-    def _fitting(self, config: RunConfig, ranks: GpuKind, smallest: float) -> RunMemory:
-        """The memory of a configuration that fits. Raises `ResourceError`."""
-        of_ranks = self.memory(config, ranks)
-        if smallest < ranks.memory_gib:
-            replace(of_ranks, gpu_bytes=smallest * GIB).check()
-        of_ranks.check()
-        return of_ranks
 
     def durations(self, memory: RunMemory, engines: GpuKind, ranks: GpuKind) -> RunDurations:
         """The cost model of a run with these kinds of GPUs."""

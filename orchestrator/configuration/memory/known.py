@@ -9,6 +9,7 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
@@ -36,16 +37,18 @@ def shapes_of(config: RunConfig, flow: Dataflow, *, may_fetch: bool = False) -> 
     return {name: shape for name, shape in found.items() if shape is not None}
 
 
-def gpu_bytes(config: RunConfig, nodes: Sequence[Node] = ()) -> float | None:
+def gpu_bytes(config: RunConfig, nodes: Sequence[Node] = (), plan: Sequence[ActorPlan] = ()) -> float | None:
     """Memory of the smallest GPU that the run may get; None: there is none, or nobody says. `nodes`: of the cluster;
-    empty: the run's GPUs are this machine's."""
+    empty: the run's GPUs are this machine's. `plan`: actors, whose labels say which nodes they may get; empty: all."""
     if not (config.trainer.num_gpus_per_rank or config.rollout.num_gpus_per_worker):
         return None
     if config.cluster.gpu_memory_gib is not None:
         return config.cluster.gpu_memory_gib * GIB
     if not nodes:
         return _of_this_machine()
-    kinds = [node.labels.get(ACCELERATOR, "") for node in nodes if node.gpus]
+    labels = [config.cluster.labels.get(role, {}) for role in {actor.role for actor in plan if actor.num_gpus}] or [{}]
+    open_nodes = [node for node in nodes if node.gpus and any(node.has(own) for own in labels)]
+    kinds = [node.labels.get(ACCELERATOR, "") for node in open_nodes]
     if not kinds or not all(kind in GPU_GIB for kind in kinds):
         return _of_this_machine() if len(nodes) == 1 else None
     return min(GPU_GIB[kind] for kind in kinds) * GIB

@@ -51,7 +51,7 @@ class MemoryView:
         shapes = shapes_of(config, flow, may_fetch=may_fetch)
         if "policy" not in shapes:
             return cls(plan, None, (), nodes, assignment)
-        before = RunMemory(config, flow, shapes, gpu_bytes(config, nodes))
+        before = RunMemory(config, flow, shapes, gpu_bytes(config, nodes, plan))
         memory = with_chosen(before)
         return cls(plan, memory, chosen(config, memory.config), nodes, assignment)
 
@@ -160,7 +160,7 @@ def settled(
 ) -> RunConfig:
     """The configuration with what was `auto` chosen, on the cluster that the run has connected to. Raises
     `ResourceError` for what does not fit its GPUs."""
-    if gpu_bytes(config, nodes) is None:
+    if gpu_bytes(config, nodes, plan) is None:
         return config
     view = MemoryView.of(config, flow, plan, nodes, may_fetch=True)
     if view.memory is None:

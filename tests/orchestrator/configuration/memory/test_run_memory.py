@@ -214,6 +214,15 @@ def test_a_run_on_a_cluster_takes_what_its_gpus_have(view: Callable[..., MemoryV
     assert gpu_bytes(config, [node, two_sizes]) is None
 
 
+def test_a_node_that_no_actor_with_a_gpu_may_get_says_nothing(view: Callable[..., MemoryView]) -> None:
+    shown = view(SMALL, "cluster.labels.trainer={kind: large}", "cluster.labels.rollout={kind: large}", gpu_gib=None)
+    nodes = [Node(name, name, "10.0.0.1", 8, 8, {"ray.io/accelerator-type": name, "kind": kind})
+             for name, kind in (("H100", "large"), ("L4", "small"))]  # fmt: skip
+    config = memory_of(shown).config
+    assert gpu_bytes(config, nodes, shown.plan) == 79.1 * GIB
+    assert gpu_bytes(config, nodes) == 22.1 * GIB
+
+
 @pytest.mark.parametrize("experts", [0, 4])
 def test_a_fresh_model_has_the_sizes_that_are_told_of_it(experts: int) -> None:
     config = load_config(["recipe=arithmetic_sft", f"model.fresh.num_experts={experts}"])
