@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from penstock.conf.errors import ConfigError, ModelError, suggest
 from penstock.workers.context_length import longest_context
 from penstock.workers.trainer.models import packed_attention
+from penstock.workers.trainer.models import pictures as eyes
 from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
 from penstock.workers.trainer.models.token_scores import ENTROPY, LogitChange, OutputLayer, whole_scores
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update.blocks import Blocks
+from penstock.workers.trainer.update.pictures import Pictures
 
 FACTORS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -80,6 +82,7 @@ class PolicyModel(nn.Module):
         temperature: float | Tensor | None = None,
         blocks: Blocks | None = None,
         own: bool = False,
+        pictures: Pictures | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities `[N]` of `targets_N`, and entropies `[N]` of the distributions they are from, in nats,
         float32.
@@ -90,16 +93,17 @@ class PolicyModel(nn.Module):
         flattened `[B * L]` that predict `targets_N` (a target's own place minus one). `entropy`: "none"; "value",
         without gradient; "gradient". `temperature`: in the place of the model's; of each target, the bits of float32 as
         int32 `[N]`, since an engine in bfloat16 rounds all floating-point arguments. `own`: by the logits of the
-        model's own forward, all of them at once; for `check_scores`.
+        model's own forward, all of them at once; for `check_scores`. `pictures`: what a model sees that has a vision
+        tower; it has some in every call, if only a blank one.
         """
         if entropy not in ENTROPY:
             raise ValueError(f"entropy={entropy!r}: unknown{suggest(entropy, ENTROPY)}")
         if own:
-            packed = packed_attention.keywords(self.lm, blocks)
-            logits_BLV = self.lm(input_ids=input_ids_BL, use_cache=False, **packed).logits
+            read = inputs_of(self.lm, input_ids_BL, blocks, pictures)
+            logits_BLV = self.lm(use_cache=False, **read).logits
             logits_NV = logits_BLV.flatten(0, 1).index_select(0, positions_N)
             return whole_scores(logits_NV, targets_N, self._at(temperature), entropy)
-        hidden_NH = hidden_states(self.lm, input_ids_BL, positions_N, blocks)
+        hidden_NH = hidden_states(self.lm, input_ids_BL, positions_N, blocks, pictures)
         output_layer = self.lm.get_output_embeddings()
         if hidden_NH.shape[-1] != output_layer.in_features:
             raise ModelError(
@@ -192,11 +196,18 @@ class ScalarModel(nn.Module):
         return self.lm.score(hidden_KH).float().squeeze(-1).clone()
 
 
-def hidden_states(lm: Any, input_ids_BL: Tensor, positions_K: Tensor, blocks: Blocks | None) -> Tensor:
+def hidden_states(
+    lm: Any, input_ids_BL: Tensor, positions_K: Tensor, blocks: Blocks | None, pictures: Pictures | None = None
+) -> Tensor:
     """Hidden states of the last layer, after its norm, at places of the flattened `[B * L]`: `[K, H]`."""
-    keywords = packed_attention.keywords(lm, blocks)
-    hidden_BLH: Tensor = lm.base_model(input_ids=input_ids_BL, use_cache=False, **keywords).last_hidden_state
+    read = inputs_of(lm, input_ids_BL, blocks, pictures)
+    hidden_BLH: Tensor = lm.base_model(use_cache=False, **read).last_hidden_state
     return hidden_BLH.flatten(0, 1).index_select(0, positions_K)
+
+
+def inputs_of(lm: Any, input_ids_BL: Tensor, blocks: Blocks | None, pictures: Pictures | None) -> dict[str, Any]:
+    """Keyword arguments that call a model, or its base model, with tokens, packed or not, and with pictures."""
+    return packed_attention.keywords(lm, blocks) | eyes.keywords(lm, input_ids_BL, pictures)
 
 
 def load_causal_lm(
@@ -208,11 +219,11 @@ def load_causal_lm(
     backward. Dropout is off because the policy that is trained must be the one that sampled. Raises `ModelError` if
     there is no such model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with named_failure(path):
         config = without_dropout(AutoConfig.from_pretrained(path))
-        lm = AutoModelForCausalLM.from_pretrained(
+        lm = eyes.auto_class(config).from_pretrained(
             path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention
         )
     return for_training(lm, checkpoint_layers)
@@ -223,12 +234,12 @@ def open_causal_lm(
 ) -> tuple[Any, StartingWeights]:
     """Open the model of `load_causal_lm` without its weights, and the weights: for callers that want a part of each.
     Raises `ModelError`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with named_failure(path):
         config = without_dropout(AutoConfig.from_pretrained(path))
         lm, weights = without_weights(
-            lambda: AutoModelForCausalLM.from_config(
+            lambda: eyes.auto_class(config).from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=attention
             ),
             lambda: load_causal_lm(path, dtype=dtype, attention=attention),

@@ -37,8 +37,13 @@ def choose(lm: Any, packing: str) -> bool:
     if reason is not None and packing == "always":
         raise ConfigError(f"{KEY}=always: {reason}. Set {KEY}=never.")
     if reason is None and implementation == "sdpa":
-        lm.set_attn_implementation(PACKED)
+        text_model(lm).set_attn_implementation(PACKED)
     return reason is None
+
+
+def text_model(lm: Any) -> Any:
+    """The part of a model that reads text: all of it, if it does not see."""
+    return getattr(lm.base_model, "language_model", lm)
 
 
 def reason_against(lm: Any) -> str | None:

@@ -1,0 +1,69 @@
+"""Where pictures lie among a micro-batch's tokens: places, positions, and what is computed once."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.conf.errors import DataError
+from penstock.workers.trainer.update.pictures import Picture, Placed, num_tokens, place, rope_positions
+
+MERGE = 2
+BLANK = Picture("", np.zeros((4, 3), np.float32), (1, 2, 2))
+
+
+def picture(key: str, height: int, width: int) -> Picture:
+    return Picture(key, np.full((height * width, 3), ord(key), np.float32), (1, height, width))
+
+
+def test_the_same_picture_is_there_once_and_its_features_go_to_all_its_places() -> None:
+    """Two sequences of 6 and 9 tokens in rows of 9: `a` has 2 features and `b` 4. The first has `a` at 1, the second
+    `a` at 0 and `b` at 4."""
+    a, b = picture("a", 2, 4), picture("b", 4, 4)
+    placed = [[Placed(a, 1)], [Placed(a, 0), Placed(b, 4)]]
+    found = place(placed, np.array([6, 9]), np.array([0, 9]), (2, 9), MERGE, BLANK)
+    assert found.grids_K3.tolist() == [[1, 2, 4], [1, 4, 4]]
+    assert found.pixels_PC[:, 0].tolist() == [ord("a")] * 8 + [ord("b")] * 16
+    assert found.places_F.tolist() == [1, 2, 9, 10, 13, 14, 15, 16]
+    assert found.sources_F.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+    assert found.position_ids_3SL[:, 0, :6].tolist() == [[0, 1, 1, 3, 4, 5], [0, 1, 1, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+
+
+def test_sequences_one_after_the_other_have_the_positions_that_they_have_alone() -> None:
+    placed = [[Placed(picture("a", 2, 4), 1)], [], [Placed(picture("b", 4, 4), 0)]]
+    lengths = np.array([5, 3, 6])
+    packed = place(placed, lengths, np.array([0, 5, 8]), (1, 14), MERGE, BLANK).position_ids_3SL[:, 0]
+    alone = [rope_positions(one, length, MERGE) for one, length in zip(placed, lengths.tolist(), strict=True)]
+    assert packed.tolist() == np.concatenate(alone, axis=1).tolist()
+
+
+def test_without_pictures_there_is_a_blank_one_that_goes_nowhere() -> None:
+    found = place([[], []], np.array([2, 3]), np.array([0, 3]), (2, 3), MERGE, BLANK)
+    assert len(found.places_F) == 0
+    assert torch.equal(found.pixels_PC, torch.zeros(4, 3))
+    assert found.position_ids_3SL[:, 1].tolist() == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("offsets", [(0, 1), (0, 9), (3, 0)], ids=["one in another", "beyond the end", "out of order"])
+def test_pictures_that_do_not_fit_are_refused(offsets: tuple[int, int]) -> None:
+    placed = [Placed(picture("a", 2, 4), offset) for offset in offsets]
+    with pytest.raises(DataError, match="a picture has tokens"):
+        rope_positions(placed, 10, MERGE)
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(1, 4)), max_size=4),
+    tail=st.integers(0, 5),
+)
+def test_text_goes_on_after_the_longer_side_of_each_picture(parts: list[tuple[int, int, int]], tail: int) -> None:
+    """Whatever comes before it: a token of text is one further than the largest position so far."""
+    placed, length = list[Placed](), 0
+    for text, height, width in parts:
+        placed.append(Placed(picture("a", 2 * height, 2 * width), length + text))
+        length += text + height * width
+    positions, is_picture = rope_positions(placed, length + tail, MERGE), np.zeros(length + tail, bool)
+    for one in placed:
+        is_picture[one.offset : one.offset + num_tokens(one.picture.grid, MERGE)] = True
+    for index in np.flatnonzero(~is_picture).tolist():
+        assert set(positions[:, index].tolist()) == {positions[:, :index].max(initial=-1) + 1}

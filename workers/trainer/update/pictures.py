@@ -1,0 +1,137 @@
+"""Pictures of a micro-batch: what a vision tower computes features of, and where among the tokens these go. Pure.
+
+    picture a ─┐  distinct ones, once          features ─┐ by place, and not by id: a placeholder that
+    picture a ─┼▶ pixels, grids ─▶ tower ─▶ ────────────┼▶ a policy has written itself has none
+    picture b ─┘                                         ▼
+                               [start] [a] [a] [a] [a] [end] text …   embeddings
+
+Tokens of text have one position on all three axes. A picture's have one position in time and those of its grid in
+height and width, and the text goes on after the longer side (M-RoPE, Qwen2-VL, arXiv 2409.12191). Positions are found
+for each sequence by its own pictures, before anything is padded or packed.
+
+Legend: S sequences, L tokens of the longest, K distinct pictures, P patches of all of them, C numbers of a patch, F
+placeholders of all sequences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.conf.errors import DataError
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture as a processor makes it."""
+
+    key: str
+    """Hash of its content: pictures of one key are computed once."""
+    pixels_PC: np.ndarray
+    """Patches, float32."""
+    grid: tuple[int, int, int]
+    """Patches in time, height and width."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A picture in a sequence."""
+
+    picture: Picture
+    offset: int
+    """Place of its first placeholder."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Tensors of a micro-batch's pictures; of one with none, a blank one that goes nowhere, so that ranks run the tower
+    alike."""
+
+    pixels_PC: Tensor
+    """Patches of the distinct pictures, float32."""
+    grids_K3: Tensor
+    """Patches of each in time, height and width, int64."""
+    places_F: Tensor
+    """Place of each placeholder in the flattened `[S * L]`, int64."""
+    sources_F: Tensor
+    """Feature that goes there, of those of all distinct pictures, int64."""
+    position_ids_3SL: Tensor
+    """Positions in time, height and width, int64."""
+
+    def to(self, device: torch.device) -> "Pictures":
+        return Pictures(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
+
+
+def place(
+    placed: Sequence[Sequence[Placed]],
+    lengths_S: np.ndarray,
+    starts_S: np.ndarray,
+    shape: tuple[int, int],
+    merge: int,
+    blank: Picture,
+) -> Pictures:
+    """Place the pictures of each sequence. `lengths_S`, `starts_S`: its tokens, and where it begins in the flattened
+    `[S * L]`, of this `shape`. `merge`: patches of a feature in height and in width. Raises `DataError` for one that
+    reaches beyond its sequence, or into another picture."""
+    numbers: dict[str, int] = {}
+    distinct, firsts, num_features = list[Picture](), list[int](), 0
+    positions_3T = np.zeros((3, shape[0] * shape[1]), np.int64)
+    places, sources = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for of_sequence, length, start in zip(placed, lengths_S.tolist(), starts_S.tolist(), strict=True):
+        positions_3T[:, start : start + length] = rope_positions(of_sequence, length, merge)
+        for one in of_sequence:
+            picture, count = one.picture, num_tokens(one.picture.grid, merge)
+            if picture.key not in numbers:
+                numbers[picture.key] = len(distinct)
+                distinct.append(picture)
+                firsts.append(num_features)
+                num_features += count
+            places.append(start + one.offset + np.arange(count))
+            sources.append(firsts[numbers[picture.key]] + np.arange(count))
+    distinct = distinct or [blank]
+    return Pictures(
+        torch.from_numpy(np.concatenate([picture.pixels_PC for picture in distinct])),
+        torch.tensor([picture.grid for picture in distinct]),
+        torch.from_numpy(np.concatenate(places)),
+        torch.from_numpy(np.concatenate(sources)),
+        torch.from_numpy(positions_3T.reshape(3, *shape)),
+    )
+
+
+def num_tokens(grid: tuple[int, int, int], merge: int) -> int:
+    """Placeholders of a picture: one a feature.
+
+    >>> num_tokens((1, 4, 6), merge=2)
+    6
+    """
+    return grid[0] * (grid[1] // merge) * (grid[2] // merge)
+
+
+def rope_positions(placed: Sequence[Placed], length: int, merge: int) -> np.ndarray:
+    """Positions of a sequence's tokens in time, height and width, `[3, length]` int64. `placed`: in the order of their
+    places. Raises `DataError`.
+
+    >>> rope_positions([Placed(Picture("a", np.zeros((16, 3)), (1, 4, 4)), 1)], 6, merge=2)
+    array([[0, 1, 1, 1, 1, 3],
+           [0, 1, 1, 2, 2, 3],
+           [0, 1, 2, 1, 2, 3]])
+    """
+    positions_3L = np.empty((3, length), np.int64)
+    at = position = 0
+    for one in placed:
+        frames, height, width = one.picture.grid[0], one.picture.grid[1] // merge, one.picture.grid[2] // merge
+        end = one.offset + frames * height * width
+        if one.offset < at or end > length:
+            raise DataError(
+                f"a picture has tokens {one.offset} to {end} of a sequence of {length}, of which {at} are before it: "
+                "pictures lie one after the other within their sequence. Is the prompt cut short?"
+            )
+        positions_3L[:, at : one.offset] = position + np.arange(one.offset - at)
+        position += one.offset - at
+        positions_3L[:, one.offset : end] = position + np.indices((frames, height, width)).reshape(3, -1)
+        position += max(height, width)
+        at = end
+    positions_3L[:, at:] = position + np.arange(length - at)
+    return positions_3L
