@@ -51,6 +51,12 @@ install_torch() {  # the CPU build is not on PyPI: where pip is configured with 
     fail "$pin: not found where pip looks, nor at $TORCH_CPU_INDEX (no network?). Give pip a place that has it: PIP_FIND_LINKS=DIRECTORY make setup"
 }
 
+allow_torchvision() {  # every process imports it at its start: see the file
+  local site; site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  cp requirements/torchvision_on_cpu.py "$site"
+  echo 'import torchvision_on_cpu' >"$site/torchvision_on_cpu.pth"
+}
+
 if [ -z "${VARIANT:-}" ]; then
   if nvidia-smi >/dev/null 2>&1; then VARIANT=gpu; else VARIANT=cpu; fi
 fi
@@ -61,7 +67,7 @@ lock=requirements/$variant.lock
 # Two stamps: the lock changes seldom and costs minutes, the project's own metadata costs a second. The path is part of the
 # second one because an editable install points to where the checkout was.
 lock_stamp=.venv/.locked-$(sha256sum "$lock" | cut -c1-16)
-project_stamp=.venv/.project-$( (cat pyproject.toml; pwd) | sha256sum | cut -c1-16)
+project_stamp=.venv/.project-$( (cat pyproject.toml requirements/torchvision_on_cpu.py; pwd) | sha256sum | cut -c1-16)
 if [ -f "$lock_stamp" ] && [ -f "$project_stamp" ]; then exit 0; fi
 
 start=$SECONDS
@@ -75,6 +81,7 @@ if [ ! -f "$lock_stamp" ]; then
   watched pip_install -r "$lock" || fail "installing $lock failed, the end of $log is above. The pins are for Linux x86-64 and Python 3.11; after mending, run it again: what is done is kept"
 fi
 pip_install --no-build-isolation --editable . || fail "installing the project itself failed, the end of $log is above"
+[ "$variant" != cpu ] || allow_torchvision
 rm -f .venv/.locked-* .venv/.project-*
 touch "$lock_stamp" "$project_stamp"
 echo "setup: done in $((SECONDS - start)) s, $(du -sh .venv | cut -f1) in .venv"
