@@ -20,6 +20,7 @@ from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis, Stalls
+from penstock.orchestrator.observability.monitoring.links import Links
 from penstock.orchestrator.observability.monitoring.logs import Logs
 from penstock.orchestrator.observability.monitoring.state import StateLog, awaited, stages_of
 from penstock.orchestrator.observability.monitoring.step_trace import StepTrace
@@ -58,7 +59,7 @@ class Observer:
         self._state = StateLog(
             fleet, flow, store.describe, versions.state, lambda: restarts.step, watch.heard, directory
         )
-        self._logs = Logs(fleet, directory)
+        self._logs, self._links = Logs(fleet, directory), Links(fleet, directory, progress)
         self._diagnosis = Diagnosis(config.diagnosis, config.max_staleness, directory, progress)
         self._stalls = Stalls(
             config.diagnosis, lambda: self._asked(store.describe(), "describe"), watch.stacks,
@@ -68,7 +69,7 @@ class Observer:
 
     def tasks(self) -> list[Awaitable[None]]:
         """Tasks that look at the run by themselves."""
-        looks = (self._state.run(), self._logs.run(), self._stalls.run())
+        looks = (self._state.run(), self._logs.run(), self._stalls.run(), self._links.run())
         return [self._ending_alone(look) for look in looks]
 
     async def _ending_alone(self, look: Awaitable[None]) -> None:
@@ -88,6 +89,7 @@ class Observer:
     def begin(self) -> None:
         self._log.begin()
         self._trace.begin()
+        self._links.begun.set()
 
     def is_sampled(self, step: int) -> bool:
         """Return whether the step's samples are written, so that its ranks record what they know of each token."""

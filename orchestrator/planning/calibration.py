@@ -3,6 +3,7 @@ slower than the cost model says.
 
     samples/step_N.parquet  lengths of prompts and responses       (else metrics.jsonl: their mean and largest)
     metrics.jsonl           seconds in which engines and ranks worked, by step
+    events.jsonl            bytes a second between nodes
 
 The factors are those of the split that the run had, on GPUs of one kind. They are common to all plans: ten steps are
 enough.
@@ -17,6 +18,7 @@ from typing import Any
 from pyarrow import parquet
 
 from penstock.conf.errors import ConfigError, PenstockError
+from penstock.orchestrator.observability.monitoring.links import LINK
 from penstock.orchestrator.planning.candidates import Candidate, with_keys
 from penstock.orchestrator.planning.hardware import GpuKind
 from penstock.orchestrator.planning.lengths import SIGMA, Lengths
@@ -56,6 +58,8 @@ class Pilot:
     step_s: float
     """Mean seconds of a step."""
     num_steps: int
+    link: float | None = None
+    """Bytes a second of the slowest link between nodes; None: none was measured."""
 
     @property
     def has_gpus(self) -> bool:
@@ -77,12 +81,14 @@ def read_pilot(place: str) -> Pilot:
     engines = median(line["timing_s/step"] * (1 - line["idle/rollout"]) for line in steps)
     ranks = median(line["timing_s/train"] for line in steps)
     step_s = mean(line["timing_s/step"] for line in steps)
-    return Pilot(place, found, _lengths(directory, steps), engines, ranks, step_s, len(steps))
+    rates = [float(event["bytes_per_s"]) for event in directory.read_events() if event["kind"] == LINK]
+    link = min(rates, default=None)
+    return Pilot(place, found, _lengths(directory, steps), engines, ranks, step_s, len(steps), link)
 
 
 def calibrated(search: Search, pilot: Pilot) -> Search:
     """The search with the run's lengths, and with its factors where it ran on GPUs of the cluster's kind."""
-    search = replace(search, lengths=pilot.lengths)
+    search = replace(search, lengths=pilot.lengths, link=pilot.link)
     kinds = {nodes.kind for nodes in search.cluster}
     if not pilot.has_gpus or len(kinds) > 1:
         return search

@@ -76,6 +76,8 @@ class Search:
     cluster: tuple[Nodes, ...]
     lengths: Lengths
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
+    link: float | None = None
+    """Bytes a second from a node to another, as a run's agents have measured them."""
 
     @cached_property
     def plans(self) -> list[Plan]:
@@ -142,7 +144,7 @@ class Search:
         """The cost model of a run with these kinds of GPUs."""
         per_node = min(nodes.gpus for nodes in self.cluster if nodes.kind == ranks)
         num_nodes = sum(nodes.count for nodes in self.cluster)
-        return RunDurations(memory, engines, ranks, per_node, num_nodes, self.efficiencies)
+        return RunDurations(memory, engines, ranks, per_node, num_nodes, self.efficiencies, self.link)
 
     def _slots(self, memory: RunMemory) -> int:
         """Sequences that an engine decodes at a time: as many as it may, and as keys and values have room for."""

@@ -62,10 +62,14 @@ def penstock_run(cluster, warm_python, folder):
     return run
 
 
+def events_of(directory, kind):
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["kind"] == kind]
+
+
 def places(directory):
     """The machine of each actor."""
-    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    return next(event["actors"] for event in events if event["kind"] == "placed")
+    return events_of(directory, "placed")[0]["actors"]
 
 
 def same_bits(one, other):
@@ -88,6 +92,8 @@ def test_a_run_over_three_machines_ends_with_the_bits_of_one(penstock_run, expec
     spread = penstock_run(f"spread{num_ranks}", *words, "store.inline_bytes=0")  # rows stay where they are written
     assert {name: places(spread)[name] for name in expected} == expected
     assert same_bits(alone, spread)
+    assert not events_of(alone, "link")
+    assert len({(link["source"], link["target"]) for link in events_of(spread, "link")}) == 3
 
 
 def test_ranks_that_do_not_see_the_drivers_disk_save_there_and_go_on_from_there(cluster, penstock_run):

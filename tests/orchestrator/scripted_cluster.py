@@ -101,6 +101,10 @@ class Agent(scripted.Agent):
     async def take_question(self) -> Any:
         await asyncio.Event().wait()
 
+    async def measure_link(self, address: Address) -> float:
+        await self._pause(0.5)
+        return 1e9
+
     async def clear_rows(self) -> None: ...
 
     def scratch(self) -> str:

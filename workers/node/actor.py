@@ -139,6 +139,10 @@ class NodeAgent:
             self._node_actors.set(members)
         return await self._node_actors.ask(method, names, timeout_s)
 
+    async def measure_link(self, address: Address) -> float:
+        """Bytes a second from this node to that whose agent listens at an address. Raises `ResourceError`."""
+        return await asyncio.to_thread(self._agent.measure_link, address)
+
     async def try_fences(self, all_limits: Sequence[Limits]) -> str:
         """A text that says what holds on this node for code of models. Raises `SandboxUnavailable`."""
         return await asyncio.to_thread(self._agent.try_fences, all_limits)

@@ -26,7 +26,7 @@ from penstock.network.listener import Handler, Listener
 from penstock.store.data.remote import nodes
 from penstock.store.data.remote.server import RowsServer
 from penstock.store.data.roots import OWNER_NAME, boot_id, claim_root, guard_root, remove_root, sweep_stale
-from penstock.workers.node import file_service, states
+from penstock.workers.node import file_service, link, states
 from penstock.workers.node.file_service import FileService
 from penstock.workers.node.states import StateService
 from penstock.workers.processes import ProcessId, kill
@@ -90,7 +90,7 @@ class NodeAgent:
 
         Raises `ResourceError` if the root cannot be made or no port is free.
         """
-        self.root, self._node = Path(root), node
+        self.root, self._node, self._token = Path(root), node, token
         self.files = FileService(Path(files_dir or tempfile.gettempdir()) / f"{self.root.name}-files", token)
         sweep_stale(self.root.parent)
         try:
@@ -128,6 +128,13 @@ class NodeAgent:
             return checked_here(all_limits)
         except SandboxUnavailable as error:
             raise SandboxUnavailable(f"{platform.node()}: {error}") from None
+
+    def measure_link(self, address: Address) -> float:
+        """Bytes a second to the node whose agent listens at an address. Raises `ResourceError`."""
+        try:
+            return link.measure(address, self._token)
+        except OSError as error:
+            raise ResourceError(f"{platform.node()}: the link to {address} could not be measured: {error}") from None
 
     def stats(self) -> dict[str, float]:
         """Counters since the start."""
@@ -178,7 +185,7 @@ class NodeAgent:
             remove_root(self.root)
 
     def _services(self) -> Mapping[int, Handler]:
-        handlers = {file_service.FILES: self.files.serve, states.STATES: self.states.serve}
+        handlers = {file_service.FILES: self.files.serve, states.STATES: self.states.serve, link.LINKS: link.serve}
         if self.relay is None:
             return handlers
         return handlers | {CHUNKS: self.relay.serve, nodes.ROWS: self.rows.serve}

@@ -28,6 +28,8 @@ class RunDurations:
     gpus_per_node: int
     num_nodes: int
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
+    link: float | None = None
+    """Bytes a second from a node to another, as a run's agents have measured them."""
 
     @cached_property
     def engine(self) -> Engine:
@@ -64,7 +66,8 @@ class RunDurations:
     def way(self) -> Way:
         """The way of a version, on each rank's and engine's own bus."""
         config = self.memory.config
-        return Way(int(self.memory.publication_bytes), config.trainer.num_ranks, config.rollout.tensor_parallel_size)
+        num_bytes, parts = int(self.memory.publication_bytes), config.rollout.tensor_parallel_size
+        return Way(num_bytes, config.trainer.num_ranks, parts, link=self.link)
 
     def sync(self) -> Sync:
         bus = self.ranks_kind.bus

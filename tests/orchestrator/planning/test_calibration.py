@@ -63,6 +63,17 @@ def test_lengths_are_those_of_the_samples_and_else_of_the_metrics(search: Search
     assert (found.mean, found.prompt) == (25, 20)
 
 
+def test_links_between_nodes_are_as_slow_as_they_were_measured(search: Search, tmp_path: Path) -> None:
+    place = recorded(tmp_path, search, 0, 10)
+    for rate in (2e9, 1e9):
+        RunDirectory.open(place).event("link", source="Agent-a", target="Agent-b", bytes_per_s=rate)
+    found = calibrated(search, read_pilot(place))
+    assert found.link == 1e9
+    plan = search.plans[0]
+    slow = found.plan(plan.candidate).ranks.sync()
+    assert slow.published_s >= plan.memory.publication_bytes / 1e9 > plan.ranks.sync().published_s
+
+
 def test_a_run_without_gpus_gives_its_lengths_alone(search: Search, tmp_path: Path) -> None:
     pilot = read_pilot(recorded(tmp_path, search, 0, 5))
     found = calibrated(search, replace(pilot, keys=pilot.keys | {"trainer.num_gpus_per_rank": 0}))

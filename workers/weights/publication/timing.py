@@ -7,7 +7,8 @@
     paused    the part of each of the engine's GPUs, from the file to the GPU; nothing else happens meanwhile
 
 Rates of the processor were measured (docs/performance.md); those of buses are what is attained of their rate on paper.
-No GPU has been seen. Links between nodes are not known here: a version takes at least its bytes over their rate.
+No GPU has been seen. Links between nodes are known where a run has measured them: else a version takes at least its
+bytes over their rate.
 """
 
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Way:
     threads_per_rank: int = 1
     threads_per_node: int = 8
     """Lanes of a relay, and threads of an engine that checks."""
+    link: float | None = None
+    """Bytes a second from a node to another, where they were measured; None: no slower than relays."""
 
     @property
     def taken_s(self) -> float:
@@ -49,7 +52,8 @@ class Way:
 
     @property
     def brought_s(self) -> float:
-        return self.num_bytes / (RELAY_RATE * self.threads_per_node)
+        relayed = RELAY_RATE * self.threads_per_node
+        return self.num_bytes / (relayed if self.link is None else min(relayed, self.link))
 
     @property
     def checked_s(self) -> float:

@@ -1,5 +1,7 @@
 """Arithmetic of the time that a publication takes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,8 @@ def test_a_rank_of_one_thread_writes_as_fast_as_it_copies_whatever_its_bus() -> 
     assert way.on_one_node_s(FOUR) == pytest.approx(0.548, abs=1e-3)
     assert way.between_nodes_s(FOUR) == pytest.approx(0.595 + 0.2975, abs=1e-3)
     assert way.paused_s(FOUR) == pytest.approx(1.269, abs=1e-3)
+    assert replace(way, link=5e9).between_nodes_s(FOUR) == pytest.approx(15.231 / 5 + 0.2975, abs=1e-3)
+    assert replace(way, link=1e11).between_nodes_s(FOUR) == way.between_nodes_s(FOUR)
 
 
 def test_a_rank_of_many_threads_writes_as_fast_as_its_bus() -> None:
