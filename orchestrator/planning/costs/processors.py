@@ -7,30 +7,34 @@ So the order of what happens is that of a machine with as many cores as are aske
 simulator plays the run as if nobody were in the way, and counts each second as many times as cores are missing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.threads import threads_per_worker
 from penstock.orchestrator.planning.durations import Sync
 
-ENGINE_SHARE = 0.0
-"""Share of an engine's work that its threads divide, where no run says: a second thread gains an engine of a small
-model nothing (docs/performance.md)."""
-RANK_SHARE = 0.82
-"""The same of a rank: two threads are 1.7 times as fast as one."""
-OTHERS = 0.07
-"""Processor seconds of store, rewards, driver and Ray for each of engines and ranks (docs/performance.md)."""
+ENGINE_GAINS: Mapping[int, float] = {1: 1.0, 2: 0.6}
+"""How many times as fast an engine is with so many threads, where no trial of the run says (`threads.json`): the hf
+engine and a model of 3M parameters, whose threads sleep and wake for operations that are shorter than that."""
+RANK_GAINS: Mapping[int, float] = {1: 1.0, 2: 1.04}
+"""The same of a rank."""
+RANK_ASKS = 0.7
+"""Cores that a rank asks for in the mean for each thread beside its first. Those of such an engine ask for none."""
+EXCHANGES = 12.0
+"""Seconds in which two ranks exchange weights and gradients in an update, for each that a publication takes: both are
+of all weights, through sockets instead of shared memory."""
+OTHERS = 0.2
+"""Processor seconds of store, rewards, driver and Ray, and what crowded caches cost, for each of engines and ranks."""
 
 
-def speedup(threads: int, share: float) -> float:
-    """How many times as fast several threads are, and how many cores they ask for in the mean, by Amdahl's law.
-    `share`: of the work, that which they divide.
+def gain(gains: Mapping[int, float], threads: int) -> float:
+    """How many times as fast so many threads are as one: of the largest number up to it that is known.
 
-    >>> speedup(1, 0.8), round(speedup(2, 0.8), 3)
-    (1.0, 1.667)
+    >>> gain({1: 1.0, 2: 1.7}, 3)
+    1.7
     """
-    return 1 / (1 - share + share / threads)
+    return gains[max((count for count in gains if count <= threads), default=min(gains))]
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ class ProcessorCosts:
     """From the end of a batch's last group until the update begins: rewards, advantages, the forming of the batch."""
     between_s: float
     """Of a step between its phases, in which the controller's calls go around."""
-    engine_share: float = ENGINE_SHARE
-    rank_share: float = RANK_SHARE
+    engine_gains: Mapping[int, float] = field(default_factory=lambda: ENGINE_GAINS)
+    rank_gains: Mapping[int, float] = field(default_factory=lambda: RANK_GAINS)
 
     def scaled(self, factor: float) -> "ProcessorCosts":
         """The same with all seconds so many times as long."""
@@ -95,17 +99,23 @@ class ProcessorDurations:
 
     def cores(self) -> Cores:
         """Cores that engines and ranks ask for, so that the simulator knows who is in whose way."""
-        return Cores(self.num_cores, self.engine_speedup, self.rank_speedup)
+        return Cores(self.num_cores, 1.0, 1 + RANK_ASKS * (self._threads("trainer") - 1))
 
     def prefill_s(self, tokens: int) -> float:
         return self.costs.group_s * tokens / self.prompt
 
     def decode_s(self, num_sequences: float, context: float) -> float:
-        return (self.costs.decode_s + num_sequences * self.costs.sequence_s) / self.engine_speedup
+        return (self.costs.decode_s + num_sequences * self.costs.sequence_s) / self.engine_gain
 
     def update_s(self, lengths: Sequence[Sequence[int]]) -> float:
         tokens = max(map(sum, lengths), default=0)
-        return (self.costs.update_s + self.costs.token_s * tokens) / self.rank_speedup
+        return (self.costs.update_s + self.costs.token_s * tokens) / self.rank_gain + self.exchanged_s
+
+    @property
+    def exchanged_s(self) -> float:
+        """Seconds of an update in which ranks exchange weights and gradients, by rings."""
+        ranks = self.config.trainer.num_ranks
+        return EXCHANGES * self.costs.published_s * 2 * (ranks - 1) / ranks
 
     def stage_s(self, stage: str, num_rows: int, tokens: int) -> float:
         return self.costs.scored_s if stage == self.first_stage else 0.0
@@ -118,12 +128,12 @@ class ProcessorDurations:
         return 0.0
 
     @property
-    def engine_speedup(self) -> float:
-        return speedup(self._threads("rollout"), self.costs.engine_share)
+    def engine_gain(self) -> float:
+        return gain(self.costs.engine_gains, self._threads("rollout"))
 
     @property
-    def rank_speedup(self) -> float:
-        return speedup(self._threads("trainer"), self.costs.rank_share)
+    def rank_gain(self) -> float:
+        return gain(self.costs.rank_gains, self._threads("trainer"))
 
     def _threads(self, role: str) -> int:
         config = self.config

@@ -11,7 +11,7 @@ response has tokens, and the more sequences are decoded meanwhile, the longer ea
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from pyarrow import parquet
 
+from penstock.orchestrator.cluster.placement.threads import read_trials
 from penstock.orchestrator.planning.costs.processors import ProcessorCosts, ProcessorDurations
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
@@ -57,6 +58,11 @@ class SampledGroup:
 
 def read_costs(directory: RunDirectory, split: ProcessorDurations) -> ProcessorCosts:
     """The costs of a run. `split`: its own, of any costs. Raises `ValueError` where too little is recorded."""
+    for node, trial in read_trials(directory).items():
+        if node.cores == split.num_cores:
+            gains = [{count: each[min(each)] / seconds for count, seconds in each.items()}
+                     for each in (trial.engine_s, trial.rank_s)]  # fmt: skip
+            split = replace(split, costs=replace(split.costs, engine_gains=gains[0], rank_gains=gains[1]))
     rows: dict[int, list[Row]] = {}
     for file in directory.sample_files():
         table = parquet.read_table(file, columns=["group_id", "prompt_ids", "response_ids"]).to_pydict()
@@ -84,12 +90,14 @@ def costs_of(lines: Sequence[Line], rows: Mapping[int, Sequence[Row]], split: Pr
     passes = [span.details.get("forward", 0.0) + span.details.get("backward", 0.0) for span, _ in updates]
     rests = [span.seconds - own for (span, _), own in zip(updates, passes, strict=True)]
     handed, begun, scored = _between(lines)
-    engine, rank = split.engine_speedup, split.rank_speedup
-    return ProcessorCosts(
-        decode_s * engine, sequence_s * engine, group_s, sum(passes) / tokens * rank, median(rests) * rank,
-        published_s=_median_of(lines, RANK, "publish"), paused_s=_median_of(lines, ENGINE, "load weights"),
-        scored_s=scored, between_s=handed + begun, engine_share=split.costs.engine_share,
-        rank_share=split.costs.rank_share,
+    published_s = _median_of(lines, RANK, "publish")
+    exchanged_s = replace(split, costs=replace(split.costs, published_s=published_s)).exchanged_s
+    computed_s = max(0.0, sum(passes) - len(passes) * exchanged_s)
+    engine, rank = split.engine_gain, split.rank_gain
+    return replace(
+        split.costs, decode_s=decode_s * engine, sequence_s=sequence_s * engine, group_s=group_s,
+        token_s=computed_s / tokens * rank, update_s=median(rests) * rank, published_s=published_s,
+        paused_s=_median_of(lines, ENGINE, "load weights"), scored_s=scored, between_s=handed + begun,
     )  # fmt: skip
 
 
