@@ -33,11 +33,13 @@ RUNS = st.tuples(
     st.sampled_from((0.0, 0.01)).map("algorithm.kl_coef={}".format),
     st.integers(0, 2).map("max_staleness={}".format),
 )
+UNMEASURED = [replace(kind, name=f"{name} on paper") for name, kind in sorted(KINDS.items())]
+"""Kinds that no table of kernels knows: one that is faster on paper is."""
 NODES = st.builds(
     Nodes,
     count=st.integers(1, 2),
     gpus=st.sampled_from((1, 2, 4)),
-    kind=st.sampled_from(sorted(KINDS)).map(KINDS.__getitem__),
+    kind=st.sampled_from(UNMEASURED),
 )
 
 
@@ -70,7 +72,6 @@ def more_of(nodes: Nodes) -> dict[str, Nodes]:
 @FEW
 @given(run=RUNS, nodes=NODES, what=st.sampled_from(sorted(more_of(Nodes(1, 1, KINDS["h100"])))))
 def test_more_of_a_resource_never_makes_the_best_plan_slower(run: tuple[str, ...], nodes: Nodes, what: str) -> None:
-    nodes = replace(nodes, kind=replace(nodes.kind, name="none that was measured"))
     if before := search_on(run, nodes).plans:
         assert search_on(run, more_of(nodes)[what]).plans[0].step_s <= before[0].step_s * 1.001
 
