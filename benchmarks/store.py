@@ -5,7 +5,8 @@
 Four cases: (a) batches of 64 rows of 512-1024 tokens, (b) of 8-16k tokens, (c) single rows, (d) as (a) with
 100,000 rows resident. *Stages*: prompts in, responses and log-probabilities written, rewards written, trained and gone,
 by four processes at once. `raw` is what Ray's object store does with the same batches: one process puts them while two
-others read them; or one process alone puts, gets and copies them. The faster of both is the limit.
+others read them; or one process alone puts, gets and copies them. The faster of both is the limit. Pictures are a case
+of their own, without TransferQueue (`store_pictures.py`).
 
 Both sides are started several times. *Cold* is the first round after a start: whatever memory a side takes, it touches
 for the first time. *Warm* are the rounds after it. Medians, and in brackets the lowest and the highest.
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, Child, Target, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.store_pictures import measure_pictures, picture_targets, print_pictures
 from benchmarks.store_scale import measure_scale, print_scale
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
 from penstock.store.ledger.facts import Facts
@@ -259,10 +261,12 @@ def main() -> None:
         scale = measure_scale(Path(folder), num_rounds, arguments.quick)
     print_rounds(rounds, cases)
     print_scale(scale)
-    targets = targets_of(rounds, cases, ledger)
+    pictures = measure_pictures(arguments.quick)
+    print_pictures(pictures)
+    targets = targets_of(rounds, cases, ledger) + picture_targets(pictures)
     print_targets(targets)
     plain = [[{**entry, "latencies_ms": []} for entry in some] for some in (rounds, scale)]
-    write_json(arguments.json, "store", plain[0], targets, ledger=ledger, scale=plain[1])
+    write_json(arguments.json, "store", plain[0], targets, ledger=ledger, scale=plain[1], pictures=pictures)
 
 
 if __name__ == "__main__":

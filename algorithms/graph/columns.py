@@ -6,7 +6,7 @@ writing `Column("novelty", "float32")` where a name would do.
 
 from dataclasses import dataclass
 
-DTYPES = ("uint8", "int32", "int64", "float32", "bool", "string")
+DTYPES = ("uint8", "int32", "int64", "float32", "bool", "string", "binary")
 SHAPES = ("sample", "token", "prompt", "list")
 
 
@@ -15,7 +15,7 @@ class Column:
     """A column of the schema.
 
     `shape`: "sample" is one value a row; "token" one value a response token, ragged; "prompt" one a prompt token,
-    ragged; "list" any number of values.
+    ragged; "list" any number of values. `binary` is bytes of any length, for the shapes "sample" and "list".
     `per_group`: the value is the same for all samples of a group and is written and kept once.
     `nan_ok`: float columns refuse NaN and infinity unless this is set.
     """
@@ -31,6 +31,8 @@ class Column:
             raise ValueError(f"column {self.name!r}: dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
         if self.shape not in SHAPES:
             raise ValueError(f"column {self.name!r}: shape {self.shape!r} is none of {', '.join(SHAPES)}")
+        if self.dtype == "binary" and self.shape not in ("sample", "list"):
+            raise ValueError(f"column {self.name!r}: binary values are one a row (sample) or any number (list)")
 
 
 STANDARD_COLUMNS: dict[str, Column] = {
@@ -38,6 +40,8 @@ STANDARD_COLUMNS: dict[str, Column] = {
     for column in (
         Column("prompt_ids", "int32", "prompt", per_group=True),
         Column("task", "string", per_group=True),  # JSON: the dataset's row, for rewards: {"prompt", "answer", ...}
+        Column("pictures", "binary", "list", per_group=True),  # PNG or JPEG, in the order of their places
+        Column("picture_ranges", "int32", "list", per_group=True),  # [start, length] of each in `prompt_ids`
         Column("response_ids", "int32", "token"),
         Column("response_text", "string"),
         Column("finish_reason", "string"),  # stop, length, or the limit of a trajectory

@@ -118,7 +118,7 @@ class PutBatcher:
     def _next(self) -> None:
         """Send the waiting groups, as far as they are small."""
         first = self._waiting[0]
-        small = itertools.takewhile(lambda one: one.slot is None, self._waiting)
+        small = itertools.takewhile(self._is_small, self._waiting)
         count = max(1, len(list(small)))
         sent, self._waiting = self._waiting[:count], self._waiting[count:]
         batch = first.batch if count == 1 else pa.concat_batches([one.batch for one in sent])
@@ -131,6 +131,9 @@ class PutBatcher:
         sent = await self._link.ship(batch, self._inline_bytes, first.slot)
         arguments = batch.schema.names, sent, facts, self._client, tickets
         return list(await self._link.call("put", *arguments))
+
+    def _is_small(self, one: Incoming) -> bool:
+        return one.slot is None and sum(one.facts.row_bytes) <= self._inline_bytes
 
     def _landed(self, sent: list[Incoming], putting: "asyncio.Task[list[int]]") -> None:
         self._putting = None

@@ -89,14 +89,22 @@ class StoreClient:
             return []
         spec = await self.spec()
         values = by_column(groups, spec.source_columns)
-        batch, facts, slot = await self._encode(spec, values, list(range(len(groups))))
+        parts = [list(range(len(groups)))]
+        if any(self._columns[name].dtype == "binary" for name in spec.source_columns):
+            parts = [[row] for row in parts[0]]  # each by itself: its pictures go with its last row
+        encoded: list[tuple[pa.RecordBatch, Facts, Slot | None]] = []
         try:
-            check_group_bytes(spec.max_bytes, facts.row_bytes)  # here, as others' groups may travel in the same message
+            for rows in parts:
+                some = {name: [column[row] for row in rows] for name, column in values.items()}
+                encoded.append(await self._encode(spec, some, rows))
+                check_group_bytes(spec.max_bytes, encoded[-1][1].row_bytes)  # here: others' may travel in the message
         except StoreError:
-            if slot is not None:
-                slot.give_back()
+            for _, _, slot in encoded:
+                if slot is not None:
+                    slot.give_back()
             raise
-        return await self._puts_out.put(batch, facts, spec.inline_bytes, slot)
+        put = [self._puts_out.put(batch, facts, spec.inline_bytes, slot) for batch, facts, slot in encoded]
+        return await put[0] if len(put) == 1 else list(itertools.chain.from_iterable(await asyncio.gather(*put)))
 
     async def become_source(self) -> int:
         """Make this client the only source of groups. A client that put groups before is refused from now on, and its
@@ -375,13 +383,18 @@ class StoreClient:
     async def _encode(
         self, spec: StoreSpec, columns: Values, rows: Sequence[int]
     ) -> tuple[pa.RecordBatch, Facts, Slot | None]:
-        """Encode columns. Large ones are joined in shared memory, where that can be."""
-        size = size_of(columns)
-        slot = await self.link.reserve(size + size // 32 + OVERHEAD_BYTES) if size > spec.inline_bytes else None
-        if slot is None:
-            return (*encode(self._columns, columns, rows, by_newest=spec.old_turns_are_context), None)
+        """Encode columns. Large ones are joined in shared memory, where that can be; blobs are put there afterwards,
+        when it is known which of them are equal."""
+        has_blobs = any(self._columns[name].dtype == "binary" for name in columns)
+        slot = None if has_blobs else await self._reserved(spec, size_of(columns))
+        allocate, by_newest = None if slot is None else slot.take, spec.old_turns_are_context
         try:
-            return (*encode(self._columns, columns, rows, slot.take, by_newest=spec.old_turns_are_context), slot)
+            batch, facts = encode(self._columns, columns, rows, allocate, by_newest=by_newest)
         except StoreError:
-            slot.give_back()
+            if slot is not None:
+                slot.give_back()
             raise
+        return batch, facts, await self._reserved(spec, batch.nbytes) if has_blobs else slot
+
+    async def _reserved(self, spec: StoreSpec, size: int) -> Slot | None:
+        return await self.link.reserve(size + size // 32 + OVERHEAD_BYTES) if size > spec.inline_bytes else None

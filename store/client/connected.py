@@ -109,7 +109,7 @@ class Connected:
             return self._arena.place(batch, slot)
         except OSError:  # there is no room: the store is asked to keep it, and says so
             if slot is not None:  # its pages are written again while the batch is under way
-                batch = batch.take(pa.array(range(batch.num_rows)))
+                batch = pa.ipc.read_record_batch(batch.serialize(), batch.schema)  # a copy
                 slot.give_back()
             return Inline(batch)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
+from penstock.store.data.blobs import take
 from penstock.store.data.schema import ARROW_TYPES
 
 ALIGN = 64
@@ -74,7 +75,7 @@ def aligned(nbytes: int) -> int:
 def buffers_of(array: pa.Array) -> list[pa.Buffer]:
     """Buffers of an array without nulls, level by level, the validity of each left out."""
     if array.offset or (pa.types.is_list(array.type) and array.values.offset):
-        array = array.take(pa.array(np.arange(len(array))))
+        array = take(array, pa.array(np.arange(len(array))))
     if pa.types.is_list(array.type):
         return [array.buffers()[1] or _EMPTY, *buffers_of(array.values)]
     return [buffer or _EMPTY for buffer in array.buffers()[1:]]
@@ -107,4 +108,4 @@ def _array(kind: pa.DataType, length: int, pieces: Iterator[pa.Buffer]) -> pa.Ar
         return pa.ListArray.from_buffers(kind, length, [None, offsets], children=[values])
     if pa.types.is_string(kind):
         return pa.StringArray.from_buffers(length, next(pieces), next(pieces))
-    return pa.Array.from_buffers(kind, length, [None, next(pieces)])
+    return pa.Array.from_buffers(kind, length, [None, *pieces])

@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.compute  # what `take` imports on its first call, a tenth of a second too late
 from msgspec import Struct
 
+from penstock.store.data.blobs import compact as compact_blobs
+from penstock.store.data.blobs import is_blobs, take
 from penstock.store.data.blocks import Block, Blocks, Place
 from penstock.store.data.layout import Inline, Placed, SentBatch
 from penstock.store.data.rows import Rows
@@ -201,9 +203,23 @@ def rows_at(
             batch = batch.select(names)
         spots = [(start, stride, count) for _, start, stride, count in there]
         is_part = len(places) == 1 and spots[0][2] < batch.num_rows
-        if all(stride for _, stride, _ in spots) and not (compact and is_part):
+        is_side_by_side = all(stride for _, stride, _ in spots) and not (compact and is_part)
+        if is_side_by_side and (len(spots) == 1 or not _has_blobs(batch)):
             parts.extend(batch.slice(start, count) for start, _, count in spots)
         else:  # one call for all: it costs as much as many values
             rows = [start + stride * i for start, stride, count in spots for i in range(count)]
-            parts.append(batch.take(pa.array(rows)))
-    return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+            parts.append(_taken(batch, pa.array(rows)))
+    found = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+    if compact and len(parts) > 1 and _has_blobs(found):
+        found = pa.RecordBatch.from_arrays(list(map(compact_blobs, found.columns)), names=names)
+    return found
+
+
+def _taken(batch: pa.RecordBatch, rows: pa.Array) -> pa.RecordBatch:
+    if not _has_blobs(batch):
+        return batch.take(rows)
+    return pa.RecordBatch.from_arrays([take(column, rows) for column in batch.columns], names=batch.schema.names)
+
+
+def _has_blobs(batch: pa.RecordBatch) -> bool:
+    return any(map(is_blobs, batch.schema.types))

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS
 from penstock.conf.errors import StoreError
+from penstock.store.data.blobs import blobs_of, is_blobs, take
 from penstock.store.data.schema import arrow_type
 from penstock.store.errors import UnknownColumn, WrongLength
 
@@ -89,7 +90,7 @@ class Rows:
         such column.
         """
         array = self._column(name)
-        if pa.types.is_list(array.type) or pa.types.is_string(array.type):
+        if pa.types.is_list(array.type) or pa.types.is_string(array.type) or is_blobs(array.type):
             raise StoreError(
                 f"column {name!r} is {array.type}, not one number a row: use .{_accessor(array.type)}({name!r})."
             )
@@ -101,6 +102,17 @@ class Rows:
         if not pa.types.is_string(array.type):
             raise StoreError(f"column {name!r} is {array.type}, not string: use .{_accessor(array.type)}({name!r}).")
         return list(array.to_pylist())
+
+    def blobs(self, name: str) -> list[Any]:
+        """A binary column: for each row a read-only `memoryview`, or a list of them if it is ragged. None is copied:
+        rows that share a value share its memory."""
+        array = self._column(name)
+        if not is_blobs(array.type):
+            raise StoreError(f"column {name!r} is {array.type}, not binary: use .{_accessor(array.type)}({name!r}).")
+        if not pa.types.is_list(array.type):
+            return blobs_of(array)
+        values, bounds = blobs_of(array.values), array.offsets.to_pylist()
+        return [values[start:end] for start, end in pairwise(bounds)]
 
     def lists(self, name: str) -> list[list[Any]]:
         """A ragged column as Python lists (copied)."""
@@ -124,16 +136,19 @@ class Rows:
 
     def lengths(self, name: str) -> np.ndarray:
         """Entries of a ragged column for each row: `[N]` int64."""
-        return np.diff(self._ragged_column(name).offsets.to_numpy(zero_copy_only=False)).astype(np.int64)
+        return np.diff(self._list_column(name).offsets.to_numpy(zero_copy_only=False)).astype(np.int64)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
-        """The rows at these positions, in this order (copied)."""
+        """The rows at these positions, in this order (copied, but for the values of binary columns)."""
         positions = np.asarray(indices, dtype=np.int64)
         if np.array_equal(positions, np.arange(len(self))):
             return self
-        return Rows(
-            self.row_ids[positions], self.group_ids[positions], self._table.take(pa.array(positions)).combine_chunks()
-        )
+        there = pa.array(positions)
+        if any(map(is_blobs, self._table.schema.types)):
+            table = pa.table({name: take(self._column(name), there) for name in self.names})
+        else:
+            table = self._table.take(there).combine_chunks()
+        return Rows(self.row_ids[positions], self.group_ids[positions], table)
 
     def with_column(self, name: str, values: Sequence[Any] | np.ndarray) -> "Rows":
         """Return these rows and one more column, or that column replaced: one value a row. Raises `WrongLength`.
@@ -174,14 +189,22 @@ class Rows:
             return column.chunk(0)
         return column.combine_chunks() if column.num_chunks else pa.array([], type=column.type)
 
-    def _ragged_column(self, name: str) -> pa.Array:
+    def _list_column(self, name: str) -> pa.Array:
         array = self._column(name)
         if not pa.types.is_list(array.type):
             raise StoreError(f"column {name!r} is {array.type}, not ragged: use .{_accessor(array.type)}({name!r}).")
         return array
 
+    def _ragged_column(self, name: str) -> pa.Array:
+        array = self._list_column(name)
+        if is_blobs(array.type):
+            raise StoreError(f"column {name!r} is {array.type}, not of numbers: use .blobs({name!r}).")
+        return array
+
 
 def _accessor(kind: pa.DataType) -> str:
+    if is_blobs(kind):
+        return "blobs"
     if pa.types.is_string(kind):
         return "strings"
     return "arrays" if pa.types.is_list(kind) else "values"

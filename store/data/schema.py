@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from penstock.algorithms.graph.columns import Column
 from penstock.conf.errors import suggest
+from penstock.store.data.blobs import encode_blobs, is_blobs, row_bytes
 from penstock.store.errors import NotFinite, UnknownColumn, WrongLength, WrongType
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.group import NO_VERSION
@@ -24,6 +25,7 @@ _SCALARS = {
     "float32": pa.float32(),
     "bool": pa.bool_(),
     "string": pa.string(),
+    "binary": pa.binary_view(),
 }
 ARROW_TYPES = {str(kind): kind for scalar in _SCALARS.values() for kind in (scalar, pa.list_(scalar))}
 """Every type that a column may have, as Arrow prints it."""
@@ -160,6 +162,8 @@ def _ragged(column: Column, given: Any) -> pa.Array:
 
 def _flat(column: Column, given: Any) -> pa.Array:
     """Convert values of one column, none of them silently rounded or cut: raises one of `_MISFIT` instead."""
+    if column.dtype == "binary":
+        return encode_blobs(given)
     if column.dtype == "string":
         array = pa.array(given, type=pa.string())
         if array.null_count:
@@ -244,6 +248,8 @@ def _facts(columns: dict[str, Column], arrays: dict[str, pa.Array], num_rows: in
 
 
 def _row_bytes(array: pa.Array) -> "np.ndarray | int":
+    if is_blobs(array.type):
+        return row_bytes(array)
     if pa.types.is_list(array.type):
         return _lengths(array).astype(np.int64) * (array.type.value_type.bit_width // 8 or 1) + 4
     if pa.types.is_string(array.type):

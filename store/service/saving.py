@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 import pyarrow as pa
 import xxhash
 
+from penstock.store.data.blobs import compact
 from penstock.store.data.blocks import Blocks
 from penstock.store.data.payload import Payload, assemble, gather
 from penstock.store.data.segments import Segments
@@ -36,6 +37,8 @@ SLICE = 2048
 """Number of rows whose groups are copied, or released, at a time: a few milliseconds."""
 ROWS_PER_BATCH = 256
 """Number of rows of one record batch, which memory must hold at a time, and of which a restored block consists."""
+BYTES_PER_BATCH = 1 << 26
+"""The most bytes of one record batch of several rows: a restored block is freed with the last of its rows."""
 GROUPS_AT_ONCE = 256
 _LISTS = pa.list_(pa.int64())
 GROUPS = pa.schema(
@@ -230,7 +233,18 @@ def _fitting(
         return
     ids = pa.array(payload.group_ids if id_name == "group_id" else payload.row_ids)
     columns = [table.column(name).combine_chunks() for name in names]
-    yield pa.RecordBatch.from_arrays([ids, *columns], names=[id_name, *names])
+    yield from _parts(pa.RecordBatch.from_arrays([ids, *columns], names=[id_name, *names]))
+
+
+def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """A batch, or several where it has many bytes, each with no more blobs than its own."""
+    batch = pa.RecordBatch.from_arrays(list(map(compact, batch.columns)), names=batch.schema.names)
+    if batch.nbytes <= BYTES_PER_BATCH or batch.num_rows < 2:
+        yield batch
+        return
+    half = batch.num_rows // 2
+    yield from _parts(batch.slice(0, half))
+    yield from _parts(batch.slice(half))
 
 
 def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:

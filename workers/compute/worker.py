@@ -118,10 +118,10 @@ class ComputeWorker:
 
     def _input(self, rows: Rows, name: str) -> Any:
         """The input of a function: sample columns as one `[N]` tensor, token and prompt columns as a list of `[T_i]`,
-        strings as a list."""
+        strings and blobs as a list."""
         column = self.columns[name]
-        if column.dtype == "string":
-            return rows.strings(name)
+        if column.dtype in ("string", "binary"):
+            return rows.strings(name) if column.dtype == "string" else rows.blobs(name)
         # Copied: the store's buffers are shared and read-only, and a tensor can be written to.
         if column.shape == "sample":
             return torch.from_numpy(rows.values(name).copy())

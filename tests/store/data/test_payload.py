@@ -14,18 +14,40 @@ from penstock.store.data.layout import Inline, Placed
 from penstock.store.data.payload import Payload, assemble, by_value, gather, rows_at
 from penstock.store.data.remote.pulls import split, with_pulled
 from penstock.store.data.remote.server import Wanted
+from penstock.store.data.schema import encode
 from penstock.store.errors import TooLarge, UnknownColumn
 
-COLUMNS = [Column("prompt", "int32", "prompt", per_group=True), Column("x", "int32", "token"), Column("y", "int64")]
+COLUMNS = [
+    Column("prompt", "int32", "prompt", per_group=True), Column("seen", "binary", "list", per_group=True),
+    Column("x", "int32", "token"), Column("y", "int64"), Column("screens", "binary", "list"), Column("icon", "binary"),
+]  # fmt: skip
 GROUPS = 4
 FAR = "another"
 """Node."""
 
 
 def values_of(rows: list[int]) -> pa.RecordBatch:
-    """Values of two columns that are written together."""
-    lists = pa.array([list(range(row, row + row % 3)) for row in rows], pa.list_(pa.int32()))
-    return pa.record_batch({"x": lists, "y": pa.array(rows, pa.int64())})
+    """Values of columns that are written together."""
+    values = {
+        "x": [list(range(row, row + row % 3)) for row in rows],
+        "y": rows,
+        "screens": [screens_of(row) for row in rows],
+        "icon": [icon_of(row) for row in rows],
+    }
+    return encode({column.name: column for column in COLUMNS}, values, rows)[0]
+
+
+def seen_by(group: int) -> list[bytes]:
+    """Pictures of a group: none, or a short and a long one."""
+    return [b"%d" % group, b"picture of group %d" % group][: 2 * (group % 3)]
+
+
+def screens_of(row: int) -> list[bytes]:
+    return [b"screen %d of several" % (row // 2 + turn) for turn in range(row % 3)]
+
+
+def icon_of(row: int) -> bytes:
+    return b"i" * (row % 20)
 
 
 class Written:
@@ -33,13 +55,14 @@ class Written:
 
     def __init__(self, size: int, is_source_far: bool = False) -> None:
         self.blocks, self.behind = Blocks(COLUMNS, size), dict[Placed, pa.RecordBatch]()
-        prompts = pa.record_batch({"prompt": pa.array([[group] * 3 for group in range(GROUPS)], pa.list_(pa.int32()))})
+        given = {"prompt": [[group] * 3 for group in range(GROUPS)], "seen": list(map(seen_by, range(GROUPS)))}
+        prompts = encode({column.name: column for column in COLUMNS}, given, range(GROUPS))[0]
         source = Block(prompts, None, prompts.nbytes)
         if is_source_far:
             ref = Placed("s-0", 0, GROUPS, (), 0, FAR)
             self.behind[ref], source = prompts, Block(None, ref, prompts.nbytes)
         for group in range(GROUPS):
-            self.blocks.add_group(group, source, group, ["prompt"])
+            self.blocks.add_group(group, source, group, ["prompt", "seen"])
 
     def write(self, rows: list[int], inline: bool, node: str = "") -> None:
         batch = values_of(rows)
@@ -115,7 +138,7 @@ def test_rows_come_as_they_were_written(size: int, data: st.DataObject) -> None:
         written.blocks.free(row // size, 1 << row % size)
     alive = st.sampled_from(sorted(set(range(GROUPS * size)) - ended) or [None])
     rows = sorted(row for row in data.draw(st.sets(alive)) if row is not None)
-    names = data.draw(st.permutations(["prompt", "x", "y"]))
+    names = data.draw(st.permutations(["prompt", "seen", "x", "y", "screens", "icon"]))
     payload, _ = sent(gather(written.blocks, rows, names))
     fetched = [written.behind[ref] for ref in payload.refs]
     copied = by_value(payload, fetched)
@@ -129,6 +152,9 @@ def test_rows_come_as_they_were_written(size: int, data: st.DataObject) -> None:
         assert found.lists("prompt") == [[row // size] * 3 for row in rows]
         assert found.lists("x") == [list(range(row, row + row % 3)) for row in rows]
         assert found.values("y").tolist() == rows
+        assert [list(map(bytes, some)) for some in found.blobs("seen")] == [seen_by(row // size) for row in rows]
+        assert [list(map(bytes, some)) for some in found.blobs("screens")] == list(map(screens_of, rows))
+        assert list(map(bytes, found.blobs("icon"))) == list(map(icon_of, rows))
 
 
 def test_no_more_of_a_batch_travels_than_is_wanted() -> None:

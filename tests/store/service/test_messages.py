@@ -1,6 +1,7 @@
 """Whatever comes is a message of the type that was asked for, or `Malformed`: never run, never a crash."""
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from msgspec import Raw
 
 from penstock.network.connection import HEADER
 from penstock.store import errors
+from penstock.store.data.blobs import VIEW, encode_blobs
 from penstock.store.data.codec import NOTHING, Codec, Malformed
 from penstock.store.data.layout import Inline, Placed
 from penstock.store.data.payload import Payload
@@ -39,7 +41,9 @@ def messages() -> list[Any]:
     """Messages of every kind that has a batch, an array or an error in it."""
     calls = calls_of(Store)
     lists = pa.array([[1], [2, 3], [], [4], [5]], pa.list_(pa.int32()))
-    batch = pa.record_batch({"x": pa.array(range(5)), "lists": lists, "text": pa.array(["é"] * 5)})
+    blobs = {"one": encode_blobs([b"x" * 20, b"", b"x", b"y" * 20, b"x" * 20])}
+    blobs["some"] = pa.ListArray.from_arrays(pa.array([0, 2, 2, 3, 5, 5], pa.int32()), blobs["one"])
+    batch = pa.record_batch({"x": pa.array(range(5)), "lists": lists, "text": pa.array(["é"] * 5), **blobs})
     facts = Facts([4] * 5, [0] * 5, None, None, "response_ids", [1] * 5)
     placed = Placed("client-1", 3, 5, (("x", "int32", ((0, 20),)),), 20)
     writes = [Write(1, "rollout", [0, 1], ["x"], sent, facts) for sent in (Inline(batch), placed)]
@@ -117,12 +121,34 @@ def test_damaged_messages_do_no_harm(message: bytes, data: st.DataObject) -> Non
         (1, [["x", "list<item: int32>", [[0, 4], [0, 8]]]]),
         (1, [["x", "extension", [[0, 8]]]]),
         (2, [["x", "int32", []]]),
+        (1, [["x", "binary_view", []]]),
+        (1, [["x", "binary_view", [[0, 8]]]]),
+        (1, [["x", "int32", [[0, 4], [4, 4]]]]),
     ],
 )
 def test_a_batch_whose_values_lie_elsewhere_is_refused(note: Any) -> None:
     body, _, _ = Codec().encode(["inline", note])
     with pytest.raises(Malformed):
         Codec().decode(Inline, body, pa.py_buffer(np.array([3, 9], dtype=np.int32)))
+
+
+@pytest.mark.parametrize("view", [(20, 1, 0), (20, -1, 0), (20, 0, 8), (20, 0, -1), (-1, 0, 0), (2**31 - 1, 0, 0)])
+def test_a_view_that_leads_out_of_its_blobs_is_refused(view: tuple[int, int, int]) -> None:
+    blob, (size, buffer, offset) = b"0123456789" * 2, view
+    for is_right, numbers in ((True, (20, 0, 0)), (False, (size, buffer, offset))):
+        views = np.zeros(1, VIEW)
+        views[0] = numbers[0], b"0123", *numbers[1:]
+        pieces = [None, pa.py_buffer(views), pa.py_buffer(blob)]
+        one = pa.Array.from_buffers(pa.binary_view(), 1, pieces)
+        batch = pa.record_batch({"one": one, "some": pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), one)})
+        for column in ("one", "some"):
+            body, sent, _ = Codec().encode(batch.select([column]))
+            decode = partial(Codec().decode, pa.RecordBatch, body, pa.py_buffer(b"".join(map(bytes, sent))))
+            if is_right:
+                assert decode().equals(batch.select([column]))
+            else:
+                with pytest.raises(Malformed):
+                    decode()
 
 
 def test_errors_travel_by_name_and_unknown_ones_as_the_stores() -> None:
