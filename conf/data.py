@@ -26,6 +26,10 @@ class ColumnsConfig:
     message. `null`: the answer itself."""
     rejected: str | None = None
     """Column with the rejected response of a pair, for DPO and reward models."""
+    pictures: str | None = None
+    """Column with the prompt's pictures, one or a list (verl and TRL: images): bytes, paths beside the dataset's file,
+    URLs, or Hugging Face's `Image`. Their places are `<image>` in the text, or parts of messages. `null`: there are
+    none, but for those that parts of messages hold."""
 
 
 @dataclass

@@ -54,7 +54,8 @@ class Codec:
             body = self._encoder.encode(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise NotPlainData(f"it is no plain data: {error}") from error
-        return body, self._pieces, self._nbytes
+        pieces, self._pieces = self._pieces, []
+        return body, pieces, self._nbytes
 
     def decode(self, kind: Any, body: "bytes | memoryview | msgspec.Raw", area: pa.Buffer) -> Any:
         """Decode a message of that type. Its batches lie in the area. Raises `Malformed`."""
@@ -66,6 +67,8 @@ class Codec:
             return decoder.decode(body)
         except Exception as error:  # whatever is wrong with it, it is none of ours
             raise Malformed(f"no message of the store: {type(error).__name__}: {error}") from error
+        finally:
+            self._area = NOTHING  # a codec and its decoders refer to each other, and would hold on to it
 
     def _note(self, value: Any) -> "BatchNote | ArrayNote | ErrorNote":
         """Encode a value that msgpack does not know as a note."""

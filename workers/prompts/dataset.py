@@ -22,6 +22,7 @@ from penstock.workers.prompts.dataset_row import (
     split_response,
     with_template,
 )
+from penstock.workers.prompts.pictures import RowPictures
 from penstock.workers.prompts.rows import JsonLines, PythonRows, RawRows, open_huggingface
 from penstock.workers.user_code import find_function
 
@@ -53,26 +54,37 @@ class TableDataset:
     def row(self, index: int) -> DatasetRow:
         row, columns = self.rows.row(index), self.config.columns
         where = self.rows.where(index)
-        messages, demonstration = self._conversation(row, where)
-        prompt = last_text(messages) if messages else self._text(row, columns.prompt, "prompt", where)
+        seen = RowPictures(where, self.rows.folder, self._pictures(row, where))
+        messages, demonstration = self._conversation(row, where, seen)
+        prompt = ""
+        if not messages:
+            prompt = self.config.prompt_template.replace("{prompt}", self._text(row, columns.prompt, "prompt", where))
+        messages, prompt, pictures = _with_pictures(messages, prompt, seen)
         answer = None if columns.answer is None else self._value(row, columns.answer, "answer", where)
         response = answer if demonstration is None else demonstration
         if columns.response is not None:
             response = self._text(row, columns.response, "response", where)
         rejected = None if columns.rejected is None else self._text(row, columns.rejected, "rejected", where)
-        extra = {key: value for key, value in row.items() if key not in (columns.response, columns.rejected)}
-        text = prompt if messages else self.config.prompt_template.replace("{prompt}", prompt)
+        left_out = (columns.response, columns.rejected, *((columns.pictures, columns.prompt) if pictures else ()))
+        extra = {key: value for key, value in row.items() if key not in left_out}
         response = None if response is None else str(response)
-        return DatasetRow(text, answer, index, where, response, rejected, messages, extra)
+        return DatasetRow(prompt, answer, index, where, response, rejected, messages, pictures, extra)
 
-    def _conversation(self, row: dict[str, Any], where: str) -> tuple[list[Message], str | None]:
+    def _pictures(self, row: dict[str, Any], where: str) -> Sequence[Any] | None:
+        """Values of the column of pictures; None if none is named."""
+        if self.config.columns.pictures is None:
+            return None
+        value = self._value(row, self.config.columns.pictures, "pictures", where)
+        return () if value is None else value if isinstance(value, list | tuple) else (value,)
+
+    def _conversation(self, row: dict[str, Any], where: str, seen: RowPictures) -> tuple[list[Message], str | None]:
         """The conversation of a prompt column with messages, and their demonstration if they end with one; empty for a
         column with text."""
         column = self.config.columns.prompt
         value = self._value(row, column, "prompt", where)
         if not is_conversation(value):
             return [], None
-        messages, response = split_response(messages_of(value, f"{where}: column {column!r}"))
+        messages, response = split_response(messages_of(value, f"{where}: column {column!r}", seen.content))
         if not messages:
             raise DataError(f"{where}: column {column!r} (data.columns.prompt) begins with a response to nothing.")
         return with_template(messages, self.config.prompt_template), response
@@ -100,6 +112,20 @@ class TableDataset:
                 "text is due."
             )
         return value
+
+
+def _with_pictures(
+    messages: list[Message], prompt: str, seen: RowPictures
+) -> tuple[list[Message], str, Sequence[bytes]]:
+    """The conversation and its last text, or the prompt where there is none, with marks of their pictures, and
+    these."""
+    if not messages:
+        (prompt,), pictures = seen.placed([prompt])
+        return messages, prompt, pictures
+    first = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
+    texts, pictures = seen.placed([message["content"] for message in messages], first)
+    messages = [message | {"content": text} for message, text in zip(messages, texts, strict=True)]
+    return messages, last_text(messages), pictures
 
 
 class ProblemDataset:

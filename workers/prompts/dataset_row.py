@@ -7,7 +7,7 @@ response [{"role": "assistant", …}]                            what is to be l
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +38,8 @@ class DatasetRow:
     messages: Sequence[Mapping[str, str]] = ()
     """The conversation that the response continues, where the dataset has one; `prompt` is its last text of the
     user."""
+    pictures: Sequence[bytes] = ()
+    """Pictures of the prompt, PNG or JPEG, one for each `<image>` in its text."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The row's own columns, or what the environment's verifier needs."""
     problem: Any = None
@@ -69,9 +71,11 @@ def is_conversation(value: Any) -> bool:
     return not isinstance(value, str | Mapping) and isinstance(value, Sequence) and all(map(_is_message, value))
 
 
-def messages_of(value: Sequence[Any], where: str) -> list[Message]:
-    """The messages in their order, roles and texts alone. Raises `DataError`, also for fields that name called tools:
-    without them a conversation is another one."""
+def messages_of(
+    value: Sequence[Any], where: str, in_parts: Callable[[Sequence[Any], str], str] | None = None
+) -> list[Message]:
+    """The messages in their order, roles and texts alone. `in_parts`: makes text of a content that is a list of parts.
+    Raises `DataError`, also for fields that name called tools: without them a conversation is another one."""
     if not value:
         raise DataError(f"{where} holds no message.")
     found = []
@@ -84,6 +88,8 @@ def messages_of(value: Sequence[Any], where: str) -> list[Message]:
                 f"{where}: message {number} has {lost}, which is not supported in data: the model would not see it. "
                 "Write calls and what they return into the contents, or leave such rows out."
             )
+        if in_parts is not None and isinstance(content, Sequence) and not isinstance(content, str):
+            content = in_parts(content, f"{where}: message {number}")
         if not isinstance(content, str):
             raise DataError(f"{where}: the content of message {number} is {type(content).__name__}, where text is due.")
         found.append({"role": role, "content": content})

@@ -3,10 +3,10 @@
     held-out rows ─▶ HeldOutProblems: a digest of each ─▶ the source of prompts leaves out rows that are among them
                                                        ─▶ a check before the start: how many are, and an error for most
 
-A problem is what the model is asked: two rows with the same conversation are the same one, whatever else they hold, as
-text or as messages, and with any system message before it. `data.prompt_template` is part of it: where the parts of a
-mixture have others than the held-out rows, the same question is another problem. A task of an environment is identified
-by its data, or by its own `Task.problem`.
+A problem is what the model is asked: two rows with the same conversation and pictures are the same one, whatever else
+they hold, as text or as messages, and with any system message before it. `data.prompt_template` is part of it: where
+the parts of a mixture have others than the held-out rows, the same question is another problem. A task of an
+environment is identified by its data, or by its own `Task.problem`.
 """
 
 import hashlib
@@ -67,4 +67,6 @@ def _asked(row: DatasetRow) -> list[dict[str, str]]:
 def problem_of(row: DatasetRow) -> bytes:
     """Digest that identifies a row's problem."""
     what = _asked(row) if row.problem is None else row.problem
+    if row.pictures:
+        what = [what, *(hashlib.sha256(picture).hexdigest() for picture in row.pictures)]
     return hashlib.blake2b(json.dumps(what, sort_keys=True, default=str).encode(), digest_size=16).digest()

@@ -26,7 +26,9 @@ T = TypeVar("T")
 
 
 class RawRows(Protocol):
-    """Rows by number, each with its place, for messages."""
+    """Rows by number, each with its place, for messages. `folder`: the one that their paths are relative to."""
+
+    folder: Path
 
     def __len__(self) -> int: ...
 
@@ -44,6 +46,7 @@ class JsonLines:
 
     def __init__(self, path: str, key: str = "data.path") -> None:
         self.path = Path(path).expanduser()
+        self.folder = self.path.parent
         _check_file(self.path, key)
         self._offsets = array("Q")
         self._lines = array("Q")
@@ -101,8 +104,8 @@ def _check_file(path: Path, key: str) -> None:
 class ParquetRows:
     """Rows of parquet files, memory-mapped, one after the other."""
 
-    def __init__(self, name: str, files: list[Path]) -> None:
-        self.name = name
+    def __init__(self, name: str, files: list[Path], folder: Path = Path()) -> None:
+        self.name, self.folder = name, folder
         try:
             tables = [pq.read_table(file, memory_map=True) for file in files]
             self._table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
@@ -131,7 +134,7 @@ def open_huggingface(path: str, subset: str | None, split: str) -> ParquetRows:
     folder = Path(path).expanduser()
     if folder.is_dir():
         names = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*.parquet"))]
-        return ParquetRows(label, [folder / name for name in choose_files(names, path, subset, split)])
+        return ParquetRows(label, [folder / name for name in choose_files(names, path, subset, split)], folder)
     names, fetch = _hub_files(path)
     return ParquetRows(label, [fetch(name) for name in choose_files(names, path, subset, split)])
 
@@ -205,7 +208,7 @@ class PythonRows:
     def __init__(self, spec: str, seed: int, size: int | None, key: str = "data.path") -> None:
         """Call the function. Raises `ConfigError` for a function that is not found, `DataError` for one that makes no
         rows."""
-        self._spec = spec
+        self._spec, self.folder = spec, Path()
         made = find_function(spec, key)(seed)
         self._rows, self.is_cut = first_of(made, size)
         if not self._rows:

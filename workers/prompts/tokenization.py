@@ -65,7 +65,8 @@ class PromptEncoder:
 
     def text(self, row: DatasetRow) -> str:
         """The prompt as the model sees it, before tokenisation. Raises `DataError` for a conversation without a chat
-        template."""
+        template, or a prompt with pictures."""
+        _check_is_text(row)
         if not self.uses_chat_template and row.messages:
             raise DataError(
                 f"{row.where}: the prompt is a conversation, and there is no chat template to write it with: set "
@@ -80,7 +81,9 @@ class PromptEncoder:
         )
 
     def messages(self, row: DatasetRow) -> list[dict[str, str]]:
-        """The prompt as a conversation, with `data.system_prompt` before one that has no system message."""
+        """The prompt as a conversation, with `data.system_prompt` before one that has no system message. Raises
+        `DataError` for one with pictures."""
+        _check_is_text(row)
         messages = [dict(message) for message in row.messages] or [{"role": "user", "content": row.prompt}]
         if self.data.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
@@ -133,6 +136,14 @@ class PromptEncoder:
         if not ids:
             raise DataError(f"{row.where}: the prompt {row.prompt!r:.40} has no tokens; a model needs at least one.")
         return list(ids)
+
+
+def _check_is_text(row: DatasetRow) -> None:
+    if row.pictures:
+        raise DataError(
+            f"{row.where}: the prompt has {len(row.pictures)} pictures, and no model sees them yet. Set "
+            "data.columns.pictures=null where the text is enough."
+        )
 
 
 def load_tokenizer(path: str) -> Any:

@@ -1,6 +1,8 @@
 """Whatever comes is a message of the type that was asked for, or `Malformed`: never run, never a crash."""
 
 import contextlib
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -130,6 +132,26 @@ def test_a_batch_whose_values_lie_elsewhere_is_refused(note: Any) -> None:
     body, _, _ = Codec().encode(["inline", note])
     with pytest.raises(Malformed):
         Codec().decode(Inline, body, pa.py_buffer(np.array([3, 9], dtype=np.int32)))
+
+
+def test_a_codec_holds_on_to_nothing_of_a_message() -> None:
+    """It lies in a cycle, which may be collected late, and a message may have gigabytes of pictures."""
+    batch = pa.record_batch({"x": pa.array(range(1000))})
+    gc.disable()
+    try:
+        codec = Codec()
+        body, pieces, num_bytes = codec.encode(batch)
+        sent = weakref.ref(pieces[0])
+        area = np.frombuffer(b"".join(map(bytes, pieces)), np.uint8).copy()
+        assert len(area) == num_bytes
+        came = weakref.ref(area)
+        found = codec.decode(pa.RecordBatch, body, pa.py_buffer(area))
+        assert found.equals(batch)
+        del found, area, pieces, batch
+        assert came() is None
+        assert sent() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("view", [(20, 1, 0), (20, -1, 0), (20, 0, 8), (20, 0, -1), (-1, 0, 0), (2**31 - 1, 0, 0)])

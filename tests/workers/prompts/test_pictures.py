@@ -1,0 +1,180 @@
+"""Pictures of datasets: each form of them becomes bytes at its place, and what cannot be read is told with its row."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
+from penstock.conf.errors import DataError
+from penstock.workers.prompts.dataset import open_dataset
+from penstock.workers.prompts.dataset_row import DatasetRow
+from penstock.workers.prompts.held_out import problem_of
+from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
+
+
+def picture(shade: int, kind: str = "PNG") -> bytes:
+    written = io.BytesIO()
+    Image.new("RGB", (4, 4), (shade, 0, 0)).save(written, format=kind)
+    return written.getvalue()
+
+
+RED, DARK, JPEG = picture(255), picture(100), picture(200, "JPEG")
+
+
+def base64_of(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def rows_of(folder: Path, *rows: dict[str, Any], parquet: bool = False, **columns: Any) -> list[DatasetRow]:
+    """Rows as they are read from a file of the folder."""
+    if parquet:
+        pq.write_table(pa.Table.from_pylist(list(rows)), folder / "train.parquet")
+    else:
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source, path = ("huggingface", folder) if parquet else ("jsonl", folder / "train.jsonl")
+    given = {"prompt": "prompt", "answer": None, "pictures": "images", **columns}
+    data = DataConfig(source=source, path=str(path), columns=ColumnsConfig(**given))
+    dataset = open_dataset(data, EvaluationConfig(every_steps=0))
+    assert dataset is not None
+    return [dataset.row(index) for index in range(len(dataset))]
+
+
+def row_of(folder: Path, row: dict[str, Any], **options: Any) -> DatasetRow:
+    return rows_of(folder, row, **options)[0]
+
+
+def asks(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": "Look."}, {"role": "user", "content": list(parts)}]
+
+
+TEXT = {"type": "text", "text": "How many?"}
+
+
+def test_paths_urls_and_base64_are_read_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(RED)
+    (tmp_path / "b.jpg").write_bytes(JPEG)
+    given = ["a.png", f"file://{tmp_path}/b.jpg", base64_of(DARK), str(tmp_path / "a.png"), {"path": "b.jpg"}]
+    row = row_of(tmp_path, {"prompt": "How many?", "images": given, "level": 3})
+    assert row.pictures == (RED, JPEG, DARK, RED, JPEG)
+    assert row.prompt == "<image>" * 5 + "How many?"
+    assert json.loads(row.to_json()) == {"level": 3, "prompt": row.prompt, "answer": None, "index": 0}
+
+
+def test_verls_rows_of_parquet_have_their_pictures_at_the_marks(tmp_path: Path) -> None:
+    """Bytes, and Hugging Face's `Image`, as its parquet files hold them."""
+    said = [{"role": "user", "content": "First <image>, then <image>: which?"}]
+    rows = [
+        {"prompt": said, "images": [{"bytes": RED, "path": None}, {"bytes": JPEG, "path": "b.jpg"}]},
+        {"prompt": [{"role": "user", "content": "No picture"}], "images": []},
+        {"prompt": [{"role": "user", "content": "None"}], "images": None},
+    ]
+    with_two, *without = rows_of(tmp_path, *rows, parquet=True)
+    assert with_two.pictures == (RED, JPEG)
+    assert (with_two.prompt, list(with_two.messages)) == (said[0]["content"], said)
+    assert "images" not in with_two.extra
+    assert [row.pictures for row in without] == [(), ()]
+    (one,) = rows_of(
+        tmp_path, {"prompt": said[:0] or "One <image>", "images": {"bytes": RED, "path": None}}, parquet=True
+    )
+    assert one.pictures == (RED,)
+
+
+def test_parts_of_messages_take_the_columns_pictures_in_order(tmp_path: Path) -> None:
+    """TRL's rows."""
+    said = asks({"type": "image"}, TEXT, {"type": "image", "text": None})
+    row = row_of(tmp_path, {"prompt": said, "images": [base64_of(RED), base64_of(DARK)]})
+    assert row.pictures == (RED, DARK)
+    assert list(row.messages) == [
+        {"role": "system", "content": "Look."}, {"role": "user", "content": "<image>How many?<image>"},
+    ]  # fmt: skip
+
+
+def test_parts_may_hold_their_pictures(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(DARK)
+    said = asks(
+        TEXT,
+        {"type": "image_url", "image_url": {"url": base64_of(RED)}},
+        {"type": "image", "image": "a.png"},
+    )
+    row = row_of(tmp_path, {"prompt": said}, pictures=None)
+    assert row.pictures == (RED, DARK)
+    assert row.prompt == "How many?<image><image>"
+
+
+def test_pictures_without_a_place_stand_before_the_users_first_text(tmp_path: Path) -> None:
+    said = [{"role": "system", "content": "Look."}, *({"role": "user", "content": word} for word in ("one", "two"))]
+    row = row_of(tmp_path, {"prompt": said, "images": base64_of(RED)})
+    assert [message["content"] for message in row.messages] == ["Look.", "<image>one", "two"]
+
+
+def test_another_format_is_written_as_png_and_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.bmp").write_bytes(picture(77, "BMP"))
+    (found,) = row_of(tmp_path, {"prompt": "?", "images": "a.bmp"}).pictures
+    with Image.open(io.BytesIO(found)) as image:
+        assert (image.format, image.getpixel((0, 0))) == ("PNG", (77, 0, 0))
+
+
+def test_pictures_that_a_function_makes_are_written_as_png(tmp_path: Path) -> None:
+    (tmp_path / "shapes.py").write_text(
+        "from PIL import Image\n"
+        "def rows(seed):\n"
+        "    yield {'prompt': '?', 'images': [Image.new('RGB', (4, 4), (255, 0, 0))]}\n"
+    )
+    columns = ColumnsConfig("prompt", None, pictures="images")
+    data = DataConfig(source="python", path=f"{tmp_path}/shapes.py:rows", columns=columns)
+    dataset = open_dataset(data, EvaluationConfig(every_steps=0))
+    assert dataset is not None
+    assert dataset.row(0).pictures == (RED,)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"images": ["no.png"]}, r"line 2: picture 1 cannot be read: .*No such file.*no\.png"),
+        ({"images": ["memory://no.png"]}, r"line 2: picture 1 cannot be read: there is no file memory://no\.png"),
+        ({"images": [base64_of(b"text")]}, "line 2: picture 1 cannot be read: its 4 bytes are no picture"),
+        ({"images": [base64_of(RED[:-20])]}, "line 2: picture 1 cannot be read: "),
+        ({"images": ["data:image/png,xx"]}, "line 2: picture 1 cannot be read: .* is not in base64"),
+        ({"images": [None]}, "line 2: picture 1 is nothing, where bytes, a path, a URL"),
+        ({"images": [3]}, "line 2: picture 1 is int 3, where bytes, a path, a URL"),
+        ({"images": [{"bytes": None, "path": None}]}, "line 2: picture 1 is nothing"),
+        ({}, "line 2: no column 'images', which data.columns.pictures names"),
+        ({"prompt": "<image>", "images": []}, "line 2: 1 places in the prompt .* and 0 pictures"),
+        ({"prompt": "<image><image>", "images": ["a.png"]}, "line 2: 2 places in the prompt .* and 1 pictures"),
+        ({"prompt": asks(TEXT, {"type": "image"}), "images": []}, "message 2, part 2: it names no picture"),
+        ({"prompt": asks({"type": "image"}), "images": ["a.png"] * 2}, "line 2: 1 places in the prompt .* and 2 pict"),
+        ({"prompt": asks({"type": "image", "image": "a.png"}), "images": ["a.png"]}, "1 places .* and 2 pictures"),
+        ({"prompt": asks({"type": "video"}), "images": []}, "part 1: 'video' is neither a text nor a picture"),
+        ({"prompt": asks({"type": "image", "image": "no"}), "images": []}, "part 1: its picture cannot be read: .*no"),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_its_row(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    (tmp_path / "a.png").write_bytes(RED)
+    with pytest.raises(DataError, match=message):
+        rows_of(tmp_path, {"prompt": "fine", "images": ["a.png"]}, {"prompt": "?", **row})
+
+
+def test_a_mark_is_text_where_no_pictures_are_named(tmp_path: Path) -> None:
+    row = row_of(tmp_path, {"prompt": "What is <image> in HTML?", "images": ["no.png"]}, pictures=None)
+    assert (row.prompt, row.pictures) == ("What is <image> in HTML?", ())
+
+
+def test_the_same_question_about_another_picture_is_another_problem(tmp_path: Path) -> None:
+    shown = [{"prompt": "How many?", "images": base64_of(data)} for data in (RED, DARK, RED)]
+    red, dark, again = map(problem_of, rows_of(tmp_path, *shown))
+    assert red == again != dark
+
+
+def test_an_encoder_of_text_refuses_pictures(tmp_path: Path) -> None:
+    row = row_of(tmp_path, {"prompt": "How many?", "images": base64_of(RED)})
+    encoder = PromptEncoder(None, DataConfig(), TokenLimits(10, 10, ""))
+    for ask in (encoder.text, encoder.messages, encoder.prompt_ids):
+        with pytest.raises(DataError, match="line 1: the prompt has 1 pictures, and no model sees them yet"):
+            ask(row)

@@ -1,0 +1,149 @@
+"""Pictures of a dataset's rows: however a row gives them, the bytes of PNG or JPEG, in the order of their places in the
+prompt, each of which the text marks with `<image>`.
+
+images   [b"…", "a.png", "https://…", {"bytes": b"…", "path": "a.png"}, …]       a column: verl, Hugging Face's `Image`
+prompt   "<image>How many?"                                                      places in the text, as verl has them
+content  [{"type": "image"}, {"type": "text", "text": "How many?"}]              places as parts of a message, as TRL's
+content  [{"type": "image_url", "image_url": {"url": "data:image/png;…"}}, …]    pictures as parts of a message
+
+Pictures that nothing marks stand before the user's first text, as TRL places them.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.errors import CheckpointError, DataError
+from penstock.workers.files import is_url, read_if_there
+
+MARK = "<image>"
+KINDS = ("PNG", "JPEG")
+"""Formats that are kept as they are. Others are written as PNG, which loses nothing."""
+_FIELDS = ("image", "image_url", "url", "path", "bytes", "base64")
+"""Keys of a message's part that may hold its picture."""
+
+
+@dataclass
+class RowPictures:
+    """The pictures of one row. Lifecycle: `content` of each message in order, then `placed`."""
+
+    where: str
+    """File and line, for messages."""
+    folder: Path
+    """Folder that paths are relative to."""
+    column: Sequence[Any] | None = None
+    """Values of the row's column of pictures, in order; None if no column is named."""
+    _found: list[bytes] = field(default_factory=list)
+    _num_taken: int = 0
+    """Number of the column's values that have a place."""
+
+    def content(self, parts: Sequence[Any], where: str) -> str:
+        """The content of a message in parts as text, its pictures marked. Raises `DataError`."""
+        return "".join(self._part(part, f"{where}, part {number}") for number, part in enumerate(parts, 1))
+
+    def placed(self, texts: list[str], first: int = 0) -> tuple[list[str], tuple[bytes, ...]]:
+        """The prompt's texts with a mark for every picture, and the pictures in this order. `first`: number of the text
+        that pictures without a mark stand before. Raises `DataError` where marks and pictures do not fit."""
+        if self.column is None and not self._found:
+            return texts, ()
+        column, num_marks = self.column or (), sum(text.count(MARK) for text in texts)
+        if not num_marks:
+            texts = [MARK * len(column) * (number == first) + text for number, text in enumerate(texts)]
+            num_marks = len(column)
+        num_pictures = len(self._found) + len(column) - self._num_taken
+        if num_marks != num_pictures or (self._found and self._num_taken < len(column)):
+            raise DataError(
+                f"{self.where}: {num_marks} places in the prompt ({MARK}, or parts of messages), and {num_pictures} "
+                "pictures. Each picture has one place."
+            )
+        if self._found:
+            return texts, tuple(self._found)
+        return texts, tuple(self._read(value, f"picture {number}") for number, value in enumerate(column, 1))
+
+    def _part(self, part: Any, where: str) -> str:
+        if isinstance(part, str):
+            return part
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind == "text" and isinstance(part.get("text"), str):
+            return str(part["text"])
+        if kind not in ("image", "image_url"):
+            raise DataError(f"{where}: {kind!r} is neither a text nor a picture, and nothing else is read.")
+        value = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
+        if value is None:
+            column = self.column or ()
+            if self._num_taken == len(column):
+                raise DataError(
+                    f"{where}: it names no picture, and of the row's column {len(column)} are taken: set "
+                    "data.columns.pictures to the column that has them."
+                )
+            value = column[self._num_taken]
+            self._num_taken += 1
+        self._found.append(self._read(value, "its picture", where))
+        return MARK
+
+    def _read(self, value: Any, what: str, where: str = "") -> bytes:
+        where = f"{where or self.where}: {what}"
+        try:
+            return _encoded(_bytes_of(value, self.folder))
+        except (OSError, ValueError, SyntaxError, CheckpointError, binascii.Error) as error:
+            raise DataError(f"{where} cannot be read: {error}") from None
+        except _Unknown as error:
+            raise DataError(
+                f"{where} is {error}, where bytes, a path, a URL or a picture of Hugging Face's (bytes, path) is due."
+            ) from None
+
+
+class _Unknown(Exception):
+    """A value that is no picture."""
+
+
+def _bytes_of(value: Any, folder: Path) -> bytes:
+    """The bytes that a value stands for, whatever they hold. Raises `_Unknown`, `OSError`, `ValueError`,
+    `CheckpointError`."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, Mapping):
+        inner = next((value[name] for name in ("bytes", "url", "path") if value.get(name) is not None), None)
+        if inner is None:
+            raise _Unknown("nothing")
+        return _bytes_of(inner, folder)
+    if hasattr(value, "save") and hasattr(value, "getbands"):  # an image of PIL's
+        return _as_png(value)
+    if not isinstance(value, str):
+        raise _Unknown("nothing" if value is None else f"{type(value).__name__} {value!r:.60}")
+    if value.startswith("data:"):
+        head, _, data = value.partition(",")
+        if not head.endswith(";base64"):
+            raise ValueError(f"{head[:40]} is not in base64")
+        return base64.b64decode(data, validate=True)
+    if not is_url(value):
+        return (folder / Path(value).expanduser()).read_bytes()
+    found = read_if_there(value)
+    if found is None:
+        raise FileNotFoundError(f"there is no file {value}")
+    return found
+
+
+def _encoded(data: bytes) -> bytes:
+    """The same picture as PNG or JPEG. Raises `OSError`, `ValueError`, `SyntaxError` for what is none, or is cut
+    short."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+            return data if image.format in KINDS else _as_png(image)
+    except UnidentifiedImageError:
+        raise ValueError(f"its {len(data)} bytes are no picture of a known format") from None
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from None
+
+
+def _as_png(image: Any) -> bytes:
+    written = io.BytesIO()
+    image.save(written, format="PNG")
+    return written.getvalue()
