@@ -11,6 +11,8 @@ SCHEDULES = ("constant", "cosine")
 ALL_LINEAR = "all-linear"
 PUBLISHED = ("merged", "adapter")
 PACKINGS = ("auto", "always", "never")
+VISION = "vision"
+"""Name of the part of a model that sees."""
 KEEP_WHOLE_BYTES = 2 * 2**30
 """Largest model (float32) that is gathered once an optimizer step, and whose gradients are reduced once: less
 communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
@@ -131,6 +133,10 @@ class TrainerConfig:
     Changes results by rounding."""
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. Master weights and optimizer are float32 either way."""
+    freeze: list[str] = field(default_factory=lambda: [VISION])
+    """Parts of the model that are not trained: vision, the tower that sees, of a model that has one. It sees well
+    before any post-training, and what it has seen need not be computed again for each version. Empty: all of it is
+    trained."""
     offload: bool = False
     """True: keep master weights, gradients and optimizer states in host memory and step there. Slower, for models that
     do not fit. What is computed with comes to the GPU layer by layer with engine fsdp, and is a copy that stays there
@@ -181,6 +187,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         one_of("trainer.engine", self.engine, ("fsdp", "deepspeed"))
         one_of("trainer.packing", self.packing, PACKINGS)
+        for part in self.freeze:
+            one_of("trainer.freeze", part, (VISION,))
         one_of("trainer.dtype", self.dtype, ("float32", "bfloat16"))
         for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches"):
             at_least(f"trainer.{key}", getattr(self, key), 1)

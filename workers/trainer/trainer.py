@@ -14,14 +14,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.conf.trainer import TrainerConfig
+from penstock.conf.trainer import VISION, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.routed_experts import KEY as REPLAY_KEY
@@ -39,6 +39,7 @@ from penstock.workers.trainer.models.language_model import (
     open_causal_lm,
     use_liger,
 )
+from penstock.workers.trainer.models.pictures import check_sees, freeze_tower
 from penstock.workers.trainer.models.routing import Routers
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.publishing import Publisher
@@ -48,6 +49,7 @@ from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Batcher, LossInputs, Minibatch
+from penstock.workers.trainer.update.pictures import Eyes
 from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padding_share
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
@@ -127,6 +129,9 @@ class PolicyTrainer:
         self.packs = packed_attention.choose(self.model.lm, config.packing)
         """True if rows of a micro-batch are packed (`trainer.packing`)."""
         self.model.requires_grad_(self.trainable)
+        check_sees(self.model.lm, config)
+        if VISION in config.freeze:
+            freeze_tower(self.model.lm)
         if config.liger:
             use_liger(self.model.lm)
         if self.trainable and config.lora.rank:
@@ -151,6 +156,10 @@ class PolicyTrainer:
         it before `check_scores`, which looks at the routers' weights then. Raises `ConfigError` for a dense model."""
         self.routers = self.routers or Routers(self.model.lm, REPLAY_KEY)
         self.routers.check_weights()
+
+    def see(self, eyes: Eyes) -> None:
+        """Read the pictures of rows by this processor, which is the model's own."""
+        self._batcher = replace(self._batcher, eyes=eyes)
 
     def check_scores(self) -> None:
         """Compare log-probabilities of a few tokens with those by the logits of the model's own forward: whatever a
@@ -179,8 +188,9 @@ class PolicyTrainer:
             temperature = None
         if self.routers is not None:
             self.routers.follow(batch.experts_SLW)
+        seen = () if batch.pictures is None else (False, batch.pictures)
         logprobs_N, entropy_N = self.engine.forward(
-            batch.input_ids_SL, batch.positions_N, batch.targets_N, entropy, temperature, batch.blocks
+            batch.input_ids_SL, batch.positions_N, batch.targets_N, entropy, temperature, batch.blocks, *seen
         )
         return logprobs_N, entropy_N
 

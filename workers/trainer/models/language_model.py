@@ -138,9 +138,12 @@ def check_scores(
     targets_N = ids_BL[:, 1:].flatten()
     blocks = Blocks.of([8, 8]).to(ranks.device) if packs else None
     rows = ids_BL.view(1, -1) if packs else ids_BL
+    pictures = eyes.nothing_to_see(model.lm, [8, 8], rows.shape, ranks.device)
     before = _random_state(ranks.device)
     with torch.compiler.set_stance("force_eager"):
-        ours_N, own_N = (forward(rows, positions_N, targets_N, "none", None, blocks, own)[0] for own in (False, True))
+        ours_N, own_N = (
+            forward(rows, positions_N, targets_N, "none", None, blocks, own, pictures)[0] for own in (False, True)
+        )
     # Models that can leave out layers draw a number for each, also where they leave out none.
     may_draw = any("layerdrop" in name for name in model.lm.config.to_dict())
     if any(ranks.gather_ranks(not may_draw and not torch.equal(before, _random_state(ranks.device)))):

@@ -4,12 +4,16 @@ Features go to the places that `update/pictures.py` names, whatever ids are ther
 tower too, on a blank one: where parameters are sharded, its peers wait for it in every layer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from penstock.workers.trainer.update.pictures import Picture, Pictures
+from penstock.conf.errors import ConfigError
+from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.update.pictures import Picture, Pictures, place
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 """Kinds of models whose pictures are known here: one feature a placeholder, positions on three axes."""
@@ -40,6 +44,24 @@ def keywords(lm: Any, input_ids_SL: Tensor, pictures: Pictures | None) -> dict[s
     return {"inputs_embeds": embeddings(lm, input_ids_SL, pictures), "position_ids": pictures.position_ids_3SL}
 
 
+def check_sees(lm: Any, config: TrainerConfig) -> None:
+    """Raise `ConfigError` for a model that sees in a way, or is split in one, that is not known here."""
+    kind = lm.config.model_type
+    if tower_of(lm) is None:
+        return
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"model.path: {kind!r} sees, and pictures are known of {', '.join(FAMILIES)}. Choose another."
+        )
+    split = {
+        "trainer.engine": config.engine != "fsdp",
+        "trainer.tensor_parallel_size": config.tensor_parallel_size > 1,
+        "trainer.sequence_parallel_size": config.sequence_parallel_size > 1,
+    }
+    if keys := [key for key, is_split in split.items() if is_split]:
+        raise ConfigError(f"{keys[0]}: a model that sees ({kind}) is not split so yet. Leave it as it is by default.")
+
+
 def freeze_tower(lm: Any) -> int:
     """Let no gradient change the part of a model that sees. Returns the number of its parameters."""
     tower = tower_of(lm)
@@ -54,6 +76,16 @@ def auto_class(config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+
+
+def nothing_to_see(lm: Any, lengths: Sequence[int], shape: Sequence[int], device: torch.device) -> Pictures | None:
+    """What a model sees whose sequences, of so many tokens each and one after the other, have no pictures; None: it
+    reads text only."""
+    if tower_of(lm) is None:
+        return None
+    starts, merge = np.cumsum(lengths) - np.asarray(lengths), lm.config.vision_config.spatial_merge_size
+    size = (int(shape[0]), int(shape[1]))
+    return place([[] for _ in lengths], np.asarray(lengths), starts, size, merge, blank_picture(lm.config)).to(device)
 
 
 def blank_picture(config: Any) -> Picture:

@@ -23,13 +23,14 @@ from penstock.algorithms.graph.columns import ROUTED_EXPERTS
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update.blocks import Blocks
+from penstock.workers.trainer.update.pictures import Eyes, Pictures, pictures_of, place
 from penstock.workers.trainer.update.sequences import TEMPERATURES, Shapes, select, sequences_of, shapes_of
 
 MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
 few large ones, which rows of thousands of tokens give anyway.
 """
-HELD_HERE = ("rows", "columns", "num_tokens", "temperature", "temperatures_N", "blocks", "experts_SLW")
+HELD_HERE = ("rows", "columns", "num_tokens", "temperature", "temperatures_N", "blocks", "experts_SLW", "pictures")
 UNKNOWN = -1
 """Byte of the record of a token that no engine has read: the last of a sequence, and padding."""
 """Fields of a micro-batch that are no tensors of its own, or need not be."""
@@ -63,6 +64,8 @@ class MicroBatch:
     experts_SLW: Tensor | None = None
     """Records of the experts that the engine chose, `[S * L, W]` int16, `UNKNOWN` where it has not read the token;
     None: not recorded."""
+    pictures: Pictures | None = None
+    """What the model sees, if only a blank picture; None: it reads text only."""
 
     @property
     def is_dummy(self) -> bool:
@@ -92,6 +95,7 @@ class MicroBatch:
             temperatures_N=None if self.temperatures_N is None else self.temperatures_N.to(device, non_blocking=True),
             blocks=None if self.blocks is None else self.blocks.to(device),
             experts_SLW=None if self.experts_SLW is None else self.experts_SLW.to(device, non_blocking=True),
+            pictures=None if self.pictures is None else self.pictures.to(device),
             **moved,
         )
 
@@ -202,9 +206,16 @@ def split_minibatches(group_ids: np.ndarray, all_groups: Sequence[int], num_mini
     return [np.flatnonzero(np.isin(group_ids, share)) for share in shares if len(share)]
 
 
-def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = (), *, packed: bool = False) -> MicroBatch:
+def collate(
+    rows: Rows,
+    positions: np.ndarray,
+    columns: Sequence[str] = (),
+    *,
+    packed: bool = False,
+    eyes: Eyes | None = None,
+) -> MicroBatch:
     """Make one micro-batch of the rows at these positions; `columns`: names of further columns to hand to the loss.
-    `packed`: without padding, the longest sequence first.
+    `packed`: without padding, the longest sequence first. `eyes`: of a model that sees.
 
     Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding. Raises `DataError` for
     a token column that is not as long as the response, or records of experts that are not one a token.
@@ -224,9 +235,11 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = (), *, p
     width_response = max(1, int(sequences.num_sampled_B.max()))
     mask_BT = np.arange(width_response) < sequences.num_sampled_B[:, None]
     row_N, token_N = np.nonzero(mask_BT)
+    ids_SL = ids_flat.reshape(-1, width)
+    seen = None if eyes is None else pictures_of(rows, positions, lengths_S, starts_S, ids_SL.shape, eyes)
     batch = MicroBatch(
         rows=np.asarray(positions),
-        input_ids_SL=torch.from_numpy(ids_flat.reshape(-1, width)),
+        input_ids_SL=torch.from_numpy(ids_SL),
         positions_N=torch.from_numpy(place_N - 1),
         targets_N=torch.from_numpy(ids_flat[place_N]),
         slots_N=torch.from_numpy(row_N * width_response + token_N),
@@ -235,6 +248,7 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = (), *, p
         num_tokens=int(lengths_S.sum()),
         blocks=blocks,
         experts_SLW=_experts(rows, positions, starts_S, lengths_S, len(ids_flat)),
+        pictures=seen,
         **_temperatures(rows, positions),
     )
     for name in columns:
@@ -242,7 +256,7 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = (), *, p
     return batch
 
 
-def dummy(device: torch.device | None = None, *, packed: bool = False) -> MicroBatch:
+def dummy(device: torch.device | None = None, *, packed: bool = False, eyes: Eyes | None = None) -> MicroBatch:
     """A micro-batch of one prompt and one response token that count for nothing: keeps a rank without rows in step with
     the others' collectives.
     """
@@ -250,15 +264,25 @@ def dummy(device: torch.device | None = None, *, packed: bool = False) -> MicroB
     ids_SL = torch.full((1, 2), PAD_ID)
     mask_BT = torch.zeros(1, 1, dtype=torch.bool)
     blocks = Blocks.of([2]) if packed else None
-    batch = MicroBatch(np.zeros(0, np.int64), ids_SL, zero, zero + PAD_ID, zero, mask_BT, zero, blocks=blocks)
+    pictures = None
+    if eyes is not None:
+        pictures = place([[]], np.array([2]), np.array([0]), (1, 2), eyes.merge, eyes.blank)
+    batch = MicroBatch(
+        np.zeros(0, np.int64), ids_SL, zero, zero + PAD_ID, zero, mask_BT, zero, blocks=blocks, pictures=pictures
+    )
     return batch.to(device) if device else batch
 
 
 def pad_plan(
-    batches: list[MicroBatch], count: int, device: torch.device | None = None, *, packed: bool = False
+    batches: list[MicroBatch],
+    count: int,
+    device: torch.device | None = None,
+    *,
+    packed: bool = False,
+    eyes: Eyes | None = None,
 ) -> list[MicroBatch]:
     """The micro-batches, followed by dummies up to `count`, which is the largest number on any rank."""
-    return batches + [dummy(device, packed=packed) for _ in range(count - len(batches))]
+    return batches + [dummy(device, packed=packed, eyes=eyes) for _ in range(count - len(batches))]
 
 
 def split_rows(batch: MicroBatch, values_N: Tensor) -> list[np.ndarray]:

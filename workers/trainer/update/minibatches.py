@@ -26,6 +26,7 @@ from penstock.workers.protocols import Loss
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
+from penstock.workers.trainer.update.pictures import Eyes
 from penstock.workers.trainer.update.sequences import Shapes
 
 
@@ -106,6 +107,8 @@ class Batcher:
     others a row may come out with other last bits."""
     packed: bool = False
     """True if rows of a micro-batch lie one after the other, without padding."""
+    eyes: Eyes | None = None
+    """The processor of a model that sees; None: it reads text only."""
 
     def microbatches(self, rows: Rows) -> list[MicroBatch]:
         """Cut all rows for a pass without a loss."""
@@ -145,11 +148,11 @@ class Batcher:
             cuts = batching.plan_groups(shapes.longest, groups, budget, shapes.num_sequences)
         else:
             cuts = batching.plan(shapes.longest, budget, shapes.num_sequences)
-        device = self.ranks.device
-        return [batching.collate(rows, positions[cut], columns, packed=self.packed).to(device) for cut in cuts]
+        ways: dict[str, Any] = {"packed": self.packed, "eyes": self.eyes}
+        return [batching.collate(rows, positions[cut], columns, **ways).to(self.ranks.device) for cut in cuts]
 
     def _pad(self, batches: list[MicroBatch], count: int) -> list[MicroBatch]:
-        return batching.pad_plan(batches, count, self.ranks.device, packed=self.packed)
+        return batching.pad_plan(batches, count, self.ranks.device, packed=self.packed, eyes=self.eyes)
 
 
 def _totals(batch: MicroBatch, whole_groups: bool) -> BatchTotals:

@@ -15,12 +15,17 @@ placeholders of all sequences.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.conf.errors import DataError
+from penstock.store.data.rows import Rows
+
+PICTURES, RANGES = "pictures", "picture_ranges"
+"""Columns: encoded pictures of a prompt, and the start and length of each one's placeholders in it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,46 @@ class Pictures:
 
     def to(self, device: torch.device) -> "Pictures":
         return Pictures(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
+
+
+class Eyes(Protocol):
+    """A processor, as a micro-batch needs it."""
+
+    merge: int
+    """Patches of a feature in height and in width."""
+    blank: Picture
+    """The smallest picture."""
+
+    def see(self, encoded: Any) -> Picture:
+        """The picture of encoded bytes."""
+
+
+def pictures_of(
+    rows: Rows,
+    positions: np.ndarray,
+    lengths_S: np.ndarray,
+    starts_S: np.ndarray,
+    shape: tuple[int, int],
+    eyes: Eyes,
+) -> Pictures:
+    """The pictures of a micro-batch's rows, each one sequence, as `place` has them. Raises `DataError` for a picture of
+    which the processor here makes another number of features than the prompt has placeholders."""
+    placed: list[list[Placed]] = [[] for _ in lengths_S]
+    if PICTURES in rows:
+        if len(lengths_S) != len(positions):
+            raise DataError("pictures in the turns of a trajectory are not read yet: only those of a prompt are.")
+        encoded, ranges = rows.blobs(PICTURES), rows.arrays(RANGES)
+        for seen, position in zip(placed, positions.tolist(), strict=True):
+            for blob, (offset, length) in zip(encoded[position], ranges[position].reshape(-1, 2).tolist(), strict=True):
+                picture = eyes.see(blob)
+                if num_tokens(picture.grid, eyes.merge) != length:
+                    raise DataError(
+                        f"row {rows.row_ids[position]}: a picture has {length} placeholders in its prompt, and "
+                        f"{num_tokens(picture.grid, eyes.merge)} features here. Prompts and trainer have processors "
+                        "that differ: give both the same model.path and the same packages."
+                    )
+                seen.append(Placed(picture, offset))
+    return place(placed, lengths_S, starts_S, shape, eyes.merge, eyes.blank)
 
 
 def place(

@@ -45,7 +45,8 @@ def targets_of(lm: Any, config: LoraConfig) -> Targets:
     from penstock.workers.routed_experts import router_kind
     from penstock.workers.weights.checkpoint_form import stacked_experts
 
-    body, router, named = set(lm.base_model.modules()), router_kind(lm), config.target_modules
+    reads = getattr(lm.base_model, "language_model", lm.base_model)  # of a model that sees, which is left as it is
+    body, router, named = set(reads.modules()), router_kind(lm), config.target_modules
     linear = [
         name
         for name, module in lm.named_modules()

@@ -14,38 +14,14 @@ from penstock.workers.trainer.models.language_model import PolicyModel
 from penstock.workers.trainer.models.pictures import blank_picture, freeze_tower
 from penstock.workers.trainer.update.blocks import Blocks
 from penstock.workers.trainer.update.pictures import Picture, Pictures, Placed, num_tokens, place
+from tests.workers.trainer.seeing import MERGE, PAD, model_that_sees, picture
 
-PAD, MERGE, GAP = 5, 2, 1e-5
+GAP = 1e-5
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl"])
 def lm(request: pytest.FixtureRequest) -> Any:
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    text = {
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
-    }  # fmt: skip
-    sizes = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    vision = {
-        "qwen2_5_vl": sizes | {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "window_size": 56,
-                               "fullatt_block_indexes": [1]},
-        "qwen2_vl": sizes | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
-    }  # fmt: skip
-    ids = {"image_token_id": PAD, "video_token_id": 6, "vision_start_token_id": 3, "vision_end_token_id": 4}
-    config = AutoConfig.for_model(request.param, text_config=text, vision_config=vision[request.param], **ids)
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").float().eval()
-    with torch.no_grad():  # larger than it begins with, so that pictures matter
-        for parameter in model.parameters():
-            parameter.mul_(3.0) if parameter.ndim > 1 else None
-    return model
-
-
-def picture(key: str, height: int, width: int) -> Picture:
-    random = np.random.RandomState(ord(key))
-    return Picture(key, random.randn(height * width, 3 * 2 * 14 * 14).astype(np.float32), (1, height, width))
+    return model_that_sees(request.param)
 
 
 A, B = picture("a", 4, 6), picture("b", 8, 4)
