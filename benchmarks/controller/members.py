@@ -13,6 +13,7 @@ from benchmarks.controller.scale import LOAD_S, PUBLISH_S, TOKENS, TOKENS_PER_S,
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import LeaseExpired
 from penstock.conf.run import RunConfig
+from penstock.network.connection import Address
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.store.client.client import StoreClient
 from penstock.store.data.rows import Rows
@@ -110,6 +111,9 @@ class PlayedAgent(Member):
         await asyncio.sleep(PUBLISH_S)
 
     async def reclaim_versions(self) -> None: ...
+
+    async def measure_link(self, address: Address) -> float:
+        return 1e9
 
     async def fetch_states(self, trainer: str, copies: Mapping[int, int], source: Any) -> None:
         await asyncio.sleep(PUBLISH_S)

@@ -24,5 +24,5 @@ def test_the_controller_trains_with_the_played_fleet(tmp_path: Path) -> None:
     assert found["calls"]["step"] <= SCALE.num_ranks
     assert 20 < found["step_s"] < 400
     directory = RunDirectory.open(tmp_path / "run")
-    assert {event["kind"] for event in directory.read_events()} <= {"warning", "hint"}, "nobody was lost"
+    assert {event["kind"] for event in directory.read_events()} <= {"warning", "hint", "link"}, "nobody was lost"
     assert {line["rollout/num_engines"] for line in directory.read_metrics()} == {SCALE.num_engines}
