@@ -158,8 +158,11 @@ class PolicyTrainer:
         self.routers.check_weights()
 
     def see(self, eyes: Eyes) -> None:
-        """Read the pictures of rows by this processor, which is the model's own."""
+        """Read the pictures of rows by this processor, which is the model's own, and leave special tokens of vision no
+        probability, as engines do."""
         self._batcher = replace(self._batcher, eyes=eyes)
+        if isinstance(self.model, PolicyModel):
+            self.model.lm.get_output_embeddings().ban(eyes.token_ids)
 
     def check_scores(self) -> None:
         """Compare log-probabilities of a few tokens with those by the logits of the model's own forward: whatever a

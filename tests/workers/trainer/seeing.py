@@ -49,6 +49,7 @@ class MadeUp:
     """A processor of pictures that are written as `a 4 6`: a key, height and width in patches."""
 
     merge = MERGE
+    token_ids = (PAD, 6, 3, 4)
 
     def __init__(self, config: Any) -> None:
         self.blank = blank_picture(config)

@@ -57,6 +57,7 @@ def own_logprobs(path: str, rows: Rows) -> list[np.ndarray]:
         lm.base_model.rope_deltas = None
         with torch.no_grad():
             logits = lm(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **seen).logits[0]
+        logits[:, MadeUp.token_ids] = -torch.inf  # as engines sample
         found.append(logits.log_softmax(-1)[len(prompt) - 1 : -1][range(len(response)), response].numpy())
     return found
 

@@ -11,7 +11,7 @@ Legend: N tokens, H hidden size, V vocabulary, R x C tokens and words of one til
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ CPU_TILE_BYTES = 8 * 2**20
 """Bytes of a tile on a CPU, whatever the budget: tiles that stay in the cores' caches are the fastest. Measured at
 150,000 words: 1 to 16 MiB are equal, tiles of few tokens and the whole vocabulary take 1.7 times as long.
 """
+BANNED = -1e30
+"""Logit of a token without probability: finite, as 0 times infinity is no number."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,21 @@ class OutputLayer(AdoptedLinear):
 
     change = LogitChange()
     """What the model makes of the product, for scores."""
+    banned_V: Tensor | None = None
+    """A bias that leaves tokens no probability; None: all have some."""
+
+    def ban(self, ids: Sequence[int]) -> None:
+        """Leave tokens no probability, in scores and in the product, as engines do that never sample them."""
+        bias_V = torch.zeros(self.out_features, device=self.weight.device)
+        bias_V[list(ids)] = BANNED
+        self.banned_V = bias_V
+
+    @property
+    def _bias(self) -> Tensor | None:
+        if self.banned_V is None:
+            return self.bias
+        banned_V = self.banned_V.to(self.weight.dtype)
+        return banned_V if self.bias is None else self.bias + banned_V
 
     def forward(
         self,
@@ -71,9 +88,10 @@ class OutputLayer(AdoptedLinear):
     ) -> Any:
         """Return the product without targets, and what `token_scores` returns with them."""
         if targets_N is None:
-            return super().forward(hidden)
+            product = super().forward(hidden)
+            return product if self.banned_V is None else product + self.banned_V.to(product.dtype)
         return token_scores(
-            hidden, self.weight, self.bias, targets_N, temperature=temperature / self.change.scale, entropy=entropy,
+            hidden, self.weight, self._bias, targets_N, temperature=temperature / self.change.scale, entropy=entropy,
             budget_bytes=budget_bytes, cap=self.change.product_cap,
         )  # fmt: skip
 

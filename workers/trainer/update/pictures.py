@@ -76,6 +76,8 @@ class Eyes(Protocol):
     """Patches of a feature in height and in width."""
     blank: Picture
     """The smallest picture."""
+    token_ids: tuple[int, ...]
+    """Special tokens of vision, which no engine samples."""
 
     def see(self, encoded: Any) -> Picture:
         """The picture of encoded bytes."""

@@ -232,3 +232,29 @@ def test_an_output_layer_has_the_linear_ones_parameters_and_gives_its_logits() -
     torch.testing.assert_close(
         layer(hidden, targets, temperature=0.7)[0], plain(hidden, linear.weight, linear.bias, targets, 0.7)[0]
     )
+
+
+@pytest.mark.parametrize("budget_bytes", BUDGETS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_banned_tokens_have_no_probability_and_no_gradient(budget_bytes: int, with_bias: bool) -> None:
+    """As if their rows of the weight were not there, in entropies and in every gradient, too."""
+    hidden, weight, targets = problem()
+    banned = [1, 50, VOCABULARY - 2]
+    left = [word for word in range(VOCABULARY) if word not in banned]
+    layer = OutputLayer.of(nn.Linear(HIDDEN, VOCABULARY, bias=with_bias))
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    layer.ban(banned)
+    targets = torch.tensor(left)[targets % len(left)]
+    logprobs, entropy = layer(hidden, targets, temperature=0.7, entropy="gradient", budget_bytes=budget_bytes)
+    bias = None if layer.bias is None else layer.bias.detach()[left]
+    expected, expected_entropy = plain(
+        hidden, weight[left], bias, torch.tensor([left.index(word) for word in targets.tolist()]), 0.7
+    )
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
+    (of_weight,) = torch.autograd.grad((logprobs + entropy).sum(), [layer.weight], retain_graph=True)
+    (of_plain,) = torch.autograd.grad((expected + expected_entropy).sum(), [weight], retain_graph=True)
+    torch.testing.assert_close(of_weight[left], of_plain[left], atol=1e-4, rtol=1e-4)
+    assert not of_weight[banned].any()
+    assert layer(hidden).softmax(-1)[:, banned].eq(0).all(), "and none in the product"
