@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, Child, Target, new_table, parse_arguments, print_targets, show, write_json
-from benchmarks.store_pictures import measure_pictures, picture_targets, print_pictures
+from benchmarks.store_pictures import FULL, QUICK, measure_pictures, picture_targets, print_pictures
 from benchmarks.store_scale import measure_scale, print_scale
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
 from penstock.store.ledger.facts import Facts
@@ -261,7 +261,7 @@ def main() -> None:
         scale = measure_scale(Path(folder), num_rounds, arguments.quick)
     print_rounds(rounds, cases)
     print_scale(scale)
-    pictures = measure_pictures(arguments.quick)
+    pictures = measure_pictures(*(QUICK if arguments.quick else FULL))
     print_pictures(pictures)
     targets = targets_of(rounds, cases, ledger) + picture_targets(pictures)
     print_targets(targets)

@@ -39,6 +39,8 @@ AT_ONCE = 40
 SHARE = 1.1 / GROUP
 """Share of the copies that a picture a group may cost: its eighth, and a tenth of that for files that are larger than
 what lies in them, for notes, and for what else a reader's process allocates."""
+FULL, QUICK = (1000, AT_ONCE), (80, 10)
+"""Numbers of groups: with a picture, and with copies."""
 COPIES = Column("copies", "binary", "list")
 WAYS = ("on this machine", "elsewhere")
 BASE, PAGE = 10**6, 4096
@@ -165,9 +167,8 @@ def _numbered(picture: bytes, number: int) -> bytes:
     return number.to_bytes(8, "big") + picture[8:]
 
 
-def measure_pictures(quick: bool) -> list[dict[str, Any]]:
-    """Measure both ways."""
-    num_groups, num_copied = (80, 10) if quick else (1000, AT_ONCE)
+def measure_pictures(num_groups: int, num_copied: int) -> list[dict[str, Any]]:
+    """Measure both ways. `num_copied`: groups with copies."""
     return [{"way": way, **asyncio.run(measure(way, num_groups, num_copied))} for way in WAYS]
 
 
@@ -197,7 +198,7 @@ def picture_targets(rounds: list[dict[str, Any]]) -> list[Target]:
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
-    rounds = measure_pictures(arguments.quick)
+    rounds = measure_pictures(*(QUICK if arguments.quick else FULL))
     print_pictures(rounds)
     targets = picture_targets(rounds)
     print_targets(targets)

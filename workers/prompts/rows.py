@@ -22,6 +22,8 @@ from penstock.workers.user_code import find_function
 PARQUET_REVISION = "refs/convert/parquet"
 MOST_ROWS = 10_000
 """Largest number of rows of a generator, which may have no end, unless `data.size` says more."""
+MOST_TOGETHER = 2**31 - 1
+"""Most bytes of a table whose columns are joined into one array each: pictures in one may be no more."""
 T = TypeVar("T")
 
 
@@ -108,7 +110,8 @@ class ParquetRows:
         self.name, self.folder = name, folder
         try:
             tables = [pq.read_table(file, memory_map=True) for file in files]
-            self._table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+            table = pa.concat_tables(tables, promote_options="permissive")
+            self._table = table.combine_chunks() if table.nbytes <= MOST_TOGETHER else table
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"data.path={name}: reading its parquet files failed: {error}") from error
         if not self._table.num_rows:

@@ -86,6 +86,20 @@ def test_verls_rows_of_parquet_have_their_pictures_at_the_marks(tmp_path: Path) 
     assert one.pictures == (RED,)
 
 
+def test_pictures_that_one_array_has_no_room_for_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": f"{shade}?", "images": [{"bytes": picture(shade), "path": None}]} for shade in range(4)]
+    for number in (0, 1):
+        table = pa.Table.from_pylist(rows[2 * number :][:2])
+        pq.write_table(table, tmp_path / f"train-{number:05d}-of-00002.parquet", row_group_size=1)
+    columns = ColumnsConfig("prompt", None, pictures="images")
+    for most in (2**31 - 1, 100):
+        monkeypatch.setattr("penstock.workers.prompts.rows.MOST_TOGETHER", most)
+        data = DataConfig(source="huggingface", path=str(tmp_path), columns=columns)
+        dataset = open_dataset(data, EvaluationConfig(every_steps=0))
+        assert dataset is not None
+        assert [dataset.row(index).pictures for index in range(4)] == [(picture(shade),) for shade in range(4)]
+
+
 def test_parts_of_messages_take_the_columns_pictures_in_order(tmp_path: Path) -> None:
     """TRL's rows."""
     said = asks({"type": "image"}, TEXT, {"type": "image", "text": None})
