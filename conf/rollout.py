@@ -30,6 +30,7 @@ OWN_KEYS = {
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "seed": "seed",
     "weight_transfer_config": "weights.transport",
+    "limit_mm_per_prompt": "rollout.max_pictures",
     "enable_return_routed_experts": "rollout.router_replay",
     "aux_output_config": "rollout.router_replay",
     "enable_sleep_mode": "placement=colocated",
@@ -47,6 +48,9 @@ BROKEN = {
     "distributed_executor_backend": "a worker's processes live and die with its actor",
     "pipeline_parallel_size": "a publication goes to all ranks of one tensor-parallel engine",
     "hf_overrides": "the trainer goes by the model's own config.json: change that",
+    "mm_processor_kwargs": "engines and trainer read pictures by the model's preprocessor_config.json: change that",
+    "mm_device_do_normalize": "pictures come to vLLM with their pixels normalized",
+    "mm_processor_cache_gb": "pictures come to vLLM as features, which it has nothing to keep of",
     "data_parallel_size": "each engine is an actor of its own: rollout.num_workers",
 }
 """Options that would break a promise of a run, and which."""
@@ -139,6 +143,9 @@ class RolloutConfig:
     """Data type, float32 or bfloat16. On GPUs use bfloat16."""
     max_model_len: int = 1024
     """Longest sequence, prompt + response, in tokens. Sizes the KV cache."""
+    max_pictures: int = 16
+    """Most pictures of a prompt, for models that see; prompts with more are refused. vLLM tries at its start whether
+    there is memory for so many."""
     max_concurrent_samples: int = 256
     """Sequences that one engine decodes at a time."""
     kv_cache_gib: float = 1.0
@@ -183,7 +190,7 @@ class RolloutConfig:
         else:
             at_least("rollout.num_workers", self.num_workers, 1)
         at_least("rollout.drain_s", self.drain_s, 0)
-        for key in ("tensor_parallel_size", "max_concurrent_samples"):
+        for key in ("tensor_parallel_size", "max_concurrent_samples", "max_pictures"):
             at_least(f"rollout.{key}", getattr(self, key), 1)
         at_least("rollout.num_gpus_per_worker", self.num_gpus_per_worker, 0)
         at_least("rollout.max_model_len", self.max_model_len, 2)

@@ -65,6 +65,14 @@ def warm_spawn(warm_python: list[str]) -> Iterator[None]:
     multiprocessing.set_executable(sys.executable)
 
 
+@pytest.fixture(scope="session")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that sees, with its processor. Tests only read it."""
+    from tests.vision_models import build_vision_model
+
+    return build_vision_model(tmp_path_factory.mktemp("vision_model"))
+
+
 @pytest.fixture
 def cold_spawn() -> Iterator[None]:
     """Processes that this one spawns start as they do for users, whatever other tests asked for."""

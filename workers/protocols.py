@@ -24,6 +24,7 @@ from penstock.conf.rollout import (
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.pictures.placeholders import PromptPictures
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -165,7 +166,11 @@ class RolloutEngine(Protocol):
 
     async def start(self) -> None: ...
 
-    async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]: ...
+    async def generate(
+        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
+    ) -> list[Completion]:
+        """Sample responses. `pictures`: of the prompt, whose tokens are expanded. Raises `DataError` for a prompt that
+        cannot be sampled, `WorkerDied`."""
 
     async def load(self, publication: Publication) -> None:
         """Verify checksums, pause, load, check the version, resume: it is served from here on. Raises `WeightError`,

@@ -20,7 +20,10 @@ from typing import Any
 import torch
 
 from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, PromptRefused, WeightError, WorkerDied
+from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.processor import PictureProcessor, check_seen
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
+from penstock.workers.rollout.hf_pictures import SeenPrompt
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
 from penstock.workers.routed_experts import RoutingRecorder
 from penstock.workers.weights.checkpoint_form import CheckpointForm
@@ -51,6 +54,10 @@ class HfEngine:
         """Starting weights that adapters change."""
         self.model: Any = None
         self._form = CheckpointForm(None)
+        self._processor: PictureProcessor | None = None
+        """Processor of the model's pictures; None for a model of text."""
+        self._banned: tuple[int, ...] = ()
+        """Tokens that are never sampled."""
         self._recorder: RoutingRecorder | None = None
         self._tokenizer: Any = None
         self._eos_ids: frozenset[int] = frozenset()
@@ -66,9 +73,12 @@ class HfEngine:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="hf-engine")
         await asyncio.get_running_loop().run_in_executor(self._compute, self.open_model)
 
-    async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
+    ) -> list[Completion]:
         """Sample the responses to a prompt. Raises `PromptRefused` for a prompt that leaves no room for a response,
-        `DataError` for a structure, `WorkerDied` once closed."""
+        `DataError` for a structure, and for pictures that do not belong to the prompt or that the model cannot see,
+        `WorkerDied` once closed."""
         if sampling.structure:
             raise DataError("the hf engine samples without structure: set rollout.engine=vllm.")
         executor = self._executor()
@@ -77,7 +87,8 @@ class HfEngine:
         self._num_in_flight += num_samples
         is_over = threading.Event()
         try:
-            return await call(executor, partial(self.generate_group, prompt_ids, num_samples, sampling, is_over))
+            group = partial(self.generate_group, prompt_ids, num_samples, sampling, is_over, pictures)
+            return await call(executor, group)
         finally:
             is_over.set()
             self._num_in_flight -= num_samples
@@ -127,7 +138,7 @@ class HfEngine:
     def open_model(self) -> None:
         """Load model and tokenizer into this process; `start` does it in the engine's own thread. Raises `ModelError`,
         and `ConfigError` for a model that has no routers to record."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
         torch.set_num_threads(
             self._spec.num_threads
@@ -135,9 +146,12 @@ class HfEngine:
         dtype = getattr(torch, self._config.dtype)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self._spec.model_path)
-            self.model = AutoModelForCausalLM.from_pretrained(self._spec.model_path, dtype=dtype).eval()
+            self._processor = PictureProcessor.if_it_sees(self._spec.model_path)
+            kind: Any = AutoModelForCausalLM if self._processor is None else AutoModelForImageTextToText
+            self.model = kind.from_pretrained(self._spec.model_path, dtype=dtype).eval()
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={self._spec.model_path}: the hf engine cannot load it: {error}") from None
+        self._banned = () if self._processor is None else self._processor.token_ids
         self._form = CheckpointForm(self.model)
         if self._config.router_replay:
             self._recorder = RoutingRecorder(self.model)
@@ -149,8 +163,9 @@ class HfEngine:
 
     @torch.inference_mode()
     def generate_group(
-        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, is_over: threading.Event | None = None
-    ) -> list[Completion]:
+        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, is_over: threading.Event | None = None,
+        pictures: PromptPictures | None = None,
+    ) -> list[Completion]:  # fmt: skip
         """Sample n responses to one prompt, in this thread. Needs `open_model` (or `start`) before. `is_over`: set from
         another thread when the responses are no longer wanted; they end then."""
         from transformers import DynamicCache
@@ -160,10 +175,13 @@ class HfEngine:
         responses = [_Response() for _ in range(num_samples)]
         active = list(range(num_samples))
         cache = DynamicCache(config=self.model.config)
-        inputs = torch.tensor([list(prompt_ids)], device=self.model.device)
+        check_seen(self._processor, pictures, self._config.max_pictures, self._spec.model_path)
+        seen = None if self._processor is None else SeenPrompt.of(self.model, self._processor, prompt_ids, pictures)
+        inputs = {"input_ids": torch.tensor([list(prompt_ids)], device=self.model.device)}
+        inputs |= {} if seen is None else seen.inputs
         for position in range(num_tokens):
             self._run_interrupts()
-            logits_BV = self.model(input_ids=inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            logits_BV = self.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
             if self._recorder is not None:
                 records = self._recorder.take()  # of the prompt, or of a token of each active row
                 for index, row in enumerate(active):
@@ -171,7 +189,7 @@ class HfEngine:
             if position == 0:
                 cache.batch_repeat_interleave(num_samples)
                 logits_BV = logits_BV.expand(num_samples, -1)
-            logprobs_BV = sampling_logprobs(logits_BV, sampling).cpu()
+            logprobs_BV = sampling_logprobs(logits_BV, sampling, self._banned).cpu()
             chosen_B = choose_tokens(logprobs_BV, None if uniforms is None else uniforms[active, position])
             chosen_logprobs_B = logprobs_BV.gather(-1, chosen_B[:, None])[:, 0]
             for row, token, logprob in zip(active, chosen_B.tolist(), chosen_logprobs_B.tolist(), strict=True):
@@ -183,7 +201,8 @@ class HfEngine:
                 cache.batch_select_indices(torch.tensor(going_on, device=self.model.device))
                 active = [active[index] for index in going_on]
                 chosen_B = chosen_B[going_on]
-            inputs = chosen_B[:, None].to(self.model.device)
+            inputs = {"input_ids": chosen_B[:, None].to(self.model.device)}
+            inputs |= {} if seen is None else seen.later(position, len(chosen_B))
         self._tokens_in_flight -= sum(len(response.token_ids) for response in responses)
         return [self._completion(response) for response in responses]
 

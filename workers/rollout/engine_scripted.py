@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.conf.errors import WorkerDied
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 
 Length = Callable[[Sequence[int], int], int]
@@ -62,8 +63,10 @@ class ScriptedEngine:
 
     async def start(self) -> None: ...
 
-    async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
-        """Sample the responses to a prompt. Raises `WorkerDied` once closed."""
+    async def generate(
+        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
+    ) -> list[Completion]:
+        """Sample the responses to a prompt, without a look at its pictures. Raises `WorkerDied` once closed."""
         self._check_open()
         await self._awake.wait()
         started = asyncio.get_running_loop().time() + self._time.latency_s

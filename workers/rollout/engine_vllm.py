@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 from penstock.conf.errors import DataError, PenstockError, PromptRefused, WeightError
 from penstock.metering.meters import Meters
 from penstock.metering.table import ROLLOUT_LOAD_PHASES
+from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.processor import check_seen
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
 from penstock.workers.rollout.vllm_conversion import (
     Opened,
@@ -35,6 +37,7 @@ from penstock.workers.rollout.vllm_conversion import (
     shares_gpu,
     update_request,
 )
+from penstock.workers.rollout.vllm_pictures import picture_prompt
 from penstock.workers.rollout.vllm_processes import VllmProcesses
 from penstock.workers.routed_experts import RoutingShape
 from penstock.workers.weights.publication.reading import mapped_publication
@@ -84,22 +87,26 @@ class VllmEngine(VllmProcesses):
         await self._in_time("start", self._create(), self._config.start_timeout_s, "rollout.start_timeout_s")
         await self._in_time("warm-up", self._warm_up(), self._config.start_timeout_s, "rollout.start_timeout_s")
 
-    async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
+    ) -> list[Completion]:
         """Sample the responses to a prompt. Raises `PromptRefused` for a prompt that leaves no room for a response,
-        `DataError` for another request that vLLM does not take, `WorkerDied` when the engine is gone."""
+        `DataError` for another request that vLLM does not take, and for pictures that do not belong to the prompt or
+        that the model cannot see, `WorkerDied` when the engine is gone."""
         self.check_alive()
         if not 0 < len(prompt_ids) < self._config.max_model_len:
             raise PromptRefused(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
                 f"{self._config.max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."
             )
+        prompt = await self._prompt(list(prompt_ids), pictures)
         await self._awake.wait()
         while not self._admission.is_set():  # another load may have begun between the event and this task's turn
             await self._admission.wait()
         self.check_alive()
         self.num_in_flight += 1
         try:
-            output = await self._request(list(prompt_ids), num_samples, sampling)
+            output = await self._request(prompt, num_samples, sampling)
         finally:
             self.num_in_flight -= 1
         self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
@@ -224,16 +231,27 @@ class VllmEngine(VllmProcesses):
 
     # Generation
 
-    async def _request(self, prompt_ids: list[int], num_samples: int, sampling: Sampling) -> Any:
+    async def _prompt(self, prompt_ids: list[int], pictures: PromptPictures | None) -> Any:
+        """vLLM's form of a prompt. Features of pictures are computed in a thread."""
+        check_seen(self._pictures, pictures, self._config.max_pictures, self._spec.model_path)
+        if self._pictures is None:
+            return {"prompt_token_ids": prompt_ids}
+        features = await asyncio.to_thread(self._pictures.checked_features, prompt_ids, pictures)
+        if features is None or pictures is None:
+            return {"prompt_token_ids": prompt_ids}
+        return picture_prompt(prompt_ids, pictures, features)
+
+    async def _request(self, prompt: Any, num_samples: int, sampling: Sampling) -> Any:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         request_id = str(next(self._request_ids))
         output = None
         try:
-            parameters = sampling_params(num_samples, sampling)
+            banned = () if self._pictures is None else self._pictures.token_ids
+            parameters = sampling_params(num_samples, sampling, banned)
             async for latest in self.llm.generate(
-                {"prompt_token_ids": prompt_ids}, parameters, request_id=request_id,
+                prompt, parameters, request_id=request_id,
                 lora_request=self._lora_request(), priority=sampling.priority,
             ):  # fmt: skip
                 output = latest
@@ -278,6 +296,8 @@ class VllmEngine(VllmProcesses):
         try:
             if not paused:  # nobody to preempt: all there is to do is to drop the prefixes cached under the old weights
                 await self._phase(delivery, "pause", self.llm.reset_prefix_cache())
+                if self._pictures is not None:  # and what the old weights have seen in pictures
+                    await self._phase(delivery, "pause", self.llm.reset_encoder_cache())
             await self._begin(delivery)
         except PenstockError:
             if paused:

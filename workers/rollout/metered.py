@@ -20,6 +20,7 @@ from typing import Protocol
 from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.workers.concurrent_tasks import BusyClock
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, Publication, RolloutEngine, Sampled, Sampling
 
 LOOK_S = 1.0
@@ -50,9 +51,12 @@ class MeteredEngine:
         self._num_tokens = self.engine.sampled().num_tokens  # less those of a warm-up
         self._looking = asyncio.create_task(self._look_again_and_again())
 
-    async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
+    ) -> list[Completion]:
+        seen = () if pictures is None else (pictures,)
         with self._clock.interval():
-            completions = await self.engine.generate(prompt_ids, num_samples, sampling)
+            completions = await self.engine.generate(prompt_ids, num_samples, sampling, *seen)
         self._meters.add(table.ROLLOUT_SAMPLES, num_samples)
         return completions
 

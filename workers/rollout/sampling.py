@@ -4,19 +4,23 @@ Shapes: B sequences, V vocabulary.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from penstock.workers.protocols import Sampling
 
 
-def sampling_logprobs(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def sampling_logprobs(logits_BV: torch.Tensor, sampling: Sampling, banned: Sequence[int] = ()) -> torch.Tensor:
     """The log-probabilities, `[B, V]` float32, of the distribution that is sampled from; -inf where truncated away.
+    `banned`: tokens that are never sampled, whose probability goes to the others before anything else is done.
 
     At `temperature=0` (greedy) these are the model's own, as if the temperature were 1: the distribution itself would
     be a point.
     """
     logits_BV = logits_BV.float()
+    if banned:
+        logits_BV = logits_BV.index_fill(-1, torch.tensor(banned, device=logits_BV.device), -torch.inf)
     if sampling.temperature == 0:
         return logits_BV.log_softmax(-1)
     logits_BV = logits_BV / sampling.temperature

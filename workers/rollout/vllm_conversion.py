@@ -4,8 +4,9 @@ configuration; requests; and its answers.
 Importing this module does not import vLLM.
 """
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -18,6 +19,7 @@ from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import STREAMS, VLLM_LORA_RANKS
 from penstock.workers.cpu import SETTINGS
 from penstock.workers.protocols import Completion, EngineSpec, Sampled, Sampling
+from penstock.workers.rollout.vllm_pictures import picture_arguments
 from penstock.workers.routed_experts import RoutingShape
 from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.transport import Info, vllm_backend
@@ -30,9 +32,9 @@ CPU_BLOCK_TOKENS = 32
 WORKER_THREADS = "penstock.workers.rollout.vllm_extensions.WorkerThreads"
 
 
-def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`. Imports vLLM. Raises `ConfigError` for an option that vLLM does not
-    know."""
+def engine_arguments(spec: EngineSpec, *, sees: bool = False) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`. `sees`: the model is shown pictures. Imports vLLM. Raises `ConfigError`
+    for an option that vLLM does not know."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
 
@@ -70,6 +72,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
     if config.router_replay:
         arguments["enable_return_routed_experts"] = True
+    if sees:
+        arguments |= picture_arguments(config)
     if spec.by_priority:
         arguments["scheduling_policy"] = "priority"
     arguments |= config.engine_options
@@ -137,9 +141,10 @@ def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
     return values
 
 
-def sampling_params(num_samples: int, sampling: Sampling) -> Any:
+def sampling_params(num_samples: int, sampling: Sampling, banned: Sequence[int] = ()) -> Any:
     """vLLM's parameters for a request. Without stop strings the text is decoded once at the end (`completion_of`), not
-    token by token. Raises `DataError` for a structure that vLLM does not know."""
+    token by token. `banned`: tokens that are never sampled, also where it is greedy. Raises `DataError` for a structure
+    that vLLM does not know."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -159,6 +164,7 @@ def sampling_params(num_samples: int, sampling: Sampling) -> Any:
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
         structured_outputs=structure,
+        logit_bias=dict.fromkeys(banned, -math.inf) or None,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
 from penstock.metering.meters import Meters
+from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.vllm_conversion import engine_arguments, vllm_environment
 
@@ -43,6 +44,8 @@ class VllmProcesses:
     def __init__(self, spec: EngineSpec, meters: Meters | None = None) -> None:
         """`meters`: for vLLM's statistics after each step; None: it gathers none."""
         self._spec, self._config, self._meters = spec, spec.config, meters
+        self._pictures: PictureProcessor | None = None
+        """Processor of the model's pictures; None for a model of text."""
         self.llm: Any = None
         """vLLM's own engine, from `start` to `close`."""
         self._stats: Any = None
@@ -58,7 +61,8 @@ class VllmProcesses:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             try:
-                arguments = AsyncEngineArgs(**engine_arguments(self._spec))
+                self._pictures = PictureProcessor.if_it_sees(self._spec.model_path)
+                arguments = AsyncEngineArgs(**engine_arguments(self._spec, sees=self._pictures is not None))
                 self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=self._stat_loggers())
             except (RuntimeError, ValueError, OSError) as error:
                 told = explained(str(error), self._output.tail())

@@ -1,0 +1,281 @@
+"""Engines that see. What they report is what transformers' own forward pass says of the same tokens and features, and a
+picture that is lost, changed or placed wrongly shows."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.conf.errors import ConfigError, DataError
+from penstock.conf.rollout import RolloutConfig
+from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.processor import Features, PictureProcessor, opened
+from penstock.workers.protocols import Completion, EngineSpec, Sampling
+from penstock.workers.rollout.factory import make_engine
+from penstock.workers.rollout.sampling import sampling_logprobs
+from penstock.workers.weights.checkpoint_form import CheckpointForm
+from tests.publications import write_publication
+from tests.vision_models import END, IMAGE, START, picture
+
+BAR = 1e-5
+"""Largest mean difference of log-probabilities, float32."""
+PICTURES = {
+    "no picture": (),
+    "one picture": (picture(56, 84, 1),),
+    "two pictures of different sizes": (picture(56, 84, 1), picture(84, 140, 2)),
+    "one picture twice": (picture(56, 84, 1), picture(56, 84, 1)),
+}
+TWO = PICTURES["two pictures of different sizes"]
+
+
+class Eyes:
+    """A processor and a checking model on the tiny model."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+        torch.set_num_threads(1)
+        self.path = path
+        self.processor = PictureProcessor.of(str(path))
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+
+    def unexpanded(self, count: int) -> list[int]:
+        text = "".join(f"{START}{IMAGE}{END}{index}, " for index in range(count))
+        return self.tokenizer(f"{text}what is it?")["input_ids"]
+
+    def prompt(self, pictures: Sequence[bytes]) -> tuple[list[int], PromptPictures]:
+        ids, ranges = self.processor.expand(self.unexpanded(len(pictures)), pictures)
+        return ids, PromptPictures(tuple(pictures), tuple(ranges))
+
+    @torch.no_grad()
+    def logprobs(
+        self, prompt: Sequence[int], completion: Completion, features: Features | None, sampling: Sampling,
+        positions: torch.Tensor | None = None, banned: Sequence[int] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """`[T]`: the log-probabilities of a response by transformers' forward pass over prompt and response."""
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        inputs: dict[str, torch.Tensor] = {}
+        if features is not None:
+            kinds = torch.zeros_like(ids)
+            kinds[0, : len(prompt)] = ids[0, : len(prompt)] == self.processor.placeholder
+            inputs = {
+                "pixel_values": torch.from_numpy(features.pixel_values),
+                "image_grid_thw": torch.from_numpy(features.grid_thw),
+                "mm_token_type_ids": kinds,
+            }
+        self.model.model.rope_deltas = None
+        if positions is not None:
+            inputs["position_ids"] = positions
+        logits = self.model(input_ids=ids, **inputs).logits[0, len(prompt) - 1 : -1]
+        distribution = sampling_logprobs(logits, sampling, self.processor.token_ids if banned is None else banned)
+        return distribution.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+    def apart(self, prompt, completions: Sequence[Completion], features, sampling: Sampling, **options) -> float:
+        """Mean difference between an engine's log-probabilities and the checking model's."""
+        gaps = [
+            (torch.tensor(one.logprobs) - self.logprobs(prompt, one, features, sampling, **options)).abs()
+            for one in completions
+        ]
+        return float(torch.cat(gaps).mean())
+
+
+class Served:
+    """An engine on an event loop in a thread."""
+
+    def __init__(self, name: str, model_path: Path) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        config = RolloutConfig(engine=name, max_model_len=256, kv_cache_gib=0.25, max_pictures=3)
+        self.name, self.engine = name, make_engine(EngineSpec(config, str(model_path), phase_timeout_s=30))
+        self.call(self.engine.start())
+
+    def call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(600)
+
+    def generate(self, prompt, pictures, sampling: Sampling, num_samples: int = 2) -> list[Completion]:
+        return self.call(self.engine.generate(prompt, num_samples, sampling, pictures))
+
+    def close(self) -> None:
+        self.call(self.engine.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+@pytest.fixture(scope="module")
+def eyes(vision_model: Path) -> Eyes:
+    return Eyes(vision_model)
+
+
+VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])
+
+
+@pytest.fixture(scope="module", params=["hf", VLLM])
+def served(request: pytest.FixtureRequest, vision_model: Path) -> Iterator[Served]:
+    if request.param == "vllm":
+        request.getfixturevalue("warm_spawn")
+    subject = Served(request.param, vision_model)
+    yield subject
+    subject.close()
+
+
+DRAWN = Sampling(max_tokens=24, seed=5, ignore_eos=True)
+SAMPLINGS = {
+    "drawn": DRAWN,
+    "greedy": Sampling(temperature=0, max_tokens=24, ignore_eos=True),
+    "truncated": Sampling(temperature=0.7, top_k=20, top_p=0.9, max_tokens=24, seed=5, ignore_eos=True),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("shown", PICTURES)
+def test_an_engine_sees_what_transformers_does(served: Served, eyes: Eyes, shown: str, sampling: str) -> None:
+    prompt, pictures = eyes.prompt(PICTURES[shown])
+    num_samples = 1 if sampling == "greedy" else 2
+    completions = served.generate(prompt, pictures if shown != "no picture" else None, SAMPLINGS[sampling], num_samples)
+    features = eyes.processor.checked_features(prompt, pictures)
+    assert all(len(completion.token_ids) == 24 for completion in completions)
+    assert eyes.apart(prompt, completions, features, SAMPLINGS[sampling]) <= BAR
+
+
+def test_a_text_after_pictures_is_placed_as_a_text(served: Served, eyes: Eyes) -> None:
+    served.generate(*eyes.prompt(TWO), DRAWN)
+    prompt, _ = eyes.prompt(())
+    assert eyes.apart(prompt, served.generate(prompt, None, DRAWN), None, DRAWN) <= BAR
+
+
+def test_special_tokens_of_vision_are_never_drawn(served: Served, eyes: Eyes) -> None:
+    prompt, pictures = eyes.prompt(TWO[:1])
+    sampling = Sampling(temperature=2.0, max_tokens=64, seed=3, ignore_eos=True)
+    completions = served.generate(prompt, pictures, sampling, 8)
+    assert not {token for one in completions for token in one.token_ids} & {*eyes.processor.token_ids}
+    features = eyes.processor.features(pictures.encoded)
+    assert eyes.apart(prompt, completions, features, sampling) <= BAR
+    left = [
+        eyes.logprobs(prompt, one, features, sampling, banned=()) - torch.tensor(one.logprobs) for one in completions
+    ]
+    assert -float(torch.cat(left).sum()) > 5  # else none of them would have been drawn anyway
+
+
+def test_special_tokens_of_vision_are_not_the_likeliest_either(served: Served, eyes: Eyes) -> None:
+    banned = torch.tensor(eyes.processor.token_ids)
+    with torch.no_grad():
+        prompts = torch.randint(3, 99, (200, 6), generator=torch.Generator().manual_seed(0))
+        likeliest = eyes.model(input_ids=prompts).logits[:, -1].argmax(-1)
+    (found,) = torch.isin(likeliest, banned).nonzero(as_tuple=True)
+    assert len(found), "no prompt shows anything"
+    greedy = Sampling(temperature=0, max_tokens=4, ignore_eos=True)
+    for prompt in prompts[found[:4]].tolist():
+        completions = served.generate(prompt, None, greedy, 1)
+        assert not {*completions[0].token_ids} & {*eyes.processor.token_ids}
+        assert eyes.apart(prompt, completions, None, greedy) <= BAR
+
+
+def mutants(eyes: Eyes, prompt, completion: Completion) -> dict[str, tuple]:
+    """What a trainer might read instead of the two pictures: features, and positions."""
+    features = eyes.processor.features(TWO)
+    again = features.pixel_values * np.float32(3.7) - np.float32(1.7)  # about what normalizing does
+    first, second = features.pixel_values[:24], features.pixel_values[24:]
+    flat = torch.arange(len(prompt) + len(completion.token_ids)).expand(3, 1, -1)
+    return {
+        "a dropped picture": (Features(np.concatenate([first, 0 * second]), features.grid_thw), None),
+        "no pictures": (None, None),
+        "swapped pictures": (Features(np.concatenate([second, first]), features.grid_thw), None),
+        "shifted patches": (Features(np.roll(features.pixel_values, 1, 0), features.grid_thw), None),
+        "pixels normalized twice": (Features(again, features.grid_thw), None),
+        "a turned grid": (Features(features.pixel_values, features.grid_thw[:, [0, 2, 1]]), None),
+        "flat positions": (features, flat),
+    }
+
+
+def test_every_picture_that_goes_astray_shows(served: Served, eyes: Eyes) -> None:
+    prompt, pictures = eyes.prompt(TWO)
+    completions = served.generate(prompt, pictures, DRAWN, 1)
+    normal = eyes.apart(prompt, completions, eyes.processor.features(TWO), DRAWN)
+    found = {
+        name: eyes.apart(prompt, completions, features, DRAWN, positions=positions)
+        for name, (features, positions) in mutants(eyes, prompt, completions[0]).items()
+    }
+    print(f"{served.name}: normal {normal:.1e}", {name: f"{gap:.1e}" for name, gap in found.items()})
+    assert min(found.values()) > 100 * max(normal, 1e-7)
+
+
+def test_another_picture_is_another_prompt_for_the_prefix_cache(served: Served, eyes: Eyes) -> None:
+    """Same tokens, other pixels: what is kept of the first must not serve the second."""
+    for seed in (1, 9, 1):
+        prompt, pictures = eyes.prompt([picture(56, 84, seed)])
+        completions = served.generate(prompt, pictures, DRAWN)
+        assert eyes.apart(prompt, completions, eyes.processor.features(pictures.encoded), DRAWN) <= BAR
+
+
+@pytest.mark.parametrize("served", [VLLM], indirect=True)
+def test_both_engines_say_the_same(served: Served, eyes: Eyes) -> None:
+    prompt, pictures = eyes.prompt(TWO)
+    other = Served("hf", eyes.path)
+    (ours,), (theirs,) = (one.generate(prompt, pictures, SAMPLINGS["greedy"], 1) for one in (served, other))
+    other.close()
+    assert ours.token_ids == theirs.token_ids
+    assert np.abs(np.subtract(ours.logprobs, theirs.logprobs)).mean() <= BAR
+
+
+def test_after_a_load_the_same_picture_is_seen_by_the_new_weights(served: Served, eyes: Eyes, tmp_path: Path) -> None:
+    """Whoever kept what the old vision tower saw would be far off: its weights change too."""
+    prompt, pictures = eyes.prompt(TWO)
+    features = eyes.processor.features(TWO)
+    form = CheckpointForm(eyes.model)
+    before = {name: tensor.clone() for name, tensor in eyes.model.state_dict().items()}
+    generator = torch.Generator().manual_seed(4)
+    after = {name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in before.items()}
+    for version, state in ((1, after), (2, before)):
+        weights = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
+        eyes.model.load_state_dict(weights, strict=False)
+        published = [
+            (part.name, tensor.view(-1)[part.first : part.first + part.num_elements].view(part.shape))
+            for name, tensor in weights.items()
+            for part in form.parts(name, tuple(tensor.shape))
+        ]
+        served.call(served.engine.load(write_publication(tmp_path, version, published)))
+        completions = served.generate(prompt, pictures, DRAWN)
+        assert {token for one in completions for token in one.versions} == {version}
+        assert eyes.apart(prompt, completions, features, DRAWN) <= BAR
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["lost whole", "lost one"])
+def test_a_prompt_that_has_lost_pictures_is_refused(served: Served, eyes: Eyes, is_whole: bool) -> None:
+    prompt, pictures = eyes.prompt(TWO)
+    left = None if is_whole else PromptPictures(pictures.encoded[:1], pictures.ranges[:1])
+    with pytest.raises(DataError, match="lost a picture"):
+        served.generate(prompt, left, DRAWN)
+
+
+def test_more_pictures_than_the_configuration_allows_are_refused(served: Served, eyes: Eyes) -> None:
+    prompt, pictures = eyes.prompt([picture(28, 28)] * 4)
+    with pytest.raises(DataError, match=r"4 pictures in a prompt, and rollout\.max_pictures=3"):
+        served.generate(prompt, pictures, DRAWN)
+
+
+def test_a_model_of_text_refuses_pictures_by_name(tiny_model: Path, eyes: Eyes) -> None:
+    served = Served("hf", tiny_model)
+    with pytest.raises(ConfigError, match="model_type=qwen2 is a model of text"):
+        served.generate(*eyes.prompt(TWO), DRAWN)
+    served.close()
+
+
+@pytest.mark.parametrize("served", [VLLM], indirect=True)
+def test_vllm_expands_tokens_again_where_it_is_left_to_process(served: Served, eyes: Eyes) -> None:
+    """Why prompts come to it as features with their places: nothing says that another prompt was read."""
+    prompt, pictures = eyes.prompt(TWO[:1])
+    images = {"image": [opened(picture) for picture in pictures.encoded]}
+
+    async def asked() -> int:
+        from penstock.workers.rollout.vllm_conversion import sampling_params
+
+        request = {"prompt_token_ids": prompt, "multi_modal_data": images}
+        async for output in served.engine.llm.generate(request, sampling_params(1, DRAWN), request_id="twice"):
+            length = len(output.prompt_token_ids)
+        return length
+
+    assert served.call(asked()) == len(prompt) + 5

@@ -1,0 +1,78 @@
+"""The places of pictures in a prompt's tokens. Pure.
+
+A tokenizer writes one placeholder for a picture. The model reads as many as the picture has features: they are expanded
+here, once, and everything after that reads expanded tokens and the ranges of each picture in them.
+
+    unexpanded   What is <start><pad><end>?            one <pad> a picture
+    expanded     What is <start><pad>…<pad><end>?      one <pad> a feature
+    ranges       [(3, 6)]                              offset and length, in the order of the pictures
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from penstock.conf.errors import DataError
+
+Range = tuple[int, int]
+"""Offset of a picture's first placeholder in the expanded tokens, and the number of its placeholders."""
+
+
+@dataclass(frozen=True)
+class PromptPictures:
+    """The pictures of one prompt, in the order of their places in it."""
+
+    encoded: tuple[bytes, ...]
+    """PNG or JPEG, as the dataset has them."""
+    ranges: tuple[Range, ...]
+
+
+def expanded(ids: Sequence[int], placeholder: int, lengths: Sequence[int]) -> tuple[list[int], list[Range]]:
+    """Expand the placeholder of each picture to as many as it has features.
+
+    `lengths`: features of each picture. Raises `DataError` for tokens that have another number of placeholders than
+    there are pictures, also because they are expanded already: expanded again, they would be another prompt.
+
+    >>> expanded([7, 1, 8, 1, 9], 1, [3, 2])
+    ([7, 1, 1, 1, 8, 1, 1, 9], [(1, 3), (5, 2)])
+    """
+    found = [place for place, token in enumerate(ids) if token == placeholder]
+    if len(found) != len(lengths):
+        doubled = any(second == first + 1 for first, second in pairwise(found))
+        why = (
+            "These tokens are expanded already, and would be expanded twice: give the ones that the tokenizer wrote."
+            if doubled
+            else "A prompt has one placeholder for each of its pictures."
+        )
+        raise DataError(f"{len(found)} placeholders (token {placeholder}) for {len(lengths)} pictures. {why}")
+    tokens: list[int] = []
+    ranges = []
+    begin = 0
+    for place, length in zip(found, lengths, strict=True):
+        tokens += ids[begin:place]
+        ranges.append((len(tokens), length))
+        tokens += [placeholder] * length
+        begin = place + 1
+    return [*tokens, *ids[begin:]], ranges
+
+
+def check_ranges(ids: Sequence[int], ranges: Sequence[Range], placeholder: int, lengths: Sequence[int]) -> None:
+    """Check that expanded tokens and pictures belong together: every range has the length of its picture and holds
+    placeholders, one after the other, and there are none outside. Raises `DataError` that says which does not."""
+    if len(ranges) != len(lengths):
+        raise DataError(f"{len(ranges)} ranges of placeholders for {len(lengths)} pictures.")
+    end = 0
+    for number, ((offset, length), features) in enumerate(zip(ranges, lengths, strict=True), 1):
+        if length != features:
+            raise DataError(f"picture {number} has {features} features, and {length} placeholders in the prompt.")
+        if offset < end or any(token != placeholder for token in ids[offset : offset + length]):
+            raise DataError(
+                f"picture {number}: its range ({offset}, {length}) holds other tokens than its placeholders."
+            )
+        end = offset + length
+    num_placed = sum(length for _, length in ranges)
+    if (total := sum(token == placeholder for token in ids)) != num_placed or end > len(ids):
+        raise DataError(
+            f"{total} placeholders (token {placeholder}) in a prompt whose pictures have {num_placed} features. Its "
+            "tokens were cut, expanded twice, or lost a picture."
+        )

@@ -1,0 +1,211 @@
+"""From encoded pictures to what a model reads of them: one object, the same for prompts, engines, the gateway and the
+trainer. Its `digest` says whether two processes have the same.
+
+    expand    unexpanded tokens and pictures ─▶ expanded tokens, ranges
+    features  pictures ─▶ patches of pixels and their grid, bit for bit the same wherever the digest is
+
+The image processor is transformers' own on PIL, and not the one on torchvision: the two resize differently in the last
+bits, and PIL is wherever a picture is read. transformers is imported by `PictureProcessor.of`; torch is not needed.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.conf.errors import ConfigError, DataError
+from penstock.workers.pictures.placeholders import PromptPictures, Range, check_ranges, expanded
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""Model types whose pictures are read here."""
+FORMATS = ("PNG", "JPEG")
+IMAGE_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+"""Names of one image processor in models' files, by backend."""
+TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+"""Special tokens of vision, as models' configurations name them; the first is the placeholder."""
+ORIENTATION = 0x0112
+"""EXIF tag of how a camera was held; from 5 on, height and width change places."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a model reads of some pictures, those of one picture after the other."""
+
+    pixel_values: np.ndarray
+    """`[patches, channels * frames * height * width of a patch]` float32."""
+    grid_thw: np.ndarray
+    """`[pictures, 3]` int64: patches in time, height and width."""
+
+    @property
+    def num_patches(self) -> list[int]:
+        """Rows of `pixel_values` that each picture has."""
+        return [int(number) for number in self.grid_thw.prod(-1)]
+
+
+def configuration(model_path: str) -> Mapping[str, Any]:
+    """What a model's config.json holds. Raises `OSError`."""
+    from transformers import PretrainedConfig
+
+    return PretrainedConfig.get_config_dict(model_path)[0]
+
+
+class PictureProcessor:
+    """Made by `of`; then it has no state.
+
+    >>> processor = PictureProcessor.of("Qwen/Qwen2.5-VL-3B-Instruct")
+    >>> ids, ranges = processor.expand(ids, [Path("cat.png").read_bytes()])
+    """
+
+    def __init__(self, family: str, token_ids: Sequence[int], image_processor: Any) -> None:
+        """`token_ids`: those that `TOKENS` names. `image_processor`: transformers'."""
+        self.family, self.token_ids, self._images = family, tuple(token_ids), image_processor
+        """`token_ids`: special tokens of vision. A policy must never sample them."""
+
+    @classmethod
+    def of(cls, model_path: str) -> "PictureProcessor":
+        """Make the processor of a model. Raises `ConfigError` for a model whose pictures are not read here."""
+        from transformers import Qwen2VLImageProcessorPil
+
+        config = configuration(model_path)
+        if config.get("model_type") not in FAMILIES:
+            sees = config.get("vision_config") is not None
+            kind = "a model that sees, of a family that is not" if sees else "a model of text, not"
+            raise ConfigError(
+                f"model.path={model_path}: model_type={config.get('model_type')} is {kind} among those whose pictures "
+                f"are read: {', '.join(FAMILIES)}. Choose one of them, or leave the pictures out."
+            )
+        settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(model_path)
+        named = settings.get("image_processor_type", IMAGE_PROCESSORS[0])
+        if named not in IMAGE_PROCESSORS:
+            raise ConfigError(
+                f"model.path={model_path}: its image processor is {named}, where {IMAGE_PROCESSORS[0]} is known. "
+                "Choose a model with that one."
+            )
+        lacks = [name for name in TOKENS if not isinstance(config.get(name), int)]
+        if lacks:
+            raise ConfigError(f"model.path={model_path}: its config.json lacks {', '.join(lacks)}. Add them to it.")
+        return cls(config["model_type"], [config[name] for name in TOKENS], Qwen2VLImageProcessorPil(**_kept(settings)))
+
+    @classmethod
+    def if_it_sees(cls, model_path: str) -> "PictureProcessor | None":
+        """Make the processor of a model; None for a model whose pictures are not read here, which may be used for text.
+        Raises `ConfigError`."""
+        return cls.of(model_path) if configuration(model_path).get("model_type") in FAMILIES else None
+
+    @property
+    def placeholder(self) -> int:
+        """Token that stands for a picture's features."""
+        return self.token_ids[0]
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of all that features and places depend on: versions, the processor's class and settings, tokens."""
+        import PIL
+        import transformers
+
+        parts = {
+            "family": self.family,
+            "tokens": self.token_ids,
+            "class": type(self._images).__name__,
+            "settings": json.loads(self._images.to_json_string()),
+            "versions": {"transformers": transformers.__version__, "pillow": PIL.__version__, "numpy": np.__version__},
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def check_digest(self, other: str, whose: str) -> None:
+        """Refuse another process's processor that is not the same. Raises `ConfigError`."""
+        if other != self.digest:
+            raise ConfigError(
+                f"{whose} reads pictures otherwise than this process (digest {other:.12}, here {self.digest:.12}): the "
+                "versions of transformers, pillow or numpy, or the model's preprocessor_config.json, differ. Install "
+                "the same lock and the same model on both."
+            )
+
+    def expand(self, ids: Sequence[int], pictures: Sequence[bytes]) -> tuple[list[int], list[Range]]:
+        """Expand tokens with one placeholder a picture. Returns them and the range of each picture. Raises `DataError`
+        for tokens that are expanded already, and for pictures that cannot be read."""
+        return expanded(ids, self.placeholder, [self.length_of(picture) for picture in pictures])
+
+    def length_of(self, picture: bytes) -> int:
+        """Number of features, and so of placeholders, of a picture. Reads its size, not its pixels."""
+        width, height = size_of(picture)
+        try:
+            num_patches = self._images.get_number_of_image_patches(height, width)
+        except ValueError as error:  # such as one that is 200 times as wide as high
+            raise DataError(f"a picture of {width} x {height} pixels: {error}") from None
+        return int(num_patches) // self._images.merge_size**2
+
+    def features(self, pictures: Sequence[bytes]) -> Features:
+        """What the model reads of at least one picture. Raises `DataError`."""
+        try:
+            found = self._images([opened(picture) for picture in pictures], return_tensors="np")
+        except ValueError as error:
+            raise DataError(f"pictures that the processor cannot take: {error}") from None
+        return Features(found["pixel_values"].astype(np.float32, copy=False), found["image_grid_thw"].astype(np.int64))
+
+    def checked_features(self, ids: Sequence[int], pictures: PromptPictures | None) -> Features | None:
+        """Features of a prompt's pictures, which its expanded tokens have places for; None for no pictures. Raises
+        `DataError` where tokens and pictures do not belong together: a prompt that has lost its pictures is told from a
+        text by its placeholders."""
+        found = self.features(pictures.encoded) if pictures is not None and pictures.encoded else None
+        lengths = [number // self._images.merge_size**2 for number in found.num_patches] if found is not None else []
+        check_ranges(ids, pictures.ranges if pictures is not None else (), self.placeholder, lengths)
+        return found
+
+
+def check_seen(processor: PictureProcessor | None, pictures: PromptPictures | None, most: int, model_path: str) -> None:
+    """Refuse pictures that the model of an engine cannot see, or more than `most`. Raises `DataError`, and
+    `ConfigError` for the model."""
+    count = 0 if pictures is None else len(pictures.encoded)
+    if count and processor is None:
+        PictureProcessor.of(model_path)  # raises, and says why
+    if count > most:
+        raise DataError(f"{count} pictures in a prompt, and rollout.max_pictures={most}. Raise it, or filter the data.")
+
+
+def hash_of(picture: bytes) -> str:
+    """Hash of a picture's content, by which engines and the store keep it once."""
+    return hashlib.blake2b(picture, digest_size=20).hexdigest()
+
+
+def opened(picture: bytes) -> "Image":
+    """The picture as RGB pixels, turned as its camera was held. Raises `DataError`."""
+    from PIL import ImageOps
+
+    image = _begun(picture)
+    try:
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"a picture of {len(picture)} bytes is damaged: {error}") from None
+
+
+def size_of(picture: bytes) -> tuple[int, int]:
+    """Width and height that the opened picture will have, without reading its pixels. Raises `DataError`."""
+    image = _begun(picture)
+    width, height = image.size
+    return (height, width) if image.getexif().get(ORIENTATION, 1) >= 5 else (width, height)
+
+
+def _begun(picture: bytes) -> "Image":
+    """The picture, of which the head is read."""
+    from PIL import Image
+
+    try:
+        return Image.open(io.BytesIO(picture), formats=FORMATS)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"a picture of {len(picture)} bytes is no {' or '.join(FORMATS)} that can be read: {error}"
+        ) from None
+
+
+def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the image processor, without the names of classes."""
+    return {name: value for name, value in settings.items() if not name.endswith("_type") and name != "processor_class"}

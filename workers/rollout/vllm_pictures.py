@@ -1,0 +1,47 @@
+"""Pictures in vLLM's terms: the arguments of an engine that sees, and prompts as it reads them.
+
+vLLM gets expanded tokens, features and places, and processes nothing: what the trainer reads is what it has read.
+Importing this module does not import vLLM.
+"""
+
+from typing import Any
+
+from penstock.conf.rollout import RolloutConfig
+from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.processor import Features, hash_of
+
+IMAGE = "image"
+"""vLLM's name of the modality."""
+
+
+def picture_arguments(config: RolloutConfig) -> dict[str, Any]:
+    """Arguments of `AsyncEngineArgs` for a model that sees. Features come with their pixels normalized: by default vLLM
+    does that in the model, and would do it a second time. The cache of processed pictures is off: it would keep, in two
+    processes, what is processed elsewhere."""
+    return {
+        "limit_mm_per_prompt": {IMAGE: config.max_pictures, "video": 0},
+        "mm_device_do_normalize": False,
+        "mm_processor_cache_gb": 0,
+    }
+
+
+def picture_prompt(prompt_ids: list[int], pictures: PromptPictures, features: Features) -> Any:
+    """The prompt as vLLM's engine takes it. A picture's hash stands for it in its caches."""
+    import torch
+    from vllm.inputs import mm_input
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes(IMAGE, torch.tensor(features.num_patches)),
+        "image_grid_thw": MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),
+    }
+    tensors: Any = {
+        "pixel_values": torch.from_numpy(features.pixel_values),
+        "image_grid_thw": torch.from_numpy(features.grid_thw),
+    }
+    return mm_input(
+        prompt_ids,
+        MultiModalKwargsItems.from_hf_inputs(tensors, fields),
+        {IMAGE: [hash_of(picture) for picture in pictures.encoded]},
+        {IMAGE: [PlaceholderRange(offset, length) for offset, length in pictures.ranges]},
+    )
