@@ -21,8 +21,11 @@ import torch
 from penstock.algorithms.graph.columns import ROUTED_EXPERTS
 from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
+from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.progress import Phases
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.models.pictures import tower_of
+from penstock.workers.trainer.models.sight import Sight
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
@@ -118,6 +121,7 @@ def assemble_trainer(
     trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **_options(spec))
     if ROUTED_EXPERTS in spec.columns:
         trainer.replay_experts()
+    _give_sight(trainer)
     trainer.check_scores()
     critic = _critic(spec, address)
     ranks = trainer.ranks
@@ -147,6 +151,7 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
     """Assemble a rank that only computes; arguments and errors as for `assemble_trainer`."""
     options = _options(spec) | {"rows_alone": spec.rows_alone, "trainable": False}
     trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **options)
+    _give_sight(trainer)
     trainer.check_scores()
     compute = trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs
     guest = Guest(trainer)
@@ -214,3 +219,9 @@ def _rows(max_length: int) -> Rows:
     """Rows for the trial. They consist of token 0, which every model has."""
     response = [0] * min(NUM_TOKENS, max_length - 1)
     return Rows.from_lists({"prompt_ids": [[0]] * NUM_ROWS, "response_ids": [response] * NUM_ROWS})
+
+
+def _give_sight(trainer: PolicyTrainer | ScalarTrainer) -> None:
+    """Give a trainer whose model sees the model's own processor. Raises `ConfigError`."""
+    if tower_of(trainer.model.lm) is not None:
+        trainer.see(Sight(PictureProcessor.of(trainer.model_path), trainer.model.lm.config))

@@ -12,11 +12,15 @@ import torch
 
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.rollout import RolloutConfig
+from penstock.conf.trainer import TrainerConfig
+from penstock.store.data.rows import Rows
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import Features, PictureProcessor, opened
 from penstock.workers.protocols import Completion, EngineSpec, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.sampling import sampling_logprobs
+from penstock.workers.trainer.models.sight import Sight
+from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from tests.publications import write_publication
 from tests.vision_models import END, IMAGE, START, picture
@@ -279,3 +283,25 @@ def test_vllm_expands_tokens_again_where_it_is_left_to_process(served: Served, e
         return length
 
     assert served.call(asked()) == len(prompt) + 5
+
+
+@pytest.mark.parametrize("shown", PICTURES)
+def test_the_trainer_computes_of_responses_what_the_engine_reported(served: Served, eyes: Eyes, shown: str) -> None:
+    """Padded with the row of another prompt, whose pictures differ."""
+    shown_too = TWO[1:] if shown == "no picture" else ()
+    columns: dict[str, list] = {name: [] for name in ("prompt_ids", "pictures", "picture_ranges", "response_ids")}
+    reported = []
+    for encoded in (PICTURES[shown], shown_too):
+        prompt, pictures = eyes.prompt(encoded)
+        for one in served.generate(prompt, pictures if encoded else None, DRAWN):
+            row = (prompt, list(encoded), [number for one in pictures.ranges for number in one], one.token_ids)
+            for values, value in zip(columns.values(), row, strict=True):
+                values.append(value)
+            reported.append(one.logprobs)
+    trainer = PolicyTrainer(TrainerConfig(), str(eyes.path))
+    try:
+        trainer.see(Sight(eyes.processor, trainer.model.lm.config))
+        computed = trainer.logprobs(Rows.from_lists(columns))
+    finally:
+        trainer.close()
+    assert float(np.mean(np.abs(np.concatenate(computed) - np.concatenate(reported)))) <= BAR
