@@ -24,6 +24,7 @@ from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
 from penstock.store.errors import LeaseSuperseded
 from penstock.workers.concurrent_tasks import BusyClock, cancel_all
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
 
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
@@ -90,7 +91,7 @@ class RolloutWorker:
         """Generate the responses to one group, then write them."""
         num_samples = 1 if self._greedy else len(rows)
         try:
-            completions = await self._generate(group_id, rows.arrays("prompt_ids")[0].tolist(), num_samples)
+            completions = await self._generate(group_id, rows, num_samples)
         except DataError as error:
             reason = "invalid_prompt" if isinstance(error, PromptRefused) else "refused_request"
             await store.drop(lease, rows.row_ids, reason, str(error))
@@ -107,10 +108,12 @@ class RolloutWorker:
             await store.write(lease, rows.row_ids[kept], response_columns([completions[i] for i in kept]))
         return len(kept), sum(len(completion.token_ids) for completion in completions)
 
-    async def _generate(self, group_id: int, prompt_ids: list[int], num_samples: int) -> list[Completion]:
+    async def _generate(self, group_id: int, rows: Rows, num_samples: int) -> list[Completion]:
+        prompt_ids, pictures = rows.arrays("prompt_ids")[0].tolist(), prompt_pictures(rows)
         sampling = self._intake.sampling
         sampling = sampling.greedy() if self._greedy else sampling.seeded(self._intake.seed_of(group_id))
-        generation = self._engine.generate(prompt_ids, num_samples, sampling)
+        seen = () if pictures is None else (pictures,)
+        generation = self._engine.generate(prompt_ids, num_samples, sampling, *seen)
         try:
             return await asyncio.wait_for(generation, self._timeout_s)
         except TimeoutError:
@@ -119,6 +122,15 @@ class RolloutWorker:
                 f"was not done after {self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower "
                 "rollout.sampling.max_tokens."
             ) from None
+
+
+def prompt_pictures(rows: Rows) -> PromptPictures | None:
+    """The pictures of a group's prompt; None for a prompt without any."""
+    encoded = rows.blobs("pictures")[0] if "pictures" in rows else []
+    if not encoded:
+        return None
+    ranges = rows.arrays("picture_ranges")[0].reshape(-1, 2).tolist()
+    return PromptPictures(tuple(map(bytes, encoded)), tuple((offset, length) for offset, length in ranges))
 
 
 def response_columns(completions: Sequence[Completion]) -> dict[str, list[object]]:

@@ -11,6 +11,7 @@ from penstock.conf.errors import DataError, DeadlineExceeded, PromptRefused, Wor
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.worker import GroupIntake, RolloutWorker, sample_seed
@@ -248,3 +249,46 @@ def test_seeds_depend_on_run_and_group_alone() -> None:
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**48 for seed in seeds)
     assert sample_seed(1, 2) == sample_seed(1, 2)
+
+
+class SeeingEngine(ScriptedEngine):
+    """Notes the pictures that it is shown, by the first token of the prompt."""
+
+    def __init__(self) -> None:
+        super().__init__(TimeModel())
+        self.shown: dict[int, PromptPictures | None] = {}
+
+    async def generate(
+        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
+    ) -> list[Completion]:
+        self.shown[prompt_ids[0]] = pictures
+        return await super().generate(prompt_ids, num_samples, sampling)
+
+
+def test_an_engine_is_shown_the_pictures_of_each_prompt_and_none_of_a_text() -> None:
+    engine, seen = SeeingEngine(), ("pictures", "picture_ranges")
+
+    async def scenario() -> None:
+        await engine.start()
+        columns = (*PROMPT_COLUMNS, *seen, *ROLLOUT_COLUMNS)
+        store = make_store(
+            columns=tuple(STANDARD_COLUMNS[name] for name in columns),
+            source_columns=(*PROMPT_COLUMNS, *seen),
+            stages=(
+                StageSpec("rollout", "group", ("prompt_ids", *seen), ROLLOUT_COLUMNS),
+                StageSpec("train", "batch", ("prompt_ids", *ROLLOUT_COLUMNS), ()),
+            ),
+        )
+        client = StoreClient(store)
+        running = asyncio.create_task(make_worker(engine).run(client))
+        pictures = ([b"one", b"another"], [], [b"one"], [])
+        ranges = ([0, 2, 5, 3], [], [1, 2], [])
+        rows = zip(prompts(4), pictures, ranges, strict=True)
+        await client.put_groups([{**row, "pictures": shown, "picture_ranges": at} for row, shown, at in rows])
+        await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 60)
+        await client.close("the test is over")
+        await asyncio.wait_for(running, 60)
+
+    asyncio.run(scenario())
+    one = PromptPictures((b"one",), ((1, 2),))
+    assert engine.shown == {10: PromptPictures((b"one", b"another"), ((0, 2), (5, 3))), 11: None, 12: one, 13: None}
