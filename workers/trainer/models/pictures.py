@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
+from penstock.workers.pictures.processor import FAMILIES
 from penstock.workers.trainer.update.pictures import Picture, Pictures, place
-
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-"""Kinds of models whose pictures are known here: one feature a placeholder, positions on three axes."""
 
 
 def tower_of(lm: Any) -> nn.Module | None:
