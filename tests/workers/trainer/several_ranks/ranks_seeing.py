@@ -26,7 +26,7 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
     """An update with the tower frozen, and one with it trained."""
     torch.set_num_threads(1)
     fsdp.KEEP_WHOLE_BYTES = 0  # weights are gathered layer by layer, the tower's too
-    rows = rows_with(PROMPTS)
+    rows, trainers = rows_with(PROMPTS), list[PolicyTrainer]()  # in one process group, which ends with the last one
     for name, freeze in FREEZES.items():
         config = TrainerConfig(
             num_ranks=num_ranks, freeze=freeze, optimizer=OptimizerConfig(**LINEAR),
@@ -37,6 +37,8 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
         trainer.check_scores()
         trainer.update(rows.select(SHARES[rank]) if num_ranks > 1 else rows, ppo_clip_loss)
         trainer.publish(str(directory / name), 1)
+        trainers.append(trainer)
+    for trainer in reversed(trainers):
         trainer.close()
 
 
