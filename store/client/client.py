@@ -95,7 +95,7 @@ class StoreClient:
         encoded: list[tuple[pa.RecordBatch, Facts, Slot | None]] = []
         try:
             for rows in parts:
-                some = {name: [column[row] for row in rows] for name, column in values.items()}
+                some = values if len(parts) == 1 else {name: [one[row] for row in rows] for name, one in values.items()}
                 encoded.append(await self._encode(spec, some, rows))
                 check_group_bytes(spec.max_bytes, encoded[-1][1].row_bytes)  # here: others' may travel in the message
         except StoreError:

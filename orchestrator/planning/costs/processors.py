@@ -58,21 +58,21 @@ class ProcessorCosts:
     """Seconds on one thread, with nobody in the way."""
 
     decode_s: float
-    """Of a decode step, whatever its sequences."""
+    """Seconds of a decode step, whatever its sequences."""
     sequence_s: float
-    """Of a decode step for each of its sequences."""
+    """Seconds of a decode step for each of its sequences."""
     group_s: float
-    """Of a group, beside its decode steps: its lease, its prompt, its way back."""
+    """Seconds of a group, beside its decode steps: its lease, its prompt, its way back."""
     token_s: float
-    """Of an update by one rank, for each token."""
+    """Seconds of an update by one rank, for each token."""
     update_s: float
-    """Of an update, whatever its tokens: the optimizer, the copy of the state."""
+    """Seconds of an update, whatever its tokens: the optimizer, the copy of the state."""
     published_s: float
     paused_s: float
     scored_s: float
     """From the end of a batch's last group until the update begins: rewards, advantages, the forming of the batch."""
     between_s: float
-    """Of a step between its phases, in which the controller's calls go around."""
+    """Seconds of a step between its phases, in which the controller's calls go around."""
     engine_gains: Mapping[int, float] = field(default_factory=lambda: ENGINE_GAINS)
     rank_gains: Mapping[int, float] = field(default_factory=lambda: RANK_GAINS)
 
