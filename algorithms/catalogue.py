@@ -2,9 +2,9 @@
 
 # The modules register their algorithms when they are imported.
 from penstock.algorithms.builtin import grpo, imitation, policy_gradient, ppo, preferences  # noqa: F401
-from penstock.algorithms.graph.columns import ROUTED_EXPERTS
+from penstock.algorithms.graph.columns import PROMPT_PICTURES, ROUTED_EXPERTS
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.rewrites import in_environment, with_rewards, with_router_replay
+from penstock.algorithms.graph.rewrites import in_environment, with_pictures, with_rewards, with_router_replay
 from penstock.algorithms.registry import ALGORITHMS, Algorithm
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
@@ -26,8 +26,8 @@ def build_dataflow(config: AlgorithmConfig) -> Dataflow:
 
 
 def dataflow_of(config: RunConfig, flow: Dataflow | None = None) -> Dataflow:
-    """The checked dataflow of a run: the one given, or its algorithm's, with its rewards and in its environment if it
-    has any."""
+    """The checked dataflow of a run: the one given, or its algorithm's, with its rewards, in its environment and with
+    its pictures if it has any."""
     flow = flow if flow is not None else find_algorithm(config.algorithm.name).build(config.algorithm_of_run)
     if config.rewards:
         flow = with_rewards(flow.check(), config.rewards)
@@ -35,4 +35,6 @@ def dataflow_of(config: RunConfig, flow: Dataflow | None = None) -> Dataflow:
         flow = in_environment(flow.check())
     if config.rollout.router_replay and ROUTED_EXPERTS not in flow.columns:
         flow = with_router_replay(flow.check())
+    if config.rollout.max_pictures and PROMPT_PICTURES[0] not in flow.columns:
+        flow = with_pictures(flow.check())
     return flow.check()

@@ -17,8 +17,8 @@ TEMPLATE_ARGUMENTS = ("messages", "conversation", "tools", "tokenize", "add_gene
 
 @dataclass
 class FreshModelConfig:
-    """A small Qwen2, or with experts a Qwen3-MoE, with random weights and a character tokenizer, for runs that bring no
-    model (`model=tiny`)."""
+    """A small Qwen2, with experts a Qwen3-MoE, with a vision tower a Qwen2.5-VL, with random weights and a character
+    tokenizer, for runs that bring no model (`model=tiny`)."""
 
     num_layers: int = 4
     hidden_size: int = 256
@@ -29,6 +29,10 @@ class FreshModelConfig:
     experts_per_token: int = 2
     """Experts that a token is sent to, where there are any. Two learn sooner than one: the router then gets a gradient
     from how they compare."""
+    num_vision_layers: int = 0
+    """Layers of a vision tower, for runs with pictures (rollout.max_pictures). 0: none, the model reads text."""
+    vision_hidden_size: int = 64
+    """Width of the tower, a multiple of 32: its heads have 32 numbers each."""
     num_heads: int = 4
     num_kv_heads: int = 2
     max_position_embeddings: int = 1024
@@ -45,6 +49,13 @@ class FreshModelConfig:
         at_least("model.fresh.num_experts", self.num_experts, 0)
         if self.num_experts:
             within("model.fresh.experts_per_token", self.experts_per_token, 1, self.num_experts)
+        at_least("model.fresh.num_vision_layers", self.num_vision_layers, 0)
+        if self.num_vision_layers and self.num_experts:
+            raise ConfigError("model.fresh: it has a vision tower or experts, not both. Set one of the numbers to 0.")
+        if self.vision_hidden_size < 32 or self.vision_hidden_size % 32:
+            raise ConfigError(
+                f"model.fresh.vision_hidden_size={self.vision_hidden_size} must be a multiple of 32, a head's width."
+            )
 
 
 @dataclass

@@ -143,9 +143,9 @@ class RolloutConfig:
     """Data type, float32 or bfloat16. On GPUs use bfloat16."""
     max_model_len: int = 1024
     """Longest sequence, prompt + response, in tokens. Sizes the KV cache."""
-    max_pictures: int = 16
-    """Most pictures of a prompt, for models that see; prompts with more are refused. vLLM tries at its start whether
-    there is memory for so many."""
+    max_pictures: int = 0
+    """Most pictures of a sequence, for models that see; a prompt with more is refused, and vLLM tries at its start
+    whether there is memory for so many. 0: the run is one of text, and no column for pictures is in the store."""
     max_concurrent_samples: int = 256
     """Sequences that one engine decodes at a time."""
     kv_cache_gib: float = 1.0
@@ -190,8 +190,9 @@ class RolloutConfig:
         else:
             at_least("rollout.num_workers", self.num_workers, 1)
         at_least("rollout.drain_s", self.drain_s, 0)
-        for key in ("tensor_parallel_size", "max_concurrent_samples", "max_pictures"):
+        for key in ("tensor_parallel_size", "max_concurrent_samples"):
             at_least(f"rollout.{key}", getattr(self, key), 1)
+        at_least("rollout.max_pictures", self.max_pictures, 0)
         at_least("rollout.num_gpus_per_worker", self.num_gpus_per_worker, 0)
         at_least("rollout.max_model_len", self.max_model_len, 2)
         if not auto_or_number("rollout.gpu_memory_utilization", self.gpu_memory_utilization):

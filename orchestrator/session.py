@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.algorithms.catalogue import dataflow_of
+from penstock.algorithms.graph.columns import PROMPT_PICTURES
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
@@ -48,6 +49,7 @@ from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.batches import balance, row_cost
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.protocols import Completion, Loss, Sampling
@@ -63,6 +65,7 @@ class Prompt:
     index: int
     prompt_ids: list[int]
     task: str
+    pictures: PromptPictures | None = None
 
 
 class PromptStream:
@@ -75,7 +78,10 @@ class PromptStream:
     def next(self, count: int) -> list[Prompt]:
         groups = self._source.next_groups(count)
         first, self._drawn = self._drawn, self._drawn + count
-        return [Prompt(first + i, list(group["prompt_ids"]), str(group["task"])) for i, group in enumerate(groups)]
+        return [
+            Prompt(first + i, list(group["prompt_ids"]), str(group["task"]), PromptPictures.of(group))
+            for i, group in enumerate(groups)
+        ]
 
 
 class Model:
@@ -124,7 +130,8 @@ class Policy(Model):
 
     def generate(self, prompts: Sequence[Prompt], n: int = 1, sampling: Sampling | None = None) -> Rows:
         """Sample `n` responses to each prompt: columns prompt_ids, task, response_ids, response_text, finish_reason,
-        behavior_logprobs, token_versions; `group_ids` are the prompts' indices."""
+        behavior_logprobs, token_versions, and pictures and picture_ranges with `rollout.max_pictures`; `group_ids` are
+        the prompts' indices."""
         chosen = sampling or self._sampling
         seeded = self._config.rollout.sampling.seeded and chosen.temperature > 0
         samplings = [
@@ -132,15 +139,15 @@ class Policy(Model):
         ]
         members = self._fleet.role("rollout")
         engines = len(members)
-        calls = [
-            (name, handle.generate.remote([p.prompt_ids for p in prompts[i::engines]], n, samplings[i::engines]))
-            for i, (name, handle) in enumerate(members)
-        ]
+        calls = []
+        for i, (name, handle) in enumerate(members):
+            ids, seen = [one.prompt_ids for one in prompts[i::engines]], [one.pictures for one in prompts[i::engines]]
+            calls.append((name, handle.generate.remote(ids, n, samplings[i::engines], seen)))
         answers = get_all(calls, phase="generate", timeout_s=self._config.rollout.generate_timeout_s)
         groups: list[list[Completion]] = [[]] * len(prompts)
         for i, answer in enumerate(answers):
             groups[i::engines] = answer
-        return _rows(prompts, groups)
+        return _rows(prompts, groups, has_pictures=self._config.rollout.max_pictures > 0)
 
     def update(self, rows: Rows, loss: Loss) -> dict[str, float]:
         """Make one policy update on the rows. `loss` reads columns by the names of its parameters. Returns the batch's
@@ -318,11 +325,14 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         return thread.submit(asyncio.run, work).result()
 
 
-def _rows(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> Rows:
+def _rows(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], *, has_pictures: bool) -> Rows:
     pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
     columns: dict[str, list[Any]] = {
         "prompt_ids": [prompt.prompt_ids for prompt, _ in pairs],
         "task": [prompt.task for prompt, _ in pairs],
         **response_columns([completion for _, completion in pairs]),
     }
+    if has_pictures:
+        seen = [(prompt.pictures or PromptPictures((), ())).columns() for prompt, _ in pairs]
+        columns |= {name: [one[name] for one in seen] for name in PROMPT_PICTURES}
     return Rows.from_lists(columns, group_ids=[prompt.index for prompt, _ in pairs])

@@ -1,4 +1,4 @@
-"""Makes a small Qwen2, or Qwen3-MoE, with random weights and a character tokenizer, as a HF model directory.
+"""Makes a small Qwen2, Qwen3-MoE or Qwen2.5-VL with random weights and a character tokenizer, as a HF model directory.
 
 For runs that bring no model (`model=tiny`), tests and benchmarks. It is made once, at the start of a run, in the run
 directory; all other processes read it like any other HF model.
@@ -7,15 +7,18 @@ directory; all other processes read it like any other HF model.
 from pathlib import Path
 from typing import Any
 
-from penstock.conf.errors import ModelError
+from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.model import FreshModelConfig
+from penstock.workers.pictures import fresh as eyes
+from penstock.workers.pictures.processor import PictureProcessor
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 CHARACTERS = "Ċ" + "Ġ" + "".join(chr(code) for code in range(33, 127))
 """Characters of the vocabulary: newline, space and the other printable ASCII, spelled as byte-level BPE spells them."""
+CONTENT = "{{ message['content'] }}"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}"
+    f"{{% for message in messages %}}{CONTENT}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
     "{{ '\\n' if message['role'] != 'assistant' or not loop.last }}{% endfor %}"
 )
@@ -28,8 +31,23 @@ def character_vocabulary() -> dict[str, int]:
 
 
 def vocabulary_size(config: FreshModelConfig) -> int:
-    """Number of characters and configured words."""
-    return len(character_vocabulary()) + len(config.words)
+    """Number of characters and words."""
+    return len(character_vocabulary()) + len(words_of(config))
+
+
+def words_of(config: FreshModelConfig) -> list[str]:
+    """Strings that are one token each: the configured ones, and those that a model that sees has for its pictures."""
+    return [*config.words, *(eyes.WORDS if config.num_vision_layers else ())]
+
+
+def fresh_processor(config: FreshModelConfig) -> PictureProcessor:
+    """The processor of a fresh model's pictures, which need not have been made. Raises `ConfigError` for a model of
+    text."""
+    if not config.num_vision_layers:
+        raise ConfigError(
+            "rollout.max_pictures: the fresh model is one of text. Set model.fresh.num_vision_layers, or leave it out."
+        )
+    return eyes.processor(vocabulary_size(config) - len(eyes.WORDS))
 
 
 def build_fresh_model(directory: str | Path, config: FreshModelConfig, seed: int) -> None:
@@ -38,19 +56,24 @@ def build_fresh_model(directory: str | Path, config: FreshModelConfig, seed: int
     Raises `ModelError` when the sizes do not fit each other.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     _check_sizes(config)
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(model_config(config, vocabulary_size(config))).float()
+        kind: Any = AutoModelForImageTextToText if config.num_vision_layers else AutoModelForCausalLM
+        model = kind.from_config(model_config(config, vocabulary_size(config))).float()
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.pad_token_id = PAD_ID
     model.generation_config.bos_token_id = BOS_ID
     model.save_pretrained(target)
-    character_tokenizer(config).save_pretrained(target)
+    tokenizer = character_tokenizer(config)
+    if config.num_vision_layers:
+        eyes.save_processor(target, tokenizer)
+    else:
+        tokenizer.save_pretrained(target)
 
 
 def _check_sizes(config: FreshModelConfig) -> None:
@@ -64,24 +87,30 @@ def _check_sizes(config: FreshModelConfig) -> None:
             f"model.fresh.num_heads={config.num_heads} is no multiple of "
             f"model.fresh.num_kv_heads={config.num_kv_heads}: each serves equally many."
         )
+    head = config.hidden_size // config.num_heads
+    if config.num_vision_layers and head % 16:
+        raise ModelError(
+            f"model.fresh.hidden_size={config.hidden_size} gives heads of {head} numbers, which cannot be split among "
+            "the axes of a picture. Choose a multiple of 16 for each head."
+        )
 
 
 def model_config(config: FreshModelConfig, vocab_size: int) -> Any:
-    """The configuration of transformers: a Qwen2's, or with experts a Qwen3-MoE's."""
-    from transformers import Qwen2Config, Qwen3MoeConfig
+    """The configuration of transformers: a Qwen2's, with experts a Qwen3-MoE's, with a vision tower a Qwen2.5-VL's."""
+    from transformers import Qwen2_5_VLConfig, Qwen2Config, Qwen3MoeConfig
 
-    of_experts: dict[str, Any] = {}
+    kind: Any = Qwen3MoeConfig if config.num_experts else Qwen2Config
+    more: dict[str, Any] = {}
     if config.num_experts:
-        of_experts = {
+        more = {
             "num_experts": config.num_experts,
             "num_experts_per_tok": config.experts_per_token,
             "moe_intermediate_size": config.intermediate_size,
             "norm_topk_prob": True,
             "head_dim": config.hidden_size // config.num_heads,
         }
-    kind: Any = Qwen3MoeConfig if config.num_experts else Qwen2Config
-    return kind(
-        **of_experts,
+    text = dict(
+        **more,
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -96,6 +125,12 @@ def model_config(config: FreshModelConfig, vocab_size: int) -> Any:
         pad_token_id=PAD_ID,
         dtype="float32",
     )
+    if not config.num_vision_layers:
+        return kind(**text)
+    eighth = config.hidden_size // config.num_heads // 8
+    rope = {"rope_type": "default", "mrope_section": [eighth, 3 * eighth // 2, 3 * eighth // 2], "rope_theta": 10000.0}
+    seen = eyes.vision_config(config, vocab_size - len(eyes.WORDS))
+    return Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, tie_word_embeddings=True, **seen)
 
 
 def character_tokenizer(config: FreshModelConfig) -> Any:
@@ -119,6 +154,7 @@ def character_tokenizer(config: FreshModelConfig) -> Any:
         model_max_length=config.max_position_embeddings,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in config.words])
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words_of(config)])
+    content = eyes.CONTENT if config.num_vision_layers else CONTENT
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(CONTENT, content)
     return tokenizer

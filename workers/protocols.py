@@ -156,6 +156,8 @@ class EngineSpec:
     are."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s
     """Seconds that each phase of a weight sync may take."""
+    picture_digest: str | None = None
+    """Digest of the processor of the run's pictures (`workers/pictures/`); None: the run is one of text."""
     by_priority: bool = False
     """True if waiting requests of the lowest `Sampling.priority` are served first (vLLM)."""
 

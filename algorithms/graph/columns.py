@@ -41,7 +41,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("prompt_ids", "int32", "prompt", per_group=True),
         Column("task", "string", per_group=True),  # JSON: the dataset's row, for rewards: {"prompt", "answer", ...}
         Column("pictures", "binary", "list", per_group=True),  # PNG or JPEG, in the order of their places
-        Column("picture_ranges", "int32", "list", per_group=True),  # [start, length] of each in `prompt_ids`
+        Column("picture_ranges", "int32", "list", per_group=True),  # [offset, length] of each in `prompt_ids`
         Column("response_ids", "int32", "token"),
         Column("response_text", "string"),
         Column("finish_reason", "string"),  # stop, length, or the limit of a trajectory
@@ -62,6 +62,8 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("turn_rewards", "float32", "list"),  # what each turn was given
         Column("turn_ids", "int32", "list"),  # of each turn, in the order in which they were played
         Column("transcript", "string"),  # JSON: what was said, for people
+        Column("seen_pictures", "binary", "list"),  # of all sequences, one for each triple of `seen_ranges`
+        Column("seen_ranges", "int32", "list"),  # [segment, offset in its sequence, length] after one another
         # With rollout.router_replay: a record of bytes a token that the engine read (workers/routed_experts.py).
         Column("routed_experts", "uint8", "list"),
     )
@@ -73,6 +75,8 @@ ROLLOUT_COLUMNS = ("response_ids", "response_text", "finish_reason", "behavior_l
 SEQUENCE_COLUMNS = ("context_ids", "spans", "token_temperatures")
 """Columns of a trajectory, in the place of `prompt_ids`: with `response_ids` they give the sequences that a model
 reads, and how it scores what was sampled."""
+PROMPT_PICTURES, SEEN_PICTURES = ("pictures", "picture_ranges"), ("seen_pictures", "seen_ranges")
+"""Columns of the pictures that a prompt has, and of those that a trajectory has seen."""
 TRAJECTORY_COLUMNS = (*ROLLOUT_COLUMNS, *SEQUENCE_COLUMNS, "turn_tokens", "turn_rewards", "turn_ids", "transcript")
 
 

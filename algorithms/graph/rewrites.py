@@ -11,7 +11,11 @@ trajectory, a sample column one for each trajectory:
 
     source ─ task ─▶ rollout ─ response_ids, context_ids, spans, …, reward ─▶ compute ─ advantage ─▶ train
 
-With `rollout.router_replay` the experts that the engine chose go from the rollout to the trainers as a column.
+With `rollout.router_replay` the experts that the engine chose go from the rollout to the trainers as a column. With
+`rollout.max_pictures` pictures go wherever the tokens go that have places for them:
+
+    source ─ prompt_ids, pictures, picture_ranges ─▶ rollout, logprobs, train
+    source ─ task, pictures ─▶ rollout ─ context_ids, spans, seen_pictures, seen_ranges ─▶ logprobs, train
 """
 
 from collections.abc import Sequence
@@ -22,7 +26,9 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.graph.columns import (
+    PROMPT_PICTURES,
     ROUTED_EXPERTS,
+    SEEN_PICTURES,
     SEQUENCE_COLUMNS,
     STANDARD_COLUMNS,
     TRAJECTORY_COLUMNS,
@@ -111,6 +117,26 @@ def with_router_replay(flow: Dataflow) -> Dataflow:
     }
     stages = [changes[stage.kind](stage) if stage.kind in changes else stage for stage in flow.stages]
     return Dataflow(stages, flow.samples_per_prompt)
+
+
+def with_pictures(flow: Dataflow) -> Dataflow:
+    """The graph of `flow` where whatever reads a prompt's tokens, or a trajectory's, reads its pictures, too."""
+    return Dataflow([_with_pictures(stage) for stage in flow.stages], flow.samples_per_prompt)
+
+
+def _with_pictures(stage: Stage) -> Stage:
+    if stage.kind == "source":
+        has_tokens = any(column.name == "prompt_ids" for column in stage.writes)
+        names = PROMPT_PICTURES if has_tokens else PROMPT_PICTURES[:1]
+        return replace(stage, writes=(*stage.writes, *(STANDARD_COLUMNS[name] for name in names)))
+    if stage.in_environment:
+        columns = (STANDARD_COLUMNS[name] for name in SEEN_PICTURES)
+        return replace(stage, reads=(*stage.reads, PROMPT_PICTURES[0]), writes=(*stage.writes, *columns))
+    if "prompt_ids" in stage.reads:
+        return replace(stage, reads=(*stage.reads, *PROMPT_PICTURES))
+    if SEQUENCE_COLUMNS[0] in stage.reads:
+        return replace(stage, reads=(*stage.reads, *SEEN_PICTURES))
+    return stage
 
 
 def _in_environment(stage: Stage, given: list[Column]) -> Stage:

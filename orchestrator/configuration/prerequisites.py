@@ -20,7 +20,8 @@ from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.context_length import longest_context, longest_short_context
-from penstock.workers.fresh_model import character_tokenizer, vocabulary_size
+from penstock.workers.fresh_model import character_tokenizer, fresh_processor, vocabulary_size
+from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.code import limits_of
 from penstock.workers.sandbox.execution import Limits
@@ -60,10 +61,18 @@ def tokenizer_of(config: RunConfig) -> Any:
     return character_tokenizer(model.fresh) if model.path is None else load_tokenizer(model.path)
 
 
+def processor_of(config: RunConfig) -> PictureProcessor:
+    """The processor of the pictures that prompts will have. Raises `ConfigError` for a model whose pictures are not
+    read."""
+    model = starting_model_config(config)
+    return PictureProcessor.of(model.path) if model.path is not None else fresh_processor(model.fresh)
+
+
 def _fresh(model: FreshModelConfig, max_model_len: int) -> str:
     longest = model.max_position_embeddings
     _check_length(f"model.fresh.max_position_embeddings={longest}", longest, max_model_len)
     kind = f"Qwen3-MoE with {model.num_experts} experts a layer" if model.num_experts else "Qwen2"
+    kind = "Qwen2.5-VL" if model.num_vision_layers else kind
     return f"a fresh {kind}, {num_parameters(model) / 1e6:.1f}M parameters, character tokenizer"
 
 
@@ -78,7 +87,17 @@ def num_parameters(model: FreshModelConfig) -> int:
     else:  # q, k, v have biases
         attention += hidden + 2 * key_value
     layer = attention + mlp + 2 * hidden
-    return vocabulary_size(model) * hidden + model.num_layers * layer + hidden
+    return vocabulary_size(model) * hidden + model.num_layers * layer + hidden + _vision_parameters(model)
+
+
+def _vision_parameters(model: FreshModelConfig) -> int:
+    """Number of parameters of the vision tower: patches, layers, and the merger that makes features of four patches."""
+    if not model.num_vision_layers:
+        return 0
+    width, merged = model.vision_hidden_size, 4 * model.vision_hidden_size
+    attention, mlp = 4 * width * width + 4 * width, 3 * width * 2 * width + 5 * width
+    merger = width + merged * merged + merged + merged * model.hidden_size + model.hidden_size
+    return 2 * 3 * 14 * 14 * width + model.num_vision_layers * (attention + mlp + 2 * width) + merger
 
 
 def _describe(path: str, key: str, max_model_len: int) -> str:

@@ -29,6 +29,7 @@ from penstock.orchestrator.configuration.prerequisites import (
     check_model,
     check_sandbox,
     check_trackers,
+    processor_of,
     runs_code,
     tokenizer_of,
 )
@@ -38,7 +39,7 @@ from penstock.workers.environments.environment import make_environment
 from penstock.workers.files import is_url, list_names
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.prompts.dataset_row import is_cut
-from penstock.workers.prompts.opening import check_prompts, open_held_out, open_rows, rows_to_read
+from penstock.workers.prompts.opening import check_prompts, encoder_of, open_held_out, open_rows, rows_to_read
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
@@ -193,7 +194,9 @@ def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
     if flow.has_environment:
         return f"{len(dataset):,} tasks, such as {dataset.row(0).where}"
     rows_are = "prompts" if held_out else flow.rows_are
-    report = check_prompts(dataset, tokenizer_of(config), config, rows_are=rows_are)
+    processor = processor_of(config) if config.rollout.max_pictures else None
+    encoder = encoder_of(config, tokenizer_of(config), processor, rows_are)
+    report = check_prompts(dataset, encoder, config, rows_are=rows_are)
     found = f"{report.rows:,} rows, {report.read:,} read; longest prompt {report.longest_prompt} tokens"
     if report.longest_response:
         found += f", longest response {report.longest_response}"

@@ -7,7 +7,7 @@ The controller evaluates between two publications: the engines serve exactly one
 import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers_or_end, is_recoverable
 from penstock.workers.attempts.runner import Played
 from penstock.workers.concurrent_tasks import cancel_all
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.worker import sample_seed
@@ -54,6 +55,8 @@ class HeldOut:
     prompts: list[list[int]]
     """Prompts of the problems; empty in an environment."""
     tasks: list[str]
+    pictures: list[PromptPictures | None] = field(default_factory=list)
+    """Pictures of the prompts; empty in a run of text."""
 
     @classmethod
     def of(cls, config: RunConfig, model_path: str, name: str | None = None) -> "HeldOut":
@@ -65,7 +68,8 @@ class HeldOut:
         source = open_source(config, model_path, held_out=True, rows_are=rows_are)
         groups = source.next_groups(min(config.evaluation.num_problems, len(source.dataset)))
         prompts = [list(group["prompt_ids"]) for group in groups if "prompt_ids" in group]
-        return cls(prompts, [str(group["task"]) for group in groups])
+        pictures = list(map(PromptPictures.of, groups)) if config.rollout.max_pictures else []
+        return cls(prompts, [str(group["task"]) for group in groups], pictures)
 
 
 class Evaluator:
@@ -152,7 +156,8 @@ class Evaluator:
         if not share:
             return []
         prompts = [held_out.prompts[index] for index in share]
-        call = rollout[1].generate.remote(prompts, num_samples, [samplings[index] for index in share])
+        seen = [held_out.pictures[index] for index in share] if held_out.pictures else []
+        call = rollout[1].generate.remote(prompts, num_samples, [samplings[index] for index in share], seen)
         (groups,) = await answers_or_end([(rollout[0], call)], phase="evaluation", timeout_s=self._timeout_s)
         tasks = [held_out.tasks[index] for index in share for _ in range(num_samples)]
         texts = [completion.text for group in groups for completion in group]

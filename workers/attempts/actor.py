@@ -58,6 +58,8 @@ class EnvironmentSpec:
     """Number of environment actors, itself included."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template: `model.chat_template_kwargs`."""
+    picture_digest: str | None = None
+    """Digest of the processor of the run's pictures (`workers/pictures/`); None: the run is one of text."""
     origin: Origin | None = None
     """Origin of its measurements; None: they are not exported."""
 

@@ -8,9 +8,10 @@ here, once, and everything after that reads expanded tokens and the ranges of ea
     ranges       [(3, 6)]                              offset and length, in the order of the pictures
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from penstock.conf.errors import DataError
 
@@ -25,6 +26,18 @@ class PromptPictures:
     encoded: tuple[bytes, ...]
     """PNG or JPEG, as the dataset has them."""
     ranges: tuple[Range, ...]
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any]) -> "PromptPictures | None":
+        """The pictures of a prompt by its columns; None for a prompt without any."""
+        if not len(columns.get("pictures", ())):
+            return None
+        flat = [int(number) for number in columns["picture_ranges"]]
+        return cls(tuple(map(bytes, columns["pictures"])), tuple(zip(flat[::2], flat[1::2], strict=True)))
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of a group whose prompt has these pictures."""
+        return {"pictures": list(self.encoded), "picture_ranges": [number for one in self.ranges for number in one]}
 
 
 def expanded(ids: Sequence[int], placeholder: int, lengths: Sequence[int]) -> tuple[list[int], list[Range]]:

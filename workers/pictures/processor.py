@@ -70,8 +70,9 @@ class PictureProcessor:
         """`token_ids`: special tokens of vision. A policy must never sample them."""
 
     @classmethod
-    def of(cls, model_path: str) -> "PictureProcessor":
-        """Make the processor of a model. Raises `ConfigError` for a model whose pictures are not read here."""
+    def of(cls, model_path: str, digest: str | None = None) -> "PictureProcessor":
+        """Make the processor of a model. `digest`: of the run's processor, which this one has to be; None: it is of no
+        run. Raises `ConfigError` for a model whose pictures are not read here, and for another processor."""
         from transformers import Qwen2VLImageProcessorPil
 
         config = configuration(model_path)
@@ -92,18 +93,29 @@ class PictureProcessor:
         lacks = [name for name in TOKENS if not isinstance(config.get(name), int)]
         if lacks:
             raise ConfigError(f"model.path={model_path}: its config.json lacks {', '.join(lacks)}. Add them to it.")
-        return cls(config["model_type"], [config[name] for name in TOKENS], Qwen2VLImageProcessorPil(**_kept(settings)))
+        tokens, images = [config[name] for name in TOKENS], Qwen2VLImageProcessorPil(**_kept(settings))
+        processor = cls(config["model_type"], tokens, images)
+        if digest is not None:
+            processor.check_digest(digest)
+        return processor
 
     @classmethod
-    def if_it_sees(cls, model_path: str) -> "PictureProcessor | None":
-        """Make the processor of a model; None for a model whose pictures are not read here, which may be used for text.
-        Raises `ConfigError`."""
-        return cls.of(model_path) if configuration(model_path).get("model_type") in FAMILIES else None
+    def if_it_sees(cls, model_path: str, digest: str | None = None) -> "PictureProcessor | None":
+        """Make the processor of a model, as `of` does; None for a model whose pictures are not read here, which may be
+        used for text. Raises `ConfigError`."""
+        sees = digest is not None or configuration(model_path).get("model_type") in FAMILIES
+        return cls.of(model_path, digest) if sees else None
 
     @property
     def placeholder(self) -> int:
         """Token that stands for a picture's features."""
         return self.token_ids[0]
+
+    @property
+    def unexpanded(self) -> tuple[int, ...]:
+        """Tokens that stand for a picture before it is expanded, with those around it."""
+        _, _, start, end = self.token_ids
+        return start, self.placeholder, end
 
     @cached_property
     def digest(self) -> str:
@@ -120,13 +132,13 @@ class PictureProcessor:
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def check_digest(self, other: str, whose: str) -> None:
-        """Refuse another process's processor that is not the same. Raises `ConfigError`."""
-        if other != self.digest:
+    def check_digest(self, of_run: str) -> None:
+        """Refuse to read pictures of a run whose processor is another one. Raises `ConfigError`."""
+        if of_run != self.digest:
             raise ConfigError(
-                f"{whose} reads pictures otherwise than this process (digest {other:.12}, here {self.digest:.12}): the "
-                "versions of transformers, pillow or numpy, or the model's preprocessor_config.json, differ. Install "
-                "the same lock and the same model on both."
+                f"this process reads pictures otherwise than the one that started the run (digest {self.digest:.12}, "
+                f"there {of_run:.12}): the versions of transformers, pillow or numpy, or the model's "
+                "preprocessor_config.json, differ. Install the same lock and the same model on all machines."
             )
 
     def expand(self, ids: Sequence[int], pictures: Sequence[bytes]) -> tuple[list[int], list[Range]]:

@@ -11,16 +11,30 @@ from penstock.workers.serving import ServingActor
 class Prompts(ServingActor):
     """Lifecycle: that of every `ServingActor`."""
 
-    def __init__(self, config: RunConfig, model_path: str, rows_are: str, start: PromptStart | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        model_path: str,
+        rows_are: str,
+        start: PromptStart | None = None,
+        picture_digest: str | None = None,
+    ) -> None:
         """`rows_are`: "prompts", "tasks", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where
-        the tokenizer is. `start`: the place where a resumed run goes on."""
+        the tokenizer is. `start`: the place where a resumed run goes on. `picture_digest`: of the processor of the
+        run's pictures."""
         super().__init__("Prompts")
-        self._start = start
+        self._start, self._picture_digest = start, picture_digest
         self._config, self._model_path, self._rows_are = config, model_path, rows_are
         self._source: PromptSource | None = None
 
     async def start(self) -> None:
-        self._source = open_source(self._config, self._model_path, rows_are=self._rows_are, start=self._start)
+        self._source = open_source(
+            self._config,
+            self._model_path,
+            rows_are=self._rows_are,
+            start=self._start,
+            picture_digest=self._picture_digest,
+        )
         await super().start()
 
     async def _serve(self, store: StoreClient) -> None:

@@ -14,6 +14,7 @@ from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.run import RunConfig
 from penstock.workers.environments import task as environments
 from penstock.workers.environments.environment import make_environment
+from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DatasetRow, PromptDataset
 from penstock.workers.prompts.held_out import HeldOutProblems
@@ -22,8 +23,8 @@ from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits, load_tokenizer
 
 MAX_READ_ROWS = 50_000
-"""Rows that are read of a file. Problems of reasoning_gym are generated, which takes longer: only `sample` of them are
-read."""
+"""Rows that are read of a file. Problems of reasoning_gym are generated and pictures are decoded, which takes longer:
+only `sample` of such rows are read."""
 
 
 def open_source(
@@ -33,21 +34,32 @@ def open_source(
     rows_are: str = "prompts",
     held_out: bool = False,
     start: PromptStart | None = None,
+    picture_digest: str | None = None,
 ) -> PromptSource:
     """Open the groups of a run in order, epoch after epoch; or the held-out ones in the dataset's own order.
 
     `rows_are`: "prompts", "tasks", "demonstrations" or "preferences". `start`: the place where a resumed run goes on.
+    `picture_digest`: of the processor that the run has; None: any.
     Raises `DataError`, `ConfigError` or `ModelError`.
     """
     dataset = open_rows(config, held_out=held_out)
     if dataset is None:
         raise DataError("evaluation.path=null: there are no held-out problems to evaluate on.")
-    limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
-    encoder = PromptEncoder(load_tokenizer(model_path), config.data, limits, config.model.chat_template_kwargs)
+    processor = PictureProcessor.of(model_path, picture_digest) if config.rollout.max_pictures else None
+    encoder = encoder_of(config, load_tokenizer(model_path), processor, rows_are)
     return PromptSource(
         dataset, encoder, config.data, start,
         rows_are=rows_are, once=held_out, held_out=None if held_out else open_held_out(config),
     )  # fmt: skip
+
+
+def encoder_of(
+    config: RunConfig, tokenizer: Any, processor: PictureProcessor | None, rows_are: str = "prompts"
+) -> PromptEncoder:
+    """The encoder of a run's prompts. `processor`: the model's; None without `rollout.max_pictures`."""
+    limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
+    kwargs, most = config.model.chat_template_kwargs, config.rollout.max_pictures
+    return PromptEncoder(tokenizer, config.data, limits, kwargs, processor, most)
 
 
 def open_held_out(config: RunConfig) -> HeldOutProblems:
@@ -119,18 +131,18 @@ class PromptReport:
 
 
 def check_prompts(
-    dataset: PromptDataset, tokenizer: Any, config: RunConfig, *, rows_are: str = "prompts", sample: int = 1000
+    dataset: PromptDataset, encoder: PromptEncoder, config: RunConfig, *, rows_are: str = "prompts", sample: int = 1000
 ) -> PromptReport:
     """Check a dataset before anything starts: the first rows as they are, and the `sample` longest of them tokenised.
 
     Raises `DataError` (a missing column, a line that is no JSON, a prompt too long) or `ModelError`.
     """
-    limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
-    encoder = PromptEncoder(tokenizer, config.data, limits, config.model.chat_template_kwargs)
+    limits = encoder.limits
     num_read = rows_to_read(dataset, config, sample)
 
     def num_characters(row: DatasetRow) -> int:
-        return len(row.prompt) + (len(row.response or "") if rows_are != "prompts" else 0)
+        seen = sum(map(encoder.processor.length_of, row.pictures)) if encoder.processor is not None else 0
+        return len(row.prompt) + seen + (len(row.response or "") if rows_are != "prompts" else 0)
 
     longest = heapq.nlargest(sample, map(dataset.row, range(num_read)), key=num_characters)
     prompts, responses, skipped = [], [], 0
@@ -156,12 +168,16 @@ def check_prompts(
 
 def rows_to_read(dataset: PromptDataset, config: RunConfig, sample: int = 1000) -> int:
     """Number of the first rows that are looked at."""
-    return min(len(dataset), sample if config.data.source == "reasoning_gym" else MAX_READ_ROWS)
+    is_slow = config.data.source == "reasoning_gym" or config.rollout.max_pictures > 0
+    return min(len(dataset), sample if is_slow else MAX_READ_ROWS)
 
 
 def _encoded(encoder: PromptEncoder, row: DatasetRow, rows_are: str) -> tuple[list[int], list[int]]:
     """Prompt and longest response."""
     if rows_are == "preferences":
-        prompt, *pair = encoder.preference_ids(row)
-        return prompt, max(pair, key=len)
-    return encoder.demonstration_ids(row) if rows_are == "demonstrations" else (encoder.prompt_ids(row), [])
+        prompt, *pair = encoder.preference(row)
+        return prompt.ids, max(pair, key=len)
+    if rows_are == "demonstrations":
+        prompt, response = encoder.demonstration(row)
+        return prompt.ids, response
+    return encoder.prompt(row).ids, []

@@ -27,6 +27,19 @@ _FIELDS = ("image", "image_url", "url", "path", "bytes", "base64")
 """Keys of a message's part that may hold its picture."""
 
 
+def in_parts(text: str, *, has_pictures: bool) -> list[dict[str, str]]:
+    """The content of a message as chat templates of models that see read it. Without pictures a mark is text.
+
+    >>> in_parts("<image>How many?", has_pictures=True)
+    [{'type': 'image'}, {'type': 'text', 'text': 'How many?'}]
+    """
+    parts: list[dict[str, str]] = []
+    for number, piece in enumerate(text.split(MARK) if has_pictures else [text]):
+        parts += [{"type": "image"}] * (number > 0)
+        parts += [{"type": "text", "text": piece}] * bool(piece)
+    return parts
+
+
 @dataclass
 class RowPictures:
     """The pictures of one row. Lifecycle: `content` of each message in order, then `placed`."""

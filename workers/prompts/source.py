@@ -124,8 +124,8 @@ class PromptSource:
     def next_groups(self, count: int) -> list[dict[str, Any]]:
         """Draw the source columns of the next `count` groups: `prompt_ids` (list of int; tasks have none), `task` (JSON
         string), and `response_ids` and `response_text` with demonstrations, `chosen_ids` and `rejected_ids` with
-        preferences. Fewer than `count` only from a source that goes through its dataset once. Raises `DataError` for a
-        row that cannot be used."""
+        preferences; in a run with pictures `pictures`, and `picture_ranges` beside `prompt_ids`. Fewer than `count`
+        only from a source that goes through its dataset once. Raises `DataError` for a row that cannot be used."""
         groups = (self._next_group() for _ in range(count))
         return [group for group in groups if group is not None]
 
@@ -219,14 +219,15 @@ class PromptSource:
 
     def _group(self, row: DatasetRow) -> dict[str, Any]:
         if self.rows_are == "preferences":
-            prompt_ids, chosen_ids, rejected_ids = self.encoder.preference_ids(row)
+            prompt, chosen_ids, rejected_ids = self.encoder.preference(row)
             pair = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
-            return {"prompt_ids": prompt_ids, "task": row.to_json(), **pair}
+            return {**prompt.columns(), "task": row.to_json(), **pair}
         if self.rows_are == "demonstrations":
-            prompt_ids, response_ids = self.encoder.demonstration_ids(row)
+            prompt, response_ids = self.encoder.demonstration(row)
             response = {"response_ids": response_ids, "response_text": row.response}
-            return {"prompt_ids": prompt_ids, "task": row.to_json(), **response}
+            return {**prompt.columns(), "task": row.to_json(), **response}
         if self.rows_are == "tasks":
             has_conversation = KEY not in row.extra
-            return {"task": row.to_json(**{MESSAGES: self.encoder.messages(row)} if has_conversation else {})}
-        return {"prompt_ids": self.encoder.prompt_ids(row), "task": row.to_json()}
+            task = row.to_json(**{MESSAGES: self.encoder.messages(row)} if has_conversation else {})
+            return {"task": task} | ({"pictures": list(row.pictures)} if self.encoder.processor is not None else {})
+        return {**self.encoder.prompt(row).columns(), "task": row.to_json()}

@@ -1,4 +1,7 @@
-"""Tokenization of dataset rows: by the chat template or as bare text, with every length checked.
+"""Tokenization of dataset rows: by the chat template or as bare text, with the places of their pictures expanded and
+every length checked.
+
+    "<image>How many?"  ─▶ "<start><pad><end>How many?"  ─▶ tokens  ─▶ expanded tokens and ranges, by the processor
 
 It is the same for training, for held-out prompts, and for the check before a run starts.
 """
@@ -11,7 +14,10 @@ from typing import Any
 from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError, ModelError
 from penstock.conf.run import RunConfig
+from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.dataset_row import DatasetRow
+from penstock.workers.prompts.pictures import MARK, in_parts
 
 
 class PromptTooLong(DataError):
@@ -52,50 +58,77 @@ class TokenLimits:
             )
 
 
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as models read it."""
+
+    ids: list[int]
+    """Tokens, those of pictures expanded."""
+    pictures: PromptPictures | None = None
+    """Its pictures, of which there may be none; None in a run of text."""
+
+    def columns(self) -> dict[str, Any]:
+        """The columns of a group that has this prompt."""
+        return {"prompt_ids": self.ids, **(self.pictures.columns() if self.pictures is not None else {})}
+
+
 class PromptEncoder:
     """Encoder of prompts and demonstrations for one tokenizer of transformers, or an object with the same methods."""
 
     def __init__(
-        self, tokenizer: Any, data: DataConfig, limits: TokenLimits, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        data: DataConfig,
+        limits: TokenLimits,
+        template_kwargs: Mapping[str, Any] | None = None,
+        processor: PictureProcessor | None = None,
+        max_pictures: int = 0,
     ) -> None:
-        """`template_kwargs`: `model.chat_template_kwargs`."""
+        """`template_kwargs`: `model.chat_template_kwargs`. `processor`: the model's; None: the run is one of text.
+        `max_pictures`: `rollout.max_pictures`."""
         self.tokenizer, self.data, self.limits = tokenizer, data, limits
+        self.processor, self.max_pictures = processor, max_pictures
         self.template_kwargs = dict(template_kwargs or {})
         self.uses_chat_template = bool(data.chat_template and getattr(tokenizer, "chat_template", None))
 
     def text(self, row: DatasetRow) -> str:
-        """The prompt as the model sees it, before tokenisation. Raises `DataError` for a conversation without a chat
-        template, or a prompt with pictures."""
-        _check_is_text(row)
+        """The prompt as the model sees it, before tokenisation, with one placeholder a picture. Raises `DataError` for
+        a conversation without a chat template, or more pictures than the run has places for."""
+        self._check_pictures(row)
         if not self.uses_chat_template and row.messages:
             raise DataError(
                 f"{row.where}: the prompt is a conversation, and there is no chat template to write it with: set "
                 "data.chat_template=true, and take a model whose tokenizer has one."
             )
         if not self.uses_chat_template:
-            return f"{self.data.system_prompt}\n{row.prompt}" if self.data.system_prompt else row.prompt
+            text = f"{self.data.system_prompt}\n{row.prompt}" if self.data.system_prompt else row.prompt
+            return self._with_placeholders(text) if row.pictures else text
+        messages: list[dict[str, Any]] = [*self.messages(row)]
+        if self.processor is not None:
+            for message in messages:
+                message["content"] = in_parts(message["content"], has_pictures=bool(row.pictures))
         return str(
             self.tokenizer.apply_chat_template(
-                self.messages(row), tokenize=False, add_generation_prompt=True, **self.template_kwargs
+                messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
             )
         )
 
     def messages(self, row: DatasetRow) -> list[dict[str, str]]:
-        """The prompt as a conversation, with `data.system_prompt` before one that has no system message. Raises
-        `DataError` for one with pictures."""
-        _check_is_text(row)
+        """The prompt as a conversation, with `data.system_prompt` before one that has no system message; its pictures
+        are marks in the texts. Raises `DataError` for more pictures than the run has places for."""
+        self._check_pictures(row)
         messages = [dict(message) for message in row.messages] or [{"role": "user", "content": row.prompt}]
         if self.data.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
         return messages
 
-    def prompt_ids(self, row: DatasetRow) -> list[int]:
+    def prompt(self, row: DatasetRow) -> EncodedPrompt:
         """Encode a prompt. Raises `PromptTooLong`, or `DataError` for a prompt without tokens."""
-        ids = self._prompt_ids(row)
-        self.limits.check(row.where, len(ids))
-        return ids
+        prompt = self._prompt(row)
+        self.limits.check(row.where, len(prompt.ids))
+        return prompt
 
-    def demonstration_ids(self, row: DatasetRow) -> tuple[list[int], list[int]]:
+    def demonstration(self, row: DatasetRow) -> tuple[EncodedPrompt, list[int]]:
         """Encode prompt and response, the response ended by the end-of-sequence token.
 
         Raises `PromptTooLong`; `DataError` for a row without a demonstration; `ModelError` for a tokenizer without
@@ -106,22 +139,22 @@ class PromptEncoder:
                 f"{row.where}: no demonstration to train on. Name its column with data.columns.response (or "
                 "data.columns.answer)."
             )
-        ids, response = self._prompt_ids(row), self._response_ids(row.response)
-        self.limits.check(row.where, len(ids), len(response))
-        return ids, response
+        prompt, response = self._prompt(row), self._response_ids(row.response)
+        self.limits.check(row.where, len(prompt.ids), len(response))
+        return prompt, response
 
-    def preference_ids(self, row: DatasetRow) -> tuple[list[int], list[int], list[int]]:
-        """Encode prompt, chosen and rejected response; errors as for `demonstration_ids`."""
+    def preference(self, row: DatasetRow) -> tuple[EncodedPrompt, list[int], list[int]]:
+        """Encode prompt, chosen and rejected response; errors as for `demonstration`."""
         if not row.response or not row.rejected:
             lacks = "rejected" if row.response else "chosen"
             raise DataError(
                 f"{row.where}: no {lacks} response to compare. Name the columns with data.columns.response (the "
                 "chosen one) and data.columns.rejected, or functions with data.teacher and data.rejected_teacher."
             )
-        ids = self._prompt_ids(row)
+        prompt = self._prompt(row)
         chosen, rejected = self._response_ids(row.response), self._response_ids(row.rejected)
-        self.limits.check(row.where, len(ids), max(len(chosen), len(rejected)))
-        return ids, chosen, rejected
+        self.limits.check(row.where, len(prompt.ids), max(len(chosen), len(rejected)))
+        return prompt, chosen, rejected
 
     def _response_ids(self, text: str) -> list[int]:
         if self.tokenizer.eos_token_id is None:
@@ -130,20 +163,30 @@ class PromptEncoder:
             )
         return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
 
-    def _prompt_ids(self, row: DatasetRow) -> list[int]:
+    def _prompt(self, row: DatasetRow) -> EncodedPrompt:
         # A chat template writes its special tokens itself.
         ids = self.tokenizer(self.text(row), add_special_tokens=not self.uses_chat_template)["input_ids"]
         if not ids:
             raise DataError(f"{row.where}: the prompt {row.prompt!r:.40} has no tokens; a model needs at least one.")
-        return list(ids)
+        if self.processor is None:
+            return EncodedPrompt(list(ids))
+        try:
+            expanded, ranges = self.processor.expand(ids, row.pictures)
+        except DataError as error:
+            raise DataError(f"{row.where}: {error}") from None
+        return EncodedPrompt(expanded, PromptPictures(tuple(row.pictures), tuple(ranges)))
 
+    def _with_placeholders(self, text: str) -> str:
+        """A text with the tokens that stand for a picture in the place of each mark."""
+        assert self.processor is not None
+        return text.replace(MARK, "".join(self.tokenizer.convert_ids_to_tokens(self.processor.unexpanded)))
 
-def _check_is_text(row: DatasetRow) -> None:
-    if row.pictures:
-        raise DataError(
-            f"{row.where}: the prompt has {len(row.pictures)} pictures, and no model sees them yet. Set "
-            "data.columns.pictures=null where the text is enough."
-        )
+    def _check_pictures(self, row: DatasetRow) -> None:
+        if len(row.pictures) > self.max_pictures:
+            raise DataError(
+                f"{row.where}: the prompt has {len(row.pictures)} pictures, and rollout.max_pictures="
+                f"{self.max_pictures}. Raise it, or set data.columns.pictures=null where the text is enough."
+            )
 
 
 def load_tokenizer(path: str) -> Any:

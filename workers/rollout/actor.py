@@ -16,6 +16,7 @@ from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
 from penstock.store.epoch import Epoch
 from penstock.workers.concurrent_tasks import run_all
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.progress import ASLEEP, LOADING, SERVING, Progress
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
@@ -107,11 +108,19 @@ class Rollout(ServingActor):
             await asyncio.sleep(LOOK_S)
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], num_samples: int, samplings: Sequence[Sampling]
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_samples: int,
+        samplings: Sequence[Sampling],
+        pictures: Sequence[PromptPictures | None] = (),
     ) -> list[list[Completion]]:
-        """Sample `num_samples` responses to each prompt, at the weights that the engine has now."""
-        requests = zip(prompts, samplings, strict=True)
-        calls = (self._engine.generate(prompt, num_samples, sampling) for prompt, sampling in requests)
+        """Sample `num_samples` responses to each prompt, at the weights that the engine has now. `pictures`: of each
+        prompt; none for a run of text."""
+        requests = zip(prompts, samplings, pictures or [None] * len(prompts), strict=True)
+        calls = (
+            self._engine.generate(prompt, num_samples, sampling, *(() if seen is None else (seen,)))
+            for prompt, sampling, seen in requests
+        )
         try:
             return list(await asyncio.gather(*calls))
         except WorkerDied as death:

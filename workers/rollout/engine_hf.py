@@ -146,7 +146,7 @@ class HfEngine:
         dtype = getattr(torch, self._config.dtype)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self._spec.model_path)
-            self._processor = PictureProcessor.if_it_sees(self._spec.model_path)
+            self._processor = PictureProcessor.if_it_sees(self._spec.model_path, self._spec.picture_digest)
             kind: Any = AutoModelForCausalLM if self._processor is None else AutoModelForImageTextToText
             self.model = kind.from_pretrained(self._spec.model_path, dtype=dtype).eval()
         except (OSError, ValueError) as error:

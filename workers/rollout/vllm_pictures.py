@@ -17,9 +17,10 @@ IMAGE = "image"
 def picture_arguments(config: RolloutConfig) -> dict[str, Any]:
     """Arguments of `AsyncEngineArgs` for a model that sees. Features come with their pixels normalized: by default vLLM
     does that in the model, and would do it a second time. The cache of processed pictures is off: it would keep, in two
-    processes, what is processed elsewhere."""
+    processes, what is processed elsewhere. A run of text allows for one: with none vLLM leaves the tower out, whose
+    weights are published."""
     return {
-        "limit_mm_per_prompt": {IMAGE: config.max_pictures, "video": 0},
+        "limit_mm_per_prompt": {IMAGE: max(config.max_pictures, 1), "video": 0},
         "mm_device_do_normalize": False,
         "mm_processor_cache_gb": 0,
     }

@@ -61,7 +61,7 @@ class VllmProcesses:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             try:
-                self._pictures = PictureProcessor.if_it_sees(self._spec.model_path)
+                self._pictures = PictureProcessor.if_it_sees(self._spec.model_path, self._spec.picture_digest)
                 arguments = AsyncEngineArgs(**engine_arguments(self._spec, sees=self._pictures is not None))
                 self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=self._stat_loggers())
             except (RuntimeError, ValueError, OSError) as error:

@@ -126,11 +126,10 @@ class RolloutWorker:
 
 def prompt_pictures(rows: Rows) -> PromptPictures | None:
     """The pictures of a group's prompt; None for a prompt without any."""
-    encoded = rows.blobs("pictures")[0] if "pictures" in rows else []
-    if not encoded:
+    if "pictures" not in rows:
         return None
-    ranges = rows.arrays("picture_ranges")[0].reshape(-1, 2).tolist()
-    return PromptPictures(tuple(map(bytes, encoded)), tuple((offset, length) for offset, length in ranges))
+    encoded, ranges = rows.blobs("pictures")[0], rows.arrays("picture_ranges")[0]
+    return PromptPictures.of({"pictures": encoded, "picture_ranges": ranges})
 
 
 def response_columns(completions: Sequence[Completion]) -> dict[str, list[object]]:

@@ -121,7 +121,7 @@ def assemble_trainer(
     trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **_options(spec))
     if ROUTED_EXPERTS in spec.columns:
         trainer.replay_experts()
-    _give_sight(trainer)
+    _give_sight(trainer, spec)
     trainer.check_scores()
     critic = _critic(spec, address)
     ranks = trainer.ranks
@@ -151,7 +151,7 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
     """Assemble a rank that only computes; arguments and errors as for `assemble_trainer`."""
     options = _options(spec) | {"rows_alone": spec.rows_alone, "trainable": False}
     trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **options)
-    _give_sight(trainer)
+    _give_sight(trainer, spec)
     trainer.check_scores()
     compute = trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs
     guest = Guest(trainer)
@@ -191,7 +191,9 @@ def _critic(spec: TrainerSpec, address: str | None) -> CriticTrainer | None:
     if not any(stage.kind in ("values", "critic") for stage in spec.in_trainer):
         return None
     config = replace(spec.config, optimizer=spec.config.critic_optimizer)
-    return CriticTrainer(config, spec.model_path, _ranks(spec, address), **_options(spec))
+    critic = CriticTrainer(config, spec.model_path, _ranks(spec, address), **_options(spec))
+    _give_sight(critic, spec)
+    return critic
 
 
 def _trainer_class(spec: RankSpec) -> type[PolicyTrainer]:
@@ -221,7 +223,9 @@ def _rows(max_length: int) -> Rows:
     return Rows.from_lists({"prompt_ids": [[0]] * NUM_ROWS, "response_ids": [response] * NUM_ROWS})
 
 
-def _give_sight(trainer: PolicyTrainer | ScalarTrainer) -> None:
-    """Give a trainer whose model sees the model's own processor. Raises `ConfigError`."""
-    if tower_of(trainer.model.lm) is not None:
-        trainer.see(Sight(PictureProcessor.of(trainer.model_path), trainer.model.lm.config))
+def _give_sight(trainer: PolicyTrainer | ScalarTrainer, spec: RankSpec) -> None:
+    """Give a trainer whose model sees the model's own processor. Raises `ConfigError`, also for a model of text in a
+    run with pictures."""
+    if spec.picture_digest is not None or tower_of(trainer.model.lm) is not None:
+        processor = PictureProcessor.of(trainer.model_path, spec.picture_digest)
+        trainer.see(Sight(processor, trainer.model.lm.config))

@@ -30,6 +30,8 @@ class RankSpec:
     """Temperature of the sampling distribution."""
     attention: str = "sdpa"
     engine_dtype: str = "float32"
+    picture_digest: str | None = None
+    """Digest of the processor of the run's pictures (`workers/pictures/`); None: the run is one of text."""
     origin: Origin | None = None
     """Origin of what the rank measures; None: measurements are not exported."""
 

@@ -23,6 +23,7 @@ from penstock.workers.attempts.actor import Environments, EnvironmentSpec
 from penstock.workers.attempts.worker import AttemptColumns
 from penstock.workers.compute.actor import Compute
 from penstock.workers.judging import JudgeSpec
+from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.actor import Prompts
 from penstock.workers.protocols import EngineSpec
 from penstock.workers.reward.actor import Reward, RewardPlan
@@ -52,6 +53,11 @@ class Sources:
     def published_bytes(self) -> int:
         """Bytes of a publication of the weights, as far as they are known."""
         return bytes_published(self.config, self.model_path)
+
+    @cached_property
+    def picture_digest(self) -> str | None:
+        """Digest of the processor that all actors must read pictures by; None: the run is one of text."""
+        return PictureProcessor.of(self.model_path).digest if self.config.rollout.max_pictures else None
 
 
 class ActorMaker:
@@ -124,7 +130,8 @@ class ActorMaker:
         }
         if actor.role == "prompts":
             start = self._resumed.prompts if self._resumed else None
-            return self._owner.make(Prompts, options, self._config, self._model_path, self._flow.rows_are, start)
+            told = self._config, self._model_path, self._flow.rows_are, start, self.sources.picture_digest
+            return self._owner.make(Prompts, options, *told)
         if actor.role == "rollout":
             return self._owner.make(Rollout, options, self._rollout_spec(actor))
         if actor.role == "environment":
@@ -146,6 +153,7 @@ class ActorMaker:
             config.rollout, self.local(actor.name, self._model_path), self._threads_of(actor),
             transport=choose_transport(config), phase_timeout_s=config.weights.phase_timeout_s,
             adapter=config.trainer.lora if config.trainer.lora.publishes_adapter else None,
+            picture_digest=self.sources.picture_digest,
         )  # fmt: skip
         return RolloutSpec(
             actor.name, engine, config.seed, self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")),
@@ -170,7 +178,7 @@ class ActorMaker:
             actor.name, actor.rank, environment, config.rollout, self.local(actor.name, self._model_path), config.seed,
             self._flow.samples_per_prompt, AttemptColumns(names, given(self._flow)[0]), imports,
             sum(other.role == "environment" for other in self._table.plan),
-            self._config.model.chat_template_kwargs, self._origin_of(actor),
+            self._config.model.chat_template_kwargs, self.sources.picture_digest, self._origin_of(actor),
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
@@ -242,6 +250,7 @@ class ActorMaker:
             "temperature": config.rollout.sampling.temperature if self._flow.of_kind("rollout") else 1.0,
             "attention": config.model.attention,
             "engine_dtype": config.rollout.dtype,
+            "picture_digest": self.sources.picture_digest,
             "origin": self._origin_of(actor),
         }
 

@@ -3,7 +3,7 @@ import torch
 
 from penstock.algorithms.builtin.imitation import sft
 from penstock.algorithms.catalogue import ALGORITHMS, dataflow_of
-from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.columns import PROMPT_PICTURES, SEEN_PICTURES, Column
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.rewrites import in_environment, weighted_sum, with_rewards, with_router_replay
 from penstock.conf.algorithms.base import SftConfig
@@ -50,6 +50,29 @@ def test_experts_go_from_the_rollout_to_the_trainers_and_nowhere_else(environmen
     assert dataflow_of(config, flow).columns == flow.columns
     with pytest.raises(DataflowError, match=r"rollout\.router_replay=true, and the algorithm samples nothing"):
         with_router_replay(sft(SftConfig()))
+
+
+def test_pictures_go_wherever_their_tokens_go() -> None:
+    config = run_config()
+    config.algorithm.kl_coef = 0.1
+    assert "pictures" not in dataflow_of(config).columns
+    config.rollout.max_pictures = 1
+    flow = dataflow_of(config)
+    assert {flow.columns[name].per_group for name in PROMPT_PICTURES} == {True}
+    assert {column.name for column in flow.stage("source").writes} == {"prompt_ids", "task", *PROMPT_PICTURES}
+    readers = [stage.name for stage in flow.stages if set(PROMPT_PICTURES) <= set(flow.reads_of(stage))]
+    assert readers == ["rollout", "reference", "train"]
+    assert dataflow_of(config, flow).columns == flow.columns
+
+
+def test_an_environment_has_the_tasks_pictures_and_the_trainers_those_that_were_seen() -> None:
+    config = run_config(environment="any")
+    config.algorithm.kl_coef, config.rollout.max_pictures = 0.1, 1
+    flow = dataflow_of(config)
+    assert {column.name for column in flow.stage("source").writes} == {"task", "pictures"}
+    assert [stage.name for stage in flow.stages if "pictures" in flow.reads_of(stage)] == ["rollout"]
+    readers = [stage.name for stage in flow.stages if set(SEEN_PICTURES) <= set(flow.reads_of(stage))]
+    assert readers == ["reference", "train"]
 
 
 def test_an_environments_reward_is_one_of_them() -> None:

@@ -23,7 +23,12 @@ from penstock.conf.errors import (
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.prerequisites import check_model, limits_of_code, num_parameters
+from penstock.orchestrator.configuration.prerequisites import (
+    check_model,
+    limits_of_code,
+    num_parameters,
+    processor_of,
+)
 from penstock.orchestrator.configuration.validate import check_run, checks
 from penstock.workers.fresh_model import build_fresh_model, model_config, vocabulary_size
 from penstock.workers.sandbox.execution import Limits
@@ -195,6 +200,24 @@ def test_the_parameters_of_a_fresh_mixture_are_counted_as_torch_counts_them() ->
         lm = AutoModelForCausalLM.from_config(model_config(mixture, vocabulary_size(mixture)))
     assert num_parameters(mixture) == sum(parameter.numel() for parameter in lm.parameters())
     assert "Qwen3-MoE with 3 experts" in check_model(load_config(["model=tiny", "model.fresh.num_experts=3"]))
+
+
+def test_the_parameters_of_a_fresh_model_that_sees_are_counted() -> None:
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    seeing = replace(SMALL, num_vision_layers=2, vision_hidden_size=96)
+    with torch.device("meta"):
+        lm = AutoModelForImageTextToText.from_config(model_config(seeing, vocabulary_size(seeing)))
+    assert num_parameters(seeing) == sum(parameter.numel() for parameter in lm.parameters())
+    assert "Qwen2.5-VL" in check_model(load_config(["model=tiny", "model.fresh.num_vision_layers=1"]))
+
+
+def test_pictures_for_a_model_of_text_are_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_pictures: the fresh model is one of text\. Set model\.fresh\.num"):
+        processor_of(load_config(["model=tiny"]))
+    with pytest.raises(ConfigError, match="model_type=qwen2 is a model of text"):
+        processor_of(load_config([f"model.path={model}"]))
 
 
 def test_experts_of_a_dense_model_are_not_replayed(model: Path) -> None:

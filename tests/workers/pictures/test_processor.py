@@ -96,7 +96,7 @@ def test_special_tokens_of_vision_are_known(processor, vocabulary) -> None:
 def test_the_digest_is_the_same_for_the_same_model_in_another_place(processor, vision_model, tmp_path) -> None:
     same = PictureProcessor.of(changed(vision_model, tmp_path / "same", "config.json"))
     assert same.digest == processor.digest
-    processor.check_digest(same.digest, "Rollout-0")
+    assert PictureProcessor.of(vision_model, same.digest).digest == same.digest
 
 
 def test_the_digest_is_another_one_where_the_image_processor_is(processor, vision_model, tmp_path) -> None:
@@ -106,8 +106,8 @@ def test_the_digest_is_another_one_where_the_image_processor_is(processor, visio
         changed(vision_model, tmp_path / "less", "processor_config.json", image_processor=settings)
     )
     assert other.digest != processor.digest
-    with pytest.raises(ConfigError, match=r"Rollout-0 reads pictures otherwise .* preprocessor_config\.json"):
-        processor.check_digest(other.digest, "Rollout-0")
+    with pytest.raises(ConfigError, match=r"reads pictures otherwise than the one that started .* preprocessor_config"):
+        PictureProcessor.of(vision_model, other.digest)
 
 
 @pytest.mark.parametrize("version", ["transformers", "PIL", "numpy"])

@@ -13,15 +13,19 @@ from PIL import Image
 
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError
+from penstock.conf.model import FreshModelConfig
+from penstock.workers.fresh_model import character_tokenizer, fresh_processor
+from penstock.workers.pictures.fresh import END, IMAGE, START
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DatasetRow
 from penstock.workers.prompts.held_out import problem_of
-from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
+from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
 
 
-def picture(shade: int, kind: str = "PNG") -> bytes:
+def picture(shade: int, kind: str = "PNG", size: tuple[int, int] = (4, 4)) -> bytes:
     written = io.BytesIO()
-    Image.new("RGB", (4, 4), (shade, 0, 0)).save(written, format=kind)
+    Image.new("RGB", size, (shade, 0, 0)).save(written, format=kind)
     return written.getvalue()
 
 
@@ -189,6 +193,49 @@ def test_the_same_question_about_another_picture_is_another_problem(tmp_path: Pa
 def test_an_encoder_of_text_refuses_pictures(tmp_path: Path) -> None:
     row = row_of(tmp_path, {"prompt": "How many?", "images": base64_of(RED)})
     encoder = PromptEncoder(None, DataConfig(), TokenLimits(10, 10, ""))
-    for ask in (encoder.text, encoder.messages, encoder.prompt_ids):
-        with pytest.raises(DataError, match="line 1: the prompt has 1 pictures, and no model sees them yet"):
+    for ask in (encoder.text, encoder.messages, encoder.prompt):
+        with pytest.raises(DataError, match=r"line 1: the prompt has 1 pictures, and rollout\.max_pictures=0\. Raise"):
             ask(row)
+
+
+FRESH = FreshModelConfig(num_vision_layers=1)
+
+
+def encoder_of_fresh(*, chat_template: bool, most: int = 2, room: int = 100) -> PromptEncoder:
+    data = DataConfig(chat_template=chat_template)
+    return PromptEncoder(
+        character_tokenizer(FRESH), data, TokenLimits(room, room, "room"), None, fresh_processor(FRESH), most
+    )
+
+
+@pytest.mark.parametrize("chat_template", [True, False])
+def test_the_places_of_pictures_are_expanded_once(tmp_path: Path, chat_template: bool) -> None:
+    encoder, wide = encoder_of_fresh(chat_template=chat_template), picture(9, size=(56, 28))
+    row = row_of(tmp_path, {"prompt": "a<image>b<image>", "images": [base64_of(wide), base64_of(RED)]})
+    marked = f"{START}{IMAGE}{END}"
+    assert encoder.text(row).removesuffix("\n") == f"a{marked}b{marked}"
+    prompt = encoder.prompt(row)
+    assert encoder.tokenizer.decode(prompt.ids).strip() == f"a{START}{IMAGE * 2}{END}b{marked}"
+    assert prompt.columns() == {"prompt_ids": prompt.ids, "pictures": [wide, RED], "picture_ranges": [2, 2, 7, 1]}
+    assert PromptPictures.of(prompt.columns()) == prompt.pictures == PromptPictures((wide, RED), ((2, 2), (7, 1)))
+
+
+@pytest.mark.parametrize("chat_template", [True, False])
+def test_a_prompt_without_pictures_has_none_and_its_marks_are_text(tmp_path: Path, chat_template: bool) -> None:
+    encoder = encoder_of_fresh(chat_template=chat_template)
+    prompt = encoder.prompt(row_of(tmp_path, {"prompt": "An <image>?"}, pictures=None))
+    assert encoder.tokenizer.decode(prompt.ids).strip() == "An <image>?"
+    assert prompt.columns() == {"prompt_ids": prompt.ids, "pictures": [], "picture_ranges": []}
+    assert PromptPictures.of(prompt.columns()) is None
+
+
+def test_what_a_prompt_with_pictures_may_not_have_is_told_with_its_row(tmp_path: Path) -> None:
+    shown = {"prompt": "?", "images": [base64_of(RED)] * 2}
+    with pytest.raises(DataError, match=r"line 1: the prompt has 2 pictures, and rollout\.max_pictures=1"):
+        encoder_of_fresh(chat_template=True, most=1).prompt(row_of(tmp_path, shown))
+    with pytest.raises(PromptTooLong, match="the prompt has 8 tokens, more than"):
+        encoder_of_fresh(chat_template=True, room=7).prompt(row_of(tmp_path, shown))
+    with pytest.raises(DataError, match=r"line 1: 2 placeholders .* for 1 pictures"):
+        encoder_of_fresh(chat_template=True).prompt(
+            row_of(tmp_path, {"prompt": f"<image>{IMAGE}", "images": [base64_of(RED)]})
+        )

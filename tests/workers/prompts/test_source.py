@@ -20,7 +20,7 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.opening import check_prompts, open_source
+from penstock.workers.prompts.opening import check_prompts, encoder_of, open_source
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
@@ -232,14 +232,17 @@ def test_run_keeps_the_store_supplied_as_credits_allow_until_it_closes(rows):
     assert drawn == still <= 3 + 2  # at most one batch waits at the door
 
 
+def checked(config, rows_are="prompts", **options):
+    encoder = encoder_of(config, Characters(), None, rows_are)
+    return check_prompts(open_dataset(config.data, EvaluationConfig()), encoder, config, rows_are=rows_are, **options)
+
+
 def test_check_counts_and_finds_the_longest_prompt(tmp_path):
     path = write_long(tmp_path / "a.jsonl", 35)
     config = make_config(path)
-    report = check_prompts(open_dataset(config.data, EvaluationConfig()), Characters(), config, sample=2)
+    report = checked(config, sample=2)
     assert (report.rows, report.read, report.tokenized, report.longest_prompt) == (4, 4, 2, 36)
-    report = check_prompts(
-        open_dataset(config.data, EvaluationConfig()), Characters(), config, rows_are="demonstrations"
-    )
+    report = checked(config, rows_are="demonstrations")
     assert report.longest_response == 36
 
 
@@ -247,13 +250,13 @@ def test_check_finds_a_long_prompt_and_a_bad_line_wherever_they_are(tmp_path):
     path = write_long(tmp_path / "a.jsonl", 55)
     config = make_config(path)
     with pytest.raises(PromptTooLong, match="line 4"):
-        check_prompts(open_dataset(config.data, EvaluationConfig()), Characters(), config, sample=1)
+        checked(config, sample=1)
     skipping = make_config(path, too_long="skip")
-    assert check_prompts(open_dataset(skipping.data, EvaluationConfig()), Characters(), skipping).skipped == 1
+    assert checked(skipping).skipped == 1
     with path.open("a") as file:
         file.write("{\n")
     with pytest.raises(DataError, match="line 5: not valid JSON"):
-        check_prompts(open_dataset(skipping.data, EvaluationConfig()), Characters(), skipping, sample=1)
+        checked(skipping, sample=1)
 
 
 def test_check_makes_few_of_an_environments_problems_and_each_once(tmp_path):
@@ -264,9 +267,7 @@ def test_check_makes_few_of_an_environments_problems_and_each_once(tmp_path):
         "chain_sum", source="reasoning_gym", size=40, teacher=f"{tmp_path}/teacher.py:teach",
         options={"max_terms": 2, "max_digits": 1}, max_prompt_tokens=75,
     )  # fmt: skip
-    report = check_prompts(
-        open_dataset(config.data, EvaluationConfig()), Characters(), config, rows_are="demonstrations", sample=5
-    )
+    report = checked(config, rows_are="demonstrations", sample=5)
     assert (report.rows, report.read, report.tokenized) == (40, 5, 5)
     assert report.longest_response == len("5") + 1
 
@@ -274,7 +275,7 @@ def test_check_makes_few_of_an_environments_problems_and_each_once(tmp_path):
 def test_a_row_without_a_demonstration_is_named():
     encoder = PromptEncoder(Characters(), DataConfig(), TokenLimits(50, 60, ""))
     with pytest.raises(DataError, match=r"row 3: no demonstration.*data\.columns\.response"):
-        encoder.demonstration_ids(SimpleNamespace(prompt="q", response=None, where="row 3"))
+        encoder.demonstration(SimpleNamespace(prompt="q", response=None, where="row 3"))
 
 
 def test_the_tokenizer_of_a_model_directory_is_used(rows, tmp_path):
