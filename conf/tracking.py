@@ -65,6 +65,9 @@ class TrackingConfig:
     metrics.jsonl has everything."""
     samples_every_steps: int = 10
     """Write `samples/step_N.parquet` every so many steps. 0: never."""
+    pictures_gib: float = 1.0
+    """GiB of pictures that are kept in `pictures/` beside these samples, each once: a thousand photos of 1 MB. Further
+    ones are left out, which is an event. 0: none. Runs of text alone keep none."""
     export_model: bool = True
     """Write the final weights as a HF model to `model/`."""
     upload_every_s: float = 5.0
@@ -84,5 +87,6 @@ class TrackingConfig:
             raise ConfigError(f"tracking.sinks={self.sinks}: a name is there twice.")
         above("tracking.close_timeout_s", self.close_timeout_s, 0)
         at_least("tracking.samples_every_steps", self.samples_every_steps, 0)
+        at_least("tracking.pictures_gib", self.pictures_gib, 0)
         above("tracking.upload_every_s", self.upload_every_s, 0)
         above("tracking.upload_timeout_s", self.upload_timeout_s, 0)

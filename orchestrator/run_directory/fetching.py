@@ -63,6 +63,17 @@ def at_place(run: str, *, more: Callable[[Sequence[str]], Iterable[str]] = lambd
         yield RunDirectory.open(copy, place.url)
 
 
+def bring_more(directory: RunDirectory, names: Iterable[str]) -> None:
+    """Bring further files of a run at a URL, that are not here yet; one that cannot be had is left out."""
+    record = MirrorRecord.of(directory.path, directory.url or "")
+    for name in names if directory.url else ():
+        if not (directory.path / name).exists():
+            with contextlib.suppress(CheckpointError):
+                download(f"{directory.url}", directory.path, [name])
+                record.files[name] = seen_of(directory.path / name)
+                record.write(directory.path)
+
+
 def bring_all(directory: RunDirectory) -> None:
     """Bring to a run's URL what is in its working copy, or was made in a copy of it, and is not there. A process that
     works in it does so itself. Raises `CheckpointError` that names what could not be brought."""

@@ -21,7 +21,7 @@ NOT_MIRRORED = frozenset({"run.lock", "resumed_store", "checkpoints", RECORD})
 """Names that are not mirrored, at any depth, as runs before the run lie below its directory. Checkpoints go to the URL
 by themselves."""
 NOT_FETCHED = NOT_MIRRORED | {
-    "samples", "plots", "tensorboard", "wandb", "stacks", "report.html", "cluster.json", LOGS, STATE,
+    "samples", "pictures", "plots", "tensorboard", "wandb", "stacks", "report.html", "cluster.json", LOGS, STATE,
 }  # fmt: skip
 """Names that are not fetched when a run at a URL goes on elsewhere."""
 PACE_BYTES = 2**20

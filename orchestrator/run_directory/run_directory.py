@@ -9,6 +9,7 @@
     run.lock        the process in it         stacks/         of members that were ended, or looked at in a stall
     logs/           what actors printed       threads.json    numbers of actors' threads
     trackers/       their ids of the run      wandb/          files of W&B
+    pictures/       those that samples name (`pictures.py`)
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
 (`failed_writes.py`), any other file written whole (`workers/local_files.py`): a run that is killed leaves whole files,
@@ -56,7 +57,7 @@ from penstock.workers.local_files import replacing, write_whole
 MADE_AT_START = (
     "config.yaml", EVENTS, "timeline.json", "report.html", "plots", "cluster.json", "initial_model",
     "resumed_store", "resumed_models", "tensorboard", "trackers", "wandb", METRICS, RECORD, SPANS, STATE, LOGS,
-    "threads.json",
+    "threads.json", "pictures",
 )  # fmt: skip
 """Names of what may be there of a run that has no results yet."""
 

@@ -20,12 +20,14 @@ from penstock.orchestrator.observability import ui
 from penstock.orchestrator.observability.differences import differences_of
 from penstock.orchestrator.observability.faults import FaultTimeline, duration_s, faults_of
 from penstock.orchestrator.observability.marks import marks_of
+from penstock.orchestrator.observability.reporting.embedded_pictures import EmbeddedPictures, Piece
 from penstock.orchestrator.observability.ui.cards import cards, elapsed
 from penstock.orchestrator.observability.ui.chart import Chart, drawn, write_pngs
 from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.observability.ui.runs.found import ENDED
 from penstock.orchestrator.observability.ui.themes import charts_of
-from penstock.orchestrator.run_directory.fetching import at_place, bring_all
+from penstock.orchestrator.run_directory.fetching import at_place, bring_all, bring_more
+from penstock.orchestrator.run_directory.pictures import COLUMN, FOLDER, NAME
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_lock import last_start_or_end
 
@@ -45,6 +47,7 @@ def report_of(run: str) -> str:
     Returns the page's place. Raises `ConfigError` if there is no run, `CheckpointError` for a URL that does not take
     it."""
     with at_place(run, more=_last_samples) as directory:
+        bring_more(directory, _pictures(directory))
         page = write_report(directory.path)
         if directory.url is None:
             return str(page)
@@ -72,11 +75,19 @@ def _last_samples(names: Sequence[str]) -> list[str]:
     return [steps[max(steps)]] if steps else []
 
 
+def _pictures(directory: RunDirectory) -> list[str]:
+    """Names of the files with the pictures that the page shows."""
+    named = (name for row in read_rows(directory)[1] for name in row.get(COLUMN) or ())
+    return [f"{FOLDER}/{name}" for name in dict.fromkeys(named) if NAME.fullmatch(str(name))]
+
+
 def page(directory: RunDirectory, config: Mapping[str, Any], charts: Sequence[Chart], columns: Columns) -> str:
     """The whole HTML document."""
     events = directory.read_events()
     faults = faults_of(events)
-    samples_step, samples = read_samples(directory)
+    pictures = EmbeddedPictures(directory.path)
+    samples_step, rows = read_rows(directory)
+    samples = sample_rows(rows, pictures)
     shown = events if len(events) <= MAX_EVENTS else [*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :]]
     template = _environment().get_template("report.html.j2")
     return template.render(
@@ -97,6 +108,7 @@ def page(directory: RunDirectory, config: Mapping[str, Any], charts: Sequence[Ch
         timeline=FaultTimeline.of(faults, duration_s(events)),
         samples_step=samples_step,
         samples=samples,
+        pictures=pictures.style,
         events=[_event(event) for event in shown],
         num_hidden_events=len(events) - len(shown),
         config_changed=_yaml(differences_of(config)),
@@ -176,7 +188,8 @@ def _yaml(value: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class SampleRow:
-    prompt: str
+    prompt: list[Piece]
+    """The prompt's text, with its pictures at their places."""
     response: str
     answer: str
     reward: float | None
@@ -184,11 +197,11 @@ class SampleRow:
     versions: str
     """Versions of the tokens: `4`, or `3-4` where the weights changed in between."""
     first_of_group: bool
-    said: list[tuple[str, str]] = field(default_factory=list)
-    """Roles and texts of a trajectory's messages, in order; empty for a prompt with one response."""
+    said: list[tuple[str, list[Piece]]] = field(default_factory=list)
+    """Roles and contents of a trajectory's messages, in order; empty for a prompt with one response."""
 
 
-def read_samples(directory: RunDirectory) -> tuple[int, list[SampleRow]]:
+def read_rows(directory: RunDirectory) -> tuple[int, list[dict[str, Any]]]:
     """Read what was trained last, from the newest `samples/step_N.parquet` that can be read. Returns (step, rows);
     (0, []) without one."""
     from pyarrow import ArrowException, parquet
@@ -198,46 +211,58 @@ def read_samples(directory: RunDirectory) -> tuple[int, list[SampleRow]]:
             table = parquet.read_table(file).slice(0, MAX_ROWS)
         except (ArrowException, OSError):
             continue
-        rows: list[dict[str, Any]] = table.to_pylist()
-        return int(re.sub(r"\D", "", file.stem) or 0), _rows(rows)
+        return int(re.sub(r"\D", "", file.stem) or 0), table.to_pylist()
     return 0, []
 
 
-def _rows(rows: list[dict[str, Any]]) -> list[SampleRow]:
+def sample_rows(rows: Sequence[Mapping[str, Any]], pictures: EmbeddedPictures) -> list[SampleRow]:
+    """The rows of samples as the page tells them. `pictures`: those of the page, of which there are more then."""
     result, last_prompt = [], None
     for row in rows:
         task = _task(row)
-        prompt = _clip(str(row.get("prompt") or task.get("prompt") or ""))
+        prompt = str(row.get("prompt") or task.get("prompt") or "")
         response = _clip(str(row.get("response_text") or row.get("response") or task.get("response") or ""))
         answer = _clip(str(task.get("answer") if task.get("answer") is not None else ""))
         versions = [version for version in row.get("token_versions") or [] if version is not None]
         low, high = (min(versions), max(versions)) if versions else (None, None)
         shown = "" if low is None else f"{low}" if low == high else f"{low}-{high}"
-        said = _said(row)
+        names = row.get(COLUMN) or []
+        said = _said(row, pictures)
         begin = str(task.get("environment_task", prompt)) if said else prompt
         first = begin != last_prompt
-        result.append(SampleRow(prompt, response, answer, row.get("reward"), row.get("advantage"), shown, first, said))
+        told = [] if said else pictures.of_text(prompt, names, _clip)
+        result.append(SampleRow(told, response, answer, row.get("reward"), row.get("advantage"), shown, first, said))
         last_prompt = begin
     return result
 
 
-def _said(row: dict[str, Any]) -> list[tuple[str, str]]:
+def _said(row: Mapping[str, Any], pictures: EmbeddedPictures) -> list[tuple[str, list[Piece]]]:
     """The conversation of a `transcript`, calls of tools included."""
     try:
         messages = json.loads(row.get("transcript") or "[]")
     except (TypeError, json.JSONDecodeError):
         return []
-    return [(str(message.get("role")), _clip(_text(message))) for message in messages if isinstance(message, dict)]
+    found = []
+    for message in messages:
+        if isinstance(message, dict):
+            content = message.get("content")
+            if isinstance(content, list):
+                seen = pictures.of_parts(content, row.get(COLUMN) or [], _clip)
+                told = [*seen, _clip(_text(message | {"content": None}))]
+            else:
+                told = [_clip(_text(message))]
+            found.append((str(message.get("role")), told))
+    return found
 
 
-def _text(message: dict[str, Any]) -> str:
+def _text(message: Mapping[str, Any]) -> str:
     thinking = message.get("reasoning_content")
     calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
     parts = [f"({thinking})" if thinking else "", str(message.get("content") or "")]
     return "\n".join(filter(None, [*parts, *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]))
 
 
-def _task(row: dict[str, Any]) -> dict[str, Any]:
+def _task(row: Mapping[str, Any]) -> dict[str, Any]:
     """The dataset's row, which the `task` column has as JSON."""
     try:
         task = json.loads(row.get("task") or "{}")

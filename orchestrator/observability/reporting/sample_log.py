@@ -1,7 +1,8 @@
 """Writes the samples of some steps for people to read.
 
 Columns are those that the store has of the batch, and two that the trainer's ranks know of it alone
-(`workers/trainer/token_recorder.py`): `trainer_logprobs` and `loss_mask`, one value a token.
+(`workers/trainer/token_recorder.py`): `trainer_logprobs` and `loss_mask`, one value a token. Pictures are kept beside
+the samples, which name them (`run_directory/pictures.py`).
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.ray_calls import answer, outcomes
 from penstock.orchestrator.observability.reporting.step_log import QUICK_S
+from penstock.orchestrator.run_directory.pictures import COLUMN, FOLDER, PictureFolder
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import TokenValues
@@ -24,6 +26,8 @@ COLUMNS = (
     "behavior_logprobs",
     "transcript", "turn_tokens", "turn_rewards",
 )  # fmt: skip
+SEEN = "seen_pictures"
+"""Column with the pictures of an attempt in an environment: one entry for each time that the policy has read one."""
 OF_RANKS = {"trainer_logprobs": pa.list_(pa.float32()), "loss_mask": pa.list_(pa.bool_())}
 """Columns of `TokenValues`, with their types."""
 
@@ -48,6 +52,10 @@ class SampleLog:
         handles."""
         self._every, self._last = config.tracking.samples_every_steps, config.trainer.max_steps
         self._columns = [name for name in COLUMNS if name in flow.stored_columns]
+        self._pictures_of = next((name for name in (SEEN, COLUMN) if name in flow.stored_columns), None)
+        """Column with the pictures; None: the run has none."""
+        most_bytes = config.tracking.pictures_gib * 2**30
+        self._pictures = PictureFolder(directory.path / FOLDER, most_bytes, directory.failed_writes)
         self._directory, self._last_batch, self._ranks = directory, last_batch, ranks
         self._writing: asyncio.Future[None] | None = None
 
@@ -60,7 +68,10 @@ class SampleLog:
         earlier steps are written."""
         if not self.is_due(step):
             return
-        call, phase = self._last_batch(self._columns), f"samples of step {step}"
+        columns = list(self._columns)
+        if self._pictures_of is not None and not self._pictures.is_full:
+            columns.append(self._pictures_of)
+        call, phase = self._last_batch(columns), f"samples of step {step}"
         rows = await answer(call, name="Store", phase=phase, timeout_s=QUICK_S)
         if len(rows) == num_rows:
             values = await self._token_values(step)
@@ -78,7 +89,14 @@ class SampleLog:
             await asyncio.shield(writing)
 
     def _write(self, step: int, rows: Rows, values: Sequence[TokenValues]) -> None:
-        self._directory.write_samples(step, with_token_values(rows, values))
+        table = with_token_values(rows, values)
+        if (column := self._pictures_of) is not None and column in rows:
+            names = self._pictures.keep(rows.blobs(column), distinct=column == SEEN)
+            table = table.drop_columns([column]).append_column(COLUMN, pa.array(names, pa.list_(pa.string())))
+            if self._pictures.is_full:
+                reason = "all that are kept would be larger than tracking.pictures_gib"
+                self._directory.event("pictures_left_out", step=step, reason=reason)
+        self._directory.write_samples(step, table)
 
     async def _token_values(self, step: int) -> list[TokenValues]:
         """Token values of the ranks that are there and have made this step: one that was replaced since knows nothing

@@ -1,20 +1,25 @@
 """A run at a URL, seen from a machine that has nothing of it, or something else."""
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from penstock.conf.errors import CheckpointError, ConfigError
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.reporting import report
-from penstock.orchestrator.run_directory.fetching import at_place, bring_here
+from penstock.orchestrator.run_directory.failed_writes import FailedWrites
+from penstock.orchestrator.run_directory.fetching import at_place, bring_all, bring_here
+from penstock.orchestrator.run_directory.pictures import PictureFolder, name_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 from penstock.store.data.rows import Rows
 from penstock.workers.files import find, remove
 from tests.remote_places import Flaky, flaky
+from tests.vision_models import picture
 
 URL = "flaky://bucket/runs"
 
@@ -136,6 +141,23 @@ def test_a_report_of_a_url_is_made_with_its_last_samples_and_brought_there(
     assert "step 10" in page
     assert main(["status", f"{URL}/run"]) == 2
     assert "run: has no cluster.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("from_where", ["one", "other"])
+def test_a_report_of_a_url_has_the_pictures_of_its_last_samples(one: Machine, other: Machine, from_where: str) -> None:
+    shown, earlier = picture(28, 28, 1), picture(28, 28, 2)
+    path = one.turn(1).path
+    folder = PictureFolder(path / "pictures", 1e9, FailedWrites(lambda kind, error: None))
+    for step, seen in ((2, earlier), (3, shown)):
+        RunDirectory(path).write_samples(step, pa.table({"task": ["{}"], "pictures": folder.keep([[seen]])}))
+    with at_place(f"{URL}/run") as directory:
+        bring_all(directory)
+    (one if from_where == "one" else other).place()
+    assert main(["report", f"{URL}/run"]) == 0
+    page = Flaky.store["/bucket/runs/run/report.html"].getvalue().decode()
+    assert base64.b64encode(shown).decode() in page
+    assert base64.b64encode(earlier).decode() not in page
+    assert {f"pictures/{name_of(one)}" for one in (shown, earlier)} < set(find(f"{URL}/run"))
 
 
 def test_a_report_brings_what_never_came_and_says_what_does_not_come_now(

@@ -84,6 +84,13 @@ class Copy:
         finally:
             self._stops.set()
 
+    def bring(self, name: str) -> None:
+        """Bring a file that no look brings: a picture, which is asked for once somebody sees it. Raises `OSError`."""
+        try:
+            self._bring(name)
+        except CheckpointError as error:
+            raise OSError(str(error)) from None
+
     def _follow(self) -> None:
         is_told = more = False
         while not self._stops.wait(0.0 if more else LOOK_S):

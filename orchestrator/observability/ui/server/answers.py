@@ -51,8 +51,9 @@ class NoSuchRun(Exception):
 class Answers:
     """Lifecycle: any answer at any time. An answer about one run waits for no other run."""
 
-    def __init__(self, place: Path) -> None:
-        self.runs = Runs(place)
+    def __init__(self, place: Path, bring: Callable[[str], None] | None = None) -> None:
+        """`bring`: as `OpenRun` takes it."""
+        self.runs, self._bring = Runs(place), bring
         self._listing, self._opening = threading.Lock(), threading.Lock()
         self._open: OrderedDict[Path, OpenRun] = OrderedDict()
         """Runs that are open, by path; the one that was asked for last comes last."""
@@ -79,7 +80,7 @@ class Answers:
         """The run, to answer about. Raises `NoSuchRun`."""
         path = self._path(run)
         with self._opening:
-            found = self._open.setdefault(path, OpenRun(path, run))
+            found = self._open.setdefault(path, OpenRun(path, run, self._bring))
             self._open.move_to_end(path)
             while len(self._open) > MAX_RUNS:
                 self._open.popitem(last=False)

@@ -2,6 +2,7 @@
 
     GET /             the page              GET /api/NAME    an answer of `answers.py`, as JSON
     GET /static/…     its files             GET /api/live    events: runs that changed, from one look a second for all
+    GET /picture      one that samples name, by its run and name
 
 Files are read in threads. `AccessCheck` decides about access.
 """
@@ -54,6 +55,8 @@ GRACE_S = 2
 """Seconds for open pages when the server ends."""
 POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 """Content policy: nothing from elsewhere, and no script in what a model wrote. Styles: the charts set their sizes."""
+PICTURE_HEADERS = {"Cache-Control": "private, max-age=31536000, immutable", "Content-Encoding": "identity"}
+"""Headers of pictures, which are named by their content. The encoding keeps them from being packed once more."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -64,8 +67,10 @@ def serve(
     others than this machine can reach the page, there is one in any case. Raises `ConfigError`, `CheckpointError` for a
     URL that does not answer."""
     if is_url(place):
-        with tempfile.TemporaryDirectory(prefix="penstock-ui-") as folder, Copy(place, Path(folder)).follow():
-            _serve(Path(folder), place, console, host, port, key)
+        with tempfile.TemporaryDirectory(prefix="penstock-ui-") as folder:
+            copy = Copy(place, Path(folder))
+            with copy.follow():
+                _serve(Path(folder), place, console, host, port, key, copy.bring)
         return
     directory = Path(place).expanduser()
     if not directory.is_dir():
@@ -75,7 +80,15 @@ def serve(
     _serve(directory, place, console, host, port, key)
 
 
-def _serve(directory: Path, place: str, console: Console, host: str, port: int | None, key: str | None) -> None:
+def _serve(
+    directory: Path,
+    place: str,
+    console: Console,
+    host: str,
+    port: int | None,
+    key: str | None,
+    bring: Callable[[str], None] | None = None,
+) -> None:
     """Serve a directory. `place`: its name for people."""
     shown = f"[{host}]" if ":" in host else host
     if key is None and shown not in LOOPBACK:
@@ -85,7 +98,7 @@ def _serve(directory: Path, place: str, console: Console, host: str, port: int |
     console.print(f"[bold]{place}[/] at {address}", highlight=False, soft_wrap=True)
     console.print("Ctrl-C ends it.", style="dim")
     config = uvicorn.Config(
-        make_app(directory, key), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S
+        make_app(directory, key, bring), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S
     )
     with bound:
         uvicorn.Server(config).run([bound])
@@ -103,15 +116,19 @@ def listen(host: str, port: int | None) -> socket.socket:
     raise ConfigError(f"port {tried} of {host}: {problem.strerror}. Choose another: --port N, or --port 0 for any.")
 
 
-def make_app(place: Path, key: str | None = None, *, look_s: float = LOOK_S) -> Starlette:
+def make_app(
+    place: Path, key: str | None = None, bring: Callable[[str], None] | None = None, *, look_s: float = LOOK_S
+) -> Starlette:
     """Make the application. `place`: a run, or a directory with runs below. `key`: the one that visitors need; None:
-    any visitor who reaches the port by a name of this machine's loopback may see the page."""
-    answers, live = Answers(place), Live(look_s)
+    any visitor who reaches the port by a name of this machine's loopback may see the page. `bring`: as `OpenRun` takes
+    it."""
+    answers, live = Answers(place, bring), Live(look_s)
     return Starlette(
         routes=[
             Route("/", _page),
             *(Route(f"/api/{name}", answering(answers, question)) for name, question in QUESTIONS.items()),
             Route("/api/live", streaming(live)),
+            Route("/picture", picturing(answers)),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[Middleware(AccessCheck, key=key), Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)],
@@ -197,6 +214,16 @@ def streaming(live: Live) -> Handler:
         return EventSourceResponse(live.events(ending), ping=PING_S, shutdown_event=ending, shutdown_grace_period=END_S)
 
     return stream
+
+
+def picturing(answers: Answers) -> Handler:
+    async def picture(request: Request) -> Response:
+        run, name = (request.query_params.get(word, "") for word in ("run", "name"))
+        data = await run_in_threadpool(lambda: answers.opened(run).picture(name))
+        kind = "image/png" if name.endswith("png") else "image/jpeg"
+        return Response(data, headers=PICTURE_HEADERS, media_type=kind)
+
+    return picture
 
 
 @contextlib.asynccontextmanager

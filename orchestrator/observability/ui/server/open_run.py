@@ -6,9 +6,9 @@ same run nor anything of another.
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +23,7 @@ from penstock.orchestrator.observability.ui.runs.found import MAX_CHARACTERS, li
 from penstock.orchestrator.observability.ui.runs.own_files import (
     MOST_STATE_BYTES,
     MOST_TOKENIZER_BYTES,
+    is_own,
     read_config,
     read_events,
     read_json,
@@ -32,6 +33,7 @@ from penstock.orchestrator.observability.ui.runs.own_files import (
 from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts
 from penstock.orchestrator.observability.ui.runs.sample_index import SampleFilter
 from penstock.orchestrator.observability.ui.themes import charts_of
+from penstock.orchestrator.run_directory.pictures import FOLDER, MOST_BYTES, NAME
 
 MAX_EVENTS = 500
 """Most events that are shown, the newest."""
@@ -54,8 +56,10 @@ TOKENIZER_PLACES = ("model", "initial_model")
 class OpenRun:
     """Lifecycle: any answer, at any time, from any thread."""
 
-    def __init__(self, path: Path, run: str) -> None:
-        self._path, self._run = path, run
+    def __init__(self, path: Path, run: str, bring: Callable[[str], None] | None = None) -> None:
+        """`bring`: brings a file that is not here, by its path below the place of all runs; None: all files are here.
+        Raises `OSError`."""
+        self._path, self._run, self._bring = path, run, bring
         self._reading_metrics, self._reading_samples = threading.Lock(), threading.Lock()
         self._reading_spans = threading.Lock()
         self._columns = Columns(path / "metrics.jsonl")
@@ -128,6 +132,18 @@ class OpenRun:
                 self._texts = TokenTexts(self._path, read_config(self._path))
             ids = row.get("response_ids")
             return {**row, "token_texts": self._texts.of(ids if isinstance(ids, list) else [])}
+
+    def picture(self, name: str) -> bytes:
+        """A picture that samples name. Raises `LookupError`, `OSError`."""
+        if not NAME.fullmatch(name):
+            raise LookupError(f"{name!r:.100} is no name of a picture.")
+        file = f"{FOLDER}/{name}"
+        try:
+            if self._bring is not None and not is_own(self._path, file):
+                self._bring((PurePosixPath(self._run) / file).as_posix())
+            return read_own(self._path, file, MOST_BYTES)
+        except FileNotFoundError:
+            raise LookupError(f"{self._run}: there is no {file}.") from None
 
     def timeline(self, first: int | None, last: int | None) -> dict[str, Any]:
         """Times at which actors were busy in these steps, and members that were lost meanwhile. None: the last few

@@ -1,24 +1,31 @@
 """The report is made from a run's directory alone, whatever is in there."""
 
+import base64
+import io
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.reporting import report
+from penstock.orchestrator.observability.reporting import embedded_pictures, report
 from penstock.orchestrator.observability.reporting.closing import cards_of, next_steps, print_summary
 from penstock.orchestrator.observability.reporting.report import SCRIPT, script, static, write_report
 from penstock.orchestrator.observability.ui.chart import write_pngs
 from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.observability.ui.themes import charts_of
+from penstock.orchestrator.run_directory.failed_writes import FailedWrites
+from penstock.orchestrator.run_directory.pictures import PictureFolder
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from tests.small_files import files_up_to
+from tests.vision_models import picture
 
 VOID = {"meta", "line", "rect", "circle", "polyline", "polygon", "br"}
 
@@ -229,3 +236,71 @@ def test_modules_that_cannot_be_one_script_are_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(report, "STATIC", tmp_path)
     with pytest.raises(ValueError, match="export default"):
         script("odd.js")
+
+
+def with_pictures(directory: RunDirectory, pictures: list[list[bytes]], **columns: list[Any]) -> str:
+    """The report of a run whose rows have these pictures."""
+    folder = PictureFolder(directory.path / "pictures", 1e9, FailedWrites(lambda kind, error: None))
+    directory.write_samples(2, pa.table(columns | {"pictures": pa.array(folder.keep(pictures), pa.list_(pa.string()))}))
+    return checked(write_report(directory.path, pngs=False))
+
+
+def embedded(text: str) -> list[bytes]:
+    """The pictures of a page, in the order of their rules."""
+    rules = re.findall(r"\.picture-\d+\{[^}]*url\(data:image/\w+;base64,([\w+/=]+)\)\}", text)
+    return [base64.b64decode(rule, validate=True) for rule in rules]
+
+
+def told(text: str) -> str:
+    """The text of the table of samples; pictures are `{number}`."""
+    table = re.search(r'<table class="samples">.*?</table>', text, flags=re.DOTALL)
+    assert table
+    marked = re.sub(r'<span class="picture picture-(\d+)".*?></span>', r"{\1}", table[0])
+    return re.sub(r"<.*?>", "", marked)
+
+
+def test_pictures_stand_at_their_places_each_embedded_once(tmp_path: Path) -> None:
+    one, other = picture(56, 84, 1), picture(28, 28, 2, "JPEG")
+    task = json.dumps({"prompt": "<image> or <image>?"})
+    rows = [[one, other], [one, other], [other], [other, one, one]]
+    text = with_pictures(make_run(tmp_path, 2), rows, task=[task] * 4)
+    assert embedded(text) == [one, other]
+    assert told(text).count("{0} or {1}?") == 2
+    assert "{1} or &lt;image&gt;?" in told(text)
+    assert "{1}{0} or {0}?" in told(text)  # the first was in an earlier message
+    assert f'title="[picture 84x56, {len(one) / 1000:.1f} kB]"' in text
+
+
+def test_pictures_of_a_conversation_stand_at_their_places(tmp_path: Path) -> None:
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "Move <b>"}, {"type": "image", "picture": 1}]},
+        {"role": "assistant", "content": "right"},
+        {"role": "tool", "content": [{"type": "image", "picture": 0}, {"type": "image", "picture": 7}, 3]},
+    ]
+    seen = [[picture(28, 28, 1), picture(28, 28, 2)]]
+    text = told(with_pictures(make_run(tmp_path, 2), seen, transcript=[json.dumps(said)]))
+    assert "Move &lt;b&gt;{0}" in text
+    assert "{1}[picture, which was not kept]3" in text
+
+
+def test_large_pictures_are_embedded_small(tmp_path: Path) -> None:
+    large = picture(900, 1200)
+    (small,) = embedded(with_pictures(make_run(tmp_path, 2), [[large]], task=["{}"]))
+    assert Image.open(io.BytesIO(small)).size == (400, 300)
+    assert len(small) < len(large) / 10
+
+
+def test_pictures_that_are_too_much_are_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = picture(56, 84, 1), picture(56, 56, 2)
+    monkeypatch.setattr(embedded_pictures, "IN_ALL", len(one) + 1)
+    task = json.dumps({"prompt": "<image>!"})
+    text = with_pictures(make_run(tmp_path, 2), [[one], [other], [b"\x89PNG and no more"]], task=[task] * 3)
+    assert embedded(text) == [one]
+    assert f"[picture 56x56, {len(other) / 1000:.1f} kB]!" in told(text)
+    assert "[picture, which cannot be read]!" in told(text)
+
+
+def test_a_mark_in_a_prompt_of_text_stays_a_text(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 2)
+    directory.write_samples(2, Rows.from_lists({"task": [json.dumps({"prompt": "<image>?"})], "reward": [1.0]}))
+    assert "&lt;image&gt;?" in told(checked(write_report(directory.path, pngs=False)))

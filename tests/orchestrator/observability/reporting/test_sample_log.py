@@ -3,17 +3,23 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from penstock.algorithms.catalogue import build_dataflow
+from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.reporting.sample_log import SampleLog, with_token_values
+from penstock.orchestrator.observability.reporting.sample_log import SEEN, SampleLog, with_token_values
+from penstock.orchestrator.run_directory.pictures import name_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.store.data.blobs import encode_blobs
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import TokenValues
 from tests.fakes.actors import FakeHandle
@@ -147,3 +153,75 @@ def test_a_rank_that_does_not_know_the_step_costs_its_columns_but_no_samples(gon
     asyncio.run(log.write(1, 2))
     directory.close()
     assert [row["trainer_logprobs"] for row in samples_of(directory.path, 1)] == [None, [-2.0]]
+
+
+SQUARE, CIRCLE = b"\x89PNG a square", b"\xff\xd8 a circle"
+
+
+def seeing(name: str, path: Path, *words: str) -> tuple[RunDirectory, SampleLog, list[list[str]]]:
+    """A run whose rows have pictures in the column `name`, its log, and what columns the log asks for."""
+    config = load_config(
+        ["recipe=arithmetic", f"output_dir={path}", "name=run", "tracking.samples_every_steps=1", *words]
+    )
+    source, *others = (flow := build_dataflow(config.algorithm)).stages
+    column = STANDARD_COLUMNS.get(name) or Column(name, "binary", "list")
+    flow = Dataflow([replace(source, writes=(*source.writes, column)), *others], flow.samples_per_prompt)
+    directory, asked = RunDirectory.create(config), list[list[str]]()
+
+    async def last_batch(columns: list[str]) -> Rows:
+        asked.append(columns)
+        rows = Rows.from_lists({"reward": [1.0, 2.0]})
+        if name not in columns:
+            return rows
+        lists = pa.ListArray.from_arrays(
+            pa.array([0, 3, 4], pa.int32()), encode_blobs([SQUARE, CIRCLE, SQUARE, CIRCLE])
+        )
+        return Rows(rows.row_ids, rows.group_ids, rows.table().append_column(name, lists))
+
+    return directory, SampleLog(config, flow, directory, last_batch, list), asked
+
+
+async def written(log: SampleLog, *steps: int) -> None:
+    for step in steps:
+        await log.write(step, 2)
+    await log.flush()
+
+
+@pytest.mark.parametrize(("name", "first"), [("pictures", [SQUARE, CIRCLE, SQUARE]), (SEEN, [SQUARE, CIRCLE])])
+def test_pictures_are_kept_once_and_rows_name_them(name: str, first: list[bytes], tmp_path: Path) -> None:
+    directory, log, _ = seeing(name, tmp_path)
+    asyncio.run(written(log, 1, 2))
+    directory.close()
+    for step in (1, 2):
+        named = [row["pictures"] for row in samples_of(directory.path, step)]
+        assert named == [list(map(name_of, first)), [name_of(CIRCLE)]]
+        assert SEEN not in samples_of(directory.path, step)[0]
+    files = {file.name: file.read_bytes() for file in (directory.path / "pictures").iterdir()}
+    assert files == {name_of(SQUARE): SQUARE, name_of(CIRCLE): CIRCLE}
+
+
+def test_once_pictures_are_too_many_they_are_not_asked_for_and_that_is_told(tmp_path: Path) -> None:
+    room = len(SQUARE) / 2**30
+    directory, log, asked = seeing("pictures", tmp_path, f"tracking.pictures_gib={room!r}")
+    asyncio.run(written(log, 1, 2))
+    directory.close()
+    assert ["pictures" in columns for columns in asked] == [True, False]
+    (row, _) = samples_of(directory.path, 1)
+    assert row["pictures"] == [name_of(SQUARE), None, name_of(SQUARE)]
+    assert "pictures" not in samples_of(directory.path, 2)[0]
+    told = [event for event in directory.read_events() if event["kind"] == "pictures_left_out"]
+    assert [(event["step"], "tracking.pictures_gib" in event["reason"]) for event in told] == [(1, True)]
+
+
+def test_a_run_of_text_has_no_folder_of_pictures(tmp_path: Path) -> None:
+    config = load_config(["recipe=arithmetic", f"output_dir={tmp_path}", "name=run", "tracking.samples_every_steps=1"])
+    directory = RunDirectory.create(config)
+
+    async def last_batch(columns: list[str]) -> Rows:
+        assert not [name for name in columns if "pictures" in name]
+        return Rows.from_lists({"reward": [1.0, 2.0]})
+
+    asyncio.run(written(SampleLog(config, build_dataflow(config.algorithm), directory, last_batch, list), 1))
+    directory.close()
+    assert "pictures" not in samples_of(directory.path, 1)[0]
+    assert not (directory.path / "pictures").exists()

@@ -10,11 +10,22 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
+from penstock.orchestrator.run_directory.pictures import name_of
+
 HERE = {"pid": os.getpid(), "host": socket.gethostname()}
 """Content of run.lock for a run that goes on."""
 TIME = "2026-01-01T00:00:{:02d}.000Z"
 
-MORE = ("response_ids", "task", "advantage", "behavior_logprobs", "token_versions", "transcript", "turn_tokens")
+MORE = (
+    "response_ids",
+    "task",
+    "advantage",
+    "behavior_logprobs",
+    "token_versions",
+    "transcript",
+    "turn_tokens",
+    "pictures",
+)
 """Columns of samples that are as rows say them, if any does."""
 
 
@@ -59,6 +70,14 @@ def write_samples(directory: Path, step: int, rows: list[dict[str, Any]]) -> Non
     }
     table |= {name: [row.get(name) for row in rows] for name in MORE if any(name in row for row in rows)}
     parquet.write_table(pa.table(table), directory / f"step_{step}.parquet")
+
+
+def write_pictures(run: Path, *pictures: bytes) -> list[str]:
+    """Write the run's pictures. Returns their names."""
+    (run / "pictures").mkdir(exist_ok=True)
+    for picture in pictures:
+        (run / "pictures" / name_of(picture)).write_bytes(picture)
+    return [name_of(picture) for picture in pictures]
 
 
 def append(file: Path, line: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 // What the policy wrote: samples by what they are, one of them with its tokens, its group beside it.
 import { ask } from "../api.js";
 import { h, number } from "../dom.js";
+import { marked, parted } from "../pictures.js";
 import { shadeOf, SHADES } from "../shades.js";
 import { tabKeys, tabs } from "../tabs.js";
 
@@ -124,13 +125,14 @@ export class RolloutsPage {
     const task = parsed(sample.task) ?? {};
     const messages = parsed(sample.transcript);
     const said = Array.isArray(messages) ? messages.filter(Boolean) : null;
+    const pictures = Array.isArray(sample.pictures) ? sample.pictures : [];
     const shades = h("select", { "aria-label": "colour of tokens", onchange: (event) => { this.shade = event.target.value; this.tell(line); } },
       Object.entries(SHADES).map(([key, { title }]) => h("option", { value: key, selected: key === this.shade }, title)));
     this.shown.replaceChildren(
       h("h2", {}, `step ${line.step}, group ${line.group}`),
       h("p.faint", {}, [`reward ${number(sample.reward)}`, sample.advantage === undefined ? "" : `advantage ${number(mean(sample.advantage))}`, `${line.tokens} tokens`, sample.finish_reason].filter(Boolean).join(" · ")),
-      ...(task.prompt ? [h("h3", {}, "Prompt"), h("pre.text", {}, clipped(task.prompt))] : []),
-      ...(said ? [h("h3", {}, "Conversation"), conversation(said)] : []),
+      ...(task.prompt ? [h("h3", {}, "Prompt"), h("pre.text", {}, marked(String(task.prompt), said ? [] : pictures, this.id, clipped))] : []),
+      ...(said ? [h("h3", {}, "Conversation"), conversation(said, pictures, this.id)] : []),
       h("h3", {}, "Tokens ", h("label.faint", {}, shades)), this.tokens(), h("p.faint.scale", {}, SHADES[this.shade].about),
       ...(task.answer === undefined || task.answer === null ? [] : [h("h3", {}, "Answer"), h("pre.text", {}, clipped(task.answer))]),
       h("h3", {}, `The group: ${this.group.length} attempts`),
@@ -228,9 +230,10 @@ function excerpt(row) {
 }
 
 /** Who said what, tools and their answers included. */
-function conversation(messages) {
+function conversation(messages, pictures, run) {
+  const shown = (content) => (Array.isArray(content) ? parted(content, pictures, run, clipped) : clipped(typeof content === "string" ? content : JSON.stringify(content)));
   return h("div.talk", {}, messages.map((message) => h(`div.said.${/^\w+$/.test(message.role) ? message.role : "other"}`, {},
     h("b", {}, message.role), message.reasoning_content ? h("pre.text.faint", {}, clipped(message.reasoning_content)) : null,
-    message.content ? h("pre.text", {}, clipped(typeof message.content === "string" ? message.content : JSON.stringify(message.content))) : null,
+    message.content ? h("pre.text", {}, shown(message.content)) : null,
     (message.tool_calls ?? []).map((call) => h("pre.text.call", {}, clipped(`${call.function?.name}(${JSON.stringify(call.function?.arguments)})`))))));
 }

@@ -3,17 +3,19 @@
 A browser is not kept for longer: Playwright has an event loop in the tests' thread, beside which nobody else's may run.
 """
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, ImageDraw
 from playwright.sync_api import Browser, Page, expect
 from tokenizers import Tokenizer, models
 
 from tests.orchestrator.observability.ui.browser import PATIENCE_MS, chromium, visit
-from tests.orchestrator.observability.ui.made_runs import HERE, make_run, write_samples
+from tests.orchestrator.observability.ui.made_runs import HERE, make_run, write_pictures, write_samples
 from tests.orchestrator.observability.ui.served import served
 from tests.orchestrator.observability.ui.told import write_logs, write_state, write_timeline
 
@@ -33,12 +35,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """done, failed and live, and a sweep: seeds of one setting, and another setting."""
+    """done, failed, live and seen, and a sweep: seeds of one setting, and another setting."""
     place = tmp_path_factory.mktemp("runs")
     make_done(place / "done")
     make_run(place / "failed", "start", "failed", metrics=metrics(3), config="seed: 7\n")
     write_logs(place / "failed", HACK)
     make_live(place / "live")
+    make_seen(place / "seen")
     for name, seed, rate, shift in (("a", 1, 1, 0.0), ("b", 2, 1, 0.2), ("c", 3, 2, 0.5)):
         config = f"seed: {seed}\nlearning: {{rate: {rate}}}\n"
         make_run(place / "sweep" / name, "start", "end", metrics=metrics(10, shift), config=config)
@@ -118,6 +121,37 @@ def talk() -> dict[str, Any]:
         {"role": "assistant", "content": HACK},
     ]  # fmt: skip
     return sampled(5, 1.0) | {"transcript": json.dumps(said), "turn_tokens": [2, 2]}
+
+
+def make_seen(path: Path) -> Path:
+    """A finished run with pictures: at step 1 two of a prompt, of which one was not kept; at step 2 an attempt that
+    sees another one in its second turn."""
+    make_run(path, "start", "end", metrics=metrics(2))
+    board, moved = write_pictures(path, drawn(56, 84, 3), drawn(900, 600, 5))
+    task = json.dumps({"prompt": "Here <image> and there <image>: how many?", "answer": 3})
+    write_samples(path / "samples", 1, [sampled(1, 1.0) | {"task": task, "pictures": [board, None]}])
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "Move. "}, {"type": "image", "picture": 0}]},
+        {"role": "assistant", "content": "right"},
+        {"role": "user", "content": [{"type": "image", "picture": 1}, {"type": "text", "text": " And now?"}]},
+        {"role": "assistant", "content": "stop"},
+    ]
+    row = sampled(2, 1.0) | {"transcript": json.dumps(said), "turn_tokens": [2, 2], "pictures": [board, moved]}
+    write_samples(path / "samples", 2, [row])
+    write_tokenizer(path / "initial_model")
+    return path
+
+
+def drawn(width: int, height: int, count: int) -> bytes:
+    """A PNG of so many squares."""
+    image = Image.new("RGB", (width, height), "#f4efe4")
+    edge = min(width, height) // 6
+    for number in range(count):
+        x, y = (number * 37 % 70) * width // 100, (number * 53 % 75) * height // 100
+        ImageDraw.Draw(image).rectangle((x, y, x + edge, y + edge), "#2a6f97" if number % 2 else "#c44536")
+    target = io.BytesIO()
+    image.save(target, "PNG")
+    return target.getvalue()
 
 
 def write_tokenizer(path: Path) -> None:

@@ -15,6 +15,7 @@ PAGES = {
     "live run": ("#/run/live", ".state.running"),
     "compare": ("#/compare/sweep%2Fa,sweep%2Fb,done", "#chart-reward canvas"),
     "rollouts": ("#/rollouts/done", "pre.tokens span"),
+    "pictures": ("#/rollouts/seen", "button.picture img"),
     "no samples": ("#/rollouts/failed", "p.faint"),
     "timeline": ("#/timeline/done", ".lanes rect"),
     "no timeline": ("#/timeline/failed", ".steps"),
@@ -45,7 +46,7 @@ def test_pages_are_quiet_and_as_wide_as_the_screen(
 @SHOWN_AS
 def test_a_report_is_quiet_where_it_lies(browser: Browser, place: Path, size: tuple[int, int], scheme: str) -> None:
     with visit(browser, size, scheme) as page:
-        for run in ("done", "failed", "live"):
+        for run in ("done", "failed", "live", "seen"):
             page.goto(write_report(place / run, pngs=False).as_uri())
             expect(page.locator("#chart-reward canvas")).to_be_visible()
             assert page.evaluate(OVERFLOW) <= 0

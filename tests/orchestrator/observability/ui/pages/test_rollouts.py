@@ -1,5 +1,6 @@
 """What the policy wrote: found by what it is, read token by token, and never run."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,52 @@ def test_a_sample_of_very_many_tokens_is_shown_in_part(page: Page, address: str,
     opened(page, address, run="long")
     expect(page.locator("pre.tokens")).to_contain_text("and 11,808 more tokens")
     expect(page.locator("pre.text")).to_contain_text("and 200,000 more characters")
+
+
+def test_pictures_stand_at_their_places_in_a_prompt(page: Page, address: str) -> None:
+    opened(page, address, "?last_step=1", run="seen")
+    prompt = page.locator(".sample pre.text").first
+    expect(prompt.locator("img")).to_have_count(1)
+    until(page, "document.querySelector('.sample pre.text img').naturalWidth === 56")
+    assert prompt.inner_text() == "Here  and there [picture 2, which was not kept]: how many?"
+    expect(prompt.locator("button.picture")).to_have_attribute("title", "picture 1: 56 × 84")
+
+
+def test_pictures_of_turns_stand_at_their_places_in_the_conversation(page: Page, address: str) -> None:
+    opened(page, address, "?first_step=2", run="seen")
+    said = page.locator(".said")
+    assert [one.locator("img").count() for one in said.all()] == [1, 0, 1, 0]
+    expect(said.nth(2).locator("pre")).to_have_text(" And now?")
+    until(page, "document.querySelectorAll('.said img')[1].naturalWidth === 900")
+    box = said.nth(2).locator("img").bounding_box()
+    assert box is not None
+    assert box["width"] <= 260
+    assert box["height"] <= 170
+
+
+def test_a_click_shows_a_picture_in_full_size_and_another_one_closes_it(page: Page, address: str) -> None:
+    opened(page, address, "?first_step=2", run="seen")
+    pictures, large = page.locator(".said button.picture"), page.locator("dialog.enlarged")
+    for number, width, told in (
+        (1, 900, "picture 2: 900 × 600"),
+        (0, 5 * 56, "picture 1: 56 × 84, 5 times as large"),
+    ):
+        pictures.nth(number).click()
+        expect(large.locator("p")).to_have_text(told)
+        box = large.locator("img").bounding_box()
+        assert box is not None
+        assert round(box["width"]) == width
+        if number:
+            large.locator("img").click()
+        else:
+            page.keyboard.press("Escape")
+        expect(large).to_have_count(0)
+
+
+def test_a_picture_that_is_gone_is_told(browser: Browser, address: str, place: Path) -> None:
+    live = make_live(place / "gone")
+    task = json.dumps({"prompt": "<image>How many?"})
+    write_samples(live / "samples", 5, [sampled(7, 1.0) | {"task": task, "pictures": ["0" * 32 + ".png"]}])
+    with visit(browser, refusal=404) as page:
+        opened(page, address, run="gone")
+        expect(page.locator(".sample pre.text").first).to_have_text("[picture 1, which was not kept]How many?")

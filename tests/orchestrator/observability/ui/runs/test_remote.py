@@ -13,7 +13,8 @@ from penstock.orchestrator.observability.ui.runs.found import Runs
 from penstock.orchestrator.observability.ui.runs.remote import SAMPLES_AT_ONCE, Copy
 from penstock.orchestrator.observability.ui.runs.rollouts import Rollouts
 from penstock.orchestrator.observability.ui.runs.sample_index import SampleFilter
-from tests.orchestrator.observability.ui.made_runs import make_run, steps, write_samples
+from penstock.orchestrator.observability.ui.server.answers import Answers
+from tests.orchestrator.observability.ui.made_runs import make_run, steps, write_pictures, write_samples
 
 URL = "memory://bucket/runs"
 
@@ -91,6 +92,23 @@ def test_many_samples_come_a_few_at_a_time_the_newest_first(there: Path, tmp_pat
 def test_a_url_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nosuch"), Copy("nosuch://bucket/runs", tmp_path).follow():
         pass
+
+
+def test_a_picture_is_brought_once_it_is_asked_for(there: Path, tmp_path: Path) -> None:
+    run = make_run(there / "sums", "start")
+    (name,) = write_pictures(run, b"\x89PNG mine")
+    put(there)
+    here = tmp_path / "here"
+    here.mkdir()
+    copy = Copy(URL, here)
+    copy.look()
+    assert not (here / "sums" / "pictures").exists()
+    opened = Answers(here, copy.bring).opened("sums")
+    assert opened.picture(name) == b"\x89PNG mine"
+    fsspec.filesystem("memory").rm("/bucket/runs/sums/pictures", recursive=True)
+    assert opened.picture(name) == b"\x89PNG mine"
+    with pytest.raises(OSError, match="sums/pictures"):
+        opened.picture("0" * 32 + ".png")
 
 
 def test_a_key_below_another_keeps_no_other_run_out_and_is_told_once(

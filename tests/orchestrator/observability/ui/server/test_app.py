@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.observability.ui.server.app import STATIC, make_app
 from penstock.workers.fresh_model import build_fresh_model
-from tests.orchestrator.observability.ui.made_runs import HERE, make_run, steps, write_samples
+from tests.orchestrator.observability.ui.made_runs import HERE, make_run, steps, write_pictures, write_samples
 
 LOCAL = "http://localhost:8420"
 SMALL = FreshModelConfig(num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1)
@@ -101,6 +101,40 @@ def test_samples_are_found_and_one_is_told_token_by_token(page: TestClient, plac
     assert page.get("/api/samples", params={"run": "two"}).json()["files"] == 0
 
 
+def test_pictures_are_handed_out_as_they_are_and_need_not_be_asked_for_again(page: TestClient, place: Path) -> None:
+    data = b"\x89PNG" + b"<script>" * 1000
+    png, jpg = write_pictures(place / "one", data, b"\xff\xd8 photo")
+    write_samples(place / "one" / "samples", 7, [{"group": 3, "reward": 0.0, "pictures": [png, None, jpg]}])
+    assert page.get("/api/sample", params={"run": "one", "step": 7, "place": 0}).json()["pictures"] == [png, None, jpg]
+    answer = page.get("/picture", params={"run": "one", "name": png}, headers={"accept-encoding": "gzip"})
+    assert (answer.content, answer.headers["content-type"]) == (data, "image/png")
+    assert answer.headers["content-encoding"] == "identity"
+    assert "immutable" in answer.headers["cache-control"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert page.get("/picture", params={"run": "one", "name": jpg}).headers["content-type"] == "image/jpeg"
+    assert page.get("/picture", params={"run": "two", "name": png}).status_code == 404
+    assert page.get("/picture", params={"run": "none", "name": png}).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["", "../config.yaml", "../pictures/{}", "/etc/passwd", "{}.png", "\x00", "é" * 9000])
+def test_no_other_file_is_handed_out_as_a_picture(page: TestClient, place: Path, name: str) -> None:
+    (found,) = write_pictures(place / "one", b"\x89PNG mine")
+    answer = page.get("/picture", params={"run": "one", "name": name.format(found)})
+    assert (answer.status_code, "mine" in answer.text) == (404, False)
+
+
+@pytest.mark.parametrize("linked", ["file", "folder"])
+def test_a_picture_that_is_a_link_is_not_followed(page: TestClient, place: Path, linked: str) -> None:
+    (name,) = write_pictures(place / "two", b"\x89PNG elsewhere")
+    if linked == "folder":
+        (place / "one" / "pictures").symlink_to(place / "two" / "pictures")
+    else:
+        (place / "one" / "pictures").mkdir()
+        (place / "one" / "pictures" / name).symlink_to(place / "two" / "pictures" / name)
+    answer = page.get("/picture", params={"run": "one", "name": name})
+    assert (answer.status_code, b"elsewhere" in answer.content) == (503, False)
+
+
 @pytest.mark.parametrize("run", ["../..", "/etc", "nothing", "one/../../x", "\x00", "a" * 5000])
 def test_what_is_no_run_below_the_place_is_not_told(page: TestClient, run: str) -> None:
     answer = page.get("/api/run", params={"run": run})
@@ -127,6 +161,7 @@ def test_names_of_this_machine_are_let_in(page: TestClient, host: str) -> None:
 def test_with_a_key_its_holders_come_in_from_anywhere_and_nobody_else(place: Path) -> None:
     with TestClient(make_app(place, "secret"), base_url="http://gpu-1:8420") as client:
         assert client.get("/api/runs").status_code == 401
+        assert client.get("/picture?run=one&name=x.png").status_code == 401
         assert client.get("/?key=wrong").status_code == 401
         assert client.get("/api/runs", headers={"authorization": "Bearer secret"}).status_code == 200
         first = client.get("/?key=secret&tab=1", follow_redirects=False)
