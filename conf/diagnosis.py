@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from penstock.conf.checks import above, at_least, within
+from penstock.conf.checks import AUTO, above, at_least, auto_or_number, within
+
+MISMATCH, MISMATCH_EXACT = 0.1, 1e-4
 
 
 @dataclass
@@ -15,9 +17,10 @@ class DiagnosisConfig:
     """Steps that a rule looks at; before so many it reports nothing. Fewer are noise."""
     cut_off_share: float = 0.5
     """Share of responses that ended at the limit of tokens, above which lengths are reported as out of hand."""
-    mismatch: float = 0.1
-    """Mean |log p| between trainer and engine, above which they are reported to compute different policies. bfloat16
-    alone makes 0.01."""
+    mismatch: int | float | str = AUTO
+    """Mean |Δ log p| between trainer and engine, above which they are reported to compute different policies. auto:
+    0.1, of which bfloat16 alone makes 0.01; 0.0001 where both compute in float32 and max_staleness=0, so that rounding
+    makes a tenth of it at most."""
     mismatch_growth: float = 10.0
     """Growth of the mismatch since the first steps, above which it is reported as well, if it is above 0.001."""
     entropy_share: float = 0.02
@@ -61,5 +64,11 @@ class DiagnosisConfig:
         ):  # fmt: skip
             within(f"diagnosis.{key}", getattr(self, key), 0.0, 1.0)
         at_least("diagnosis.rank_slowdown", self.rank_slowdown, 1)
-        for key in ("mismatch", "mismatch_growth", "kl", "grad_norm_growth", "stall_factor", "stall_least_s"):
+        if not auto_or_number("diagnosis.mismatch", self.mismatch):
+            above("diagnosis.mismatch", self.mismatch, 0)
+        for key in ("mismatch_growth", "kl", "grad_norm_growth", "stall_factor", "stall_least_s"):
             above(f"diagnosis.{key}", getattr(self, key), 0)
+
+    def largest_mismatch(self, *, is_exact: bool) -> float:
+        """Largest difference that is none. `is_exact`: rounding in float32 alone should make one."""
+        return (MISMATCH_EXACT if is_exact else MISMATCH) if isinstance(self.mismatch, str) else float(self.mismatch)

@@ -94,6 +94,12 @@ class RunConfig:
         return self.algorithm
 
     @property
+    def diagnosis_of_run(self) -> DiagnosisConfig:
+        """The limits of the diagnosis, with what they take from the rest of the run."""
+        is_exact = self.max_staleness == 0 and self.rollout.dtype == self.trainer.dtype == "float32"
+        return replace(self.diagnosis, mismatch=self.diagnosis.largest_mismatch(is_exact=is_exact))
+
+    @property
     def longest_response(self) -> int:
         """Most tokens that the policy may sample for a row."""
         return self.rollout.sampling.max_tokens if self.environment.name is None else self.environment.max_tokens

@@ -60,7 +60,7 @@ class Observer:
             fleet, flow, store.describe, versions.state, lambda: restarts.step, watch.heard, directory
         )
         self._logs, self._links = Logs(fleet, directory), Links(fleet, directory, progress)
-        self._diagnosis = Diagnosis(config.diagnosis, config.max_staleness, directory, progress)
+        self._diagnosis = Diagnosis(config.diagnosis_of_run, config.max_staleness, directory, progress)
         self._stalls = Stalls(
             config.diagnosis, lambda: self._asked(store.describe(), "describe"), watch.stacks,
             {column.name: stage.name for stage in flow.stages if not stage.is_in_trainer for column in stage.writes},

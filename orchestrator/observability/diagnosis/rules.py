@@ -67,7 +67,7 @@ def mismatch(history: History, config: DiagnosisConfig, max_staleness: int) -> F
         return None
     mean, before = statistics.fmean(now), statistics.fmean(first)
     advice = "Compare rollout.dtype with the trainer's; algorithm.correction weighs tokens by the difference."
-    if mean > config.mismatch:
+    if mean > config.largest_mismatch(is_exact=False):
         return Finding("mismatch", f"trainer and engine differ by |Δ log p| {mean:.2g} a token", advice)
     if mean > max(1e-3, config.mismatch_growth * before):
         return Finding("mismatch", f"|Δ log p| between trainer and engine grew from {before:.1g} to {mean:.1g}", advice)

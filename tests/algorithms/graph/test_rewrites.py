@@ -65,7 +65,7 @@ def test_pictures_go_wherever_their_tokens_go() -> None:
     assert dataflow_of(config, flow).columns == flow.columns
 
 
-def test_an_environment_has_the_tasks_pictures_and_the_trainers_those_that_were_seen() -> None:
+def test_trainers_read_the_pictures_that_were_seen_in_an_environment() -> None:
     config = run_config(environment="any")
     config.algorithm.kl_coef, config.rollout.max_pictures = 0.1, 1
     flow = dataflow_of(config)

@@ -3,17 +3,21 @@ bit for bit."""
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from penstock.algorithms.advantages import group_advantage
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.run import RunConfig
 from penstock.workers.gateway.turn_sampler import turn_seed
+from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import EngineSpec, Sampling
@@ -28,6 +32,14 @@ Sampled = tuple[list[int], list[int], list[float], torch.Tensor]
 """Facts on a row: what was read, what was sampled, log-probabilities, advantage."""
 Sample = Callable[[HfEngine, Sampling, Any], list[Sampled]]
 """The rows of a group."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prompt with pictures."""
+
+    ids: list[int]
+    pictures: PromptPictures | None
 
 
 def train(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
@@ -69,11 +81,28 @@ def train_in_two_turns(config: RunConfig, model_path: str) -> dict[str, torch.Te
     return _train(config, model_path, open_source(config, model_path, rows_are="tasks"), sample, backward_in_two_turns)
 
 
+def train_seeing(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
+    """The same with pictures in the prompts: pixels and positions by transformers' own, each row's pictures by
+    themselves."""
+
+    def sample(engine: HfEngine, sampling: Sampling, group: Any) -> list[Sampled]:
+        read = Read(list(group["prompt_ids"]), PromptPictures.of(group))
+        completions = engine.generate_group(read.ids, config.algorithm.group_size, sampling, pictures=read.pictures)
+        advantage = group_advantage(torch.tensor([digits(c.text, {}) for c in completions]))
+        return [(read, c.token_ids, c.logprobs, a) for c, a in zip(completions, advantage, strict=True)]
+
+    backward = partial(backward_seeing, processor=PictureProcessor.of(model_path))
+    return _train(config, model_path, open_source(config, model_path), sample, backward)
+
+
 def _train(config: RunConfig, model_path: str, source: Any, sample: Sample, backward: Any) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     engine = HfEngine(EngineSpec(config.rollout, model_path))
     engine.open_model()
-    policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    kind = AutoModelForImageTextToText if config.rollout.max_pictures else AutoModelForCausalLM
+    policy = kind.from_pretrained(model_path, dtype=torch.float32)
+    if config.rollout.max_pictures:
+        policy.model.visual.requires_grad_(False)
     use_fast_linears(policy.base_model)  # products by the same library: others are rounded in another way
     options = config.trainer.optimizer
     optimizer = torch.optim.AdamW(
@@ -97,6 +126,8 @@ def _train(config: RunConfig, model_path: str, source: Any, sample: Sample, back
 
 
 def _num_tokens(read: Any) -> int:
+    if isinstance(read, Read):
+        return len(read.ids)
     return sum(map(len, read)) if isinstance(read, tuple) else len(read)
 
 
@@ -138,6 +169,45 @@ def backward_in_two_turns(policy: torch.nn.Module, rows: list, totals: BatchTota
     hidden = policy.model(input_ids=input_ids, use_cache=False).last_hidden_state
     logits = policy.lm_head(hidden.flatten(0, 1)[torch.tensor(places)])
     values = logits.log_softmax(-1, dtype=torch.float32).gather(1, torch.tensor(targets)[:, None])[:, 0]
+    logprobs = torch.zeros(mask.shape).masked_scatter(mask, values)
+    advantage = torch.stack([row[3] for row in rows])
+    loss, _ = ppo_clip_loss(logprobs, mask, totals, advantage, behavior, logprobs.detach())
+    loss.backward()
+
+
+def backward_seeing(policy: Any, rows: list, totals: BatchTotals, processor: PictureProcessor) -> None:
+    """The same where a row's prompt is a `Read`: each picture is seen once, positions are each row's own, and special
+    tokens of vision have no probability."""
+    width, longest = (
+        max(len(read.ids) + len(last) for read, last, _, _ in rows),
+        max(len(last) for _, last, _, _ in rows),
+    )
+    input_ids, positions = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(3, len(rows), width).long()
+    mask, behavior = torch.zeros(len(rows), longest, dtype=torch.bool), torch.zeros(len(rows), longest)
+    distinct = list(dict.fromkeys(one for read, _, _, _ in rows if read.pictures for one in read.pictures.encoded))
+    found = processor.features(distinct)
+    parts = policy.model.visual(torch.from_numpy(found.pixel_values), grid_thw=torch.from_numpy(found.grid_thw))
+    features = dict(
+        zip(distinct, parts.pooler_output.split([number // 4 for number in found.num_patches]), strict=True)
+    )
+    grids = dict(zip(distinct, torch.from_numpy(found.grid_thw), strict=True))
+    placed = []
+    for i, (read, last, logprobs, _) in enumerate(rows):
+        ids, seen = torch.tensor([read.ids + last]), read.pictures.encoded if read.pictures else ()
+        input_ids[i, : ids.shape[1]] = ids[0]
+        kinds = (ids == processor.placeholder).int()
+        own = {"image_grid_thw": torch.stack([grids[one] for one in seen])} if seen else {}
+        positions[:, i, : ids.shape[1]] = policy.model.get_rope_index(ids, kinds, **own)[0][:, 0]
+        mask[i, : len(last)], behavior[i, : len(last)] = True, torch.tensor(logprobs)
+        placed += [features[one] for one in seen]
+    embedded = policy.get_input_embeddings()(input_ids)
+    embedded = embedded.masked_scatter((input_ids == processor.placeholder)[..., None], torch.cat(placed))
+    hidden = policy.model(inputs_embeds=embedded, position_ids=positions, use_cache=False).last_hidden_state
+    starts = torch.tensor([len(read.ids) - 1 for read, _, _, _ in rows])
+    places = (starts[:, None] + torch.arange(longest) + width * torch.arange(len(rows))[:, None])[mask]
+    targets = torch.cat([torch.tensor(last) for _, last, _, _ in rows])
+    logits = policy.lm_head(hidden.flatten(0, 1)[places]).index_fill(1, torch.tensor(processor.token_ids), -torch.inf)
+    values = logits.log_softmax(-1, dtype=torch.float32).gather(1, targets[:, None])[:, 0]
     logprobs = torch.zeros(mask.shape).masked_scatter(mask, values)
     advantage = torch.stack([row[3] for row in rows])
     loss, _ = ppo_clip_loss(logprobs, mask, totals, advantage, behavior, logprobs.detach())

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.observability.diagnosis.history import History
+from penstock.orchestrator.observability.diagnosis.rules import mismatch
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel
 from penstock.workers.trainer.models.pictures import blank_picture, freeze_tower
@@ -97,7 +100,18 @@ MUTANTS: dict[str, Any] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_what_is_done_wrongly_with_pictures_shows(lm: Any, mutant: str) -> None:
     rows = [row_of(ROWS["two"], 0)]
-    assert gap_of(lm, rows, MUTANTS[mutant]) > 100 * max(gap_of(lm, rows), 1e-7)
+    right, wrong = gap_of(lm, rows), gap_of(lm, rows, MUTANTS[mutant])
+    assert wrong > 100 * max(right, 1e-7)
+    assert not warned_of(right)
+    assert warned_of(wrong)
+
+
+def warned_of(gap: float) -> bool:
+    """Return whether a synchronous run in float32 warns where trainer and engine differ by so much in each step."""
+    history = History(window=2)
+    for _ in range(2):
+        history.add({"mismatch/logprob_abs_mean": gap})
+    return mismatch(history, RunConfig(max_staleness=0).diagnosis_of_run, 0) is not None
 
 
 def test_a_placeholder_that_the_policy_has_written_is_text(lm: Any) -> None:
