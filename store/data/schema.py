@@ -121,7 +121,7 @@ def _encode_column(column: Column, given: Any, row_ids: Sequence[int], allocate:
         if ragged != (isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)):
             raise _misfit(column, row, f"got {_short(value)}")
     try:
-        array = _ragged(column, given) if ragged else _flat(column, given)
+        array = ragged_array(column, given) if ragged else _flat(column, given)
     except _MISFIT as error:
         row, problem = _first_misfit(column, given, row_ids) or (row_ids[0], str(error))
         raise _misfit(column, row, problem) from None
@@ -150,7 +150,7 @@ def _offsets(given: Sequence[Any]) -> np.ndarray:
     return offsets
 
 
-def _ragged(column: Column, given: Any) -> pa.Array:
+def ragged_array(column: Column, given: Any) -> pa.Array:
     """A ragged column from `[T_i]` arrays or lists."""
     offsets = _offsets(given)
     if len(given) and all(isinstance(value, np.ndarray) for value in given):
@@ -181,7 +181,7 @@ def _first_misfit(column: Column, given: Any, row_ids: Sequence[int]) -> tuple[i
     """The first row that does not convert on its own, and why; None if each does."""
     for row, value in zip(row_ids, given, strict=True):
         try:
-            _ragged(column, [value]) if column.shape != "sample" else _flat(column, [value])
+            ragged_array(column, [value]) if column.shape != "sample" else _flat(column, [value])
         except _MISFIT as error:
             return row, f"{error} in {_short(value)}"
     return None

@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
+from penstock.orchestrator.session import session
 from penstock.workers.fresh_model import build_fresh_model
 from tests.orchestrator.runs import reference_loop
 from tests.orchestrator.runs.killing import Killing
@@ -110,3 +111,13 @@ def test_vllm_sees_what_the_trainer_sees_while_the_tower_is_trained(tmp_path: Pa
     assert len([line for line in lines if "accuracy/heldout" in line]) == 3
     trained = different(weights_of(result.model), weights_of(place / "model"))
     assert any("visual" in name for name in trained)
+
+
+def test_a_loop_of_ones_own_sees_too(tmp_path: Path, cluster: str, place: Path) -> None:
+    words = ["rollout.num_workers=1", "algorithm.kl_coef=0.01", "name=own"]
+    with session(settings(place, tmp_path, *words)) as handles:
+        rows = handles.policy.generate(handles.prompts.next(4), n=2)
+        assert sum(len(pictures) for pictures in rows.blobs("pictures")) > 0
+        behavior = rows.arrays("behavior_logprobs")
+        for found, sampled in zip(handles.reference.logprobs(rows), behavior, strict=True):
+            assert abs(found - sampled).mean() < 1e-5

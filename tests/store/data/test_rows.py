@@ -100,3 +100,15 @@ def test_ragged_columns_are_taken_row_by_row():
 def test_a_column_needs_one_value_a_row():
     with pytest.raises(WrongLength, match="column 'reward': 1 values for 2 rows"):
         TWO.with_column("reward", [1.0])
+
+
+def test_rows_with_pictures_are_pickled_with_each_picture_once() -> None:
+    large, other = b"x" * 10_000, b"y" * 10_000
+    rows = Rows.from_lists({"prompt_ids": [[1], [1], [2]], "pictures": [[large], [large], [other, large]]}, [0, 0, 1])
+    sent = pickle.dumps(rows)
+    assert len(sent) < 22_000
+    found = pickle.loads(sent)
+    assert [list(map(bytes, one)) for one in found.blobs("pictures")] == [[large], [large], [other, large]]
+    assert found.lists("prompt_ids") == [[1], [1], [2]]
+    assert found.group_ids.tolist() == [0, 0, 1]
+    assert len(pickle.dumps(found.select([0, 1]))) < 12_000
