@@ -83,7 +83,13 @@ class PictureProcessor:
                 f"model.path={model_path}: model_type={config.get('model_type')} is {kind} among those whose pictures "
                 f"are read: {', '.join(FAMILIES)}. Choose one of them, or leave the pictures out."
             )
-        settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(model_path)
+        try:
+            settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(model_path)
+        except OSError as error:
+            raise ConfigError(
+                f"model.path={model_path}: how it reads pictures cannot be read ({str(error).partition('.')[0]}). Save "
+                "its processor there: processor.save_pretrained(DIRECTORY), which writes preprocessor_config.json."
+            ) from None
         named = settings.get("image_processor_type", IMAGE_PROCESSORS[0])
         if named not in IMAGE_PROCESSORS:
             raise ConfigError(

@@ -16,7 +16,7 @@ from tests.run_files import metrics_of
 MODEL = FreshModelConfig(
     num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=2, words=["Calculate ", " + "]
 )
-ELSEWHERE = {"arithmetic", "arithmetic_sft", "gsm8k", "custom_algorithm"}
+ELSEWHERE = {"arithmetic", "arithmetic_sft", "gsm8k", "geo3k", "custom_algorithm"}
 """Seen running by tests of their own."""
 SMALL = [
     "rollout.engine=hf", "trainer.max_steps=2", "trainer.groups_per_step=4", "evaluation.every_steps=0",

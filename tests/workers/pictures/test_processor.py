@@ -138,6 +138,14 @@ def test_another_image_processor_is_refused_by_name(vision_model, tmp_path) -> N
         PictureProcessor.of(other)
 
 
+def test_a_model_without_a_processor_is_refused_by_name(vision_model, tmp_path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((vision_model / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=r"bare: how it reads pictures cannot be read .*Save its processor there"):
+        PictureProcessor.of(str(bare))
+
+
 @pytest.mark.parametrize("data", [b"", b"no picture", picture(8, 8)[:20], b"GIF89a" + bytes(30)], ids=repr)
 def test_bytes_that_are_no_picture_are_refused(processor, data: bytes) -> None:
     with pytest.raises(DataError, match="no PNG or JPEG"):
