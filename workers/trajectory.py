@@ -6,8 +6,8 @@ row. Pure.
     turn 2: prompt P' (rewritten), sampled C      segment 1:  P' C
 
 A segment is a linear sequence of tokens, in which each turn continues where the last one ended. A turn goes on with a
-segment if its prompt begins with all tokens of it; that is decided on tokens alone, without the messages. Every sampled
-token is trained in one segment, its turn's: where a later segment begins with it, it is context there.
+segment if its prompt begins with all tokens of it, and with the same pictures; that is decided without the messages.
+Every sampled token is trained in one segment, its turn's: where a later segment begins with it, it is context there.
 """
 
 import json
@@ -17,13 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from penstock.algorithms.graph.columns import ROUTED_EXPERTS
+from penstock.algorithms.graph.columns import ROUTED_EXPERTS, SEEN_PICTURES
+from penstock.workers.pictures.placeholders import PromptPictures
 
 COMPLETED, TRUNCATED, REJECTED, FAILED = "completed", "truncated", "rejected", "failed"
 """Outcomes of attempts. The first two are trained; the others are dropped with their reason, and never count as a
 reward of zero."""
 MAX_CHARACTERS = 4_000
 """Largest length of one message: a tool may have returned a megabyte."""
+NO_PICTURES = PromptPictures((), ())
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Turn:
     """The stop string that ended it, and that its message does not have; empty if none did."""
     routed_experts: bytes = b""
     """A record for every token of prompt and output but the last one (`Completion.routed_experts`); empty for none."""
+    pictures: PromptPictures = NO_PICTURES
+    """Pictures of the prompt, those of earlier turns included, and their places in `prompt_ids`."""
 
     @property
     def answer(self) -> str:
@@ -159,11 +163,19 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         "turn_tokens": np.asarray([len(turn.output_ids) for turn in turns], np.int32),
         "turn_rewards": np.asarray([trajectory.turn_rewards.get(turn.id, 0.0) for turn in turns], np.float32),
         "turn_ids": np.asarray([turn.id for turn in turns], np.int32),
-        "transcript": as_json(trajectory.said),
+        **_seen(segments),
     }
+    columns["transcript"] = as_json(trajectory.said, columns[SEEN_PICTURES[0]])
     if any(turn.routed_experts for turn in turns):
         columns[ROUTED_EXPERTS] = np.frombuffer(b"".join(run.new_records() for run in runs), np.uint8)
     return columns
+
+
+def _seen(segments: Sequence["Segment"]) -> dict[str, Any]:
+    """The columns of pictures: those of each segment, and the number of the segment, start and length of each."""
+    pictures = [picture for segment in segments for picture in segment.pictures.encoded]
+    places = [(index, *place) for index, segment in enumerate(segments) for place in segment.pictures.ranges]
+    return dict(zip(SEEN_PICTURES, (pictures, np.asarray(places, np.int32).reshape(-1)), strict=True))
 
 
 def _joined(parts: Sequence[Sequence[Any]], dtype: Any) -> np.ndarray:
@@ -194,14 +206,18 @@ class Segment:
     runs: list[Run] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     """Tokens of all runs."""
+    pictures: PromptPictures = NO_PICTURES
+    """Pictures of all runs, and their places in `tokens`."""
 
     def goes_on(self, turn: Turn) -> bool:
-        """Return whether the turn has read all of the segment, and maybe more."""
-        return len(self.tokens) <= len(turn.prompt_ids) and list(turn.prompt_ids[: len(self.tokens)]) == self.tokens
+        """Return whether the turn has read all of the segment, its pictures too, and maybe more."""
+        length, count, seen = len(self.tokens), len(self.pictures.encoded), turn.pictures
+        has_read = length <= len(turn.prompt_ids) and list(turn.prompt_ids[:length]) == self.tokens
+        return has_read and self.pictures == PromptPictures(seen.encoded[:count], seen.ranges[:count])
 
     def append(self, turn: Turn) -> None:
         self.runs.append(Run(turn.prompt_ids[len(self.tokens) :], turn))
-        self.tokens = [*turn.prompt_ids, *turn.output_ids]
+        self.tokens, self.pictures = [*turn.prompt_ids, *turn.output_ids], turn.pictures
 
 
 def segments_of(turns: Sequence[Turn]) -> list[Segment]:
@@ -228,16 +244,27 @@ def spans_of(segments: Sequence[Segment]) -> list[int]:
     ]
 
 
-def as_json(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages of a trajectory, [{role, content, …}, …], as JSON for people, with long contents cut."""
-    shown = [{name: _cut(value) for name, value in message.items()} for message in messages]
+def as_json(messages: Sequence[Mapping[str, Any]], pictures: Sequence[bytes] = ()) -> str:
+    """The messages of a trajectory, [{role, content, …}, …], as JSON for people, with long contents cut. Of a picture
+    it has the number, among the distinct ones of `pictures`: {type: image, picture}."""
+    numbers = {picture: number for number, picture in enumerate(dict.fromkeys(pictures))}
+    shown = [{name: _shown(value, numbers) for name, value in message.items()} for message in messages]
     return json.dumps(encodable(shown), default=str)
 
 
-def _cut(value: Any) -> Any:
+def _shown(value: Any, numbers: Mapping[bytes, int]) -> Any:
+    """A message's value for people. A picture that no turn which is kept has read is only mentioned."""
     if isinstance(value, str) and len(value) > MAX_CHARACTERS:
         return f"{value[:MAX_CHARACTERS]}… ({len(value) - MAX_CHARACTERS:,} more characters)"
-    return value
+    if isinstance(value, list | tuple):
+        return [_shown(one, numbers) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    if not isinstance(picture := value.get("image"), bytes):
+        return {name: _shown(one, numbers) for name, one in value.items()}
+    if picture not in numbers:
+        return {"type": "text", "text": "[picture]"}
+    return {"type": "image", "picture": numbers[picture]}
 
 
 def encodable(value: Any) -> Any:

@@ -7,14 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.algorithms.graph.columns import STANDARD_COLUMNS, TRAJECTORY_COLUMNS
+from penstock.algorithms.graph.columns import SEEN_PICTURES, STANDARD_COLUMNS, TRAJECTORY_COLUMNS
 from penstock.store.data.schema import encode
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.trajectory import (
     FAILED,
     REJECTED,
     TRUNCATED,
     AttemptOutcome,
     Trajectory,
+    Turn,
     row_columns,
     segments_of,
     spans_of,
@@ -63,6 +65,44 @@ def test_each_token_has_the_experts_of_the_turn_that_read_it_first() -> None:
     assert row_columns([Trajectory(wide)])["routed_experts"][0].tolist() == [0, 0, 1, 1, 22, 22, 23, 23, 24, 24, 10, 10]
 
 
+def seeing(one: Turn, *places: tuple[bytes, int]) -> Turn:
+    """The turn with these pictures, of two placeholders each."""
+    encoded = tuple(picture for picture, _ in places)
+    return replace(one, pictures=PromptPictures(encoded, tuple((offset, 2) for _, offset in places)))
+
+
+def test_a_row_has_the_pictures_of_each_segment_and_their_places_in_its_tokens() -> None:
+    turns = [
+        seeing(turn(0, [1, 5, 5], [2]), (b"one", 1)),
+        seeing(turn(1, [1, 5, 5, 2, 5, 5, 3], [4]), (b"one", 1), (b"two", 4)),
+        turn(2, [9], [8]),
+        seeing(turn(3, [7, 7, 5, 5], [6]), (b"one", 2)),
+    ]
+    columns = row_columns([Trajectory(turns)])
+    assert columns["spans"][0].tolist() == [0, 3, 1, 0, 3, 1, 1, 1, 1, 2, 4, 1]
+    assert columns["seen_pictures"] == [[b"one", b"two", b"one"]]
+    assert columns["seen_ranges"][0].tolist() == [0, 1, 2, 0, 4, 2, 2, 2, 2]
+
+
+def test_the_same_tokens_with_another_picture_are_another_segment() -> None:
+    first, again = turn(0, [1, 5, 5], [2]), turn(1, [1, 5, 5, 2, 3], [4])
+    assert len(segments_of([seeing(first, (b"one", 1)), seeing(again, (b"one", 1))])) == 1
+    assert len(segments_of([seeing(first, (b"one", 1)), seeing(again, (b"two", 1))])) == 2
+
+
+def test_a_transcript_names_pictures_by_their_number_among_the_distinct_ones() -> None:
+    said = [
+        {"role": "user", "content": [{"type": "image", "image": b"two"}, {"type": "text", "text": "?" * 5000}]},
+        {"role": "user", "content": [{"type": "image", "image": b"unread"}, {"type": "image", "image": b"one"}]},
+    ]
+    shown = seeing(turn(0, [5, 5, 5, 5, 5, 5], [2]), (b"one", 0), (b"one", 2), (b"two", 4))
+    (transcript,) = row_columns([Trajectory([shown], said=said)])["transcript"]
+    one, two = (message["content"] for message in json.loads(transcript))
+    assert one[0] == {"type": "image", "picture": 1}
+    assert one[1]["text"].endswith("(1,000 more characters)")
+    assert two == [{"type": "text", "text": "[picture]"}, {"type": "image", "picture": 0}]
+
+
 def test_a_limit_is_the_finish_reason() -> None:
     trajectories = [
         Trajectory([turn(0, [1], [2])]),
@@ -75,7 +115,7 @@ def test_a_limit_is_the_finish_reason() -> None:
 def test_the_store_takes_any_history(seed: int) -> None:
     rng = random.Random(seed)
     columns = row_columns([Trajectory(random_turns(rng, 8)) for _ in range(3)])
-    known = {name: STANDARD_COLUMNS[name] for name in (*TRAJECTORY_COLUMNS, "reward")}
+    known = {name: STANDARD_COLUMNS[name] for name in (*TRAJECTORY_COLUMNS, *SEEN_PICTURES, "reward")}
     assert columns.keys() == known.keys()
     batch, facts = encode(known, columns, [0, 1, 2])
     assert facts.response_tokens == [sum(numbers) for numbers in batch.column("turn_tokens").to_pylist()]

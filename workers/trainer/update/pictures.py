@@ -13,7 +13,7 @@ Legend: S sequences, L tokens of the longest, K distinct pictures, P patches of 
 placeholders of all sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.algorithms.graph.columns import PROMPT_PICTURES
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
+from penstock.workers.trainer.update.sequences import SEEN, SEEN_RANGES, SPANS
 
-PICTURES, RANGES = "pictures", "picture_ranges"
-"""Columns: encoded pictures of a prompt, and the start and length of each one's placeholders in it."""
+PICTURES, RANGES = PROMPT_PICTURES
 
 
 @dataclass(frozen=True)
@@ -91,24 +92,38 @@ def pictures_of(
     shape: tuple[int, int],
     eyes: Eyes,
 ) -> Pictures:
-    """The pictures of a micro-batch's rows, each one sequence, as `place` has them. Raises `DataError` for a picture of
-    which the processor here makes another number of features than the prompt has placeholders."""
+    """The pictures of a micro-batch's rows, as `place` has them. Raises `DataError` for a picture of which the
+    processor here makes another number of features than its tokens have placeholders."""
     placed: list[list[Placed]] = [[] for _ in lengths_S]
-    if PICTURES in rows:
-        if len(lengths_S) != len(positions):
-            raise DataError("pictures in the turns of a trajectory are not read yet: only those of a prompt are.")
-        encoded, ranges = rows.blobs(PICTURES), rows.arrays(RANGES)
-        for seen, position in zip(placed, positions.tolist(), strict=True):
-            for blob, (offset, length) in zip(encoded[position], ranges[position].reshape(-1, 2).tolist(), strict=True):
-                picture = eyes.see(blob)
-                if num_tokens(picture.grid, eyes.merge) != length:
-                    raise DataError(
-                        f"row {rows.row_ids[position]}: a picture has {length} placeholders in its prompt, and "
-                        f"{num_tokens(picture.grid, eyes.merge)} features here. Prompts and trainer have processors "
-                        "that differ: give both the same model.path and the same packages."
-                    )
-                seen.append(Placed(picture, offset))
+    for position, sequence, blob, offset, length in _read(rows, positions):
+        picture = eyes.see(blob)
+        if num_tokens(picture.grid, eyes.merge) != length:
+            raise DataError(
+                f"row {rows.row_ids[position]}: a picture has {length} placeholders in its prompt, and "
+                f"{num_tokens(picture.grid, eyes.merge)} features here. Prompts and trainer have processors that "
+                "differ: give both the same model.path and the same packages."
+            )
+        placed[sequence].append(Placed(picture, offset))
     return place(placed, lengths_S, starts_S, shape, eyes.merge, eyes.blank)
+
+
+def _read(rows: Rows, positions: np.ndarray) -> Iterator[tuple[int, int, Any, int, int]]:
+    """Pictures that the rows at these positions read: position of the row, sequence among those of all of them, bytes,
+    and start and number of placeholders in the sequence."""
+    if SPANS in rows and SEEN in rows:
+        encoded, ranges, spans = rows.blobs(SEEN), rows.arrays(SEEN_RANGES), rows.arrays(SPANS)
+        first = 0
+        for position in positions.tolist():
+            table = ranges[position].reshape(-1, 3).tolist()
+            for blob, (segment, offset, length) in zip(encoded[position], table, strict=True):
+                if length:
+                    yield position, first + segment, blob, offset, length
+            first += int(spans[position][-3]) + 1
+    elif PICTURES in rows and SPANS not in rows:
+        encoded, ranges = rows.blobs(PICTURES), rows.arrays(RANGES)
+        for sequence, position in enumerate(positions.tolist()):
+            for blob, (offset, length) in zip(encoded[position], ranges[position].reshape(-1, 2).tolist(), strict=True):
+                yield position, sequence, blob, offset, length
 
 
 def place(

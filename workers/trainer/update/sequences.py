@@ -19,12 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.algorithms.graph.columns import ROUTED_EXPERTS, SEQUENCE_COLUMNS
+from penstock.algorithms.graph.columns import ROUTED_EXPERTS, SEEN_PICTURES, SEQUENCE_COLUMNS
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 
 SPANS = "spans"
 TEMPERATURES = "token_temperatures"
+SEEN, SEEN_RANGES = SEEN_PICTURES
+"""Columns of a trajectory's pictures. One that is not read any more has the length 0."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -
         return rows
     names = [name for name in rows.names if name in token_columns]
     records = [ROUTED_EXPERTS] if ROUTED_EXPERTS in rows else []
-    cut: dict[str, list[np.ndarray]] = {name: [] for name in (*names, *records, "context_ids", SPANS)}
+    places = [SEEN_RANGES] if SEEN_RANGES in rows else []
+    cut: dict[str, list[np.ndarray]] = {name: [] for name in (*names, *records, *places, "context_ids", SPANS)}
     arrays = {name: rows.arrays(name) for name in cut}
     for index, of_row in enumerate(versions):
         context, spans, kept = _as_context(
@@ -122,6 +125,8 @@ def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -
         for name in records:
             is_read = _is_read(arrays[SPANS][index], kept)
             cut[name].append(arrays[name][index].reshape(len(is_read), -1)[is_read].reshape(-1))
+        for name in places:
+            cut[name].append(_still_seen(arrays[name][index], arrays[SPANS][index], kept))
     for name, values in cut.items():
         rows = rows.with_column(name, values)
     return rows
@@ -186,12 +191,30 @@ def _as_context(
 
 def _is_read(spans: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """A bool for each token of one row but the last of each segment: whether it is read without the old turns. `kept`:
-    whether each sampled token is left. A segment is read up to its last turn that is left."""
+    whether each sampled token is left."""
+    lengths, read = _lengths(spans, kept)
+    parts = [np.arange(length - 1) < of_it - 1 for length, of_it in zip(lengths.tolist(), read.tolist(), strict=True)]
+    return np.concatenate([np.zeros(0, bool), *parts])
+
+
+def _still_seen(ranges: np.ndarray, spans: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Segments and places of one row's pictures without the old turns."""
+    _, read = _lengths(spans, kept)
+    table = ranges.reshape(-1, 3).copy()
+    is_seen = table[:, 1] < read[table[:, 0]]
+    table[:, 0] = (np.cumsum(read > 0) - 1)[table[:, 0]]
+    table[~is_seen] = 0
+    return table.reshape(-1)
+
+
+def _lengths(spans: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each segment of one row, and of those the ones that are read without the old turns: up to its last turn
+    that is left."""
     table, starts = _table(spans)
     said = np.cumsum(table[:, 2])
-    parts = [np.zeros(0, bool)]
-    for start, end in zip(starts, [*starts[1:], len(table)], strict=True):
+    lengths, read = np.zeros(len(starts), np.int64), np.zeros(len(starts), np.int64)
+    for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(table)], strict=True)):
         ends = np.cumsum(table[start:end, 1] + table[start:end, 2])
-        length = max((int(ends[run - start]) for run in range(start, end) if kept[said[run] - 1]), default=0)
-        parts.append(np.arange(ends[-1] - 1) < length - 1)
-    return np.concatenate(parts)
+        lengths[number] = ends[-1]
+        read[number] = max((int(ends[run - start]) for run in range(start, end) if kept[said[run] - 1]), default=0)
+    return lengths, read

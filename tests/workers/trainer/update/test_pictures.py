@@ -1,5 +1,7 @@
 """Where pictures lie among a micro-batch's tokens: places, positions, and what is computed once."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError
-from penstock.workers.trainer.update.pictures import Picture, Placed, num_tokens, place, rope_positions
+from penstock.store.data.rows import Rows
+from penstock.workers.trainer.update.pictures import Picture, Placed, num_tokens, pictures_of, place, rope_positions
 
 MERGE = 2
 BLANK = Picture("", np.zeros((4, 3), np.float32), (1, 2, 2))
@@ -50,6 +53,43 @@ def test_pictures_that_do_not_fit_are_refused(offsets: tuple[int, int]) -> None:
     placed = [Placed(picture("a", 2, 4), offset) for offset in offsets]
     with pytest.raises(DataError, match="a picture has tokens"):
         rope_positions(placed, 10, MERGE)
+
+
+class Keyed:
+    """A processor of pictures that are a key alone: `a` has 2 features and `b` 4."""
+
+    merge, blank, token_ids = MERGE, BLANK, ()
+
+    def see(self, encoded: Any) -> Picture:
+        key = bytes(encoded).decode()
+        return picture(key, 2 if key == "a" else 4, 4)
+
+
+def trajectories() -> Rows:
+    """Two rows: a segment with `a` and, in a later turn, `b`, and one with a picture that is read no more; and one with
+    `b`."""
+    return Rows.from_lists({
+        "response_ids": [[1, 1, 1], [1]],
+        "spans": [[0, 3, 1, 0, 5, 1, 1, 1, 1], [0, 5, 1]],
+        "seen_pictures": [[b"a", b"b", b"a"], [b"b"]],
+        "seen_ranges": [[0, 1, 2, 0, 5, 4, 0, 0, 0], [0, 1, 4]],
+    })  # fmt: skip
+
+
+def test_pictures_of_turns_are_placed_in_their_segments() -> None:
+    """Sequences of 10, 2 and 6 tokens; then the rows the other way round, packed."""
+    found = pictures_of(trajectories(), np.array([0, 1]), np.array([10, 2, 6]), np.arange(3) * 10, (3, 10), Keyed())
+    assert found.places_F.tolist() == [1, 2, 5, 6, 7, 8, 21, 22, 23, 24]
+    assert found.sources_F.tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
+    assert found.position_ids_3SL[1, 0].tolist() == [0, 1, 1, 3, 4, 5, 5, 6, 6, 7]
+    packed = pictures_of(trajectories(), np.array([1, 0]), np.array([6, 10, 2]), np.array([0, 6, 16]), (1, 18), Keyed())
+    assert packed.places_F.tolist() == [1, 2, 3, 4, 7, 8, 11, 12, 13, 14]
+
+
+def test_a_picture_of_a_turn_with_another_number_of_features_is_refused() -> None:
+    rows = trajectories().with_column("seen_ranges", [[0, 1, 2, 0, 5, 3, 0, 0, 0], [0, 1, 4]])
+    with pytest.raises(DataError, match="row 0: a picture has 3 placeholders in its prompt, and 4 features here"):
+        pictures_of(rows, np.array([0]), np.array([10, 2]), np.array([0, 10]), (2, 10), Keyed())
 
 
 @given(

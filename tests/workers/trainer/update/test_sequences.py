@@ -1,15 +1,18 @@
 """The sequences of a trajectory, of which one turn is the same as prompt and response."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.algorithms.graph.columns import SEEN_PICTURES
 from penstock.algorithms.losses.policy import policy_loss
 from penstock.conf.errors import DataError
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.sequences import sequences_of, shapes_of, without_old_turns
@@ -152,6 +155,23 @@ def test_records_of_experts_stay_with_the_tokens_that_are_read() -> None:
     batch = batching.collate(found, np.array([0]))
     assert batch.experts_SLW is not None
     assert batch.experts_SLW.tolist() == [[0], [1], [2], [3], [-1]]
+
+
+def test_pictures_stay_with_the_tokens_that_are_read() -> None:
+    """A segment of old turns alone, one that ends with its young turn, and what came after that."""
+    turns = [turn(0, [5, 5], [2]), turn(1, [7, 5, 5], [6]), turn(2, [7, 5, 5, 6, 5, 5], [8], version=3),
+             turn(3, [7, 5, 5, 6, 5, 5, 8, 5, 5], [9])]  # fmt: skip
+    seen = ([0], [1], [1, 4], [1, 4, 7])
+    turns = [
+        replace(one, pictures=PromptPictures((b"a",) * len(offsets), tuple((offset, 2) for offset in offsets)))
+        for one, offsets in zip(turns, seen, strict=True)
+    ]
+    columns = row_columns([Trajectory(turns)])
+    rows = Rows.from_lists({name: columns[name] for name in (*COLUMNS, *SEEN_PICTURES)})
+    assert rows.lists("seen_ranges") == [[0, 0, 2, 1, 1, 2, 1, 4, 2, 1, 7, 2]]
+    found = without_old_turns(rows, 3, TOKENS)
+    assert found.lists("context_ids") == [[7, 5, 5, 6, 5, 5]]
+    assert found.lists("seen_ranges") == [[0, 0, 0, 0, 1, 2, 0, 4, 2, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("seed", range(30))
