@@ -27,6 +27,8 @@ from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.gateway.http.server import AttemptKeys, HttpServer
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
+from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.processes import children, end_children
 from penstock.workers.progress import Progress
 from penstock.workers.prompts.tokenization import load_tokenizer
@@ -84,13 +86,15 @@ class Environments(ServingActor):
         spec, config = self._spec, self._spec.config
         asyncio.get_running_loop().set_task_factory(containing)
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.model_path)
-        form = make_format(tokenizer, config.gateway, spec.chat_template_kwargs)
-        limits = TurnLimits(config.max_turns, config.max_tokens, spec.rollout.max_model_len)
+        most = spec.rollout.max_pictures
+        processor = await asyncio.to_thread(PictureProcessor.of, spec.model_path) if most else None
+        form = make_format(tokenizer, config.gateway, spec.chat_template_kwargs, sees=most > 0)
+        limits = TurnLimits(config.max_turns, config.max_tokens, spec.rollout.max_model_len, most)
 
         def make_sampler(sampling: Sampling) -> TurnSampler:
             return TurnSampler(
                 self._pool, form, sampling, limits, counts=self._counts,
-                clients_sample=config.gateway.sampling == "client",
+                clients_sample=config.gateway.sampling == "client", processor=processor,
             )  # fmt: skip
 
         environment = make_environment(config, spec.imports)
@@ -145,11 +149,14 @@ class Environments(ServingActor):
         await self._worker.run(store)
 
 
-async def ask(handle: Any, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+async def ask(
+    handle: Any, prompt_ids: Sequence[int], sampling: Sampling, pictures: PromptPictures | None = None
+) -> Completion:
     """Sample a response of the engine behind a handle. A call that is cancelled ends there, too. Raises `WorkerDied`
     for an engine that is gone, `DataError` for a request that makes it fail, and what it raises of Penstock's
     errors."""
-    asked = handle.generate.remote([list(prompt_ids)], 1, [sampling])
+    seen = () if pictures is None else ([pictures],)
+    asked = handle.generate.remote([list(prompt_ids)], 1, [sampling], *seen)
     try:
         ((completion,),) = await asked
     except asyncio.CancelledError:

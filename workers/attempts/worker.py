@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.algorithms.graph.columns import PROMPT_PICTURES
 from penstock.conf.errors import LeaseExpired
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
@@ -20,6 +21,8 @@ from penstock.workers.protocols import Sampling
 from penstock.workers.reward.result import ErrorShare
 from penstock.workers.rollout.worker import STAGE, GroupIntake, GroupLoop, Written
 from penstock.workers.trajectory import FAILED, Trajectory, row_columns
+
+PICTURES = PROMPT_PICTURES[0]
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class EnvironmentWorker:
 
     async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> Written:
         """Play all attempts of a group, then write."""
-        task = Task.from_json(rows.strings("task")[0])
+        task = Task.from_json(rows.strings("task")[0], rows.blobs(PICTURES)[0] if PICTURES in rows else ())
         attempts = await self._runner.group(task, self._samplings(group_id, len(rows)))
         kept = [position for position, attempt in enumerate(attempts) if attempt.outcome.is_trained]
         await self._drop(store, lease, rows, attempts)

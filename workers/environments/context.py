@@ -57,10 +57,11 @@ class Context:
     async def sample(
         self, messages: Sequence[Message], tools: Any = (), *, train: bool = True, **sampling: Any
     ) -> Turn:
-        """Sample the policy's answer to a conversation. `tools`: Python functions, OpenAI's descriptions, or a
-        `Toolbox`. `sampling`: temperature, max_tokens, stop, structure, … other than the run's. `train=False`: the
-        answer is not trained, of an opponent, say. Raises `LimitReached` when the attempt has reached a limit; do not
-        catch it."""
+        """Sample the policy's answer to a conversation. A message's content is a text, or a list of texts and pictures
+        (`[screen, "What is it?"]`): bytes of a file, or images of PIL's. `tools`: Python functions, OpenAI's
+        descriptions, or a `Toolbox`. `sampling`: temperature, max_tokens, stop, structure, … other than the run's.
+        `train=False`: the answer is not trained, of an opponent, say. Raises `LimitReached` when the attempt has
+        reached a limit; do not catch it."""
         return await self._sampler.sample(messages, self.toolbox(tools).descriptions, train=train, **sampling)
 
     def toolbox(self, tools: Any) -> Toolbox:

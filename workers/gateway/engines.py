@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, Sampling
 
 SLACK = 8
@@ -22,13 +23,20 @@ FAILED_S = 1.0
 
 
 class Engines(Protocol):
-    async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, conversation: object) -> Completion:
-        """Sample a response. `conversation`: whose prefix an engine may have. Raises `DataError`,
-        `DeadlineExceeded`."""
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        conversation: object,
+        pictures: PromptPictures | None = None,
+    ) -> Completion:
+        """Sample a response. `conversation`: whose prefix an engine may have. `pictures`: of the prompt, whose tokens
+        are expanded; None for none. Raises `DataError`, `DeadlineExceeded`."""
 
 
-Call = Callable[[Any, Sequence[int], Sampling], Awaitable[Completion]]
-"""Function that asks an engine, known by its handle. Raises `WorkerDied` for one that is gone."""
+Call = Callable[..., Awaitable[Completion]]
+"""Function that asks an engine: (handle, prompt_ids, sampling), and pictures for a prompt that has some. Raises
+`WorkerDied` for an engine that is gone."""
 
 
 class EnginePool:
@@ -57,7 +65,14 @@ class EnginePool:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, conversation: object) -> Completion:
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        conversation: object,
+        pictures: PromptPictures | None = None,
+    ) -> Completion:
+        seen = () if pictures is None else (pictures,)
         deadline = self._clock() + self._timeout_s
         while True:
             name = await self._chosen(conversation, deadline)
@@ -65,7 +80,7 @@ class EnginePool:
             self._in_flight[name] = self._in_flight.get(name, 0) + 1
             try:
                 async with asyncio.timeout(max(0.0, deadline - self._clock())):
-                    return await self._call(self._members[name], prompt_ids, sampling)
+                    return await self._call(self._members[name], prompt_ids, sampling, *seen)
             except WorkerDied:
                 self._failed[name] = self._clock()
                 self.num_again += 1

@@ -17,6 +17,9 @@ from typing import Any
 from penstock.conf.errors import AttemptOver, LimitReached, SamplingError, suggest
 from penstock.workers.gateway.engines import Engines
 from penstock.workers.gateway.formats.conversation import Format, Key, Message, Tools, history_key
+from penstock.workers.gateway.formats.pictures import kept
+from penstock.workers.gateway.prompt_writer import PromptWriter, WrittenPrompt
+from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import Turn
 
@@ -36,6 +39,8 @@ class TurnLimits:
     together."""
     max_model_len: int = 1024
     """Largest length of prompt and response of a turn."""
+    max_pictures: int = 0
+    """Largest number of pictures of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,13 @@ class TurnSampler:
         *,
         counts: Counter[str] | None = None,
         clients_sample: bool = False,
+        processor: PictureProcessor | None = None,
     ) -> None:
         """`sampling`: of the run, with the attempt's seed. `counts`: counters of the whole actor, for metrics.
         `clients_sample`: a client's options take precedence over the run's `DISTRIBUTION`, unless that is greedy, as in
-        evaluation."""
+        evaluation. `processor`: of pictures; None in a run of text."""
         self.engines, self._form, self._sampling, self._limits = engines, form, sampling, limits
+        self._writer = PromptWriter(form, processor, limits.max_pictures)
         self.counts = counts if counts is not None else Counter()
         self._clients_sample = clients_sample
         self._answered: dict[Key, _Answered] = {}
@@ -103,7 +110,7 @@ class TurnSampler:
         is_retry: bool = False,
         **options: Any,
     ) -> Turn:
-        """Sample the policy's answer to a conversation.
+        """Sample the policy's answer to a conversation, with pictures in any form that `formats/pictures.py` reads.
 
         `options`: temperature, top_p, top_k, min_p, max_tokens, stop, structure: other than the run's. `train=False`:
         it is no turn of the attempt (an opponent that the policy plays). `is_client`: the request came over HTTP, from
@@ -111,6 +118,7 @@ class TurnSampler:
         there is one. Raises `LimitReached`, `AttemptOver`, `DataError` (`SamplingError`, which is a `ValueError`, for
         options that no engine can take), `DeadlineExceeded`.
         """
+        messages = kept(messages)
         request = history_key(messages, tools) + repr(sorted(options.items())).encode()
         if is_retry and request in self._by_request:
             self.counts["retries_answered"] += 1
@@ -123,13 +131,13 @@ class TurnSampler:
             text = f"the attempt has had {self._limits.max_turns} turns (environment.max_turns)"
             raise self._truncated("turns", text)
         number = self._num_asked
-        parent, before, prompt_ids = self._prompt(messages, tools)
+        parent, before, prompt = self._prompt(messages, tools)
         sampling = self._sampling_of(options, turn_seed(self._sampling.seed, number))
-        sampling = self._within_limits(sampling, len(prompt_ids))
+        sampling = self._within_limits(sampling, len(prompt))
         self._num_asked += 1
         self.num_under_way += 1
         try:
-            turn = await self._until_over(self._turn(number, parent, prompt_ids, sampling, tools, options))
+            turn = await self._until_over(self._turn(number, parent, prompt, sampling, tools, options))
         finally:
             self.num_under_way -= 1
         self._turns[number] = turn
@@ -143,7 +151,7 @@ class TurnSampler:
     def count(self, messages: Sequence[Message], tools: Tools = ()) -> int:
         """Number of tokens of a conversation, up to the start of the next answer, as if none of it had been
         sampled."""
-        return len(self._form.prompt_ids(messages, tools))
+        return len(self._writer.whole(kept(messages), tools))
 
     def forget(self, turn: Turn) -> None:
         """Forget a turn whose answer never reached its client, as if it had not been sampled."""
@@ -182,36 +190,38 @@ class TurnSampler:
         self,
         number: int,
         parent: Turn | None,
-        prompt_ids: Sequence[int],
+        prompt: WrittenPrompt,
         sampling: Sampling,
         tools: Tools,
         options: Any,
     ) -> Turn:
-        completion = await self.engines.sample(prompt_ids, sampling, self)
-        read = self._form.read(completion.token_ids, tools, prompt_ids, number)
+        seen = (prompt.pictures,) if prompt.pictures.encoded else ()
+        completion = await self.engines.sample(prompt.ids, sampling, self, *seen)
+        read = self._form.read(completion.token_ids, tools, prompt.ids, number)
         self.counts["turns"] += 1
         self.counts["calls"] += len(read.calls)
         self.counts["calls_unreadable"] += bool(read.problem)
         stops = sampling.stop if completion.finish_reason == "stop" else ()
         message, stopped_by = _without_stop(read.message, stops)
         return Turn(
-            number, parent.id if parent is not None else None, message, read.calls, list(prompt_ids),
+            number, parent.id if parent is not None else None, message, read.calls, prompt.ids,
             completion.token_ids, completion.logprobs, completion.versions, completion.finish_reason, completion.text,
             read.problem, dict(options), sampling.temperature or 1.0, stopped_by, completion.routed_experts,
+            prompt.pictures,
         )  # fmt: skip
 
     async def _untrained(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Turn:
         self._num_untrained += 1
-        prompt_ids = self._form.prompt_ids(messages, tools)
+        prompt = self._writer.whole(messages, tools)
         sampling = self._sampling_of(options, turn_seed(self._sampling.seed, -self._num_untrained))
-        room = self._limits.max_model_len - len(prompt_ids)
+        room = self._limits.max_model_len - len(prompt)
         if room < 1:
-            raise self._no_room(len(prompt_ids))
+            raise self._no_room(len(prompt))
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        return await self._until_over(self._turn(-self._num_untrained, None, prompt_ids, sampling, tools, options))
+        return await self._until_over(self._turn(-self._num_untrained, None, prompt, sampling, tools, options))
 
-    def _prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Message], list[int]]:
-        """The turn that a conversation goes on with, the conversation as it is kept here, and its tokens."""
+    def _prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Message], WrittenPrompt]:
+        """The turn that a conversation goes on with, the conversation as it is kept here, and its prompt."""
         for end in range(len(messages), 0, -1):
             if messages[end - 1].get("role") != "assistant":
                 continue
@@ -219,15 +229,15 @@ class TurnSampler:
             if answered is None:
                 continue
             before, new = [*answered.messages], list(messages[end:])
-            ids = self._form.next_prompt_ids(answered.turn, before, new, tools)
+            prompt = self._writer.going_on(answered.turn, before, new, tools)
             before += [answered.turn.message, *new]
-            if ids is not None:
-                return answered.turn, before, ids
+            if prompt is not None:
+                return answered.turn, before, prompt
             self.counts["rewritten_by_template"] += 1
-            return None, before, self._form.prompt_ids(before, tools)
+            return None, before, self._writer.whole(before, tools)
         if self._turns and any(message.get("role") == "assistant" for message in messages):
             self.counts["rewritten_by_client"] += 1
-        return None, list(messages), self._form.prompt_ids(messages, tools)
+        return None, list(messages), self._writer.whole(messages, tools)
 
     def _sampling_of(self, options: Mapping[str, Any], seed: int | None) -> Sampling:
         """The run's sampling, with the changes that a request asks for."""

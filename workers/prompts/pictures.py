@@ -9,9 +9,6 @@ content  [{"type": "image_url", "image_url": {"url": "data:image/png;…"}}, …
 Pictures that nothing marks stand before the user's first text, as TRL places them.
 """
 
-import base64
-import binascii
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +16,9 @@ from typing import Any
 
 from penstock.conf.errors import CheckpointError, DataError
 from penstock.workers.files import is_url, read_if_there
+from penstock.workers.pictures.encoding import as_png, bytes_of_url, encoded, is_image
 
 MARK = "<image>"
-KINDS = ("PNG", "JPEG")
-"""Formats that are kept as they are. Others are written as PNG, which loses nothing."""
 _FIELDS = ("image", "image_url", "url", "path", "bytes", "base64")
 """Keys of a message's part that may hold its picture."""
 
@@ -101,8 +97,8 @@ class RowPictures:
     def _read(self, value: Any, what: str, where: str = "") -> bytes:
         where = f"{where or self.where}: {what}"
         try:
-            return _encoded(_bytes_of(value, self.folder))
-        except (OSError, ValueError, SyntaxError, CheckpointError, binascii.Error) as error:
+            return encoded(_bytes_of(value, self.folder))
+        except (OSError, ValueError, SyntaxError, CheckpointError) as error:
             raise DataError(f"{where} cannot be read: {error}") from None
         except _Unknown as error:
             raise DataError(
@@ -124,39 +120,15 @@ def _bytes_of(value: Any, folder: Path) -> bytes:
         if inner is None:
             raise _Unknown("nothing")
         return _bytes_of(inner, folder)
-    if hasattr(value, "save") and hasattr(value, "getbands"):  # an image of PIL's
-        return _as_png(value)
+    if is_image(value):
+        return as_png(value)
     if not isinstance(value, str):
         raise _Unknown("nothing" if value is None else f"{type(value).__name__} {value!r:.60}")
     if value.startswith("data:"):
-        head, _, data = value.partition(",")
-        if not head.endswith(";base64"):
-            raise ValueError(f"{head[:40]} is not in base64")
-        return base64.b64decode(data, validate=True)
+        return bytes_of_url(value)
     if not is_url(value):
         return (folder / Path(value).expanduser()).read_bytes()
     found = read_if_there(value)
     if found is None:
         raise FileNotFoundError(f"there is no file {value}")
     return found
-
-
-def _encoded(data: bytes) -> bytes:
-    """The same picture as PNG or JPEG. Raises `OSError`, `ValueError`, `SyntaxError` for what is none, or is cut
-    short."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()
-            return data if image.format in KINDS else _as_png(image)
-    except UnidentifiedImageError:
-        raise ValueError(f"its {len(data)} bytes are no picture of a known format") from None
-    except Image.DecompressionBombError as error:
-        raise ValueError(str(error)) from None
-
-
-def _as_png(image: Any) -> bytes:
-    written = io.BytesIO()
-    image.save(written, format="PNG")
-    return written.getvalue()

@@ -22,6 +22,7 @@ from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
 from penstock.workers.environments.scoring import Scoring
 from penstock.workers.environments.task import Task
+from penstock.workers.gateway.formats.pictures import as_openai
 from penstock.workers.user_code import absolute, file_of, find_function, with_file
 
 MAX_OUTPUT = 2**20
@@ -93,8 +94,8 @@ class Agent:
 
 
 def row_of(task: Task) -> dict[str, Any]:
-    """The columns of a task, with its conversation as `messages`."""
-    return {**task.data, **({"messages": list(task.messages)} if task.messages else {})}
+    """The columns of a task, with its conversation as `messages`, as OpenAI's clients send them."""
+    return {**task.data, **({"messages": as_openai(task.messages)} if task.messages else {})}
 
 
 def is_right(answer: Any, task: Mapping[str, Any]) -> float:

@@ -2,8 +2,8 @@
 sampled, and the key by which one that is sent goes on with one that was answered. Pure.
 
 Clients send all messages each time, as they have kept them. Two messages are the same if the model would read the same:
-role, text, and calls of tools. Fields that harnesses add for themselves (ids, empty fields, annotations, cache marks,
-how arguments are spaced) make no difference.
+role, text, pictures, and calls of tools. Fields that harnesses add for themselves (ids, empty fields, annotations,
+cache marks, how arguments are spaced) make no difference.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from penstock.workers.trajectory import ToolCall, Turn
 
 Message = Mapping[str, Any]
 """A message: {role, content}, of the assistant also {reasoning_content, tool_calls}, of a tool also {tool_call_id,
-name}."""
+name}. Its content is text; with pictures it is a list of parts (`formats/pictures.py`)."""
 Tools = Sequence[Mapping[str, Any]]
 """Tools as OpenAI describes them: {type: function, function: {name, description, parameters}}."""
 
@@ -54,7 +54,7 @@ def tool_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any
 
 
 class Format(Protocol):
-    """A format, by which the gateway writes conversations."""
+    """A format, by which the gateway writes conversations, with one placeholder a picture."""
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Tokens of the conversation, up to the start of the next answer."""
@@ -92,7 +92,15 @@ def text_of(content: Any) -> str:
 
 def _canonical(message: Message) -> list[Any]:
     calls = [_canonical_call(call) for call in message.get("tool_calls") or ()]
-    return [message.get("role"), text_of(message.get("content")).strip(), calls]
+    content = message.get("content")
+    return [message.get("role"), text_of(content).strip(), calls, *_with_pictures(content)]
+
+
+def _with_pictures(content: Any) -> list[Any]:
+    """Texts and hashes of pictures in their order; nothing for a content that has no pictures."""
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    has_some = any("hash" in part for part in parts)
+    return [[part.get("hash") or part["text"].strip() for part in parts]] if has_some else []
 
 
 def _canonical_call(call: Mapping[str, Any]) -> list[Any]:

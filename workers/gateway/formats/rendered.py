@@ -23,11 +23,18 @@ NO_FAMILIES = ("auto", "custom", "default")
 """Names of `renderers` that are no family: ways to choose one, and the one that never goes on with sampled tokens."""
 
 
-def make_format(tokenizer: Any, config: GatewayConfig, template_kwargs: Mapping[str, Any] | None = None) -> Format:
-    """Make the format. `template_kwargs`: `model.chat_template_kwargs`. Raises `ConfigError` for a family that is not
-    known, `ModelError` for a model that cannot chat."""
+def make_format(
+    tokenizer: Any, config: GatewayConfig, template_kwargs: Mapping[str, Any] | None = None, *, sees: bool = False
+) -> Format:
+    """Make the format. `template_kwargs`: `model.chat_template_kwargs`. `sees`: conversations may have pictures. Raises
+    `ConfigError` for a family that is not known, or for pictures in one, `ModelError` for a model that cannot chat."""
     if config.format == TEMPLATE:
-        return TemplateFormat(tokenizer, config.tools, template_kwargs)
+        return TemplateFormat(tokenizer, config.tools, template_kwargs, in_parts=sees)
+    if sees:
+        raise ConfigError(
+            f"environment.gateway.format={config.format}: pictures are written by the model's own chat template alone. "
+            "Say template, or rollout.max_pictures=0."
+        )
     return RenderedFormat(tokenizer, config.format, template_kwargs)
 
 

@@ -23,6 +23,7 @@ from jinja2 import TemplateError
 from penstock.conf.errors import DataError, ModelError
 from penstock.workers.gateway.formats.answers import EMPTY, READERS, Call, begins_thinking, split_thinking, with_ids
 from penstock.workers.gateway.formats.conversation import SHORT_ID, Message, ParsedAnswer, Tools, tool_call
+from penstock.workers.gateway.formats.pictures import written_for_template
 from penstock.workers.trajectory import Turn, encodable
 
 NUM_BEFORE = 16
@@ -39,10 +40,16 @@ class TemplateFormat:
     """The format of one tokenizer of transformers, or of an object with the same methods."""
 
     def __init__(
-        self, tokenizer: Any, tool_format: str = "hermes", template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        tool_format: str = "hermes",
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        in_parts: bool = False,
     ) -> None:
-        """`template_kwargs`: the template's arguments besides messages and tools, such as enable_thinking. Raises
-        `ModelError` for a tokenizer without a chat template."""
+        """`template_kwargs`: the template's arguments besides messages and tools, such as enable_thinking. `in_parts`:
+        the template gets lists of parts, as those of models that see read them. Raises `ModelError` for a tokenizer
+        without a chat template."""
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(
                 "an environment needs a chat template, and the model's tokenizer has none: put chat_template.jinja "
@@ -50,7 +57,7 @@ class TemplateFormat:
             )
         self._tokenizer = tokenizer
         self._tool_format, self._read_calls = tool_format, READERS[tool_format]
-        self._template_kwargs = dict(template_kwargs or {})
+        self._template_kwargs, self._in_parts = dict(template_kwargs or {}), in_parts
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         return self._encode(self._text(messages, tools, for_answer=True))
@@ -145,6 +152,7 @@ class TemplateFormat:
 
     def _applied(self, messages: list[dict[str, Any]], tools: Tools, for_answer: bool) -> str:
         described = [dict(tool) for tool in tools] or None
+        messages = [written_for_template(message, in_parts=self._in_parts) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=described, tokenize=False, add_generation_prompt=for_answer, **self._template_kwargs

@@ -17,6 +17,7 @@ from penstock.workers.gateway.http.exchange import (
     arguments_of,
     assistant,
     chosen,
+    content,
     content_text,
     function_tool,
     json_format,
@@ -25,9 +26,11 @@ from penstock.workers.gateway.http.exchange import (
     tool_results_named,
 )
 from penstock.workers.gateway.http.fields import Fields
+from penstock.workers.gateway.http.pictures import of_chat
 from penstock.workers.trajectory import Turn
 
 ROLES = {"system": "system", "developer": "system", "user": "user"}
+PICTURES = {"image_url": of_chat}
 
 
 def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> ClientRequest:
@@ -81,7 +84,8 @@ def _refuse(body: Fields) -> None:
 def _message(message: Fields) -> dict[str, Any]:
     role = message.need_text("role")
     if role in ROLES:
-        return {"role": ROLES[role], "content": content_text(message, "content", ("text",))}
+        pictures = PICTURES if role == "user" else {}
+        return {"role": ROLES[role], "content": content(message, "content", ("text",), pictures)}
     if role == "assistant":
         thinking = message.text("reasoning_content") or message.text("reasoning")
         calls = [_call(call) for call in message.objects("tool_calls")]
@@ -89,7 +93,7 @@ def _message(message: Fields) -> dict[str, Any]:
         return assistant(said, thinking, calls)
     if role == "tool":
         return {
-            "role": "tool", "content": content_text(message, "content", ("text",)),
+            "role": "tool", "content": content(message, "content", ("text",), PICTURES),
             "tool_call_id": message.need_text("tool_call_id"),
         }  # fmt: skip
     raise message.wrong("role", f"{role} is not known: system, developer, user, assistant or tool.")

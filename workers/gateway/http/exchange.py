@@ -3,8 +3,8 @@ share, and the server-sent events by which an answer is streamed; and the interf
 
 A request may contain some fields that have no effect: seed (the attempt has its own), user, metadata, store,
 service_tier, effort and cache settings, parallel_tool_calls. Fields that would change the answer and are not supported
-are refused: penalties, logit_bias, images and audio, several answers at once, tools that a provider runs, calls that
-are forced.
+are refused: penalties, logit_bias, audio and files, several answers at once, tools that a provider runs, calls that are
+forced.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http.errors import Failure, as_openai
 from penstock.workers.gateway.http.fields import Fields
+from penstock.workers.gateway.http.pictures import PictureReader, in_order
 from penstock.workers.trajectory import Turn
 
 PENALTIES = ("frequency_penalty", "presence_penalty")
@@ -147,19 +148,33 @@ def tool_results_named(messages: Sequence[dict[str, Any]]) -> list[Message]:
 
 
 def content_text(holder: Fields, name: str, kinds: Sequence[str], *, between: str = "\n") -> str:
-    """The text, or the joined parts of it of the given kinds. Raises for images and the like."""
+    """The text, or the joined parts of it of the given kinds. Raises for pictures and the like."""
     value = holder.raw(name)
     if value is None:
         return ""
     if isinstance(value, str):
         return value
-    return between.join(_part(part, kinds) for part in holder.objects(name))
+    return between.join(_text(part, kinds) for part in holder.objects(name))
 
 
-def _part(part: Fields, kinds: Sequence[str]) -> str:
+def content(
+    holder: Fields, name: str, kinds: Sequence[str], pictures: Mapping[str, PictureReader]
+) -> str | list[dict[str, Any]]:
+    """The text, or the joined parts of it; with pictures a list of parts. `pictures`: readers of those, by their
+    kind."""
+    if not isinstance(holder.raw(name), list):
+        return content_text(holder, name, kinds)
+    pieces = [
+        pictures[kind](part) if (kind := part.need_text("type")) in pictures else _text(part, (*kinds, *pictures))
+        for part in holder.objects(name)
+    ]
+    return in_order(pieces, "\n")
+
+
+def _text(part: Fields, kinds: Sequence[str]) -> str:
     kind = part.need_text("type")
     if kind not in kinds:
-        raise part.wrong("type", f"{kind} cannot be read: the policy reads text alone ({', '.join(kinds)}).")
+        raise part.wrong("type", f"{kind} cannot be read here: the policy reads {', '.join(kinds)}.")
     return part.need_text("refusal" if kind == "refusal" else "text")
 
 

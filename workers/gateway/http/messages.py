@@ -18,7 +18,7 @@ from penstock.workers.gateway.http.exchange import (
     arguments_of,
     assistant,
     chosen,
-    content_text,
+    content,
     function_tool,
     json_format,
     pieces,
@@ -26,8 +26,10 @@ from penstock.workers.gateway.http.exchange import (
     tool_results_named,
 )
 from penstock.workers.gateway.http.fields import Fields
+from penstock.workers.gateway.http.pictures import in_order, of_messages
 from penstock.workers.trajectory import Turn
 
+PICTURES = {"image": of_messages}
 ACCOUNTS = "x-anthropic-billing-header"
 SIGNATURE = "policy"
 """Signature of thinking. Clients send back thinking only if it is signed; no client checks the signature."""
@@ -101,25 +103,26 @@ def _assistant(blocks: Sequence[Fields]) -> dict[str, Any]:
 
 
 def _user(role: str, blocks: Sequence[Fields]) -> Iterator[dict[str, Any]]:
-    texts: list[str] = []
+    pieces: list[str | bytes] = []
     for block in blocks:
         if block.need_text("type") != "tool_result":
-            texts.append(_text(block))
+            is_picture = block.text("type") in PICTURES and role == "user"
+            pieces.append(of_messages(block) if is_picture else _text(block))
             continue
-        if texts:
-            yield {"role": role, "content": "\n".join(texts)}
-            texts = []
+        if pieces:
+            yield {"role": role, "content": in_order(pieces, "\n")}
+            pieces = []
         yield {
-            "role": "tool", "content": content_text(block, "content", ("text",)),
+            "role": "tool", "content": content(block, "content", ("text",), PICTURES),
             "tool_call_id": block.need_text("tool_use_id"),
         }  # fmt: skip
-    if texts:
-        yield {"role": role, "content": "\n".join(texts)}
+    if pieces:
+        yield {"role": role, "content": in_order(pieces, "\n")}
 
 
 def _text(block: Fields) -> str:
     if block.need_text("type") != "text":
-        raise block.wrong("type", f"{block.text('type')} cannot be read: the policy reads text alone.")
+        raise block.wrong("type", f"{block.text('type')} cannot be read here: the policy reads text, and pictures.")
     return block.need_text("text")
 
 

@@ -19,6 +19,7 @@ from penstock.workers.gateway.http.exchange import (
     arguments_of,
     assistant,
     chosen,
+    content,
     content_text,
     function_tool,
     json_format,
@@ -27,10 +28,12 @@ from penstock.workers.gateway.http.exchange import (
     tool_results_named,
 )
 from penstock.workers.gateway.http.fields import Fields
+from penstock.workers.gateway.http.pictures import of_responses
 from penstock.workers.trajectory import Turn
 
 ROLES = {"system": "system", "developer": "system", "user": "user"}
 TEXTS = ("input_text", "output_text", "text")
+PICTURES = {"input_image": of_responses}
 
 
 def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> ClientRequest:
@@ -171,10 +174,11 @@ def _other_message(kind: str, item: Fields) -> dict[str, Any]:
         role = item.need_text("role")
         if role not in ROLES:
             raise item.wrong("role", f"{role} is not known: system, developer, user or assistant.")
-        return {"role": ROLES[role], "content": content_text(item, "content", TEXTS)}
+        return {"role": ROLES[role], "content": content(item, "content", TEXTS, PICTURES if role == "user" else {})}
     if kind == "function_call_output":
         return {
-            "role": "tool", "content": content_text(item, "output", TEXTS), "tool_call_id": item.need_text("call_id"),
+            "role": "tool", "content": content(item, "output", TEXTS, PICTURES),
+            "tool_call_id": item.need_text("call_id"),
         }  # fmt: skip
     raise item.wrong("type", f"{kind} cannot be read: message, reasoning, function_call or function_call_output.")
 

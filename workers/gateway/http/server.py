@@ -46,6 +46,10 @@ from penstock.workers.trajectory import Turn
 
 _LOG = logging.getLogger("penstock")
 MAX_BODY_BYTES = 32 * 2**20
+TOO_LARGE = (
+    "The body is larger than this server takes. Send pictures with no more pixels than the model reads (its "
+    "preprocessor_config.json), as JPEG, or leave out earlier ones."
+)
 WAITING_S = 10.0
 """Seconds between keep-alive data in a stream whose turn is being sampled."""
 SHUTDOWN_S = 1.0
@@ -265,9 +269,7 @@ def _http_failure(request: web.Request, error: web.HTTPException) -> Failure:
         paths = ", ".join((*PROTOCOLS, COUNT, "/v1/models"))
         return Failure(404, "not_found", f"There is nothing at {request.path}. There is: {paths}.")
     if error.status == 413:
-        return Failure(
-            413, "request_too_large", f"The body is larger than this server takes. {error.text or ''}".strip()
-        )
+        return Failure(413, "request_too_large", f"{TOO_LARGE} {error.text or ''}".strip())
     return Failure(error.status, "invalid_request", f"{request.method} {request.path}: {error.reason}.")
 
 
