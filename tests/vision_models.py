@@ -6,17 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.fresh_model import BOS_ID, EOS_ID, PAD_ID, character_tokenizer
+from penstock.workers.fresh_model import BOS_ID, CHAT_TEMPLATE, CONTENT, EOS_ID, PAD_ID, character_tokenizer
+from penstock.workers.pictures import fresh
 
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    f"{{% if part['type'] == 'image' %}}{START}{IMAGE}{END}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
-    "{% endfor %}{% endif %}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
-    "{{ '\\n' if message['role'] != 'assistant' or not loop.last }}{% endfor %}"
-)
 PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
 """Fewest and most pixels of a picture after it is resized: from 1 to 16 features of 28 x 28 each."""
 
@@ -33,7 +26,7 @@ def build_vision_model(directory: Path, seed: int = 0, **vision: int) -> Path:
     )
 
     tokenizer = character_tokenizer(FreshModelConfig(words=[START, END, IMAGE, VIDEO], max_position_embeddings=512))
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(CONTENT, fresh.CONTENT)
     ids = tokenizer.get_vocab()
     config = Qwen2_5_VLConfig(
         text_config={

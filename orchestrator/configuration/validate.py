@@ -223,7 +223,8 @@ def _left_out(config: RunConfig) -> str:
 
 def _environment(config: RunConfig) -> str:
     make_environment(config.environment, config.imports)
-    make_format(tokenizer_of(config), config.environment.gateway, config.model.chat_template_kwargs)
+    told, sees = config.model.chat_template_kwargs, config.rollout.max_pictures > 0
+    make_format(tokenizer_of(config), config.environment.gateway, told, sees=sees)
     limits = config.environment
     return f"{limits.name}: up to {limits.max_turns} turns and {limits.timeout_s:g} s an attempt"
 

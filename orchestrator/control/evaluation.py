@@ -56,7 +56,7 @@ class HeldOut:
     """Prompts of the problems; empty in an environment."""
     tasks: list[str]
     pictures: list[PromptPictures | None] = field(default_factory=list)
-    """Pictures of the prompts; empty in a run of text."""
+    """Pictures of the prompts, or of the tasks; empty in a run of text."""
 
     @classmethod
     def of(cls, config: RunConfig, model_path: str, name: str | None = None) -> "HeldOut":
@@ -156,8 +156,8 @@ class Evaluator:
         if not share:
             return []
         prompts = [held_out.prompts[index] for index in share]
-        seen = [held_out.pictures[index] for index in share] if held_out.pictures else []
-        call = rollout[1].generate.remote(prompts, num_samples, [samplings[index] for index in share], seen)
+        seen = ([held_out.pictures[index] for index in share],) if held_out.pictures else ()
+        call = rollout[1].generate.remote(prompts, num_samples, [samplings[index] for index in share], *seen)
         (groups,) = await answers_or_end([(rollout[0], call)], phase="evaluation", timeout_s=self._timeout_s)
         tasks = [held_out.tasks[index] for index in share for _ in range(num_samples)]
         texts = [completion.text for group in groups for completion in group]
@@ -202,7 +202,8 @@ class EnvironmentEvaluator(Evaluator):
         calls = []
         for index, (name, handle) in enumerate(players):
             share = slice(index, None, len(players))
-            calls.append((name, handle.play.remote(engines, held_out.tasks[share], samplings[share])))
+            seen = (held_out.pictures[share],) if held_out.pictures else ()
+            calls.append((name, handle.play.remote(engines, held_out.tasks[share], samplings[share], *seen)))
         found: list[Sequence[Played]] = [()] * len(samplings)
         timeout_s = play_timeout_s(self._config, -(-sum(map(len, samplings)) // max(1, len(players))))
         for index, part in enumerate(await answers_or_end(calls, phase="evaluation", timeout_s=timeout_s)):

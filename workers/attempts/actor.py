@@ -86,10 +86,10 @@ class Environments(ServingActor):
         spec, config = self._spec, self._spec.config
         asyncio.get_running_loop().set_task_factory(containing)
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.model_path)
-        most = spec.rollout.max_pictures
-        processor = await asyncio.to_thread(PictureProcessor.of, spec.model_path) if most else None
-        form = make_format(tokenizer, config.gateway, spec.chat_template_kwargs, sees=most > 0)
-        limits = TurnLimits(config.max_turns, config.max_tokens, spec.rollout.max_model_len, most)
+        rollout, digest = spec.rollout, spec.picture_digest
+        processor = PictureProcessor.of(spec.model_path, digest) if rollout.max_pictures else None
+        form = make_format(tokenizer, config.gateway, spec.chat_template_kwargs, sees=processor is not None)
+        limits = TurnLimits(config.max_turns, config.max_tokens, rollout.max_model_len, rollout.max_pictures)
 
         def make_sampler(sampling: Sampling) -> TurnSampler:
             return TurnSampler(
@@ -117,13 +117,20 @@ class Environments(ServingActor):
         self._pool.update(dict(members))
 
     async def play(
-        self, engines: Sequence[tuple[str, Any]], tasks: Sequence[str], samplings: Sequence[Sequence[Sampling]]
+        self,
+        engines: Sequence[tuple[str, Any]],
+        tasks: Sequence[str],
+        samplings: Sequence[Sequence[Sampling]],
+        pictures: Sequence[PromptPictures | None] = (),
     ) -> list[list[Played]]:
-        """Play a group of attempts at each task (the `task` column), one for each of its samplings. For evaluation."""
+        """Play a group of attempts at each task (the `task` column), one for each of its samplings. `pictures`: of each
+        task; none in a run of text. For evaluation."""
         assert self.runner is not None
         runner = self.runner
         await self.engines(engines)
-        groups = (runner.group(Task.from_json(task), own) for task, own in zip(tasks, samplings, strict=True))
+        seen = [() if one is None else one.encoded for one in pictures or [None] * len(tasks)]
+        found = map(Task.from_json, tasks, seen)
+        groups = (runner.group(task, own) for task, own in zip(found, samplings, strict=True))
         return [[Played.of(attempt) for attempt in group] for group in await asyncio.gather(*groups)]
 
     async def progress(self) -> Progress:

@@ -29,10 +29,10 @@ class PromptPictures:
 
     @classmethod
     def of(cls, columns: Mapping[str, Any]) -> "PromptPictures | None":
-        """The pictures of a prompt by its columns; None for a prompt without any."""
+        """The pictures of a prompt by its columns, or of a task, which has no ranges; None where there are none."""
         if not len(columns.get("pictures", ())):
             return None
-        flat = [int(number) for number in columns["picture_ranges"]]
+        flat = [int(number) for number in columns.get("picture_ranges", ())]
         return cls(tuple(map(bytes, columns["pictures"])), tuple(zip(flat[::2], flat[1::2], strict=True)))
 
     def columns(self) -> dict[str, list[Any]]:

@@ -228,6 +228,6 @@ class PromptSource:
             return {**prompt.columns(), "task": row.to_json(), **response}
         if self.rows_are == "tasks":
             has_conversation = KEY not in row.extra
-            task = row.to_json(**{MESSAGES: self.encoder.messages(row)} if has_conversation else {})
+            task = row.to_json(**{MESSAGES: self.encoder.conversation(row)} if has_conversation else {})
             return {"task": task} | ({"pictures": list(row.pictures)} if self.encoder.processor is not None else {})
         return {**self.encoder.prompt(row).columns(), "task": row.to_json()}

@@ -122,6 +122,14 @@ class PromptEncoder:
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
         return messages
 
+    def conversation(self, row: DatasetRow) -> list[dict[str, Any]]:
+        """The messages, with contents in parts where they have pictures. Raises as `messages` does."""
+        messages: list[dict[str, Any]] = [*self.messages(row)]
+        for message in messages if row.pictures else ():
+            if MARK in message["content"]:
+                message["content"] = in_parts(message["content"], has_pictures=True)
+        return messages
+
     def prompt(self, row: DatasetRow) -> EncodedPrompt:
         """Encode a prompt. Raises `PromptTooLong`, or `DataError` for a prompt without tokens."""
         prompt = self._prompt(row)

@@ -206,7 +206,7 @@ def test_more_pictures_than_the_run_has_places_for_are_refused(seeing: Seeing, m
 
 
 def test_words_that_are_a_placeholder_are_no_picture(seeing: Seeing) -> None:
-    with pytest.raises(DataError, match="2 placeholders .* for 1 pictures"):
+    with pytest.raises(DataError, match=r"2 placeholders .* for 1 pictures"):
         turns_of(seeing.sampler("a"), [user(ONE, f"what is {IMAGE}?")])
 
 

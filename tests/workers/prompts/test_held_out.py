@@ -24,6 +24,7 @@ from penstock.workers.prompts.dataset_row import DatasetRow
 from penstock.workers.prompts.held_out import HeldOutProblems, problem_of
 from penstock.workers.prompts.opening import EnvironmentTasks, open_held_out, open_rows, open_source, rows_to_read
 from penstock.workers.prompts.source import PromptSource, PromptStart
+from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
 from tests.workers.prompts.test_source import Characters
 
 EVALUATED = ["evaluation.every_steps=5", "evaluation.num_problems=20"]
@@ -160,7 +161,8 @@ def test_a_source_that_goes_on_draws_what_it_would_have_drawn(passed: int, more:
     data = DataConfig()
 
     def made(start: PromptStart | None = None) -> PromptSource:
-        return PromptSource(tasks, None, data, start, rows_are="tasks", held_out=held_out)  # type: ignore[arg-type]
+        encoder = PromptEncoder(None, data, TokenLimits(10, 10, "room"))
+        return PromptSource(tasks, encoder, data, start, rows_are="tasks", held_out=held_out)
 
     straight, other = made(), made()
     straight.next_groups(passed)

@@ -14,12 +14,15 @@ from PIL import Image
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError
 from penstock.conf.model import FreshModelConfig
+from penstock.workers.environments.adapters.agent import row_of as as_told
+from penstock.workers.environments.task import Task
 from penstock.workers.fresh_model import character_tokenizer, fresh_processor
 from penstock.workers.pictures.fresh import END, IMAGE, START
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DatasetRow
 from penstock.workers.prompts.held_out import problem_of
+from penstock.workers.prompts.source import PromptSource
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
 
 
@@ -239,3 +242,22 @@ def test_what_a_prompt_with_pictures_may_not_have_is_told_with_its_row(tmp_path:
         encoder_of_fresh(chat_template=True).prompt(
             row_of(tmp_path, {"prompt": f"<image>{IMAGE}", "images": [base64_of(RED)]})
         )
+
+
+def test_the_environment_gets_the_conversation_with_its_pictures(tmp_path: Path) -> None:
+    shown = asks({"type": "image"}, "Which of ", {"type": "image"}, "?")
+    row_of(tmp_path, {"prompt": shown, "images": [base64_of(RED), base64_of(DARK)]})
+    columns = ColumnsConfig(prompt="prompt", answer=None, pictures="images")
+    data = DataConfig(path=str(tmp_path / "train.jsonl"), columns=columns)
+    dataset = open_dataset(data, EvaluationConfig(every_steps=0))
+    assert dataset is not None
+    (group,) = PromptSource(dataset, encoder_of_fresh(chat_template=True), data, rows_are="tasks").next_groups(1)
+    assert group["pictures"] == [RED, DARK]
+    task = Task.from_json(group["task"], group["pictures"])
+    assert [message["content"] for message in task.messages] == ["Look.", [
+        {"type": "image", "image": RED}, {"type": "text", "text": "Which of "},
+        {"type": "image", "image": DARK}, {"type": "text", "text": "?"},
+    ]]  # fmt: skip
+    told = as_told(task)["messages"][1]["content"]
+    assert told[0] == {"type": "image_url", "image_url": {"url": base64_of(RED)}}
+    assert json.loads(json.dumps(told)) == told

@@ -18,7 +18,7 @@ from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from penstock.workers.prompts.actor import Prompts
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
-from penstock.workers.prompts.source import PromptSource, PromptStart
+from penstock.workers.prompts.source import PromptSource
 from tests.store.driver import make_spec
 from tests.store.players import STAGES, train, values_of
 from tests.store.visitors import serve
@@ -196,7 +196,7 @@ def test_an_actor_that_is_given_another_store_goes_on_after_what_that_one_has(
     path, taken = write_rows(tmp_path, "skip"), list[list[int]]()
     config: RunConfig = make_config(path, too_long="skip")
 
-    def opened(config: RunConfig, model_path: str, *, rows_are: str, start: PromptStart | None) -> PromptSource:
+    def opened(config: RunConfig, model_path: str, **more: object) -> PromptSource:
         return following(path, "skip")
 
     monkeypatch.setattr("penstock.workers.prompts.actor.open_source", opened)

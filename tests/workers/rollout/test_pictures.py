@@ -4,16 +4,21 @@ picture that is lost, changed or placed wrongly shows."""
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.algorithms.graph.columns import SEEN_PICTURES
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import Features, PictureProcessor, opened
 from penstock.workers.protocols import Completion, EngineSpec, Sampling
@@ -21,6 +26,7 @@ from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.sampling import sampling_logprobs
 from penstock.workers.trainer.models.sight import Sight
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trajectory import Trajectory, row_columns
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from tests.publications import write_publication
 from tests.vision_models import END, IMAGE, START, picture
@@ -283,6 +289,54 @@ def test_vllm_expands_tokens_again_where_it_is_left_to_process(served: Served, e
         return length
 
     assert served.call(asked()) == len(prompt) + 5
+
+
+class Asked:
+    """The engine as the gateway asks it."""
+
+    def __init__(self, served: Served) -> None:
+        self._engine = served.engine
+
+    async def sample(
+        self, prompt_ids: Sequence[int], sampling: Sampling, conversation: object, pictures: Any = None
+    ) -> Completion:
+        (completion,) = await self._engine.generate(prompt_ids, 1, sampling, pictures)
+        return completion
+
+
+async def conversation(sampler: TurnSampler) -> None:
+    """Three turns of which two have a picture each, and one that begins anew with the second."""
+    messages: list[Any] = []
+    for content in ([TWO[0], "what?"], "sure?", ["and", TWO[1]]):
+        messages.append({"role": "user", "content": content})
+        messages.append((await sampler.sample(messages)).message)
+    await sampler.sample(messages[-2:-1])
+
+
+def test_turns_with_new_pictures_are_trained_as_they_were_sampled(served: Served, eyes: Eyes) -> None:
+    """Beside an attempt of text; and a picture that is lost where a turn goes on shows."""
+    attempts = []
+    for talk in (conversation, lambda sampler: sampler.sample([{"role": "user", "content": "what?"}])):
+        form, limits = TemplateFormat(eyes.tokenizer, in_parts=True), TurnLimits(max_model_len=256, max_pictures=3)
+        sampler = TurnSampler(Asked(served), form, replace(DRAWN, max_tokens=12), limits, processor=eyes.processor)
+        served.call(talk(sampler))
+        attempts.append(Trajectory(sampler.turns))
+    columns = row_columns(attempts)
+    assert columns["seen_pictures"] == [[*TWO, TWO[1]], []]
+    assert columns["seen_ranges"][0].reshape(-1, 3)[:, [0, 2]].tolist() == [[0, 6], [0, 15], [1, 15]]
+    rows = Rows.from_lists({name: columns[name] for name in ("response_ids", "context_ids", "spans", *SEEN_PICTURES)})
+    kept, none = columns["seen_ranges"]
+    lost = rows.with_column("seen_ranges", [np.where(np.arange(len(kept)) == 2, 0, kept), none])
+    trainer = PolicyTrainer(TrainerConfig(), str(eyes.path))
+    try:
+        trainer.see(Sight(eyes.processor, trainer.model.lm.config))
+        reported = np.concatenate(columns["behavior_logprobs"])
+        right, wrong = (np.abs(np.concatenate(trainer.logprobs(one)) - reported).mean() for one in (rows, lost))
+    finally:
+        trainer.close()
+    print(f"{served.name}: {right:.1e}, without the first picture {wrong:.1e}")
+    assert right <= BAR
+    assert wrong > 100 * BAR
 
 
 @pytest.mark.parametrize("shown", PICTURES)

@@ -193,7 +193,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": 
         ({"messages": ["hello"]}, "messages[0]: must be an object"),
         ({"messages": [{"content": "x"}]}, "messages[0].role: is missing"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role: function is not known"),
-        ({"messages": [USER, {"role": "user", "content": IMAGE}]}, "messages[1].content[0].type: image_url"),
+        ({"messages": [USER, {"role": "system", "content": IMAGE}]}, "messages[1].content[0].type: image_url"),
         ({"messages": [{"role": "tool", "content": "4"}]}, "messages[0].tool_call_id: is missing"),
         ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "function.arguments: must be a JSON object"),
         ({"temperature": -1}, "temperature: must be a number of at least 0, not -1"),

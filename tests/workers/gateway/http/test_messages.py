@@ -148,7 +148,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     [
         ({"messages": []}, "messages: is missing or empty"),
         ({"messages": [{"role": "user"}]}, "messages[0].content: is missing"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type: image cannot be read"),
+        ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "messages[0].content[0].type: image cannot be"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: tool is not known"),
         ({"messages": [USER, {"role": "assistant", "content": "It is"}]}, "messages: the last one is the assistant's"),
         ({"system": 5}, "system: must be a list"),

@@ -128,7 +128,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,"}
     [
         ({"input": []}, "input: is missing or empty"),
         ({"input": None}, "input: is missing or empty"),
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type: input_image cannot be read"),
+        ({"input": [{"role": "system", "content": [IMAGE]}]}, "input[0].content[0].type: input_image cannot be read"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: item_reference cannot be read"),
         ({"input": [{"type": "function_call", "name": "add", "arguments": "{}"}]}, "input[0].call_id: is missing"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role: nobody is not known"),
