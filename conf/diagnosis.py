@@ -13,6 +13,7 @@ class DiagnosisConfig:
     line that says what to do."""
 
     enabled: bool = True
+    """False: the run does not look at itself."""
     window: int = 10
     """Steps that a rule looks at; before so many it reports nothing. Fewer are noise."""
     cut_off_share: float = 0.5

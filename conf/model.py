@@ -21,7 +21,10 @@ class FreshModelConfig:
     tokenizer, for runs that bring no model (`model=tiny`)."""
 
     num_layers: int = 4
+    """Layers of the decoder."""
     hidden_size: int = 256
+    """Width of the hidden states, a multiple of twice the heads. The default has 3M parameters, which learn sums on two
+    cores."""
     intermediate_size: int = 704
     """Neurons of a layer's MLP, or of each of its experts."""
     num_experts: int = 0
@@ -34,7 +37,9 @@ class FreshModelConfig:
     vision_hidden_size: int = 64
     """Width of the tower, a multiple of 32: its heads have 32 numbers each."""
     num_heads: int = 4
+    """Heads of attention of each layer."""
     num_kv_heads: int = 2
+    """Heads of keys and values, a divisor of num_heads: each serves equally many."""
     max_position_embeddings: int = 1024
     """Longest sequence in tokens. Bounds prompt + response."""
     initializer_range: float = 0.02

@@ -27,8 +27,13 @@ class OptimizerConfig:
     lr: float = 1e-6
     """Peak learning rate. 1e-6 suits models of 1B and more; tiny ones want 1e-4."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay of the two moments. 0.95 forgets the second one sooner than 0.999, as gradients here change with the
+    policy."""
     eps: float = 1e-8
+    """Term that is added to the root of the second moment."""
     weight_decay: float = 0.0
+    """Share of a weight that is taken off at each step, times the learning rate. 0: fine-tuning stays near the
+    start."""
     clip_norm: float = 1.0
     """Global gradient norm above which the gradient is scaled down. 0: never."""
     schedule: str = "constant"
@@ -36,6 +41,7 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Steps of linear warm-up from 0 to the peak."""
     min_lr_share: float = 0.1
+    """Share of the peak that a cosine ends at."""
 
     def __post_init__(self) -> None:
         at_least("trainer.optimizer.lr", self.lr, 0)

@@ -1,4 +1,5 @@
-"""The command line: `penstock run|validate|plan|simulate|sweep|report|ui|grafana|status|scale|export|recipes`.
+"""The command line: `penstock run|validate|plan|simulate|sweep|report|ui|grafana|status|scale|export|recipes|
+keys`.
 
 Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and
 data. Heavy imports wait until a command needs them, so that a misspelt key is answered at once.
@@ -143,8 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("directory", help="a new directory for the model, or a URL")
     export.add_argument("--dtype", choices=("float32", "bfloat16"), default="", help="default: the run's rollout.dtype")
     export.set_defaults(command=_export)
-    recipes = commands.add_parser("recipes", help="list the recipes that come with Penstock")
-    recipes.set_defaults(command=_recipes)
+    _add_lookups(commands)
     return parser
 
 
@@ -171,6 +171,15 @@ def _add_planning(commands: Any) -> None:
     simulate.add_argument("--join", action="append", metavar="SECOND:N", help="so many engines join then")
     simulate.add_argument("--directory", metavar="DIR", help="for a directory of the run, which penstock ui shows")
     simulate.set_defaults(command=_simulate)
+
+
+def _add_lookups(commands: Any) -> None:
+    """Add the commands that say what there is."""
+    recipes = commands.add_parser("recipes", help="list the recipes that come with Penstock")
+    recipes.set_defaults(command=_recipes)
+    keys = commands.add_parser("keys", help="what a key means, and which there are")
+    keys.add_argument("words", nargs="*", metavar="WORD", help="parts of its name, or of what it means")
+    keys.set_defaults(command=_keys)
 
 
 def _load(overrides: Sequence[str]) -> Any:
@@ -317,6 +326,15 @@ def _recipes(_: argparse.Namespace) -> int:
     for name in packaged_recipes():
         table.add_row(f"[bold]{name}[/]", find_recipe(name).description)
     Console().print(table)
+    return 0
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from penstock.orchestrator.configuration.keys import show
+
+    show(arguments.words, Console())
     return 0
 
 

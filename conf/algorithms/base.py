@@ -25,6 +25,7 @@ class SftConfig(AlgorithmConfig):
 
     name: str = "sft"
     aggregation: str = "token_mean"
+    """Mean over the batch: token_mean, sequence_mean or sequence_sum, as for algorithm=grpo."""
 
     def __post_init__(self) -> None:
         one_of("algorithm.aggregation", self.aggregation, MEANS)
@@ -39,8 +40,9 @@ class GrpoConfig(AlgorithmConfig):
     normalize_std: bool = True
     """Divide by the group's standard deviation. False: as in Dr. GRPO (2503.20783)."""
     clip_low: float = 0.2
+    """How far below 1 the ratio of new to old probability counts."""
     clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. 0.28 is DAPO's clip-higher (2503.14476)."""
+    """How far above 1 it counts: it is clipped to [1 - clip_low, 1 + clip_high]. 0.28 is DAPO's (2503.14476)."""
     kl_coef: float = 0.0
     """Weight of the k3 estimate of KL(policy || reference) in the loss. 0: no reference model is started."""
     aggregation: str = "token_mean"

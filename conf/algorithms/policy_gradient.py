@@ -76,6 +76,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     overlong_limit: int = 0
     """Longest response, rollout.sampling.max_tokens as a rule. Tokens."""
     overlong_penalty: float = 1.0
+    """Reward that a response of the longest length loses."""
 
     def __post_init__(self) -> None:
         at_least("algorithm.group_size", self.group_size, 1)
@@ -183,8 +184,9 @@ class PpoConfig(AlgorithmConfig):
     lam: float = 0.95
     """The λ of GAE: 1 trusts the returns alone, 0 the critic alone."""
     clip_low: float = 0.2
+    """How far below 1 the ratio of new to old probability counts."""
     clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """How far above 1 it counts: it is clipped to [1 - clip_low, 1 + clip_high]."""
     value_clip: float = 0.2
     """Largest move of a value in one update, in units of reward."""
     kl_coef: float = 0.0

@@ -77,8 +77,10 @@ class KtoConfig(AlgorithmConfig):
     """Reward above which responses are desirable, all others undesirable. In units of reward; 0.5 parts right from
     wrong."""
     desirable_weight: float = 1.0
+    """Weight of desirable responses."""
     undesirable_weight: float = 1.0
-    """Weights of the two kinds. Where one is rarer, the paper raises its weight until the sums of both are alike."""
+    """Weight of undesirable ones. Where one kind is rarer, the paper raises its weight until the sums of both are
+    alike."""
 
     def __post_init__(self) -> None:
         self._check_group_size()
@@ -110,6 +112,7 @@ class DistillConfig(AlgorithmConfig):
     discount: float = 0.0
     """Discount of later tokens. 0: a token answers for itself. 1: also for where it leads (2306.08543)."""
     aggregation: str = "token_mean"
+    """Mean over the batch: token_mean, sequence_mean or sequence_sum, as for algorithm=grpo."""
 
     def __post_init__(self) -> None:
         at_least("algorithm.group_size", self.group_size, 1)

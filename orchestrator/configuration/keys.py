@@ -1,0 +1,205 @@
+"""The reference of every key of a run: its type, its default and its meaning, read from the dataclasses of `conf/`,
+where they are written once.
+
+`penstock keys WORD …` finds a key. `docs/keys.md` has all of them: `python -m penstock.orchestrator.configuration.keys`
+prints that page, and a test compares.
+"""
+
+import ast
+import inspect
+import textwrap
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from rich.console import Console
+
+from penstock.algorithms.catalogue import ALGORITHMS
+from penstock.conf.algorithms.base import AlgorithmConfig
+from penstock.conf.errors import ConfigError
+from penstock.conf.run import RunConfig
+
+HEAD = """# Every key
+
+What a recipe or the command line may set, by section: key, type, default, meaning. `penstock keys WORD` finds one in a
+terminal, and `penstock validate recipe=NAME` prints what a recipe has set. NAME stands for a name of one's own, N for a
+place in a list.
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the configuration. `name`: with its section; `text`: what the dataclass says of it."""
+
+    name: str
+    kind: str
+    default: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A dataclass of the configuration with its own keys, those of dataclasses in it apart."""
+
+    title: str
+    text: str
+    keys: tuple[Key, ...]
+
+
+def sections() -> list[Section]:
+    """Every section, outer ones first, and one for each kind of algorithm."""
+    return [*_sections(RunConfig, "", {}), *_algorithms()]
+
+
+def _sections(kind: type, prefix: str, told: dict[type, str]) -> Iterator[Section]:
+    """`told`: the title of each dataclass that has a section; a second place is told to have the same keys."""
+    title = prefix.removesuffix(".")
+    if (first := told.setdefault(kind, title)) != title:
+        yield Section(title, f"As [`{first}`](#{first.replace('.', '').lower()}).", ())
+        return
+    own, inner = [], []
+    for field, hint in _fields_of(kind):
+        part, place = _part_of(hint)
+        if part is AlgorithmConfig:
+            continue
+        if part is None or place:
+            own.append(_key(kind, field, hint, prefix))
+        if part is not None:
+            inner.append((part, f"{prefix}{field.name}{place}."))
+    yield Section(title, _said(kind), tuple(own))
+    for part, name in inner:
+        yield from _sections(part, name, told)
+
+
+def _algorithms() -> Iterator[Section]:
+    """A section for each algorithm; of one that is another with some keys changed, these alone."""
+    name_of: dict[type, str] = {}
+    for name, one in sorted(ALGORITHMS.items()):
+        name_of.setdefault(one.config_class, name)
+    for kind, name in name_of.items():
+        also = [other for other, one in sorted(ALGORITHMS.items()) if one.config_class is kind and other != name]
+        base = next((one for one in kind.__mro__[1:] if one in name_of), None)
+        keys = _keys_of(kind, "algorithm.")
+        text = _said(kind)
+        if base is not None:
+            keys = [key for key in keys if key not in _keys_of(base, "algorithm.")]
+            text += f" All else is as of [`algorithm={name_of[base]}`](#algorithm{name_of[base]})."
+        yield Section(f"algorithm={', '.join([name, *also])}", text, tuple(keys))
+
+
+def _keys_of(kind: type, prefix: str) -> list[Key]:
+    return [_key(kind, field, hint, prefix) for field, hint in _fields_of(kind) if field.name != "name"]
+
+
+def _fields_of(kind: type) -> list[tuple["Field[Any]", Any]]:
+    hints = typing.get_type_hints(kind)
+    return [(field, hints[field.name]) for field in fields(kind)]
+
+
+def _part_of(hint: Any) -> tuple[type | None, str]:
+    """The dataclass that a field holds, and its place below the field's name: one, a list's or a dictionary's."""
+    if is_dataclass(hint):
+        return typing.cast(type, hint), ""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (list, dict) and is_dataclass(arguments[-1]):
+        return arguments[-1], ".N" if origin is list else ".NAME"
+    found = [one for one in arguments if is_dataclass(one)]
+    return (typing.cast(type, found[0]), "") if found else (None, "")
+
+
+def _key(kind: type, field: "Field[Any]", hint: Any, prefix: str) -> Key:
+    return Key(prefix + field.name, _named(hint), _default(field), _texts(kind).get(field.name, ""))
+
+
+def _named(hint: Any) -> str:
+    name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    for module in ("typing.", *(f"{one.__module__}." for one in _classes_in(hint))):
+        name = name.replace(module, "")
+    return name.replace("NoneType", "None").replace(" | None", " or null").replace(" | ", " or ")
+
+
+def _classes_in(hint: Any) -> Iterator[type]:
+    for one in (hint, *typing.get_args(hint)):
+        if isinstance(one, type) and is_dataclass(one):
+            yield one
+
+
+def _default(field: "Field[Any]") -> str:
+    if field.default is not MISSING:
+        value = field.default
+    elif field.default_factory is not MISSING:
+        value = field.default_factory()
+    else:
+        return "required"
+    return _as_yaml(value)
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_as_yaml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_as_yaml(one)}" for key, one in value.items()) + "}"
+    return str(value) or '""'
+
+
+@cache
+def _texts(kind: type) -> dict[str, str]:
+    """What stands below each field of a dataclass, and of those that it is derived from."""
+    found: dict[str, str] = {}
+    for one in reversed([base for base in kind.__mro__ if is_dataclass(base)]):
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                if is_text:
+                    found[field.target.id] = _one_line(str(after.value.value))  # type: ignore[attr-defined]
+    return found
+
+
+def _said(kind: type) -> str:
+    text = kind.__doc__ or ""
+    return "" if text.startswith(f"{kind.__name__}(") else _one_line(text)  # dataclasses write this themselves
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def reference() -> str:
+    """The page of all keys, as Markdown."""
+    lines = [HEAD]
+    for section in sections():
+        lines += [f"## {section.title or 'The run'}\n", *([section.text, ""] if section.text else [])]
+        for key in section.keys:
+            told = f": {key.text}" if key.text else ""
+            lines.append(f"- **`{key.name}`** `{key.kind}` = `{key.default}`{told}")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def show(words: Sequence[str], console: Console) -> None:
+    """Print the keys whose names have all these words, or, where none has, those whose meanings do. Raises
+    `ConfigError` if there are none."""
+    keys = [key for section in sections() for key in section.keys]
+    wanted = [word.lower() for word in words]
+    found = [key for key in keys if all(word in key.name.lower() for word in wanted)]
+    found = found or [key for key in keys if all(word in f"{key.name} {key.text}".lower() for word in wanted)]
+    if not found:
+        raise ConfigError(f"no key is called {' '.join(words)!r} or says so of itself. `penstock keys` lists all.")
+    for key in dict.fromkeys(found):
+        console.print(f"[bold]{key.name}[/] [dim]{key.kind} =[/] {_escaped(key.default)}", highlight=False)
+        if key.text and words:
+            console.print(textwrap.indent(textwrap.fill(key.text, max(40, console.width - 4)), "    "), markup=False)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
