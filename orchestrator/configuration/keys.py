@@ -100,13 +100,10 @@ def _fields_of(kind: type) -> list[tuple["Field[Any]", Any]]:
 
 def _part_of(hint: Any) -> tuple[type | None, str]:
     """The dataclass that a field holds, and its place below the field's name: one, a list's or a dictionary's."""
-    if is_dataclass(hint):
-        return typing.cast(type, hint), ""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (list, dict) and is_dataclass(arguments[-1]):
-        return arguments[-1], ".N" if origin is list else ".NAME"
-    found = [one for one in arguments if is_dataclass(one)]
-    return (typing.cast(type, found[0]), "") if found else (None, "")
+    place = {list: ".N", dict: ".NAME"}.get(origin, "") if origin is not None else ""
+    found = [one for one in (hint, *arguments) if isinstance(one, type) and is_dataclass(one)]
+    return (found[0], place) if found else (None, "")
 
 
 def _key(kind: type, field: "Field[Any]", hint: Any, prefix: str) -> Key:
@@ -115,15 +112,9 @@ def _key(kind: type, field: "Field[Any]", hint: Any, prefix: str) -> Key:
 
 def _named(hint: Any) -> str:
     name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-    for module in ("typing.", *(f"{one.__module__}." for one in _classes_in(hint))):
+    for module in ("typing.", *(f"{one.__module__}." for one in typing.get_args(hint) if is_dataclass(one))):
         name = name.replace(module, "")
     return name.replace("NoneType", "None").replace(" | None", " or null").replace(" | ", " or ")
-
-
-def _classes_in(hint: Any) -> Iterator[type]:
-    for one in (hint, *typing.get_args(hint)):
-        if isinstance(one, type) and is_dataclass(one):
-            yield one
 
 
 def _default(field: "Field[Any]") -> str:
