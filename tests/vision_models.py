@@ -1,7 +1,9 @@
-"""A Qwen2.5-VL of 0.2M parameters with its processor, from its configuration alone, and pictures to show it."""
+"""Models that see, of 0.2M parameters each with its processor, from their configurations alone, and pictures to show
+them."""
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,47 +14,110 @@ from penstock.workers.pictures import fresh
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
 """Fewest and most pixels of a picture after it is resized: from 1 to 16 features of 28 x 28 each."""
+SIDE = 56
+"""Pixels of each side of what a LLaVA sees: 16 features."""
+DRAWN = 0.2
+"""Standard deviation of weights: with small ones, a model hardly sees its pictures."""
+TEXT: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32,
+    "num_key_value_heads": 1, "max_position_embeddings": 512, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID, "tie_word_embeddings": True,
+}  # fmt: skip
+"""vLLM's CPU build has no attention for heads smaller than 32."""
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SECTIONS = {"qwen3_vl": {"mrope_section": [6, 5, 5], "mrope_interleaved": True}}
+"""Numbers of a head that turn by time, height and width."""
+PATCHES = {"patch_size": 14, "temporal_patch_size": 2}
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2},
+    "qwen2_5_vl": {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+        "window_size": 56, "fullatt_block_indexes": [1],
+    },
+    "qwen3_vl": {
+        "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+        "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
+    },
+    "llava": {
+        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "patch_size": 14, "image_size": SIDE, "projection_dim": 32,
+    },
+}  # fmt: skip
 
 
-def build_vision_model(directory: Path, seed: int = 0, **vision: int) -> Path:
-    """Write model, tokenizer and processor. vLLM's CPU build has no attention for heads smaller than 32."""
+def build_vision_model(directory: Path, seed: int = 0, kind: str = "qwen2_5_vl") -> Path:
+    """Write model, tokenizer and processor."""
     import torch
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-    )
+    from transformers import AutoModelForImageTextToText
 
     tokenizer = character_tokenizer(FreshModelConfig(words=[START, END, IMAGE, VIDEO], max_position_embeddings=512))
     tokenizer.chat_template = CHAT_TEMPLATE.replace(CONTENT, fresh.CONTENT)
-    ids = tokenizer.get_vocab()
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
-            "bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "initializer_range": 0.2,
-            "tie_word_embeddings": True,
-        },
-        vision_config={
-            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
-            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 56,
-            "fullatt_block_indexes": [1], "initializer_range": 0.2, **vision,
-        },
-        image_token_id=ids[IMAGE], video_token_id=ids[VIDEO], vision_start_token_id=ids[START],
-        vision_end_token_id=ids[END], tie_word_embeddings=True,
-    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config).float()
+        model = AutoModelForImageTextToText.from_config(_config(kind, tokenizer)).float()
+        if kind == "llava":  # whose configuration has no say in all of them
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    torch.nn.init.normal_(parameter, std=DRAWN)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = EOS_ID, PAD_ID
     model.save_pretrained(directory)
-    sizes = {"size": PIXELS, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
-    images, videos = Qwen2VLImageProcessor(**sizes), Qwen2VLVideoProcessor(**sizes)
-    Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(directory)
+    if kind == "llava":
+        _as_published(directory / "model.safetensors")
+    _processor(kind, tokenizer).save_pretrained(directory)
     return directory
+
+
+def _as_published(file: Path) -> None:
+    """Name the weights of a CLIP tower as checkpoints of LLaVA do, and as vLLM knows them: transformers takes a prefix
+    off when it reads them, and a new model is written without."""
+    from safetensors.torch import load_file, save_file
+
+    renamed = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in load_file(file).items()
+    }
+    save_file(renamed, file, metadata={"format": "pt"})
+
+
+def _config(kind: str, tokenizer: Any) -> Any:
+    from transformers import AutoConfig
+
+    ids, text = tokenizer.get_vocab(), TEXT | {"vocab_size": len(tokenizer), "initializer_range": DRAWN}
+    if kind == "llava":
+        text = text | {"model_type": "llama", "rope_parameters": ROPE}
+        return AutoConfig.for_model(
+            kind, text_config=text, vision_config=dict(TOWERS[kind]), image_token_index=ids[IMAGE],
+            tie_word_embeddings=True,
+        )  # fmt: skip
+    tower = TOWERS[kind] | PATCHES | {"spatial_merge_size": 2, "initializer_range": DRAWN}
+    rope = ROPE | SECTIONS.get(kind, {"mrope_section": [4, 6, 6]})
+    text |= {"rope_parameters": rope}
+    if kind == "qwen3_vl":  # what is added after the last layer goes nowhere
+        text["num_hidden_layers"] = 3
+    return AutoConfig.for_model(
+        kind, text_config=text, vision_config=tower, image_token_id=ids[IMAGE],
+        video_token_id=ids[VIDEO], vision_start_token_id=ids[START], vision_end_token_id=ids[END],
+        tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def _processor(kind: str, tokenizer: Any) -> Any:
+    """transformers' own, of tokens and pictures."""
+    import transformers
+
+    template = tokenizer.chat_template
+    if kind == "llava":
+        sizes: dict[str, Any] = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+        images = transformers.CLIPImageProcessor(**sizes)
+        return transformers.LlavaProcessor(
+            images, tokenizer, patch_size=14, vision_feature_select_strategy="default", image_token=IMAGE,
+            num_additional_image_tokens=1, chat_template=template,
+        )  # fmt: skip
+    sizes = {"size": PIXELS, "merge_size": 2, **PATCHES}
+    images, videos = transformers.Qwen2VLImageProcessor(**sizes), transformers.Qwen2VLVideoProcessor(**sizes)
+    makers = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+    if kind == "qwen3_vl":
+        videos = transformers.Qwen3VLVideoProcessor(**sizes)
+    return getattr(transformers, makers[kind])(images, tokenizer, videos, chat_template=template)
 
 
 def picture(height: int, width: int, seed: int = 0, kind: str = "PNG") -> bytes:

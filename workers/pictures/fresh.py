@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.model import FreshModelConfig
+from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.pictures.processor import PictureProcessor
 
 FAMILY = "qwen2_5_vl"
@@ -61,7 +62,7 @@ def processor(first_id: int) -> PictureProcessor:
     from transformers import Qwen2VLImageProcessorPil
 
     start, end, image, video = range(first_id, first_id + len(WORDS))
-    return PictureProcessor(FAMILY, [image, video, start, end], Qwen2VLImageProcessorPil(**SIZES))
+    return PictureProcessor(FAMILIES[FAMILY], [image, video, start, end], Qwen2VLImageProcessorPil(**SIZES))
 
 
 def save_processor(directory: Path, tokenizer: Any) -> None:

@@ -19,18 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.conf.errors import ConfigError, DataError
+from penstock.workers.pictures.families import FAMILIES, Family, refusal
 from penstock.workers.pictures.placeholders import PromptPictures, Range, check_ranges, expanded
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-"""Model types whose pictures are read here."""
 FORMATS = ("PNG", "JPEG")
-IMAGE_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-"""Names of one image processor in models' files, by backend."""
-TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-"""Special tokens of vision, as models' configurations name them; the first is the placeholder."""
+BACKENDS = ("", "Fast", "Pil")
+"""Ends of an image processor's name in models' files."""
 ORIENTATION = 0x0112
 """EXIF tag of how a camera was held; from 5 on, height and width change places."""
 
@@ -40,14 +37,10 @@ class Features:
     """What a model reads of some pictures, those of one picture after the other."""
 
     pixel_values: np.ndarray
-    """`[patches, channels * frames * height * width of a patch]` float32."""
+    """`[patches, channels * frames * height * width of a patch]` float32; of a family without grids `[pictures,
+    channels, height, width]`."""
     grid_thw: np.ndarray
     """`[pictures, 3]` int64: patches in time, height and width."""
-
-    @property
-    def num_patches(self) -> list[int]:
-        """Rows of `pixel_values` that each picture has."""
-        return [int(number) for number in self.grid_thw.prod(-1)]
 
 
 def configuration(model_path: str) -> Mapping[str, Any]:
@@ -64,43 +57,47 @@ class PictureProcessor:
     >>> ids, ranges = processor.expand(ids, [Path("cat.png").read_bytes()])
     """
 
-    def __init__(self, family: str, token_ids: Sequence[int], image_processor: Any) -> None:
-        """`token_ids`: those that `TOKENS` names. `image_processor`: transformers'."""
-        self.family, self.token_ids, self._images = family, tuple(token_ids), image_processor
+    def __init__(self, family: Family, token_ids: Sequence[int], image_processor: Any, config: Any = None) -> None:
+        """`token_ids`: those that the family names. `image_processor`, `config`: transformers'; the model's
+        configuration is needed for a family without grids."""
+        self.family, self.token_ids, self._images, self._config = family, tuple(token_ids), image_processor, config
         """`token_ids`: special tokens of vision. A policy must never sample them."""
 
     @classmethod
     def of(cls, model_path: str, digest: str | None = None) -> "PictureProcessor":
         """Make the processor of a model. `digest`: of the run's processor, which this one has to be; None: it is of no
         run. Raises `ConfigError` for a model whose pictures are not read here, and for another processor."""
-        from transformers import Qwen2VLImageProcessorPil
+        import transformers
 
-        config = configuration(model_path)
-        if config.get("model_type") not in FAMILIES:
-            sees = config.get("vision_config") is not None
-            kind = "a model that sees, of a family that is not" if sees else "a model of text, not"
+        values = configuration(model_path)
+        kind = values.get("model_type")
+        family = FAMILIES.get(str(kind))
+        if family is None:
+            sees = values.get("vision_config") is not None
             raise ConfigError(
-                f"model.path={model_path}: model_type={config.get('model_type')} is {kind} among those whose pictures "
-                f"are read: {', '.join(FAMILIES)}. Choose one of them, or leave the pictures out."
+                f"model.path={model_path}: model_type={kind} is {refusal(kind, sees)}. Choose one of them, or leave "
+                "the pictures out."
             )
+        maker: Any = getattr(transformers, f"{family.image_processor}Pil")
         try:
-            settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(model_path)
+            settings, _ = maker.get_image_processor_dict(model_path)
         except OSError as error:
             raise ConfigError(
                 f"model.path={model_path}: how it reads pictures cannot be read ({str(error).partition('.')[0]}). Save "
                 "its processor there: processor.save_pretrained(DIRECTORY), which writes preprocessor_config.json."
             ) from None
-        named = settings.get("image_processor_type", IMAGE_PROCESSORS[0])
-        if named not in IMAGE_PROCESSORS:
+        named = settings.get("image_processor_type", family.image_processor)
+        if named not in {family.image_processor + backend for backend in BACKENDS}:
             raise ConfigError(
-                f"model.path={model_path}: its image processor is {named}, where {IMAGE_PROCESSORS[0]} is known. "
+                f"model.path={model_path}: its image processor is {named}, where {family.image_processor} is known. "
                 "Choose a model with that one."
             )
-        lacks = [name for name in TOKENS if not isinstance(config.get(name), int)]
+        lacks = [name for name in family.tokens if not isinstance(values.get(name), int)]
         if lacks:
             raise ConfigError(f"model.path={model_path}: its config.json lacks {', '.join(lacks)}. Add them to it.")
-        tokens, images = [config[name] for name in TOKENS], Qwen2VLImageProcessorPil(**_kept(settings))
-        processor = cls(config["model_type"], tokens, images)
+        config = transformers.AutoConfig.from_pretrained(model_path)
+        family.check(config)
+        processor = cls(family, [values[name] for name in family.tokens], maker(**_kept(settings)), config)
         if digest is not None:
             processor.check_digest(digest)
         return processor
@@ -120,8 +117,7 @@ class PictureProcessor:
     @property
     def unexpanded(self) -> tuple[int, ...]:
         """Tokens that stand for a picture before it is expanded, with those around it."""
-        _, _, start, end = self.token_ids
-        return start, self.placeholder, end
+        return tuple(self.token_ids[self.family.tokens.index(name)] for name in self.family.unexpanded)
 
     @cached_property
     def digest(self) -> str:
@@ -130,7 +126,7 @@ class PictureProcessor:
         import transformers
 
         parts = {
-            "family": self.family,
+            "family": self.family.kind,
             "tokens": self.token_ids,
             "class": type(self._images).__name__,
             "settings": json.loads(self._images.to_json_string()),
@@ -156,10 +152,9 @@ class PictureProcessor:
         """Number of features, and so of placeholders, of a picture. Reads its size, not its pixels."""
         width, height = size_of(picture)
         try:
-            num_patches = self._images.get_number_of_image_patches(height, width)
+            return self.family.length(self._config, self._images, height, width)
         except ValueError as error:  # such as one that is 200 times as wide as high
             raise DataError(f"a picture of {width} x {height} pixels: {error}") from None
-        return int(num_patches) // self._images.merge_size**2
 
     def features(self, pictures: Sequence[bytes]) -> Features:
         """What the model reads of at least one picture. Raises `DataError`."""
@@ -167,14 +162,15 @@ class PictureProcessor:
             found = self._images([opened(picture) for picture in pictures], return_tensors="np")
         except ValueError as error:
             raise DataError(f"pictures that the processor cannot take: {error}") from None
-        return Features(found["pixel_values"].astype(np.float32, copy=False), found["image_grid_thw"].astype(np.int64))
+        grids = self.family.grids(self._config, found)
+        return Features(np.asarray(found["pixel_values"], np.float32), grids)
 
     def checked_features(self, ids: Sequence[int], pictures: PromptPictures | None) -> Features | None:
         """Features of a prompt's pictures, which its expanded tokens have places for; None for no pictures. Raises
         `DataError` where tokens and pictures do not belong together: a prompt that has lost its pictures is told from a
         text by its placeholders."""
         found = self.features(pictures.encoded) if pictures is not None and pictures.encoded else None
-        lengths = [number // self._images.merge_size**2 for number in found.num_patches] if found is not None else []
+        lengths = self.family.lengths(found.grid_thw, self._images) if found is not None else []
         check_ranges(ids, pictures.ranges if pictures is not None else (), self.placeholder, lengths)
         return found
 

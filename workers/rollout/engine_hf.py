@@ -268,7 +268,7 @@ class HfEngine:
         missing: list[str] = []
         if self._adapter is None:
             shapes = {name: place.shape for name, place in mapped.manifest.layout.by_name.items()}
-            tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+            tied = self._tied()
             missing = sorted(name for name in state if name not in shapes and name not in tied)
         else:
             layers = layer_shapes(mapped.manifest, self._adapter)
@@ -287,6 +287,12 @@ class HfEngine:
         for name, tensor in mapped.tensors() if self._adapter is None else self._merged(mapped, state):
             state[name].copy_(tensor)
         self._version = version
+
+    def _tied(self) -> set[str]:
+        """Names in publications of tensors that are another one's, and need not be there."""
+        names = getattr(self.model, "all_tied_weights_keys", None) or ()
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+        return {part.name for name in names for part in self._form.parts(name, shapes[name])}
 
     def _places(self) -> dict[str, torch.Tensor]:
         """What a publication may replace, by its names there: views of the model's tensors, or where adapters come

@@ -239,7 +239,7 @@ class VllmEngine(VllmProcesses):
         features = await asyncio.to_thread(self._pictures.checked_features, prompt_ids, pictures)
         if features is None or pictures is None:
             return {"prompt_token_ids": prompt_ids}
-        return picture_prompt(prompt_ids, pictures, features)
+        return picture_prompt(self._pictures.family, prompt_ids, pictures, features)
 
     async def _request(self, prompt: Any, num_samples: int, sampling: Sampling) -> Any:
         from vllm.exceptions import VLLMClientError

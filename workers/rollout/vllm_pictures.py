@@ -7,6 +7,7 @@ Importing this module does not import vLLM.
 from typing import Any
 
 from penstock.conf.rollout import RolloutConfig
+from penstock.workers.pictures.families import Family
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import Features, hash_of
 
@@ -26,20 +27,17 @@ def picture_arguments(config: RolloutConfig) -> dict[str, Any]:
     }
 
 
-def picture_prompt(prompt_ids: list[int], pictures: PromptPictures, features: Features) -> Any:
+def picture_prompt(family: Family, prompt_ids: list[int], pictures: PromptPictures, features: Features) -> Any:
     """The prompt as vLLM's engine takes it. A picture's hash stands for it in its caches."""
     import torch
     from vllm.inputs import mm_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes(IMAGE, torch.tensor(features.num_patches)),
-        "image_grid_thw": MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),
-    }
-    tensors: Any = {
-        "pixel_values": torch.from_numpy(features.pixel_values),
-        "image_grid_thw": torch.from_numpy(features.grid_thw),
-    }
+    rows = torch.tensor(family.num_rows(features.grid_thw))
+    tensors: Any = family.inputs(torch.from_numpy(features.pixel_values), torch.from_numpy(features.grid_thw))
+    fields = family.inputs(
+        MultiModalFieldConfig.flat_from_sizes(IMAGE, rows), MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True)
+    )
     return mm_input(
         prompt_ids,
         MultiModalKwargsItems.from_hf_inputs(tensors, fields),

@@ -226,6 +226,6 @@ def _rows(max_length: int) -> Rows:
 def _give_sight(trainer: PolicyTrainer | ScalarTrainer, spec: RankSpec) -> None:
     """Give a trainer whose model sees the model's own processor. Raises `ConfigError`, also for a model of text in a
     run with pictures."""
-    if spec.picture_digest is not None or tower_of(trainer.model.lm) is not None:
+    if spec.picture_digest is not None or tower_of(trainer.model.lm):
         processor = PictureProcessor.of(trainer.model_path, spec.picture_digest)
         trainer.see(Sight(processor, trainer.model.lm.config))

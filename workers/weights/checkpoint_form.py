@@ -82,7 +82,11 @@ class CheckpointForm:
         unknown: dict[str, Any] = {}
         for transform in reversed(get_model_conversion_mapping(self._lm, add_legacy=False)):
             if isinstance(transform, PrefixChange):
-                continue  # says nothing of the checkpoint, which may have had the prefix or not
+                # That of a whole model says nothing of the checkpoint, which may have had it or not. One that is taken
+                # off a part is in all checkpoints that others have written, and in engines.
+                if transform.scope_prefix and transform.prefix_to_remove:
+                    renamings.append(transform.reverse_transform())
+                continue
             if not isinstance(transform, WeightConverter):
                 renamings.append(transform.reverse_transform())
             elif stacks(transform):

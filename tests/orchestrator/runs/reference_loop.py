@@ -188,7 +188,11 @@ def backward_seeing(policy: Any, rows: list, totals: BatchTotals, processor: Pic
     found = processor.features(distinct)
     parts = policy.model.visual(torch.from_numpy(found.pixel_values), grid_thw=torch.from_numpy(found.grid_thw))
     features = dict(
-        zip(distinct, parts.pooler_output.split([number // 4 for number in found.num_patches]), strict=True)
+        zip(
+            distinct,
+            parts.pooler_output.split([number // 4 for number in found.grid_thw.prod(-1).tolist()]),
+            strict=True,
+        )
     )
     grids = dict(zip(distinct, torch.from_numpy(found.grid_thw), strict=True))
     placed = []

@@ -10,9 +10,10 @@ import pytest
 from PIL import Image
 
 from penstock.conf.errors import ConfigError, DataError
+from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor, hash_of, opened, size_of
-from tests.vision_models import END, IMAGE, START, VIDEO, picture
+from tests.vision_models import END, IMAGE, START, VIDEO, build_vision_model, picture
 
 SMALL, WIDE = picture(56, 84), picture(60, 150, seed=1)
 """2 x 3 features; and 2 x 5, as 60 x 150 pixels are resized to 56 x 140."""
@@ -53,26 +54,29 @@ def test_expanded_tokens_are_not_expanded_again(processor, vocabulary) -> None:
         processor.expand(ids, [SMALL])
 
 
-def test_expanded_tokens_are_those_of_transformers_own_processor(processor, vision_model: Path) -> None:
-    from transformers import AutoProcessor
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_tokens_and_features_are_those_of_transformers_own_processor(kind: str, tmp_path: Path) -> None:
+    """Its backend on PIL: the other one resizes differently."""
+    from transformers import AutoImageProcessor, AutoProcessor
 
-    whole = AutoProcessor.from_pretrained(vision_model)
-    text = f"{START}{IMAGE}{END}and{START}{IMAGE}{END}?"
-    ids, _ = processor.expand(whole.tokenizer(text)["input_ids"], [SMALL, WIDE])
-    theirs = whole(text=[text], images=[opened(SMALL), opened(WIDE)])
-    assert ids == theirs["input_ids"][0]
-    assert processor.features([SMALL, WIDE]).grid_thw.tolist() == np.asarray(theirs["image_grid_thw"]).tolist()
-
-
-def test_features_are_those_of_transformers_own_image_processor(processor, vision_model: Path) -> None:
-    from transformers import Qwen2VLImageProcessorPil
-
-    theirs = Qwen2VLImageProcessorPil.from_pretrained(vision_model)([opened(SMALL), opened(WIDE)], return_tensors="np")
-    ours = processor.features([SMALL, WIDE])
+    path = build_vision_model(tmp_path, kind=kind)
+    processor, whole = PictureProcessor.of(str(path)), AutoProcessor.from_pretrained(path)
+    whole.image_processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+    ours, text = processor.features([SMALL, WIDE]), f"{START}{IMAGE}{END}and{START}{IMAGE}{END}?"
+    ids, ranges = processor.expand(whole.tokenizer(text)["input_ids"], [SMALL, WIDE])
+    theirs = whole(text=[text], images=[opened(SMALL), opened(WIDE)], return_tensors="np")
+    assert ids == theirs["input_ids"][0].tolist()
+    assert processor.checked_features(ids, PromptPictures((SMALL, WIDE), tuple(ranges))) is not None
     assert ours.pixel_values.dtype == np.float32
     np.testing.assert_array_equal(ours.pixel_values, theirs["pixel_values"])
-    assert ours.grid_thw.tolist() == [[1, 4, 6], [1, 4, 10]]
-    assert ours.num_patches == [24, 40]
+    if processor.family.has_grids:
+        assert ours.grid_thw.tolist() == theirs["image_grid_thw"].tolist() == [[1, 4, 6], [1, 4, 10]]
+        assert processor.family.num_rows(ours.grid_thw) == [24, 40]
+
+
+def test_a_picture_stands_in_the_text_as_templates_write_it(processor, vocabulary, tmp_path: Path) -> None:
+    assert processor.unexpanded == (vocabulary[START], vocabulary[IMAGE], vocabulary[END])
+    assert PictureProcessor.of(str(build_vision_model(tmp_path, kind="llava"))).unexpanded == (vocabulary[IMAGE],)
 
 
 def test_features_of_a_picture_do_not_depend_on_the_others_in_the_prompt(processor) -> None:
@@ -119,15 +123,26 @@ def test_the_digest_is_another_one_in_another_version(processor, vision_model, m
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"model_type": "idefics3"}, "model_type=idefics3 is a model that sees, of a family that is not"),
+        (
+            {"model_type": "idefics3"},
+            "model_type=idefics3 is a model that sees, of a family that is not .a large picture",
+        ),
+        ({"model_type": "eyed"}, "model_type=eyed is a model that sees, of a family that is not among"),
         ({"model_type": "qwen2", "vision_config": None}, "model_type=qwen2 is a model of text"),
         ({"image_token_id": None}, "lacks image_token_id"),
     ],
-    ids=["family", "text", "token"],
+    ids=["known family", "family", "text", "token"],
 )
 def test_models_whose_pictures_are_not_read_are_refused_by_name(vision_model, tmp_path, values, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         PictureProcessor.of(changed(vision_model, tmp_path / "other", "config.json", **values))
+
+
+def test_a_llava_with_another_tower_is_refused_by_name(tmp_path: Path) -> None:
+    path = build_vision_model(tmp_path / "llava", kind="llava")
+    other = {"model_type": "siglip_vision_model"}
+    with pytest.raises(ConfigError, match="a llava with the tower 'siglip_vision_model'"):
+        PictureProcessor.of(changed(path, tmp_path / "other", "config.json", vision_config=other))
 
 
 def test_another_image_processor_is_refused_by_name(vision_model, tmp_path) -> None:

@@ -11,6 +11,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import LoraConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.pictures.families import FAMILIES
 from tests.workers.trainer.seeing import PAD, MadeUp, rows_with, save_model
 
 PROMPTS = [["a 4 6"], [], ["b 8 4", "a 4 6"], ["a 4 6"]]
@@ -18,11 +19,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "padded": {}, "packed": {"packing": "always"}, "in several micro-batches": {"max_tokens_per_microbatch": 40},
 }  # fmt: skip
 Make = Callable[..., Any]
+EACH = pytest.mark.parametrize("seeing_path", ["qwen2_5_vl", "qwen3_vl", "llava"], indirect=True)
 
 
-@pytest.fixture(scope="module")
-def seeing_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model("qwen2_5_vl", tmp_path_factory.mktemp("seeing"))
+@pytest.fixture(scope="module", params=["qwen2_5_vl"])
+def seeing_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(request.param, tmp_path_factory.mktemp("seeing"))
 
 
 @pytest.fixture
@@ -45,32 +47,33 @@ def own_logprobs(path: str, rows: Rows) -> list[np.ndarray]:
     from transformers import AutoModelForImageTextToText
 
     lm, found = AutoModelForImageTextToText.from_pretrained(path), []
+    eyes, family = MadeUp(lm.config), FAMILIES[lm.config.model_type]
     for number, (prompt, response) in enumerate(zip(rows.lists("prompt_ids"), rows.lists("response_ids"), strict=True)):
         ids = torch.tensor([prompt + response])
         seen: dict[str, Any] = {}
-        if pictures := [MadeUp(lm.config).see(one) for one in rows.blobs("pictures")[number]]:
-            seen = {
-                "pixel_values": torch.from_numpy(np.concatenate([one.pixels_PC for one in pictures])),
-                "image_grid_thw": torch.tensor([one.grid for one in pictures]),
-                "mm_token_type_ids": (ids == PAD).int(),
-            }
+        if pictures := [eyes.see(one) for one in rows.blobs("pictures")[number]]:
+            pixels = torch.from_numpy(np.concatenate([one.pixels_PC for one in pictures]))
+            seen = family.inputs(pixels, torch.tensor([one.grid for one in pictures]))
+            seen |= {"mm_token_type_ids": (ids == PAD).int()} if family.has_grids else {}
         lm.base_model.rope_deltas = None
         with torch.no_grad():
             logits = lm(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **seen).logits[0]
-        logits[:, MadeUp.token_ids] = -torch.inf  # as engines sample
+        logits[:, eyes.token_ids] = -torch.inf  # as engines sample
         found.append(logits.log_softmax(-1)[len(prompt) - 1 : -1][range(len(response)), response].numpy())
     return found
 
 
+@EACH
 @pytest.mark.parametrize("way", WAYS)
 def test_logprobs_of_rows_with_pictures_are_the_models_own(make: Make, seeing_path: str, way: str) -> None:
-    rows = rows_with(PROMPTS)
     trainer = make(**WAYS[way])
+    rows = rows_with(PROMPTS, kind=trainer.model.lm.config.model_type)
     trainer.check_scores()
     for ours, own in zip(trainer.logprobs(rows), own_logprobs(seeing_path, rows), strict=True):
         np.testing.assert_allclose(ours, own, atol=1e-5)
 
 
+@EACH
 @pytest.mark.parametrize(
     ("options", "changes"),
     [({}, {"text"}), ({"freeze": []}, {"text", "tower"}), ({"lora": LoraConfig(rank=4)}, {"text"})],
@@ -81,10 +84,12 @@ def test_an_update_changes_the_tower_only_where_it_is_asked_to(
 ) -> None:
     trainer = make(lr=1e-2, **options)
     before = weights_of(trainer)
-    trainer.update(rows_with(PROMPTS), ppo_clip_loss)
+    kind = trainer.model.lm.config.model_type
+    trainer.update(rows_with(PROMPTS, kind=kind), ppo_clip_loss)
     after = weights_of(trainer)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert {"tower" if "visual" in name else "text" for name in changed} == changes
+    tower = {*FAMILIES[kind].tower}
+    assert {"tower" if tower & {*name.split(".")} else "text" for name in changed} == changes
 
 
 def test_a_picture_with_another_number_of_features_than_placeholders_is_refused(make: Make) -> None:

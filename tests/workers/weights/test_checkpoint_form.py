@@ -61,3 +61,13 @@ def test_a_tensor_that_transformers_makes_in_another_way_is_refused(monkeypatch:
     with pytest.raises(ModelError, match=r"makes .*down_proj of .* by \[Transpose.*model\.path"):
         form.parts("model.layers.0.mlp.experts.down_proj", (4, 32, 16))
     assert form.parts("model.norm.weight", (32,))[0].name == "model.norm.weight"
+
+
+def test_a_part_has_the_prefix_that_transformers_takes_off_it() -> None:
+    """As in checkpoints of LLaVA, and in vLLM. transformers reads them with it and without."""
+    from tests.workers.trainer.seeing import model_that_sees
+
+    lm = model_that_sees("llava")
+    weight = "model.vision_tower.encoder.layers.0.mlp.fc1.weight"
+    (part,) = CheckpointForm(lm).parts(weight, tuple(lm.get_parameter(weight).shape))
+    assert part.name == "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"

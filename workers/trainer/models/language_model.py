@@ -204,7 +204,8 @@ def hidden_states(
 ) -> Tensor:
     """Hidden states of the last layer, after its norm, at places of the flattened `[B * L]`: `[K, H]`."""
     read = inputs_of(lm, input_ids_BL, blocks, pictures)
-    hidden_BLH: Tensor = lm.base_model(use_cache=False, **read).last_hidden_state
+    reader = lm.base_model if pictures is None else packed_attention.text_model(lm)
+    hidden_BLH: Tensor = reader(use_cache=False, **read).last_hidden_state
     return hidden_BLH.flatten(0, 1).index_select(0, positions_K)
 
 

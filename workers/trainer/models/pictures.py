@@ -1,7 +1,8 @@
 """The eyes of a model: the features that its vision tower makes of pictures, among the embeddings of text.
 
-Features go to the places that `update/pictures.py` names, whatever ids are there. A rank without a picture runs the
-tower too, on a blank one: where parameters are sharded, its peers wait for it in every layer.
+Features go to the places that `update/pictures.py` names, whatever ids are there; those of some families
+(`workers/pictures/families.py`) to the hidden states of the first layers, too. A rank without a picture runs the tower
+too, on a blank one: where parameters are sharded, its peers wait for it in every layer.
 """
 
 from collections.abc import Sequence
@@ -13,44 +14,61 @@ from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.pictures.processor import FAMILIES
+from penstock.workers.pictures.families import FAMILIES, Family, refusal
 from penstock.workers.trainer.update.pictures import Picture, Pictures, place
 
 
-def tower_of(lm: Any) -> nn.Module | None:
-    """The part of a model that sees; None: it reads text only."""
-    return getattr(lm.base_model, "visual", None)
+def family_of(lm: Any) -> Family | None:
+    """What is peculiar to how a model sees; None: it reads text only."""
+    return FAMILIES.get(lm.config.model_type)
 
 
-def embeddings(lm: Any, input_ids_SL: Tensor, pictures: Pictures) -> Tensor:
-    """Embeddings of tokens, and of pictures at their places: `[S, L, H]`."""
-    tower: Any = tower_of(lm)
-    embedded_SLH: Tensor = lm.get_input_embeddings()(input_ids_SL)
-    seen = tower(pictures.pixels_PC.to(tower.dtype), grid_thw=pictures.grids_K3)
-    features_UH = seen.pooler_output.to(embedded_SLH.dtype)
-    if not len(pictures.places_F):
-        return embedded_SLH + 0 * features_UH.sum() if features_UH.requires_grad else embedded_SLH
-    features_FH = features_UH.index_select(0, pictures.sources_F)
-    return embedded_SLH.flatten(0, 1).index_copy(0, pictures.places_F, features_FH).view_as(embedded_SLH)
+def tower_of(lm: Any) -> list[nn.Module]:
+    """The modules of a model that see; none: it reads text only."""
+    family = family_of(lm)
+    return [] if family is None else [getattr(lm.base_model, name) for name in family.tower]
+
+
+def features(lm: Any, pictures: Pictures) -> Tensor:
+    """What the tower sees in all distinct pictures, `[U, E]`: side by side what goes among the embeddings, and for some
+    families what is added to the hidden states after each of the first layers."""
+    family: Any = family_of(lm)
+    seen = lm.base_model.get_image_features(**family.inputs(pictures.pixels_PC, pictures.grids_K3))
+    parts = (seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ()))
+    return torch.cat([torch.cat(list(part)) for part in parts], -1)
 
 
 def keywords(lm: Any, input_ids_SL: Tensor, pictures: Pictures | None) -> dict[str, Any]:
-    """Keyword arguments that call the base model with what is read: ids, or embeddings with the positions that their
-    pictures give them."""
-    if pictures is None:
+    """Keyword arguments that call the part of a model that reads text, with ids, or with embeddings and the positions
+    that their pictures give them."""
+    family = family_of(lm)
+    if pictures is None or family is None:
         return {"input_ids": input_ids_SL}
-    return {"inputs_embeds": embeddings(lm, input_ids_SL, pictures), "position_ids": pictures.position_ids_3SL}
+    embedded_SLH: Tensor = lm.get_input_embeddings()(input_ids_SL)
+    features_UE = features(lm, pictures).to(embedded_SLH.dtype)
+    position_ids = pictures.position_ids_3SL if family.has_grids else pictures.position_ids_3SL[-1]
+    if not len(pictures.places_F):
+        embedded_SLH = embedded_SLH + 0 * features_UE.sum() if features_UE.requires_grad else embedded_SLH
+        return {"inputs_embeds": embedded_SLH, "position_ids": position_ids}
+    features_FE = features_UE.index_select(0, pictures.sources_F)
+    features_FH, *deeper = features_FE.split(embedded_SLH.shape[-1], -1)
+    embedded_NH = embedded_SLH.flatten(0, 1).index_copy(0, pictures.places_F, features_FH)
+    read = {"inputs_embeds": embedded_NH.view_as(embedded_SLH), "position_ids": position_ids}
+    if not deeper:
+        return read
+    is_seen_N = torch.zeros(len(embedded_NH), dtype=torch.bool, device=embedded_NH.device)
+    is_seen_SL = is_seen_N.index_fill(0, pictures.places_F, True).view(input_ids_SL.shape)
+    return read | {"visual_pos_masks": is_seen_SL, "deepstack_visual_embeds": deeper}
 
 
 def check_sees(lm: Any, config: TrainerConfig) -> None:
     """Raise `ConfigError` for a model that sees in a way, or is split in one, that is not known here."""
-    kind = lm.config.model_type
-    if tower_of(lm) is None:
+    kind, family = lm.config.model_type, family_of(lm)
+    if family is None:
+        if hasattr(lm.base_model, "visual"):
+            raise ConfigError(f"model.path: {kind!r} is {refusal(kind)}. Choose one of them.")
         return
-    if kind not in FAMILIES:
-        raise ConfigError(
-            f"model.path: {kind!r} sees, and pictures are known of {', '.join(FAMILIES)}. Choose another."
-        )
+    family.check(lm.config)
     split = {
         "trainer.engine": config.engine != "fsdp",
         "trainer.tensor_parallel_size": config.tensor_parallel_size > 1,
@@ -62,8 +80,7 @@ def check_sees(lm: Any, config: TrainerConfig) -> None:
 
 def freeze_tower(lm: Any) -> int:
     """Let no gradient change the part of a model that sees. Returns the number of its parameters."""
-    tower = tower_of(lm)
-    parameters = [] if tower is None else list(tower.parameters())
+    parameters = [parameter for module in tower_of(lm) for parameter in module.parameters()]
     for parameter in parameters:
         parameter.requires_grad_(False)
     return sum(parameter.numel() for parameter in parameters)
@@ -79,15 +96,14 @@ def auto_class(config: Any) -> Any:
 def nothing_to_see(lm: Any, lengths: Sequence[int], shape: Sequence[int], device: torch.device) -> Pictures | None:
     """What a model sees whose sequences, of so many tokens each and one after the other, have no pictures; None: it
     reads text only."""
-    if tower_of(lm) is None:
+    family = family_of(lm)
+    if family is None:
         return None
-    starts, merge = np.cumsum(lengths) - np.asarray(lengths), lm.config.vision_config.spatial_merge_size
+    starts, merge = np.cumsum(lengths) - np.asarray(lengths), family.merge(lm.config)
     size = (int(shape[0]), int(shape[1]))
     return place([[] for _ in lengths], np.asarray(lengths), starts, size, merge, blank_picture(lm.config)).to(device)
 
 
 def blank_picture(config: Any) -> Picture:
     """The smallest picture that a tower takes, all zero."""
-    vision = config.vision_config
-    width, merge = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2, vision.spatial_merge_size
-    return Picture("", np.zeros((merge * merge, width), np.float32), (1, merge, merge))
+    return Picture("", *FAMILIES[config.model_type].blank(config))

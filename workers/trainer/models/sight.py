@@ -17,7 +17,7 @@ class Sight:
 
     def __init__(self, processor: PictureProcessor, config: Any) -> None:
         """`config`: the model's."""
-        self.merge, self.blank = config.vision_config.spatial_merge_size, blank_picture(config)
+        self.merge, self.blank = processor.family.merge(config), blank_picture(config)
         self.token_ids = processor.token_ids
         self._processor = processor
         self._seen: OrderedDict[str, Picture] = OrderedDict()

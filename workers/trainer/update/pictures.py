@@ -36,7 +36,7 @@ class Picture:
     key: str
     """Hash of its content: pictures of one key are computed once."""
     pixels_PC: np.ndarray
-    """Patches, float32."""
+    """Patches, float32; of a family without grids `[1, channels, height, width]`."""
     grid: tuple[int, int, int]
     """Patches in time, height and width."""
 
@@ -60,7 +60,7 @@ class Pictures:
     grids_K3: Tensor
     """Patches of each in time, height and width, int64."""
     places_F: Tensor
-    """Place of each placeholder in the flattened `[S * L]`, int64."""
+    """Place of each placeholder in the flattened `[S * L]`, ascending, int64."""
     sources_F: Tensor
     """Feature that goes there, of those of all distinct pictures, int64."""
     position_ids_3SL: Tensor

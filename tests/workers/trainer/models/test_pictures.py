@@ -12,53 +12,52 @@ from torch import Tensor
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.observability.diagnosis.history import History
 from penstock.orchestrator.observability.diagnosis.rules import mismatch
+from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel
-from penstock.workers.trainer.models.pictures import blank_picture, freeze_tower
+from penstock.workers.trainer.models.pictures import blank_picture, freeze_tower, tower_of
 from penstock.workers.trainer.update.blocks import Blocks
-from penstock.workers.trainer.update.pictures import Picture, Pictures, Placed, num_tokens, place
-from tests.workers.trainer.seeing import MERGE, PAD, model_that_sees, picture
+from penstock.workers.trainer.update.pictures import Pictures, Placed, num_tokens, place
+from tests.workers.trainer.seeing import PAD, merge_of, model_that_sees, picture
 
 GAP = 1e-5
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def lm(request: pytest.FixtureRequest) -> Any:
     return model_that_sees(request.param)
 
 
-A, B = picture("a", 4, 6), picture("b", 8, 4)
-ROWS: dict[str, list[tuple[int, Picture]]] = {"none": [], "one": [(4, A)], "two": [(2, B), (3, A)]}
-"""Pictures of a row, each after so many tokens of text."""
+ROWS: dict[str, list[tuple[int, str, int, int]]] = {
+    "none": [], "one": [(4, "a", 4, 6)], "two": [(2, "b", 8, 4), (3, "a", 4, 6)]
+}  # fmt: skip
+"""Pictures of a row, each after so many tokens of text: key, height and width in patches."""
+Row = tuple[list[int], list[Placed]]
 
 
-def row_of(parts: list[tuple[int, Picture]], seed: int) -> tuple[list[int], list[Placed]]:
-    random, ids, placed = np.random.RandomState(seed), list[int](), list[Placed]()
-    for text, one in parts:
+def row_of(lm: Any, name: str, seed: int = 0) -> Row:
+    kind, random, ids, placed = lm.config.model_type, np.random.RandomState(seed), list[int](), list[Placed]()
+    for text, key, height, width in ROWS[name]:
         ids += random.randint(7, 128, text).tolist()
-        placed.append(Placed(one, len(ids)))
-        ids += [PAD] * num_tokens(one.grid, MERGE)
+        placed.append(Placed(picture(key, height, width, kind), len(ids)))
+        ids += [PAD] * num_tokens(placed[-1].picture.grid, merge_of(kind))
     return ids + random.randint(7, 128, 9).tolist(), placed
 
 
 def own_logprobs(lm: Any, ids: list[int], placed: list[Placed]) -> Tensor:
     """By the model's own forward, with its own positions."""
-    ids_1L = torch.tensor([ids])
+    ids_1L, family = torch.tensor([ids]), FAMILIES[lm.config.model_type]
     seen = {}
     if placed:
-        seen = {
-            "pixel_values": torch.from_numpy(np.concatenate([one.picture.pixels_PC for one in placed])),
-            "image_grid_thw": torch.tensor([one.picture.grid for one in placed]),
-            "mm_token_type_ids": (ids_1L == PAD).int(),
-        }
+        pixels = torch.from_numpy(np.concatenate([one.picture.pixels_PC for one in placed]))
+        seen = family.inputs(pixels, torch.tensor([one.picture.grid for one in placed]))
+        seen |= {"mm_token_type_ids": (ids_1L == PAD).int()} if family.has_grids else {}
     lm.base_model.rope_deltas = None
     logits_LV = lm(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=False, **seen).logits[0]
     return torch.log_softmax(logits_LV[:-1], -1).gather(1, ids_1L[0, 1:, None]).squeeze(1)
 
 
-def batch_of(
-    lm: Any, rows: list[tuple[list[int], list[Placed]]], packed: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Pictures]:
+def batch_of(lm: Any, rows: list[Row], packed: bool = False) -> tuple[Tensor, Tensor, Tensor, Pictures]:
     """Ids, places and targets of all tokens but the first of each row, and the pictures."""
     lengths = np.array([len(ids) for ids, _ in rows])
     width = int(lengths.sum() if packed else lengths.max())
@@ -68,11 +67,12 @@ def batch_of(
     for (ids, _), start in zip(rows, starts.tolist(), strict=True):
         flat[start : start + len(ids)] = ids
     at = np.concatenate([start + np.arange(1, length) for start, length in zip(starts, lengths, strict=True)])
-    pictures = place([placed for _, placed in rows], lengths, starts, shape, MERGE, blank_picture(lm.config))
+    merge, blank = merge_of(lm.config.model_type), blank_picture(lm.config)
+    pictures = place([placed for _, placed in rows], lengths, starts, shape, merge, blank)
     return torch.from_numpy(flat).view(shape), torch.from_numpy(at - 1), torch.from_numpy(flat[at]), pictures
 
 
-def gap_of(lm: Any, rows: list[tuple[list[int], list[Placed]]], change: Any = lambda pictures: pictures) -> float:
+def gap_of(lm: Any, rows: list[Row], change: Any = lambda pictures: pictures) -> float:
     """Mean difference of log-probabilities in a padded micro-batch from the model's own of each row alone."""
     ids, positions, targets, pictures = batch_of(lm, rows)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def gap_of(lm: Any, rows: list[tuple[list[int], list[Placed]]], change: Any = la
 
 @pytest.mark.parametrize("names", [["none"], ["one"], ["two"], ["two", "none", "one", "two"]], ids="-".join)
 def test_what_the_trainer_computes_is_what_the_model_does_alone(lm: Any, names: list[str]) -> None:
-    assert gap_of(lm, [row_of(ROWS[name], seed) for seed, name in enumerate(names)]) < GAP
+    assert gap_of(lm, [row_of(lm, name, seed) for seed, name in enumerate(names)]) < GAP
 
 
 MUTANTS: dict[str, Any] = {
@@ -95,11 +95,17 @@ MUTANTS: dict[str, Any] = {
     ),
     "a shifted grid": lambda seen: replace(seen, grids_K3=seen.grids_K3[:, [0, 2, 1]]),
 }
+OF_GRIDS = ("counted positions", "a shifted grid")
+"""Those of families whose positions are not counted, and whose tower is told a grid."""
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    ("lm", "mutant"),
+    [(kind, name) for kind, of in FAMILIES.items() for name in MUTANTS if of.has_grids or name not in OF_GRIDS],
+    indirect=["lm"],
+)
 def test_what_is_done_wrongly_with_pictures_shows(lm: Any, mutant: str) -> None:
-    rows = [row_of(ROWS["two"], 0)]
+    rows = [row_of(lm, "two")]
     right, wrong = gap_of(lm, rows), gap_of(lm, rows, MUTANTS[mutant])
     assert wrong > 100 * max(right, 1e-7)
     assert not warned_of(right)
@@ -114,12 +120,24 @@ def warned_of(gap: float) -> bool:
     return mismatch(history, RunConfig(max_staleness=0).diagnosis_of_run, 0) is not None
 
 
+@pytest.mark.parametrize("order", [[], [1], [1, 0]], ids=["none", "one", "swapped"])
+def test_features_that_go_to_the_wrong_layers_show(order: list[int]) -> None:
+    lm = model_that_sees("qwen3_vl")
+    ids, placed = row_of(lm, "two")
+    told, positions, targets, pictures = batch_of(lm, [(ids, placed)])
+    with torch.no_grad():
+        own, tower = own_logprobs(lm, ids, placed), lm.base_model.visual
+        tower.deepstack_visual_indexes = order
+        ours, _ = PolicyModel(lm)(told, positions, targets, pictures=pictures)
+    assert float((ours - own).abs().mean()) > 100 * GAP
+
+
 def test_a_placeholder_that_the_policy_has_written_is_text(lm: Any) -> None:
     """It takes no feature, so that the ones of pictures stay where they are."""
-    ids, placed = row_of(ROWS["one"], 0)
+    ids, placed = row_of(lm, "one")
     ids[-3] = PAD
     told, positions, targets, pictures = batch_of(lm, [(ids, placed)])
-    plain, _ = row_of(ROWS["one"], 0)
+    plain, _ = row_of(lm, "one")
     with torch.no_grad():
         ours, _ = PolicyModel(lm)(told, positions, targets, pictures=pictures)
         own = own_logprobs(lm, plain, placed)
@@ -127,7 +145,7 @@ def test_a_placeholder_that_the_policy_has_written_is_text(lm: Any) -> None:
 
 
 def test_packed_rows_see_their_own_pictures(lm: Any) -> None:
-    rows = [row_of(ROWS[name], seed) for seed, name in enumerate(("two", "one", "none"))]
+    rows = [row_of(lm, name, seed) for seed, name in enumerate(("two", "one", "none"))]
     ids, positions, targets, pictures = batch_of(lm, rows, packed=True)
     assert packed_attention.choose(lm, "always")
     try:
@@ -141,24 +159,38 @@ def test_packed_rows_see_their_own_pictures(lm: Any) -> None:
     assert float((ours - own).abs().mean()) < GAP
 
 
+def gradients(lm: Any, name: str) -> dict[str, Tensor]:
+    """Of the tower's parameters, for a row with these pictures."""
+    ids, positions, targets, pictures = batch_of(lm, [row_of(lm, name)])
+    logprobs, _ = PolicyModel(lm)(ids, positions, targets, pictures=pictures)
+    logprobs.sum().backward()
+    found = {
+        f"{number}.{key}": parameter.grad
+        for number, module in enumerate(tower_of(lm))
+        for key, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    lm.zero_grad(set_to_none=True)
+    return found
+
+
 def test_a_blank_picture_has_the_tower_run_and_changes_nothing(lm: Any) -> None:
     """Its gradients are there and zero, as peers of a sharded tower wait for them."""
-    model = PolicyModel(lm)
-    ids, positions, targets, pictures = batch_of(lm, [row_of(ROWS["none"], 0)])
-    logprobs, _ = model(ids, positions, targets, pictures=pictures)
-    logprobs.sum().backward()
-    tower = [parameter.grad for parameter in lm.base_model.visual.parameters()]
-    assert all(gradient is not None and not gradient.any() for gradient in tower)
-    lm.zero_grad(set_to_none=True)
+    blank, shown = gradients(lm, "none"), gradients(lm, "two")
+    assert blank.keys() == shown.keys()
+    assert not any(gradient.any() for gradient in blank.values())
+    assert all(gradient.isfinite().all() for gradient in blank.values())
+    assert sum(bool(gradient.any()) for gradient in shown.values()) > len(shown) / 2
 
 
 def test_a_frozen_tower_gets_no_gradient_and_the_text_does(lm: Any) -> None:
     count = freeze_tower(lm)
-    ids, positions, targets, pictures = batch_of(lm, [row_of(ROWS["two"], 0)])
+    ids, positions, targets, pictures = batch_of(lm, [row_of(lm, "two")])
     logprobs, _ = PolicyModel(lm)(ids, positions, targets, pictures=pictures)
     logprobs.sum().backward()
-    assert count == sum(parameter.numel() for parameter in lm.base_model.visual.parameters())
-    assert all(parameter.grad is None for parameter in lm.base_model.visual.parameters())
+    tower = [parameter for module in tower_of(lm) for parameter in module.parameters()]
+    assert count == sum(parameter.numel() for parameter in tower) > 0
+    assert all(parameter.grad is None for parameter in tower)
     assert lm.get_input_embeddings().weight.grad is not None
     lm.requires_grad_(True)
     lm.zero_grad(set_to_none=True)
