@@ -6,37 +6,80 @@
     result = penstock.run(config)
 
 `run` executes a `Dataflow` (declarative); `session` hands out the actors for a loop of one's own (imperative).
-Algorithms and rewards of one's own are registered with `@algorithm("name")` and `@reward("name")`.
+What is one's own is registered by name: `@algorithm`, `@reward`, `@environment`, `@advantage`, `@surrogate`,
+`@correction`.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.algorithms.advantages import advantage as advantage
+    from penstock.algorithms.aggregation import BatchTotals as BatchTotals
+    from penstock.algorithms.aggregation import aggregate as aggregate
+    from penstock.algorithms.corrections import correction as correction
+    from penstock.algorithms.corrections import truncated_importance_weight as truncated_importance_weight
     from penstock.algorithms.graph.columns import Column as Column
     from penstock.algorithms.graph.dataflow import Dataflow as Dataflow
     from penstock.algorithms.graph.stage import Stage as Stage
+    from penstock.algorithms.losses import surrogate as surrogate
+    from penstock.algorithms.named import NonNegative as NonNegative
+    from penstock.algorithms.named import Positive as Positive
     from penstock.algorithms.registry import algorithm as algorithm
     from penstock.conf.algorithms.base import AlgorithmConfig as AlgorithmConfig
+    from penstock.conf.errors import AttemptOver as AttemptOver
+    from penstock.conf.errors import ConfigError as ConfigError
+    from penstock.conf.errors import DataError as DataError
+    from penstock.conf.errors import LimitReached as LimitReached
+    from penstock.conf.errors import PenstockError as PenstockError
     from penstock.conf.run import RunConfig as RunConfig
     from penstock.orchestrator.configuration.compose import load_config as load_config
     from penstock.orchestrator.run import run as run
     from penstock.orchestrator.session import session as session
     from penstock.store.data.rows import Rows as Rows
+    from penstock.workers.environments.context import Context as Context
+    from penstock.workers.environments.environment import environment as environment
+    from penstock.workers.environments.task import Task as Task
+    from penstock.workers.gateway.formats.conversation import Message as Message
+    from penstock.workers.protocols import Sampling as Sampling
     from penstock.workers.reward.registry import reward as reward
+    from penstock.workers.sandbox.sandbox import Sandbox as Sandbox
+    from penstock.workers.trajectory import Trajectory as Trajectory
+    from penstock.workers.trajectory import Turn as Turn
 
 _HOMES = {
     "AlgorithmConfig": "conf.algorithms.base",
+    "AttemptOver": "conf.errors",
+    "BatchTotals": "algorithms.aggregation",
     "Column": "algorithms.graph.columns",
+    "ConfigError": "conf.errors",
+    "Context": "workers.environments.context",
+    "DataError": "conf.errors",
     "Dataflow": "algorithms.graph.dataflow",
+    "LimitReached": "conf.errors",
+    "Message": "workers.gateway.formats.conversation",
+    "NonNegative": "algorithms.named",
+    "PenstockError": "conf.errors",
+    "Positive": "algorithms.named",
     "Rows": "store.data.rows",
     "RunConfig": "conf.run",
+    "Sampling": "workers.protocols",
+    "Sandbox": "workers.sandbox.sandbox",
     "Stage": "algorithms.graph.stage",
+    "Task": "workers.environments.task",
+    "Trajectory": "workers.trajectory",
+    "Turn": "workers.trajectory",
+    "advantage": "algorithms.advantages",
+    "aggregate": "algorithms.aggregation",
     "algorithm": "algorithms.registry",
+    "correction": "algorithms.corrections",
+    "environment": "workers.environments.environment",
     "load_config": "orchestrator.configuration.compose",
     "reward": "workers.reward.registry",
     "run": "orchestrator.run",
     "session": "orchestrator.session",
+    "surrogate": "algorithms.losses",
+    "truncated_importance_weight": "algorithms.corrections",
 }
 
 __all__ = sorted(_HOMES)

@@ -7,9 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock import AlgorithmConfig, Dataflow, algorithm
-from penstock.algorithms.aggregation import BatchTotals, aggregate
-from penstock.algorithms.corrections import truncated_importance_weight
+from penstock import AlgorithmConfig, BatchTotals, Dataflow, aggregate, algorithm, truncated_importance_weight
 
 
 @dataclass

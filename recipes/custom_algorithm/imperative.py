@@ -13,13 +13,12 @@ import numpy as np
 import torch
 
 import penstock
-from penstock.algorithms.aggregation import BatchTotals, aggregate
-from penstock.algorithms.corrections import truncated_importance_weight
+from penstock import BatchTotals, aggregate, truncated_importance_weight
 
 
 def leave_one_out(rows: penstock.Rows) -> np.ndarray:
     """Advantages `[rows]` float32: each reward less the mean of the others of its group (2402.14740)."""
-    reward = rows.values("reward")
+    reward = rows["reward"]
     advantage = np.zeros_like(reward)
     for _, members in rows.groups():
         others = max(len(members) - 1, 1)
@@ -51,11 +50,11 @@ def main(overrides: list[str]) -> None:
             prompts = run.prompts.next(config.trainer.groups_per_step)
             rows = run.policy.generate(prompts, n=config.algorithm.group_size)
             rows = rows.with_column("reward", run.reward(rows))
-            rows = rows.select(np.flatnonzero(np.isfinite(rows.values("reward"))))  # a failed reward costs its sample
+            rows = rows.select(np.flatnonzero(np.isfinite(rows["reward"])))  # a failed reward costs its sample
             rows = rows.with_column("advantage", leave_one_out(rows))
             metrics = run.policy.update(rows, loss)
             run.policy.publish()
-            metrics["reward/mean"] = float(rows.values("reward").mean())
+            metrics["reward/mean"] = float(rows["reward"].mean())
             run.log(step, metrics)
             print(f"step {step}: reward {metrics['reward/mean']:.3f}, loss {metrics['actor/pg_loss']:+.4f}")
 

@@ -5,9 +5,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from penstock.workers.environments.context import Context
-from penstock.workers.environments.task import Task
-from penstock.workers.gateway.formats.conversation import Message
+from penstock import Context, Message, Task
 
 HIGHEST = 15
 

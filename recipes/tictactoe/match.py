@@ -4,10 +4,8 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
+from penstock import Context, Message, Task
 from penstock.recipes.tictactoe.board import EMPTY, after, best_moves, is_over, moves, other, winner
-from penstock.workers.environments.context import Context
-from penstock.workers.environments.task import Task
-from penstock.workers.gateway.formats.conversation import Message
 
 WIN, DRAW, LOSS = 1.0, 0.5, 0.0
 

@@ -4,9 +4,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from penstock.workers.environments.context import Context
-from penstock.workers.environments.task import Task
-from penstock.workers.gateway.formats.conversation import Message
+from penstock import Context, Message, Task
 
 
 def add(a: int, b: int) -> int:

@@ -23,8 +23,8 @@ class Rows:
     """An immutable table of samples, ordered by group and then by index in the group.
 
         rows = Rows.from_lists({"prompt_ids": [[5, 6], [5, 6]], "reward": [1.0, 0.0]}, group_ids=[0, 0])
-        rows.values("reward")  # array([1., 0.], dtype=float32)
-        rows.arrays("prompt_ids")[0]  # array([5, 6], dtype=int32)
+        rows["reward"]  # array([1., 0.], dtype=float32)
+        rows["prompt_ids"][0]  # array([5, 6], dtype=int32)
 
     A method that returns a table of samples returns a new one.
     """
@@ -91,6 +91,11 @@ class Rows:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._table.schema.names)
+
+    def __getitem__(self, name: str) -> Any:
+        """A column in the form that suits its type: `values`, `strings`, `blobs` or `arrays`. Raises
+        `UnknownColumn`."""
+        return getattr(self, _accessor(self._column(name).type))(name)
 
     def values(self, name: str) -> np.ndarray:
         """A numeric sample column: `[N]`, in the column's dtype. Raises `UnknownColumn`, `StoreError` if it is no

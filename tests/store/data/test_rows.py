@@ -112,3 +112,15 @@ def test_rows_with_pictures_are_pickled_with_each_picture_once() -> None:
     assert found.lists("prompt_ids") == [[1], [1], [2]]
     assert found.group_ids.tolist() == [0, 0, 1]
     assert len(pickle.dumps(found.select([0, 1]))) < 12_000
+
+
+def test_a_column_by_its_name_has_the_form_that_suits_it() -> None:
+    rows = Rows.from_lists(
+        {"prompt_ids": [[1, 2], [3]], "reward": [1.0, 0.0], "task": ["{}", "[]"], "pictures": [[b"x"], []]}
+    )
+    assert rows["reward"].tolist() == [1.0, 0.0]
+    assert [ids.tolist() for ids in rows["prompt_ids"]] == [[1, 2], [3]]
+    assert rows["task"] == ["{}", "[]"]
+    assert [list(map(bytes, one)) for one in rows["pictures"]] == [[b"x"], []]
+    with pytest.raises(UnknownColumn):
+        rows["rewards"]

@@ -1,0 +1,48 @@
+"""`import penstock` gives what an author needs: every name is there, and recipes and documents import no other."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*/*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_every_name_is_there() -> None:
+    assert len(penstock.__all__) > 30
+    for name in penstock.__all__:
+        assert getattr(penstock, name).__doc__ or name == "Message"
+
+
+def imported_from(code: str) -> list[str]:
+    """Names that are imported from Penstock's own modules, as `module.name`, but for files beside another recipe's."""
+    lines = re.findall(r"^from (penstock(?:\.\w+)*) import (.+)$", code, re.MULTILINE)
+    found = [f"{module}.{name.split(' as ')[0].strip(' ()')}" for module, names in lines for name in names.split(",")]
+    return [name for name in found if not name.startswith("penstock.recipes.")]
+
+
+def public(name: str) -> bool:
+    return name.removeprefix("penstock.") in penstock.__all__
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_recipes_import_public_names_alone(path: Path) -> None:
+    assert [name for name in imported_from(path.read_text()) if not public(name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_documents_import_public_names_alone(page: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    found = [name for block in blocks for name in imported_from(block)]
+    assert [name for name in found if not public(name)] == []
+
+
+def test_importing_penstock_imports_nothing_heavy() -> None:
+    code = "import sys, penstock; print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
