@@ -18,7 +18,7 @@ from penstock import BatchTotals, aggregate, truncated_importance_weight
 
 def leave_one_out(rows: penstock.Rows) -> np.ndarray:
     """Advantages `[rows]` float32: each reward less the mean of the others of its group (2402.14740)."""
-    reward = rows["reward"]
+    reward: np.ndarray = rows["reward"]
     advantage = np.zeros_like(reward)
     for _, members in rows.groups():
         others = max(len(members) - 1, 1)
