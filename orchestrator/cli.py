@@ -1,5 +1,5 @@
 """The command line: `penstock run|validate|plan|simulate|sweep|report|ui|grafana|status|scale|export|recipes|
-keys`.
+keys|translate`.
 
 Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and
 data. Heavy imports wait until a command needs them, so that a misspelt key is answered at once.
@@ -180,6 +180,10 @@ def _add_lookups(commands: Any) -> None:
     keys = commands.add_parser("keys", help="what a key means, and which there are")
     keys.add_argument("words", nargs="*", metavar="WORD", help="parts of its name, or of what it means")
     keys.set_defaults(command=_keys)
+    translation = commands.add_parser("translate", help="a configuration of verl or TRL as a recipe")
+    translation.add_argument("file", help="a YAML file, or the shell script that starts it")
+    translation.add_argument("--write", metavar="FILE", help="for the recipe.yaml (default: print it)")
+    translation.set_defaults(command=_translate)
 
 
 def _load(overrides: Sequence[str]) -> Any:
@@ -335,6 +339,15 @@ def _keys(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.configuration.keys import show
 
     show(arguments.words, Console())
+    return 0
+
+
+def _translate(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from penstock.orchestrator.configuration.translation.view import show
+
+    show(arguments.file, Console(), arguments.write)
     return 0
 
 

@@ -1,0 +1,186 @@
+"""TRL's keys (`GRPOConfig`, `ScriptArguments`, `ModelConfig`) in Penstock's terms."""
+
+from typing import Any
+
+from penstock.orchestrator.configuration.translation.rules import Framework, NotTranslated, Rule, Values, rule, same
+
+LOSSES = {
+    "grpo": {"algorithm.name": "grpo", "algorithm.aggregation": "sequence_mean"},
+    "bnpo": {"algorithm.name": "grpo", "algorithm.aggregation": "token_mean"},
+    "dapo": {"algorithm.name": "grpo", "algorithm.aggregation": "token_mean"},
+    "dr_grpo": {"algorithm.name": "dr_grpo"},
+    "cispo": {"algorithm.name": "cispo"},
+}
+SCALES = {True: True, "group": True, False: False, "none": False}
+TRACKERS = ("wandb", "mlflow", "trackio", "tensorboard")
+ONCE = "each row is trained once: for more optimizer steps of a batch raise trainer.num_minibatches"
+CHOSEN = "a matter of the implementation, which is chosen by itself"
+SERVER = "engines are started and ended by the run itself, wherever the cluster has room"
+
+
+@rule("loss_type", "`algorithm.name`, `algorithm.aggregation`")
+def loss(kind: str) -> Values:
+    if kind not in LOSSES:
+        raise NotTranslated(f"{kind}: see algorithm.surrogate in docs/keys.md")
+    return LOSSES[kind]
+
+
+@rule("per_device_train_batch_size gradient_accumulation_steps num_processes num_generations steps_per_generation",
+      "`trainer.groups_per_step`, `trainer.num_minibatches`, `algorithm.group_size`",
+      "TRL counts completions of a device, and the number of devices is the launcher's. A step here is one "
+      "generation, and what is trained of it.")  # fmt: skip
+def batch(each: int | None, parts: int | None, devices: int | None, samples: int | None, steps: int | None) -> Values:
+    each, parts, samples = int(each or 8), int(parts or 1), int(samples or 8)
+    steps = int(steps or parts)
+    completions = each * int(devices or 1) * steps
+    if completions % samples:
+        raise NotTranslated(f"{completions} completions are no whole groups of {samples}: set trainer.groups_per_step")
+    return {
+        "algorithm.group_size": samples, "trainer.groups_per_step": completions // samples,
+        "trainer.num_minibatches": max(1, steps // parts),
+    }  # fmt: skip
+
+
+@rule("max_prompt_length max_completion_length vllm_max_model_length",
+      "`data.max_prompt_tokens`, `rollout.sampling.max_tokens`, `rollout.max_model_len`")  # fmt: skip
+def lengths(prompt: int | None, response: int | None, longest: int | None) -> Values:
+    prompt, response = int(prompt or 512), int(response or 256)
+    return {
+        "data.max_prompt_tokens": prompt, "rollout.sampling.max_tokens": response,
+        "rollout.max_model_len": int(longest or prompt + response),
+    }  # fmt: skip
+
+
+@rule("epsilon epsilon_high", "`algorithm.clip_low`, `algorithm.clip_high`")
+def clipping(low: float | None, high: float | None) -> Values:
+    low = 0.2 if low is None else low
+    return {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
+
+
+@rule("scale_rewards", "`algorithm.normalize_std`", "Of `algorithm=grpo`.")
+def scale(by: Any) -> Values:
+    if by not in SCALES:
+        raise NotTranslated(f"{by}: rewards are divided by their group's deviation or not at all")
+    return {"algorithm.normalize_std": SCALES[by]}
+
+
+@rule("num_iterations", "nothing", "A batch is trained once.")
+def iterations(number: int) -> Values:
+    if number > 1:
+        raise NotTranslated(
+            "each row is trained once: for more optimizer steps of a batch raise trainer.num_minibatches"
+        )
+    return {}
+
+
+@rule("warmup_steps warmup_ratio max_steps", "`trainer.optimizer.warmup_steps`, `trainer.max_steps`")
+def steps(warmup: float | None, share: float | None, total: int | None) -> Values:
+    found: dict[str, Any] = {"trainer.max_steps": total} if total and total > 0 else {}
+    share = warmup if warmup and 0 < warmup < 1 else share
+    if warmup and warmup >= 1:
+        found["trainer.optimizer.warmup_steps"] = int(warmup)
+    elif share and found:
+        found["trainer.optimizer.warmup_steps"] = round(share * found["trainer.max_steps"])
+    elif share:
+        raise NotTranslated("a share of the steps, whose number is not said: set trainer.optimizer.warmup_steps")
+    return found
+
+
+@rule("num_train_epochs", "`trainer.max_steps`", "Steps are counted here, not epochs.")
+def epochs(number: float) -> Values:
+    raise NotTranslated(f"steps are counted here: set trainer.max_steps to {number:g} x rows / trainer.groups_per_step")
+
+
+@rule("lr_scheduler_type", "`trainer.optimizer.schedule`")
+def schedule(name: str) -> Values:
+    if name not in ("constant", "constant_with_warmup", "cosine"):
+        raise NotTranslated(f"{name}: the schedules here are constant and cosine")
+    return {"trainer.optimizer.schedule": name.removesuffix("_with_warmup")}
+
+
+@rule("adam_beta1 adam_beta2", "`trainer.optimizer.betas`")
+def betas(first: float | None, second: float | None) -> Values:
+    return {"trainer.optimizer.betas": [0.9 if first is None else first, 0.999 if second is None else second]}
+
+
+@rule("bf16 fp16", "`trainer.dtype`, `rollout.dtype`")
+def dtype(bf16: bool | None, fp16: bool | None) -> Values:
+    if fp16:
+        raise NotTranslated("fp16: the types here are float32 and bfloat16")
+    kind = "bfloat16" if bf16 is not False else "float32"
+    return {"trainer.dtype": kind, "rollout.dtype": kind}
+
+
+@rule("use_vllm vllm_mode", "`rollout.engine`, `placement`")
+def engine(uses: bool | None, mode: str | None) -> Values:
+    if uses is False:
+        return {"rollout.engine": "hf"}
+    return {"rollout.engine": "vllm", **({"placement": "colocated"} if mode == "colocate" else {})}
+
+
+@rule("use_peft lora_r lora_alpha lora_target_modules", "`trainer.lora.*`")
+def lora(uses: bool | None, rank: int | None, alpha: int | None, modules: Any) -> Values:
+    if not uses:
+        return {}
+    found = {"trainer.lora.rank": int(rank or 16), "trainer.lora.alpha": int(alpha or 32)}
+    names = list(modules) if isinstance(modules, list | tuple) else [modules or "all-linear"]
+    return {**found, "trainer.lora.target_modules": names}
+
+
+@rule("save_steps save_strategy", "`checkpoint.every_steps`")
+def save(every: float | None, strategy: str | None) -> Values:
+    if every is not None and 0 < every < 1:
+        raise NotTranslated("a share of the steps: set checkpoint.every_steps to their number")
+    return {"checkpoint.every_steps": 0 if strategy == "no" else int(every or 500)}
+
+
+@rule("eval_steps eval_strategy", "`evaluation.every_steps`")
+def evaluation(every: float | None, strategy: str | None) -> Values:
+    if every is not None and 0 < every < 1:
+        raise NotTranslated("a share of the steps: set evaluation.every_steps to their number")
+    return {"evaluation.every_steps": 0 if strategy == "no" else int(every or 0)}
+
+
+@rule("report_to", "`tracking.sinks`")
+def trackers(names: Any) -> Values:
+    names = [name for name in (names if isinstance(names, list) else [names]) if name not in ("none", "all")]
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise NotTranslated(f"{', '.join(unknown)}: the trackers here are {', '.join(TRACKERS)}")
+    return {"tracking.sinks": ["ray", *names]}
+
+
+RULES: tuple[Rule, ...] = (
+    loss, same("model_name_or_path", "model.path"), same("attn_implementation", "model.attention"),
+    Rule(("dataset_name",), lambda name: {"data.source": "huggingface", "data.path": name},
+         "`data.source`, `data.path`", "Its columns are named by `data.columns`."),
+    same("dataset_config", "data.subset"), same("dataset_train_split", "data.split"),
+    same("dataset_test_split", "evaluation.path"), same("shuffle_dataset", "data.shuffle"), batch, lengths,
+    same("chat_template_kwargs", "model.chat_template_kwargs"), same("beta", "algorithm.kl_coef"), clipping, scale,
+    iterations, same("temperature", "rollout.sampling.temperature"), same("top_p", "rollout.sampling.top_p"),
+    same("top_k", "rollout.sampling.top_k"), same("min_p", "rollout.sampling.min_p"),
+    same("learning_rate", "trainer.optimizer.lr"), same("weight_decay", "trainer.optimizer.weight_decay"),
+    same("max_grad_norm", "trainer.optimizer.clip_norm"), betas, same("adam_epsilon", "trainer.optimizer.eps"),
+    schedule, steps, epochs, dtype, same("gradient_checkpointing", "trainer.activation_checkpointing"),
+    same("use_liger_kernel", "trainer.liger"), engine, lora,
+    same("vllm_gpu_memory_utilization", "rollout.gpu_memory_utilization"),
+    same("vllm_tensor_parallel_size", "rollout.tensor_parallel_size"), save, evaluation,
+    same("save_total_limit", "checkpoint.keep_last"), same("seed", "seed"), same("output_dir", "output_dir"),
+    same("run_name", "name"), trackers,
+)  # fmt: skip
+WITHOUT = {
+    "reward_": "rewards are reward.function, or several under rewards, each with its weight",
+    "vllm_server": SERVER, "vllm_group_port": SERVER, "vllm_": CHOSEN, "logging_": "every step is logged",
+    "log_completions": "samples are kept by tracking.samples_every_steps, and `penstock ui` shows them",
+    "remove_unused_columns": "rewards get the columns that their parameters name", "dataloader_": CHOSEN,
+    "ddp_": CHOSEN, "fsdp": CHOSEN, "deepspeed": "trainer.engine=deepspeed with trainer.deepspeed.zero_stage",
+    "ds3_": CHOSEN, "sync_ref_model": "the reference stays as it was at the start", "disable_dropout": "it is off",
+    "importance_sampling_level": "sequence: algorithm=gspo", "mask_truncated_completions":
+    "algorithm=dapo punishes long responses; a filter of one's own can drop them (docs/algorithms.md)",
+    "repetition_penalty": "the trainer cannot reproduce its log-probabilities",
+    "generation_": CHOSEN, "push_to_hub": "a run ends with a model directory; `penstock export` writes others",
+    "hub_": "a run ends with a model directory; `penstock export` writes others",
+}  # fmt: skip
+TRL = Framework(
+    "TRL", ("num_generations", "model_name_or_path", "max_completion_length", "per_device_train_batch_size"), RULES,
+    WITHOUT, {"algorithm.name": "grpo", "reward.function": "math_verify"},
+)  # fmt: skip
