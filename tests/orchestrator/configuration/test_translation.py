@@ -102,17 +102,15 @@ def test_trls_gsm8k_is_a_recipe(tmp_path: Path) -> None:
 
 
 def test_what_the_algorithm_has_no_key_for_is_told(tmp_path: Path) -> None:
-    words = (
-        "algorithm.adv_estimator=rloo actor_rollout_ref.actor.clip_ratio=0.3 actor_rollout_ref.actor.entropy_coeff=0"
-    )
-    lost = recipe_of(tmp_path, "run.sh", words)
-    assert sorted(lost) == ["algorithm.clip_high=0.3", "algorithm.clip_low=0.3"]
+    words = ["algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.clip_ratio=0.3", "data.max_prompt_length=$LONG"]
+    lost = recipe_of(tmp_path, "run.sh", " ".join([*words, "actor_rollout_ref.actor.entropy_coeff=0"]))
+    assert sorted(lost) == ["algorithm.clip_high=0.3", "algorithm.clip_low=0.3", "data.max_prompt_length"]
+    assert lost["data.max_prompt_length"] == "its value '$LONG' is none that it can have"
     assert load_config([f"recipe={tmp_path}", "model=tiny", "rollout.dtype=float32"]).algorithm.name == "rloo"
 
 
-VALUES = st.one_of(
-    st.booleans(), st.integers(-1, 9), st.floats(0, 1), st.sampled_from(["grpo", "fsdp", "wandb", "a/b.c"])
-)
+WORDS = st.sampled_from(["grpo", "fsdp", "wandb", "a/b.c", "$VARIABLE"])
+VALUES = st.one_of(st.booleans(), st.integers(-1, 9), st.floats(0, 1), WORDS, st.lists(WORDS))
 
 
 @pytest.mark.parametrize("framework", [VERL, TRL], ids=lambda one: one.name)
