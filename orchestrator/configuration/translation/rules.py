@@ -86,7 +86,7 @@ def translate(framework: Framework, values: Values) -> Translation:
         except NotTranslated as error:
             found.lost += [(key, str(error)) for key in given]
             continue
-        except (TypeError, ValueError, AttributeError, ArithmeticError):  # such as a variable of a shell script
+        except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError):  # such as a shell's variable
             found.lost += [(key, f"its value {values[key]!r} is none that it can have") for key in given]
             continue
         ours |= made
