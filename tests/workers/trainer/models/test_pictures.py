@@ -93,6 +93,7 @@ MUTANTS: dict[str, Any] = {
     "counted positions": lambda seen: replace(
         seen, position_ids_3SL=torch.arange(seen.position_ids_3SL.shape[2]).expand(seen.position_ids_3SL.shape)
     ),
+    "padded on the other side": lambda seen: replace(seen, position_ids_3SL=seen.position_ids_3SL.roll(3, -1)),
     "a shifted grid": lambda seen: replace(seen, grids_K3=seen.grids_K3[:, [0, 2, 1]]),
 }
 OF_GRIDS = ("counted positions", "a shifted grid")
