@@ -18,12 +18,13 @@ from penstock.orchestrator.session import session
 from penstock.workers.fresh_model import build_fresh_model
 from tests.orchestrator.runs import reference_loop
 from tests.orchestrator.runs.killing import Killing
-from tests.run_files import events_of, metrics_of
+from tests.run_files import events_of, metrics_of, samples_of
 from tests.vision_models import picture
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STEPS = 5
+SCREENS = Path(__file__).parent / "screens_game.py"
 FRESH = FreshModelConfig(
     num_layers=2, hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=1, initializer_range=0.2,
     num_vision_layers=2, vision_hidden_size=32,
@@ -111,6 +112,27 @@ def test_vllm_sees_what_the_trainer_sees_while_the_tower_is_trained(tmp_path: Pa
     assert len([line for line in lines if "accuracy/heldout" in line]) == 3
     trained = different(weights_of(result.model), weights_of(place / "model"))
     assert any("visual" in name for name in trained)
+
+
+def test_an_environment_shows_pictures_and_deaths_change_nothing(tmp_path: Path, cluster: str, place: Path) -> None:
+    """Two turns: with the pictures of the row, and with another one after the first answer."""
+    words = [f"environment.name={SCREENS}:Screens", "rollout.max_pictures=3"]
+    words += ["evaluation.every_steps=4", f"evaluation.path={place}/prompts.jsonl", "evaluation.num_problems=8"]
+    words += ["evaluation.overlap=allow", "trainer.max_steps=4", "tracking.samples_every_steps=1"]
+    undisturbed = run(settings(place, tmp_path, *words, "name=undisturbed"), quiet=True)
+    deaths = [("Environment-0", 1), ("Rollout-1", 2), ("Store", 3)]
+    sinks = [Killing(tmp_path / "killed", *death) for death in deaths]
+    killed = run(settings(place, tmp_path, *words, "name=killed"), quiet=True, sinks=sinks)
+    assert len([event for event in events_of(killed.directory) if event["kind"] == "recovered"]) == len(deaths)
+    assert different(weights_of(killed.model), weights_of(undisturbed.model)) == set()
+    lines = [line for line in metrics_of(killed.directory) if "mismatch/logprob_abs_mean" in line]
+    assert all(line["mismatch/logprob_abs_mean"] < 1e-5 for line in lines)
+    assert [line["dropped/environment_error"] for line in lines if "dropped/environment_error" in line] == []
+    rows = samples_of(undisturbed.directory, 1)
+    shown = [row for row in rows if row["pictures"]]
+    assert {len(row["pictures"]) for row in rows} <= {1, 2, 3}
+    parts = json.loads(shown[0]["transcript"])[-3]["content"]
+    assert [part["type"] for part in parts] == ["text", "image", "text"]
 
 
 def test_a_loop_of_ones_own_sees_too(tmp_path: Path, cluster: str, place: Path) -> None:
