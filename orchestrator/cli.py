@@ -54,7 +54,7 @@ PENSTOCK_TRACEBACK=1 shows where an error comes from. RAY_ADDRESS names a cluste
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the `penstock` script. Returns the exit code."""
-    parser = _parser()
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help()
@@ -87,7 +87,7 @@ class _CommandParser(argparse.ArgumentParser):
             self._is_inner = False
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock",
         description="Post-train language models with reinforcement learning on a Ray cluster.",
