@@ -27,6 +27,7 @@ from penstock.conf.errors import ConfigError, ResourceError
 from penstock.workers.contained import CodeEnded, TookTooLong, contained
 from penstock.workers.environments.tool_threads import ToolThreads
 from penstock.workers.gateway.formats.conversation import Message, Tools
+from penstock.workers.pictures.encoding import is_image
 from penstock.workers.sandbox.execution import Limits, ProgramOutcome
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.trajectory import ToolCall, Turn
@@ -121,9 +122,9 @@ class Toolbox:
             for call, content in zip(turn.calls, contents, strict=True)
         ]
 
-    async def call(self, call: ToolCall) -> str:
-        """Return a tool's value as text; or what was wrong, in a sentence that begins with Error. Raises
-        `ResourceError` where too many tools hang for good."""
+    async def call(self, call: ToolCall) -> str | list[Any]:
+        """Return a tool's value as text, or with images of PIL's as a list of texts and images; or what was wrong, in
+        a sentence that begins with Error. Raises `ResourceError` where too many tools hang for good."""
         make = self._calls.get(call.name)
         if make is None:
             self._counts["tools_unknown"] += 1
@@ -140,6 +141,9 @@ class Toolbox:
             self._counts["tools_raised"] += 1
             what = str(error) if isinstance(error, CodeEnded) else f"{type(error).__name__}: {error}"
             return self._cut(f"Error: {what}")
+        parts = value if isinstance(value, list | tuple) else [value]
+        if any(map(is_image, parts)):
+            return [part if is_image(part) else self._cut(as_text(part)) for part in parts]
         return self._cut(as_text(value))
 
     def _caller(self, described: DescribedFunction) -> Call:

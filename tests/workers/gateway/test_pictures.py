@@ -256,6 +256,32 @@ def test_an_environment_shows_a_screen_after_each_move(seeing: Seeing) -> None:
     assert contents[1] == "up"
 
 
+class Looks:
+    """An environment with a tool that shows what it has found."""
+
+    async def run(self, task: Task, ctx: Any) -> None:
+        def look(where: str) -> list[Any]:
+            """Look somewhere."""
+            return [Image.new("RGB", (56, 28), "red"), f"This is {where}."]
+
+        messages: list[Any] = [user("Where?")]
+        turn = await ctx.sample(messages, tools=[look])
+        await ctx.sample([*messages, turn.message, *await ctx.use_tools(turn, [look])], tools=[look])
+
+
+def test_what_a_tool_shows_is_seen(seeing: Seeing) -> None:
+
+    def make_sampler(sampling: Sampling) -> TurnSampler:
+        call = '<tool_call>\n{"name": "look", "arguments": {"where": "here"}}\n</tool_call>'
+        return seeing.sampler(call, "a wall")
+
+    runner = AttemptRunner(Looks(), EnvironmentConfig(), make_sampler, AttemptKeys())
+    attempt = asyncio.run(runner.attempt(Task("0", 0), Sampling()))
+    assert attempt.outcome.kind == "completed", attempt.outcome.detail
+    assert seeing.text(attempt.turns[1].prompt_ids).endswith(f"{START}{IMAGE * 2}{END}This is here.\n")
+    assert len(attempt.turns[1].pictures.encoded) == 1
+
+
 def test_families_of_the_renderers_refuse_pictures_at_the_start(seeing: Seeing) -> None:
     with pytest.raises(ConfigError, match=r"environment\.gateway\.format=qwen3: pictures are written by .* template"):
         make_format(seeing.tokenizer, GatewayConfig(format="qwen3"), sees=True)
