@@ -19,7 +19,10 @@ CONTAINER = {"name", "image", "resources", "volumeMounts"}
 STAND_INS = {
     "scontrol": 'echo "$1 $2 $3" >>"$TOLD"; printf "gpu-07\\ngpu-08\\n"',
     "hostname": "echo 10.0.0.7 fe80::7",
-    "ray": 'echo "ray $*" >>"$TOLD"\n[ "$1" = symmetric-run ] || exit 0\nwhile [ "$1" != -- ]; do shift; done; shift; "$@"',
+    "ray": """echo "ray $*" >>"$TOLD"
+[ "$1" = symmetric-run ] || exit 0
+while [ "$1" != -- ]; do shift; done
+shift; "$@\"""",
     "penstock": 'echo "penstock $* at $RAY_ADDRESS with $RAY_AUTH_MODE" >>"$TOLD"',
     "srun": 'echo "srun $*" >>"$TOLD"; while [ "${1#--}" != "$1" ]; do shift; done; "$@"',
 }
