@@ -44,7 +44,8 @@ def written_for_template(message: Message, *, in_parts: bool) -> dict[str, Any]:
     many models that see expect them."""
     content = message.get("content")
     if isinstance(content, str) or content is None:
-        return {**message, "content": [{"type": TEXT, "text": content or ""}]} if in_parts else dict(message)
+        said = [{"type": TEXT, "text": content or ""}] if content or not message.get("tool_calls") else []
+        return {**message, "content": said} if in_parts else dict(message)
     parts = [{"type": IMAGE} if part["type"] == IMAGE else part for part in content]
     return {**message, "content": parts}
 
