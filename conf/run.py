@@ -34,6 +34,9 @@ class WarmStartConfig:
 
 @dataclass
 class RunConfig:
+    """The configuration of a run, in sections. It can be made in Python, or of words by `load_config`; docs/keys.md has
+    every key."""
+
     recipe: str | None = None
     """Source of this run's defaults: set by `recipe=NAME` or `recipe=DIRECTORY`."""
     name: str | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from tests.api_page import GROUPS, page
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*/*.py"))
@@ -18,6 +19,11 @@ def test_every_name_is_there() -> None:
     assert len(penstock.__all__) > 30
     for name in penstock.__all__:
         assert getattr(penstock, name).__doc__ or name == "Message"
+
+
+def test_the_reference_is_what_signatures_and_docstrings_say() -> None:
+    assert {name for names in GROUPS.values() for name in names} == set(penstock.__all__)
+    assert (ROOT / "docs" / "api.md").read_text() == page(), "write it anew: python -m tests.api_page > docs/api.md"
 
 
 def imported_from(code: str) -> list[str]:

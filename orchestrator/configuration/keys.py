@@ -29,6 +29,10 @@ place in a list.
 """
 
 
+BUILT_IN = "penstock.algorithms.builtin."
+"""Beginning of the modules of algorithms that come with Penstock. A user's own are told in the user's files."""
+
+
 @dataclass(frozen=True)
 class Key:
     """A key of the configuration. `name`: with its section; `text`: what the dataclass says of it."""
@@ -76,10 +80,11 @@ def _sections(kind: type, prefix: str, told: dict[type, str]) -> Iterator[Sectio
 def _algorithms() -> Iterator[Section]:
     """A section for each algorithm; of one that is another with some keys changed, these alone."""
     name_of: dict[type, str] = {}
-    for name, one in sorted(ALGORITHMS.items()):
+    own = [(name, one) for name, one in sorted(ALGORITHMS.items()) if one.build.__module__.startswith(BUILT_IN)]
+    for name, one in own:
         name_of.setdefault(one.config_class, name)
     for kind, name in name_of.items():
-        also = [other for other, one in sorted(ALGORITHMS.items()) if one.config_class is kind and other != name]
+        also = [other for other, one in own if one.config_class is kind and other != name]
         base = next((one for one in kind.__mro__[1:] if one in name_of), None)
         keys = _keys_of(kind, "algorithm.")
         text = _said(kind)
@@ -107,7 +112,7 @@ def _part_of(hint: Any) -> tuple[type | None, str]:
 
 
 def _key(kind: type, field: "Field[Any]", hint: Any, prefix: str) -> Key:
-    return Key(prefix + field.name, _named(hint), _default(field), _texts(kind).get(field.name, ""))
+    return Key(prefix + field.name, _named(hint), _default(field), texts_of(kind).get(field.name, ""))
 
 
 def _named(hint: Any) -> str:
@@ -138,7 +143,7 @@ def _as_yaml(value: Any) -> str:
 
 
 @cache
-def _texts(kind: type) -> dict[str, str]:
+def texts_of(kind: type) -> dict[str, str]:
     """What stands below each field of a dataclass, and of those that it is derived from."""
     found: dict[str, str] = {}
     for one in reversed([base for base in kind.__mro__ if is_dataclass(base)]):

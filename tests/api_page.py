@@ -1,0 +1,104 @@
+"""Writes docs/api.md, the reference of what `import penstock` gives, from signatures and docstrings.
+
+python -m tests.api_page > docs/api.md
+"""
+
+import dataclasses
+import inspect
+import re
+import textwrap
+from typing import Any
+
+import penstock
+from penstock.orchestrator.configuration.keys import texts_of
+
+HEAD = """# The Python API
+
+What `import penstock` gives; everything else may change without notice. Guides:
+[algorithms of one's own](algorithms.md), [environments](agents.md).
+"""
+TYPES = {
+    "Message": "A message as clients of chat endpoints send it: a mapping with `role` and `content`.",
+    "Positive": "The annotation of a formula's setting that has to be above 0.",
+    "NonNegative": "The annotation of a formula's setting that has to be 0 or more.",
+}
+MOST_SHOWN = 12
+"""Most parameters of a signature that are told."""
+GROUPS = {
+    "Runs": ("load_config", "run", "session", "RunConfig"),
+    "Dataflows and algorithms": ("algorithm", "AlgorithmConfig", "Dataflow", "Stage", "Column"),
+    "Formulas": (
+        "advantage", "surrogate", "correction", "truncated_importance_weight", "aggregate", "BatchTotals", "Positive",
+        "NonNegative",
+    ),
+    "Rows and rewards": ("Rows", "reward", "Sandbox"),
+    "Environments": ("environment", "Task", "Context", "Message", "Turn", "Trajectory", "Sampling"),
+    "Errors": ("PenstockError", "ConfigError", "DataError", "LimitReached", "AttemptOver"),
+}  # fmt: skip
+
+
+def page() -> str:
+    lines = [HEAD]
+    for title, names in GROUPS.items():
+        lines.append(f"## {title}\n")
+        for name in names:
+            lines += _told(name, getattr(penstock, name))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _told(name: str, value: Any) -> list[str]:
+    if name in TYPES:
+        return [f"### `{name}`\n", f"{TYPES[name]}\n"]
+    text = inspect.getdoc(value) or ""
+    lines = [f"### `{name}{_signature(value)}`\n", *_paragraphs(text)]
+    if inspect.isclass(value) and not issubclass(value, Exception):
+        lines += [*_members(value), ""]
+    return lines
+
+
+def _members(kind: type) -> list[str]:
+    found = []
+    if dataclasses.is_dataclass(kind) and kind is not penstock.RunConfig:
+        texts = texts_of(kind)
+        found = [f"- `{one.name}`: {texts[one.name]}" for one in dataclasses.fields(kind) if texts.get(one.name)]
+    for name, member in vars(kind).items():
+        text = inspect.getdoc(member) if not name.startswith("_") or name == "__getitem__" else None
+        inner = getattr(member, "__func__", member)
+        if text and (inspect.isfunction(inner) or isinstance(member, property)):
+            signature = _signature(inner) if inspect.isfunction(inner) else ""
+            found.append(f"- `{name}{signature}`: {_first(text)}")
+    return found
+
+
+def _signature(value: Any) -> str:
+    try:
+        found = inspect.signature(value)
+    except (TypeError, ValueError):
+        return "()"
+    kept = [one for one in found.parameters.values() if one.name not in ("self", "cls")]
+    shown = [
+        f"{'*' if one.kind is one.VAR_POSITIONAL else '**' if one.kind is one.VAR_KEYWORD else ''}{one.name}"
+        for one in kept
+    ]
+    return f"({', '.join(shown)})" if len(shown) <= MOST_SHOWN else "(…)"
+
+
+def _paragraphs(text: str) -> list[str]:
+    """A docstring as Markdown: paragraphs, and indented blocks as code."""
+    found = []
+    for block in re.split(r"\n\s*\n", text):
+        if block.startswith("- "):
+            found.append(f"{block}\n")
+        elif block.startswith(("    ", ">>>")):
+            found.append(f"```\n{textwrap.dedent(block).strip()}\n```\n")
+        else:
+            found.append(f"{' '.join(block.split())}\n")
+    return found
+
+
+def _first(text: str) -> str:
+    return " ".join(re.split(r"\n\s*\n", text)[0].split())
+
+
+if __name__ == "__main__":
+    print(page(), end="")
