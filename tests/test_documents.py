@@ -1,5 +1,6 @@
 """What the documents point to is there, and their commands can be given: links, anchors, options, keys."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -68,3 +69,25 @@ def test_commands_can_be_given(page: Path) -> None:
                 load_config(overrides)
             except ConfigError as error:
                 pytest.fail(f"{command}: {error}")
+
+
+def said_in_code() -> str:
+    """Every text that the product may print, one after the other."""
+    found = []
+    for folder in ("algorithms", "conf", "orchestrator", "store", "workers"):
+        for file in (ROOT / folder).rglob("*.py"):
+            constants = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
+            found += [node.value for node in constants if isinstance(node.value, str)]
+    return "\n".join(found)
+
+
+def test_messages_that_are_explained_are_those_that_are_printed() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = [row.split(" | ")[0].removeprefix("| ") for row in page.splitlines() if row.startswith("| `")]
+    assert len(rows) > 25
+    said, wrong = said_in_code(), []
+    for row in rows:
+        for message in re.split(r"`, `", row.strip("`")):
+            pieces = [piece for piece in message.split("…") if len(piece.strip(" :,.(")) > 2]
+            wrong += [piece for piece in pieces if piece not in said and piece.strip() not in said]
+    assert wrong == []
