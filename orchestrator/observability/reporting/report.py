@@ -228,7 +228,7 @@ def sample_rows(rows: Sequence[Mapping[str, Any]], pictures: EmbeddedPictures) -
         shown = "" if low is None else f"{low}" if low == high else f"{low}-{high}"
         names = row.get(COLUMN) or []
         said = _said(row, pictures)
-        begin = str(task.get("environment_task", prompt)) if said else prompt
+        begin = (str(task.get("environment_task", prompt)), []) if said else (prompt, names)
         first = begin != last_prompt
         told = [] if said else pictures.of_text(prompt, names, _clip)
         result.append(SampleRow(told, response, answer, row.get("reward"), row.get("advantage"), shown, first, said))

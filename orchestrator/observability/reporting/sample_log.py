@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock.algorithms.graph.columns import PROMPT_PICTURES, SEEN_PICTURES
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import Kind, kind_of
@@ -26,8 +27,6 @@ COLUMNS = (
     "behavior_logprobs",
     "transcript", "turn_tokens", "turn_rewards",
 )  # fmt: skip
-SEEN = "seen_pictures"
-"""Column with the pictures of an attempt in an environment: one entry for each time that the policy has read one."""
 OF_RANKS = {"trainer_logprobs": pa.list_(pa.float32()), "loss_mask": pa.list_(pa.bool_())}
 """Columns of `TokenValues`, with their types."""
 
@@ -52,7 +51,9 @@ class SampleLog:
         handles."""
         self._every, self._last = config.tracking.samples_every_steps, config.trainer.max_steps
         self._columns = [name for name in COLUMNS if name in flow.stored_columns]
-        self._pictures_of = next((name for name in (SEEN, COLUMN) if name in flow.stored_columns), None)
+        self._pictures_of = next(
+            (name for name in (SEEN_PICTURES[0], PROMPT_PICTURES[0]) if name in flow.stored_columns), None
+        )
         """Column with the pictures; None: the run has none."""
         most_bytes = config.tracking.pictures_gib * 2**30
         self._pictures = PictureFolder(directory.path / FOLDER, most_bytes, directory.failed_writes)
@@ -91,9 +92,10 @@ class SampleLog:
     def _write(self, step: int, rows: Rows, values: Sequence[TokenValues]) -> None:
         table = with_token_values(rows, values)
         if (column := self._pictures_of) is not None and column in rows:
-            names = self._pictures.keep(rows.blobs(column), distinct=column == SEEN)
+            was_full = self._pictures.is_full
+            names = self._pictures.keep(rows.blobs(column), distinct=column in SEEN_PICTURES)
             table = table.drop_columns([column]).append_column(COLUMN, pa.array(names, pa.list_(pa.string())))
-            if self._pictures.is_full:
+            if self._pictures.is_full and not was_full:
                 reason = "all that are kept would be larger than tracking.pictures_gib"
                 self._directory.event("pictures_left_out", step=step, reason=reason)
         self._directory.write_samples(step, table)

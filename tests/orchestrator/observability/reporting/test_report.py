@@ -268,6 +268,7 @@ def test_pictures_stand_at_their_places_each_embedded_once(tmp_path: Path) -> No
     assert told(text).count("{0} or {1}?") == 2
     assert "{1} or &lt;image&gt;?" in told(text)
     assert "{1}{0} or {0}?" in told(text)  # the first was in an earlier message
+    assert re.findall(r'<tr class="(first)?">', text) == ["first", "", "first", "first"]  # pictures tell prompts apart
     assert f'title="[picture 84x56, {len(one) / 1000:.1f} kB]"' in text
 
 

@@ -1,27 +1,26 @@
 """Samples of a step are written whole, or told to be lost."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
-from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.rewrites import in_environment, with_pictures
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.reporting.sample_log import SEEN, SampleLog, with_token_values
+from penstock.orchestrator.observability.reporting.sample_log import SampleLog, with_token_values
 from penstock.orchestrator.run_directory.pictures import name_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.data.blobs import encode_blobs
 from penstock.store.data.rows import Rows
+from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.trainer.report import TokenValues
+from penstock.workers.trajectory import Trajectory, Turn, row_columns
 from tests.fakes.actors import FakeHandle
 from tests.run_files import samples_of
 
@@ -158,52 +157,68 @@ def test_a_rank_that_does_not_know_the_step_costs_its_columns_but_no_samples(gon
 SQUARE, CIRCLE = b"\x89PNG a square", b"\xff\xd8 a circle"
 
 
-def seeing(name: str, path: Path, *words: str) -> tuple[RunDirectory, SampleLog, list[list[str]]]:
-    """A run whose rows have pictures in the column `name`, its log, and what columns the log asks for."""
+def seeing(path: Path, *words: str, seen: Rows | None = None) -> tuple[RunDirectory, SampleLog, list[list[str]]]:
+    """A run whose rows have pictures, its log, and what columns the log asks for. `seen`: rows of an environment."""
     config = load_config(
         ["recipe=arithmetic", f"output_dir={path}", "name=run", "tracking.samples_every_steps=1", *words]
     )
-    source, *others = (flow := build_dataflow(config.algorithm)).stages
-    column = STANDARD_COLUMNS.get(name) or Column(name, "binary", "list")
-    flow = Dataflow([replace(source, writes=(*source.writes, column)), *others], flow.samples_per_prompt)
+    flow = with_pictures(
+        build_dataflow(config.algorithm) if seen is None else in_environment(build_dataflow(config.algorithm))
+    )
     directory, asked = RunDirectory.create(config), list[list[str]]()
+    columns_of_prompts = {"reward": [1.0, 2.0], "pictures": [[SQUARE, CIRCLE, SQUARE], [CIRCLE]]}
+    there = Rows.from_lists(columns_of_prompts) if seen is None else seen
 
     async def last_batch(columns: list[str]) -> Rows:
         asked.append(columns)
-        rows = Rows.from_lists({"reward": [1.0, 2.0]})
-        if name not in columns:
-            return rows
-        lists = pa.ListArray.from_arrays(
-            pa.array([0, 3, 4], pa.int32()), encode_blobs([SQUARE, CIRCLE, SQUARE, CIRCLE])
-        )
-        return Rows(rows.row_ids, rows.group_ids, rows.table().append_column(name, lists))
+        return Rows(there.row_ids, there.group_ids, there.table().select([one for one in columns if one in there]))
 
     return directory, SampleLog(config, flow, directory, last_batch, list), asked
 
 
-async def written(log: SampleLog, *steps: int) -> None:
+async def written(log: SampleLog, *steps: int, num_rows: int = 2) -> None:
     for step in steps:
-        await log.write(step, 2)
+        await log.write(step, num_rows)
     await log.flush()
 
 
-@pytest.mark.parametrize(("name", "first"), [("pictures", [SQUARE, CIRCLE, SQUARE]), (SEEN, [SQUARE, CIRCLE])])
-def test_pictures_are_kept_once_and_rows_name_them(name: str, first: list[bytes], tmp_path: Path) -> None:
-    directory, log, _ = seeing(name, tmp_path)
+def test_pictures_are_kept_once_and_rows_name_them(tmp_path: Path) -> None:
+    directory, log, _ = seeing(tmp_path)
     asyncio.run(written(log, 1, 2))
     directory.close()
     for step in (1, 2):
         named = [row["pictures"] for row in samples_of(directory.path, step)]
-        assert named == [list(map(name_of, first)), [name_of(CIRCLE)]]
-        assert SEEN not in samples_of(directory.path, step)[0]
+        assert named == [list(map(name_of, [SQUARE, CIRCLE, SQUARE])), [name_of(CIRCLE)]]
     files = {file.name: file.read_bytes() for file in (directory.path / "pictures").iterdir()}
     assert files == {name_of(SQUARE): SQUARE, name_of(CIRCLE): CIRCLE}
 
 
+def test_parts_of_a_conversation_count_by_the_names_of_its_row(tmp_path: Path) -> None:
+    parts = [{"type": "image", "image": picture} for picture in (SQUARE, CIRCLE, SQUARE)]
+    reads = [
+        PromptPictures(tuple(part["image"] for part in parts[:count]), ((0, 1), (2, 1), (4, 1))[:count])
+        for count in (1, 3)
+    ]
+    turns = [
+        Turn(number, None, {"content": "on"}, [], [7] * 5, [8], [-1.0], [0], "stop", pictures=read)
+        for number, read in enumerate(reads)
+    ]
+    said = [{"role": "user", "content": parts[:1]}, {"role": "user", "content": parts[1:]}]
+    columns = row_columns([Trajectory(turns, said=said)])
+    directory, log, _ = seeing(tmp_path, seen=Rows.from_lists(columns))
+    asyncio.run(written(log, 1, num_rows=1))
+    directory.close()
+    (row,) = samples_of(directory.path, 1)
+    numbers = [part["picture"] for message in json.loads(row["transcript"]) for part in message["content"]]
+    assert [row["pictures"][number] for number in numbers] == list(map(name_of, [SQUARE, CIRCLE, SQUARE]))
+    assert (row["pictures"], "seen_pictures" in row) == ([name_of(SQUARE), name_of(CIRCLE)], False)
+
+
 def test_once_pictures_are_too_many_they_are_not_asked_for_and_that_is_told(tmp_path: Path) -> None:
     room = len(SQUARE) / 2**30
-    directory, log, asked = seeing("pictures", tmp_path, f"tracking.pictures_gib={room!r}")
-    asyncio.run(written(log, 1, 2))
+    directory, log, asked = seeing(tmp_path, f"tracking.pictures_gib={room!r}")
+    for step in (1, 2):
+        asyncio.run(written(log, step))
     directory.close()
     assert ["pictures" in columns for columns in asked] == [True, False]
     (row, _) = samples_of(directory.path, 1)
