@@ -19,7 +19,7 @@ ulimit -n "$(ulimit -Hn)" # each member of a run has two connections to the stor
 export RAY_AUTH_MODE=token
 (umask 077; ray get-auth-token --generate >/dev/null) # ~/.ray is shared, too
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)  # reads to the end: one that `head` leaves may be killed
 address=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname --ip-address | awk '{print $1}')
 ray=$address:$((20000 + SLURM_JOB_ID % 10000))
 exec srun ray symmetric-run --address "$ray" --min-nodes "$SLURM_NNODES" -- \
