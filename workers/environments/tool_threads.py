@@ -34,9 +34,10 @@ class ToolThreads:
         self._left = [thread for thread in self._left if thread.is_alive()]
         return len(self._left)
 
-    async def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
-        """Run a function in a thread; return or raise what it does. `timeout_s`: from where it begins to run. Raises
-        `TookTooLong`, `CodeEnded`; `ResourceError` where too many hang for good."""
+    async def call(self, function: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """Run a function in a thread; return or raise what it does. `timeout_s`: from where it begins to run; None:
+        until the caller is cancelled. Raises `TookTooLong`, `CodeEnded`; `ResourceError` where too many hang for
+        good."""
         async with self._places:
             if self.num_left >= MAX_LEFT:
                 raise ResourceError(

@@ -1,7 +1,7 @@
 """Agents from elsewhere: a function or a command that speaks OpenAI's or Anthropic's protocol to the policy.
 
     async def solve(question, base_url, api_key): ...      its answer; other arguments are columns of the row, and
-                                                           `messages`: the row's conversation with data.system_prompt
+    def solve(question, base_url, api_key): ...            `messages`: the row's conversation with data.system_prompt
     python my_agent.py                                     the same as JSON on stdin, its answer on stdout, and
                                                            OPENAI_BASE_URL, OPENAI_API_KEY and Anthropic's set
 
@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.conf.errors import ConfigError
@@ -22,6 +23,7 @@ from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
 from penstock.workers.environments.scoring import Scoring
 from penstock.workers.environments.task import Task
+from penstock.workers.environments.tool_threads import MAX_LEFT, ToolThreads
 from penstock.workers.gateway.formats.pictures import as_openai
 from penstock.workers.user_code import absolute, file_of, find_function, with_file
 
@@ -46,10 +48,10 @@ class Agent:
         reward: str | None = None,
         env: Mapping[str, str | None] | None = None,
     ) -> None:
-        """`function`: `file.py:function`, async. `command`: program and arguments. `reward`: `file.py:function` of
-        (answer, task), where `task` has the row's columns; or a name as in `reward.function`. It runs in processes of
-        its own. `env`: environment variables of the command beside those in `INHERITED`; null for one whose value it
-        takes over from this process. Raises `ConfigError`."""
+        """`function`: `file.py:function`; one that is not async has a thread for each attempt. `command`: program and
+        arguments. `reward`: `file.py:function` of (answer, task), where `task` has the row's columns; or a name as in
+        `reward.function`. It runs in processes of its own. `env`: environment variables of the command beside those in
+        `INHERITED`; null for one whose value it takes over from this process. Raises `ConfigError`."""
         if (function is None) == (command is None):
             raise ConfigError("environment.options: give agent either a function or a command.")
         self._function = find_function(function, "environment.options.function") if function else None
@@ -57,14 +59,13 @@ class Agent:
         self._env = {str(name): value for name, value in (env or {}).items()}
         answers_from = [file] if (file := file_of(function or "")) else []
         self._scoring = Scoring(as_reward(reward), files=answers_from) if reward else None
-        if self._function is not None and not inspect.iscoroutinefunction(self._function):
-            raise ConfigError(f"environment.options.function={function}: an async function is due.")
+        self._threads = ToolThreads(MAX_LEFT)
 
     async def run(self, task: Task, ctx: Context) -> None:
         if self._function is not None:
             told = {**row_of(task), "task": dict(task.data), "base_url": ctx.base_url, "api_key": ctx.api_key}
             taken = inspect.signature(self._function).parameters
-            answer = await self._function(**{name: value for name, value in told.items() if name in taken})
+            answer = await self._ask_function({name: value for name, value in told.items() if name in taken})
         else:
             answer = await self._ask_command(task, ctx)
         if self._scoring is None:
@@ -75,6 +76,13 @@ class Agent:
     async def aclose(self) -> None:
         if self._scoring is not None:
             await self._scoring.aclose()
+
+    async def _ask_function(self, arguments: Mapping[str, Any]) -> Any:
+        function = self._function
+        assert function is not None
+        if inspect.iscoroutinefunction(function):
+            return await function(**arguments)
+        return await self._threads.call(partial(function, **arguments))  # until the attempt's time is over
 
     async def _ask_command(self, task: Task, ctx: Context) -> str:
         child = await Child.start(self._command, {**self._environment(), **ctx.describe()})

@@ -1,7 +1,10 @@
 """Agents as functions and as programs: what they are told, what ends them, and how their answers are scored."""
 
+import asyncio
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,10 @@ import pytest
 from penstock.conf.errors import ConfigError
 from penstock.workers.environments.adapters import agent as adapter_module
 from penstock.workers.environments.task import Task
+from penstock.workers.gateway.http.server import AttemptKeys, HttpServer
+from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import COMPLETED, FAILED, Trajectory
+from tests.workers.attempts.played import ScriptedEngines, make_runner
 from tests.workers.environments.adapters.adapted import adapter, played
 
 TASK = {"question": "6 * 7?", "answer": "42"}
@@ -107,6 +113,65 @@ def test_a_function_may_answer_with_what_is_no_text(tmp_path: Path) -> None:
     )
     function, reward = (f"{tmp_path}/agent.py:{name}" for name in ("solve", "grade"))
     assert attempt(function=function, reward=reward).reward == 1.0
+
+
+ASKS = """
+import json, time, urllib.request
+
+def solve(question, base_url, api_key):
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": question}]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+def waits(question):
+    while True:
+        time.sleep(0.01)
+
+def leaves(question):
+    raise SystemExit(3)
+"""
+
+
+def test_plain_functions_wait_for_their_answers_side_by_side_in_threads(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(ASKS)
+
+    async def group() -> list[Trajectory]:
+        keys, together = AttemptKeys(), asyncio.Barrier(3)
+
+        class Engines(ScriptedEngines):
+            async def sample(self, prompt_ids: Any, sampling: Sampling, conversation: object) -> Any:
+                await together.wait()  # for the other attempts, which have to be under way
+                return await super().sample(prompt_ids, sampling, conversation)
+
+        environment = adapter("agent", function=f"{tmp_path}/agent.py:solve")
+        runner = make_runner(environment, Engines(lambda prompt, sampling: "42"), keys=keys)
+        server = HttpServer(keys)
+        keys.base_url = await server.start("127.0.0.1", 0)
+        try:
+            return await runner.group(Task("0", 0, TASK), [Sampling(max_tokens=40)] * 3)
+        finally:
+            await server.stop()
+
+    for found in asyncio.run(group()):
+        assert (found.outcome.kind, found.reward, len(found.turns)) == (COMPLETED, 1.0, 1)
+
+
+def test_a_plain_function_that_would_leave_the_process_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(ASKS)
+    failed = attempt(function=f"{tmp_path}/agent.py:leaves").outcome
+    assert (failed.kind, failed.detail) == (FAILED, "SystemExit: 3")
+
+
+def test_a_plain_function_whose_attempt_is_over_is_asked_to_end(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(ASKS)
+    environment = Speaks(adapter("agent", function=f"{tmp_path}/agent.py:waits"))
+    found, _ = played(environment, TASK, ["yes"], timeout_s=1.0)
+    assert found.outcome.reason == "time"
+    deadline = time.monotonic() + 30
+    while any(thread.name == "tool" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "the thread goes on"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("own", [True, False])
