@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
@@ -26,7 +27,8 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
     """An update with the tower frozen, and one with it trained."""
     torch.set_num_threads(1)
     fsdp.KEEP_WHOLE_BYTES = 0  # weights are gathered layer by layer, the tower's too
-    rows, trainers = rows_with(PROMPTS), list[PolicyTrainer]()  # in one process group, which ends with the last one
+    kind = AutoConfig.from_pretrained(model).model_type
+    rows, trainers = rows_with(PROMPTS, kind=kind), list[PolicyTrainer]()  # in one process group, which ends with the last one
     for name, freeze in FREEZES.items():
         config = TrainerConfig(
             num_ranks=num_ranks, freeze=freeze, optimizer=OptimizerConfig(**LINEAR),

@@ -14,9 +14,9 @@ from tests.workers.trainer.several_ranks import ranks_seeing
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def seeing_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model("qwen2_5_vl", tmp_path_factory.mktemp("seeing"))
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "llava"])
+def seeing_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(request.param, tmp_path_factory.mktemp("seeing"))
 
 
 @pytest.fixture(scope="module")
