@@ -2,6 +2,7 @@
 them."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ TEXT: dict[str, Any] = {
 }  # fmt: skip
 """vLLM's CPU build has no attention for heads smaller than 32."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-SECTIONS = {"qwen3_vl": {"mrope_section": [6, 5, 5], "mrope_interleaved": True}}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"mrope_section": [4, 6, 6]},
+    "qwen2_5_vl": {"mrope_section": [4, 6, 6]},
+    "qwen3_vl": {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+}
 """Numbers of a head that turn by time, height and width."""
 PATCHES = {"patch_size": 14, "temporal_patch_size": 2}
 TOWERS: dict[str, dict[str, Any]] = {
@@ -61,21 +66,34 @@ def build_vision_model(directory: Path, seed: int = 0, kind: str = "qwen2_5_vl")
                     torch.nn.init.normal_(parameter, std=DRAWN)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = EOS_ID, PAD_ID
     model.save_pretrained(directory)
-    if kind == "llava":
-        _as_published(directory / "model.safetensors")
+    _as_published(kind, directory)
     _processor(kind, tokenizer).save_pretrained(directory)
     return directory
 
 
-def _as_published(file: Path) -> None:
-    """Name the weights of a CLIP tower as checkpoints of LLaVA do, and as vLLM knows them: transformers takes a prefix
-    off when it reads them, and a new model is written without."""
+def _as_published(kind: str, directory: Path) -> None:
+    """Write a model's files as most of its kind are found.
+
+    LLaVA: the weights of its tower have a prefix, which transformers takes off when it reads them, and does not write
+    for a new model; vLLM knows them with it. Qwen2-VL, Qwen3-VL: sections of heads are in `rope_scaling`, where
+    transformers now writes `rope_parameters`, and a Qwen2-VL's settings of text are not in `text_config`.
+    """
     from safetensors.torch import load_file, save_file
 
-    renamed = {
-        name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in load_file(file).items()
-    }
-    save_file(renamed, file, metadata={"format": "pt"})
+    if kind == "llava":
+        file = directory / "model.safetensors"
+        weights = {name.replace("tower.", "tower.vision_model."): one for name, one in load_file(file).items()}
+        save_file(weights, file, metadata={"format": "pt"})
+    elif kind in ("qwen2_vl", "qwen3_vl"):
+        config = json.loads((directory / "config.json").read_text())
+        text = config["text_config"]
+        rope = text.pop("rope_parameters")
+        text["rope_theta"], name = rope.pop("rope_theta"), rope.pop("rope_type")
+        text["rope_scaling"] = rope | ({"type": "mrope"} if kind == "qwen2_vl" else {"rope_type": name})
+        if kind == "qwen2_vl":
+            config = text | {name: value for name, value in config.items() if name != "text_config"}
+            del config["layer_types"], config["head_dim"]
+        (directory / "config.json").write_text(json.dumps(config))
 
 
 def _config(kind: str, tokenizer: Any) -> Any:
@@ -89,7 +107,7 @@ def _config(kind: str, tokenizer: Any) -> Any:
             tie_word_embeddings=True,
         )  # fmt: skip
     tower = TOWERS[kind] | PATCHES | {"spatial_merge_size": 2, "initializer_range": DRAWN}
-    rope = ROPE | SECTIONS.get(kind, {"mrope_section": [4, 6, 6]})
+    rope = ROPE | SECTIONS[kind]
     text |= {"rope_parameters": rope}
     if kind == "qwen3_vl":  # what is added after the last layer goes nowhere
         text["num_hidden_layers"] = 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.workers.pictures.families import FAMILIES
-from tests.vision_models import build_vision_model
+from tests.vision_models import ROPE, SECTIONS, build_vision_model
 from tests.workers.rollout.seeing import BAR, DRAWN, PICTURES, TWO, Eyes, Served, astray, loaded, trained_apart
 
 KINDS = [kind for kind in FAMILIES if kind != "qwen2_5_vl"]
@@ -26,6 +26,14 @@ def served(request: pytest.FixtureRequest, eyes: Eyes) -> Iterator[Served]:
     subject = Served(request.param, eyes.path)
     yield subject
     subject.close()
+
+
+@pytest.mark.parametrize("eyes", [kind for kind in KINDS if kind in SECTIONS], indirect=True)
+def test_positions_are_those_of_the_model_in_an_older_configuration_too(eyes: Eyes) -> None:
+    """Sections of heads lie under another name there, and are not among the model's defaults."""
+    text = eyes.model.config.text_config
+    expected = ROPE | SECTIONS[eyes.model.config.model_type]
+    assert {name: text.rope_parameters[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("shown", PICTURES)

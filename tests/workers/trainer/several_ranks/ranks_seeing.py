@@ -28,7 +28,10 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
     torch.set_num_threads(1)
     fsdp.KEEP_WHOLE_BYTES = 0  # weights are gathered layer by layer, the tower's too
     kind = AutoConfig.from_pretrained(model).model_type
-    rows, trainers = rows_with(PROMPTS, kind=kind), list[PolicyTrainer]()  # in one process group, which ends with the last one
+    rows, trainers = (
+        rows_with(PROMPTS, kind=kind),
+        list[PolicyTrainer](),
+    )  # in one process group, which ends with the last one
     for name, freeze in FREEZES.items():
         config = TrainerConfig(
             num_ranks=num_ranks, freeze=freeze, optimizer=OptimizerConfig(**LINEAR),
