@@ -143,7 +143,8 @@ def astray(served: Served, eyes: Eyes) -> tuple[float, dict[str, float]]:
         name: eyes.apart(prompt, completions, features, DRAWN, positions=positions)
         for name, (features, positions) in mutants(eyes, prompt, completions[0]).items()
     }
-    print(f"{served.name}, {eyes.processor.family.kind}: normal {normal:.1e}", {name: f"{gap:.1e}" for name, gap in found.items()})
+    who = f"{served.name}, {eyes.processor.family.kind}"
+    print(f"{who}: normal {normal:.1e}", {name: f"{gap:.1e}" for name, gap in found.items()})
     return normal, found
 
 
