@@ -18,6 +18,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 MEASURES = {
     "tictactoe": ["accuracy/random", "heldout_reward/perfect"],
     "guess": ["accuracy/heldout"],
+    "see_and_move": ["accuracy/heldout"],
     "tool_use": ["accuracy/heldout"],
     "code": ["accuracy/heldout"],
     "agent": ["accuracy/heldout"],

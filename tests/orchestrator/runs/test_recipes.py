@@ -22,8 +22,12 @@ SMALL = [
     "rollout.engine=hf", "trainer.max_steps=2", "trainer.groups_per_step=4", "evaluation.every_steps=0",
     "trainer.num_threads=1", "tracking.samples_every_steps=1",
 ]  # fmt: skip
-FEWER = dict.fromkeys(("agent", "guess", "tictactoe", "tool_use"), ("algorithm.group_size=4",))
+FEWER = dict.fromkeys(("agent", "guess", "see_and_move", "tictactoe", "tool_use"), ("algorithm.group_size=4",))
 """Attempts of several turns each."""
+KINDS = {"moe": "mixture"} | dict.fromkeys(
+    ("count_shapes", "count_shapes_sft", "see_and_move", "see_and_move_sft"), "seeing"
+)
+"""Models of recipes that want another one than of text."""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +35,7 @@ def models(tmp_path_factory):
     directory = tmp_path_factory.mktemp("fresh")
     build_fresh_model(directory / "model", MODEL, seed=0)
     build_fresh_model(directory / "mixture", replace(MODEL, num_experts=4), seed=0)
+    build_fresh_model(directory / "seeing", replace(MODEL, num_vision_layers=1), seed=0)
     return directory
 
 
@@ -38,7 +43,7 @@ def models(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(packaged_recipes().keys() - ELSEWHERE))
 def test_a_recipe_trains(recipe, models, tmp_path, cluster):
-    model = models / ("mixture" if recipe == "moe" else "model")
+    model = models / KINDS.get(recipe, "model")
     words = [f"recipe={recipe}", f"model.path={model}", f"output_dir={tmp_path}", f"name={recipe}", *SMALL]
     words += [f"model.paths.{name}={model}" for name in ("teacher", "reward_model")]
     # From random weights every answer is wrong and every group agrees: nothing but length tells samples apart.
