@@ -268,6 +268,11 @@ class TrainerConfig:
         return self.num_gpus_per_rank > 0 if isinstance(chosen, str) else chosen
 
     @property
+    def freezes_tower(self) -> bool:
+        """True if the tower of a model that sees is not trained. Adapters are never put around it."""
+        return VISION in self.freeze or self.lora.rank > 0
+
+    @property
     def ranks_per_row(self) -> int:
         """Ranks that have the same rows and split the work on them."""
         return self.tensor_parallel_size * self.sequence_parallel_size

@@ -160,6 +160,8 @@ class EngineSpec:
     """Digest of the processor of the run's pictures (`workers/pictures/`); None: the run is one of text."""
     by_priority: bool = False
     """True if waiting requests of the lowest `Sampling.priority` are served first (vLLM)."""
+    tower_is_frozen: bool = False
+    """True if all versions see the same in a picture, so that it need not be computed again for each."""
 
 
 class RolloutEngine(Protocol):

@@ -296,7 +296,7 @@ class VllmEngine(VllmProcesses):
         try:
             if not paused:  # nobody to preempt: all there is to do is to drop the prefixes cached under the old weights
                 await self._phase(delivery, "pause", self.llm.reset_prefix_cache())
-                if self._pictures is not None:  # and what the old weights have seen in pictures
+                if self._pictures is not None and not self._keeps_seen:  # and what they have seen in pictures
                     await self._phase(delivery, "pause", self.llm.reset_encoder_cache())
             await self._begin(delivery)
         except PenstockError:
@@ -338,9 +338,17 @@ class VllmEngine(VllmProcesses):
     async def _load_part(self, delivery: Delivery, info: Info) -> None:
         await self._phase(delivery, "load", self.llm.update_weights(update_request(info)))
 
+    @property
+    def _keeps_seen(self) -> bool:
+        """True if what has been seen in pictures is what the next version would see, too."""
+        return self._pictures is not None and self._spec.tower_is_frozen
+
     async def _pause(self, delivery: Delivery) -> None:
+        keeps = self._keeps_seen
         try:
-            await self._phase(delivery, "pause", self.llm.pause_generation(mode="keep", clear_cache=True))
+            await self._phase(delivery, "pause", self.llm.pause_generation(mode="keep", clear_cache=not keeps))
+            if keeps:
+                await self._phase(delivery, "pause", self.llm.reset_prefix_cache(reset_running_requests=True))
         except PenstockError:
             await self._resume(delivery)
             raise

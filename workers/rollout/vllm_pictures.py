@@ -35,8 +35,11 @@ def picture_prompt(family: Family, prompt_ids: list[int], pictures: PromptPictur
 
     rows = torch.tensor(family.num_rows(features.grid_thw))
     tensors: Any = family.inputs(torch.from_numpy(features.pixel_values), torch.from_numpy(features.grid_thw))
+    # Of a prompt whose prefix is cached vLLM lets go of all fields but those that stay on the host. Weights that come
+    # while it is under way drop the prefix, and what has been seen of pictures: then pixels are needed after all.
     fields = family.inputs(
-        MultiModalFieldConfig.flat_from_sizes(IMAGE, rows), MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True)
+        MultiModalFieldConfig.flat_from_sizes(IMAGE, rows, keep_on_cpu=True),
+        MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),
     )
     return mm_input(
         prompt_ids,

@@ -153,7 +153,7 @@ class ActorMaker:
             config.rollout, self.local(actor.name, self._model_path), self._threads_of(actor),
             transport=choose_transport(config), phase_timeout_s=config.weights.phase_timeout_s,
             adapter=config.trainer.lora if config.trainer.lora.publishes_adapter else None,
-            picture_digest=self.sources.picture_digest,
+            picture_digest=self.sources.picture_digest, tower_is_frozen=config.trainer.freezes_tower,
         )  # fmt: skip
         return RolloutSpec(
             actor.name, engine, config.seed, self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")),

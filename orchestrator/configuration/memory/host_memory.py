@@ -107,5 +107,6 @@ def _of_engines(memory: RunMemory, num_engines: int) -> list[HostPart]:
 def _trained(memory: RunMemory) -> list[float]:
     """Trained parameters of each model of a trainer, over all ranks."""
     shape, lora = memory.shapes["policy"], memory.config.trainer.lora
-    whole = shape.adapter_parameters(lora.rank, lora.target_modules) if lora.rank else shape.num_parameters
+    frozen = shape.tower_parameters if memory.config.trainer.freezes_tower else 0
+    whole = shape.adapter_parameters(lora.rank, lora.target_modules) if lora.rank else shape.num_parameters - frozen
     return [float(whole)] * len(memory.trained)

@@ -1,7 +1,8 @@
 """The sizes of a model that its memory depends on, read from its config.json alone. Pure: no torch, no weights.
 
 Known are decoders of one kind: attention by heads, then a gated MLP or experts that are gated MLPs, as Llama, Mistral,
-Mixtral, Qwen2 and Qwen3 are. Others have None for a shape: no figure is better than a wrong one.
+Mixtral, Qwen2 and Qwen3 are, and the text of Qwen2-VL and Qwen2.5-VL, beside which is a tower that sees
+(`tower_shape.py`). Others have None for a shape: no figure is better than a wrong one.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,9 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.trainer import ALL_LINEAR
+from penstock.orchestrator.configuration.memory.tower_shape import TowerShape
 from penstock.workers.context_length import longest_context
 
-WITH_QKV_BIAS = ("qwen2",)
+WITH_TOWER = ("qwen2_vl", "qwen2_5_vl")
+"""Model types that see."""
+WITH_QKV_BIAS = ("qwen2", *WITH_TOWER)
 """Model types whose q, k and v always have biases; others say so by `attention_bias`."""
 WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
 """Model types that normalise each head of q and k."""
@@ -41,11 +45,20 @@ class ModelShape:
     experts_per_token: int = 1
     longest: int | None = None
     """Longest sequence, in tokens; None: not said."""
+    tower: TowerShape | None = None
+    """The part that sees; None: the model reads text only."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "ModelShape | None":
         """Read a config.json. None for a kind of model that is not known here, and for one that lacks a size."""
-        kind = values.get("model_type")
+        kind, tower = values.get("model_type"), None
+        if kind in WITH_TOWER:
+            tower = TowerShape.of(kind, values.get("vision_config") or {})
+            if tower is None:
+                return None
+            values = {**values, **(values.get("text_config") or {})} | {
+                "tie_word_embeddings": values.get("tie_word_embeddings", False)
+            }
         heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
         if kind not in KNOWN or not heads or not hidden or values.get("mlp_only_layers"):
             return None
@@ -71,6 +84,7 @@ class ModelShape:
                 num_experts=num_experts,
                 experts_per_token=values.get("num_experts_per_tok", 1) if num_experts else 1,
                 longest=longest_context(values),
+                tower=tower,
             )
         except KeyError:
             return None
@@ -108,8 +122,12 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, experts that a token does not see included; a tied tensor once."""
-        return self.num_layers * self.layer_parameters + self.root_parameters
+        """All parameters, experts that a token does not see and the tower that sees included; a tied tensor once."""
+        return self.num_layers * self.layer_parameters + self.root_parameters + self.tower_parameters
+
+    @property
+    def tower_parameters(self) -> int:
+        return self.tower.num_parameters if self.tower is not None else 0
 
     def adapter_parameters(self, rank: int, targets: Sequence[str] | None = None) -> int:
         """Parameters of LoRA's A and B around what is named so, by the last parts of names; None: around all linear

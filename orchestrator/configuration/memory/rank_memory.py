@@ -7,6 +7,9 @@ it, at some moments of an optimizer step, is what the moment needs; the largest 
     last layer        backward begins: all layers' activations; in the layer before, gradients are reduced, too
     first layer       one layer's activations, and gradients of all others
     end of backward   all gradients, and those of the root are reduced
+    tower             a frozen tower sees one picture, before anything else is there
+
+A tower that is trained keeps activations until the layers' backward is over.
 
 Whichever it is, the copy of the weights may be there that is published meanwhile (`workers/trainer/publishing.py`).
 
@@ -17,8 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
-from penstock.orchestrator.configuration.memory.activations import layer_saved, layer_temporaries, root_saved
+from penstock.orchestrator.configuration.memory.activations import FLOAT32, layer_saved, layer_temporaries, root_saved
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.configuration.memory.tower_shape import TowerShape
 
 MASTER, MOMENTS = 4, 8
 """Bytes of a float32 weight, and of AdamW's two moments of it."""
@@ -47,6 +51,8 @@ class RankSetting:
     """False for a scorer, which has weights alone, in the dtype that it computes with."""
     is_scalar: bool = False
     """True for a model with a scalar head: it has no output layer, and makes no logits."""
+    seen_share: float = 0.0
+    """Largest share of a row's tokens that stand for pictures, of a model that sees."""
     copied_bytes: float = 0.0
     """Bytes of the copy that is published while the next step is made."""
 
@@ -75,7 +81,11 @@ class RankSetting:
 
     @property
     def num_parameters(self) -> float:
-        return self.shape.num_layers * self.layer_parameters + self.root_parameters
+        return self.shape.num_layers * self.layer_parameters + self.root_parameters + self.shape.tower_parameters
+
+    @property
+    def trains_tower(self) -> bool:
+        return self.shape.tower is not None and self.is_trained and not self.config.freezes_tower
 
     @property
     def num_trained(self) -> float:
@@ -85,7 +95,7 @@ class RankSetting:
         if self.config.lora.rank:
             lora = self.config.lora
             return self.shape.adapter_parameters(lora.rank, lora.target_modules) / self.config.tensor_parallel_size
-        return self.num_parameters
+        return self.num_parameters - (0 if self.trains_tower else self.shape.tower_parameters)
 
     @property
     def trains_root(self) -> bool:
@@ -132,6 +142,8 @@ def rank_memory(setting: RankSetting) -> RankMemory:
             "first layer": _in_layer(setting, 1),
             "end of backward": _at_end(setting),
         }
+    if setting.shape.tower is not None and not setting.trains_tower:
+        moments["tower"] = _seeing(setting, setting.shape.tower)
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
     parts = resident | parts | {"publication": setting.copied_bytes}
     return RankMemory(parts, moment, on_host, _waiting(setting))
@@ -191,9 +203,10 @@ def _gathered(setting: RankSetting, num_layers: int, layers_left: int) -> float:
         return num_layers * layer * b if setting.config.deepspeed.zero_stage == 3 else 0.0
     if _is_kept_whole(setting):
         num_whole = layers_left if setting.is_only else setting.shape.num_layers
-        return b * (setting.root_parameters + num_whole * layer)
+        return b * (setting.root_parameters + num_whole * layer + setting.shape.tower_parameters)
     flat = layer if setting.num_shards > 1 else 0.0  # what is gathered ahead lies in one buffer first
-    return b * (setting.root_parameters + num_layers * layer + flat)
+    root = setting.root_parameters + (setting.shape.tower.root_parameters if setting.shape.tower is not None else 0)
+    return b * (root + num_layers * layer + flat)
 
 
 def _in_flight(setting: RankSetting, *, reduced: bool) -> float:
@@ -212,7 +225,7 @@ def _at_head(setting: RankSetting) -> dict[str, float]:
     return {
         "gradients": _gradients(setting, 0.0),
         "gathered weights": _gathered(setting, 1, num_layers),
-        "activations": _kept(setting, num_layers) + root_saved(setting),
+        "activations": _kept(setting, num_layers) + root_saved(setting) + _tower_kept(setting),
         "logits": logits_bytes(setting),
     }
 
@@ -224,7 +237,9 @@ def _in_layer(setting: RankSetting, layer: int) -> dict[str, float]:
     return {
         "gradients": gradients + _in_flight(setting, reduced=not is_last),
         "gathered weights": _gathered(setting, min(2, layer), layer),
-        "activations": _kept(setting, layer) + _recomputed(setting) + layer_temporaries(setting),
+        "activations": (
+            _kept(setting, layer) + _recomputed(setting) + layer_temporaries(setting) + _tower_kept(setting)
+        ),
         "logits": 0.0,
     }
 
@@ -239,6 +254,36 @@ def _at_end(setting: RankSetting) -> dict[str, float]:
         "activations": 0.0,
         "logits": 0.0,
     }
+
+
+def _seeing(setting: RankSetting, tower: TowerShape) -> dict[str, float]:
+    """A frozen tower's pass without gradient over the largest picture of a row: one block at a time, beside what enters
+    it."""
+    num_patches = setting.seen_share * setting.row_tokens * tower.merged
+    gathered = 0.0
+    if setting.is_trained or setting.num_shards > 1:
+        gathered = _gathered(setting, 0, setting.shape.num_layers)
+        if setting.config.engine == "fsdp" and not _is_kept_whole(setting):
+            gathered += 2 * setting.element_bytes * tower.block_parameters
+    of_patch = tower.block_saved(setting.element_bytes) + setting.element_bytes * tower.width
+    return {
+        "gradients": 0.0,
+        "gathered weights": gathered,
+        "activations": num_patches * (of_patch + FLOAT32 * tower.patch_numbers),
+        "logits": 0.0,
+    }
+
+
+def _tower_kept(setting: RankSetting) -> float:
+    """Bytes that a trained tower keeps of the pictures of a micro-batch, all of which each rank computes that splits a
+    row's tokens."""
+    tower = setting.shape.tower
+    if tower is None or not setting.trains_tower or _wait_on_host(setting):
+        return 0.0
+    of_patch = tower.num_layers * tower.block_saved(setting.element_bytes)
+    if setting.config.recomputes_layers:
+        of_patch = tower.num_layers * setting.element_bytes * tower.width + tower.block_saved(setting.element_bytes)
+    return setting.seen_share * setting.tokens * tower.merged * (of_patch + FLOAT32 * tower.patch_numbers)
 
 
 def _scoring(setting: RankSetting) -> dict[str, float]:

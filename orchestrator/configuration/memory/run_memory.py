@@ -203,9 +203,11 @@ def policy_setting(config: RunConfig, shape: ModelShape) -> RankSetting:
     rows_tokens = max(1, int(num_rows / trainer.num_minibatches)) * longest
     budget = max(trainer.microbatch_tokens, longest)
     is_only = rows_tokens <= budget and config.environment.name is None
+    read = max(0.0, 1 - config.rollout.sampling.max_tokens / longest)
     return RankSetting(
         shape, trainer, min(budget, rows_tokens) if is_only else budget, longest,
         is_only=is_only, attention=config.model.attention, on_gpu=trainer.num_gpus_per_rank > 0,
+        seen_share=read if shape.tower is not None and config.rollout.max_pictures else 0.0,
     )  # fmt: skip
 
 

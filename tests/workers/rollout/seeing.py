@@ -4,17 +4,21 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from penstock.algorithms.losses import sft_loss
 from penstock.conf.rollout import RolloutConfig
-from penstock.conf.trainer import TrainerConfig
+from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import Features, PictureProcessor
-from penstock.workers.protocols import Completion, EngineSpec, Sampling
+from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.sampling import sampling_logprobs
 from penstock.workers.trainer.models.sight import Sight
@@ -93,11 +97,19 @@ class Served:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         config = RolloutConfig(engine=name, max_model_len=256, kv_cache_gib=0.25, max_pictures=3)
-        self.name, self.engine = name, make_engine(EngineSpec(config, str(model_path), phase_timeout_s=30))
+        self._spec = EngineSpec(config, str(model_path), phase_timeout_s=30)
+        self.name, self.engine = name, make_engine(self._spec)
         self.call(self.engine.start())
 
     def call(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(600)
+        return self.begin(coroutine).result(600)
+
+    def begin(self, coroutine) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def load(self, publication: Publication, *, tower_is_frozen: bool = False) -> None:
+        object.__setattr__(self._spec, "tower_is_frozen", tower_is_frozen)  # not worth another engine
+        self.call(self.engine.load(publication))
 
     def generate(self, prompt, pictures, sampling: Sampling, num_samples: int = 2) -> list[Completion]:
         return self.call(self.engine.generate(prompt, num_samples, sampling, pictures))
@@ -170,24 +182,64 @@ def loaded(served: Served, eyes: Eyes, directory: Path) -> Iterator[int]:
         yield version
 
 
-def trained_apart(served: Served, eyes: Eyes, shown: str) -> float:
-    """Mean difference between what an engine reports of responses and what the trainer computes of them, padded with
-    those of another prompt, whose pictures differ."""
-    shown_too = TWO[1:] if shown == "no picture" else ()
+def sampled_rows(served: Served, eyes: Eyes, shown: Sequence[Sequence[bytes]]) -> tuple[Rows, np.ndarray]:
+    """Rows of two samples for each prompt, and what the engine reported of them."""
     columns: dict[str, list] = {name: [] for name in ("prompt_ids", "pictures", "picture_ranges", "response_ids")}
     reported = []
-    for encoded in (PICTURES[shown], shown_too):
+    for encoded in shown:
         prompt, pictures = eyes.prompt(encoded)
         for one in served.generate(prompt, pictures if encoded else None, DRAWN):
             row = (prompt, list(encoded), [number for one in pictures.ranges for number in one], one.token_ids)
             for values, value in zip(columns.values(), row, strict=True):
                 values.append(value)
             reported.append(one.logprobs)
-    trainer = PolicyTrainer(TrainerConfig(), str(eyes.path))
+    return Rows.from_lists(columns), np.concatenate(reported)
+
+
+@contextmanager
+def trainer_of(eyes: Eyes, **options: Any) -> Iterator[PolicyTrainer]:
+    """A trainer of the tiny model, which sees."""
+    trainer = PolicyTrainer(TrainerConfig(**options, optimizer=OptimizerConfig(lr=1e-2)), str(eyes.path))
     try:
         trainer.see(Sight(eyes.processor, trainer.model.lm.config))
         trainer.check_scores()
-        computed = trainer.logprobs(Rows.from_lists(columns))
+        yield trainer
     finally:
         trainer.close()
-    return float(np.mean(np.abs(np.concatenate(computed) - np.concatenate(reported))))
+
+
+def gap(trainer: PolicyTrainer, rows: Rows, reported: np.ndarray) -> float:
+    return float(np.abs(np.concatenate(trainer.logprobs(rows)) - reported).mean())
+
+
+def trained_apart(served: Served, eyes: Eyes, shown: str) -> float:
+    """Mean difference between what an engine reports of responses and what the trainer computes of them, padded with
+    those of another prompt, whose pictures differ."""
+    shown_too = TWO[1:] if shown == "no picture" else ()
+    with trainer_of(eyes) as trainer:
+        return gap(trainer, *sampled_rows(served, eyes, (PICTURES[shown], shown_too)))
+
+
+def published_apart(served: Served, eyes: Eyes, directory: Path, freeze: list[str]) -> dict[str, float]:
+    """Mean differences between engine and trainer, before and after a publication of other weights, which comes while
+    requests with pictures are under way; and of an engine that takes a trained tower for frozen."""
+    prompt, pictures = eyes.prompt(TWO)
+    with trainer_of(eyes, freeze=freeze) as trainer:
+        first = trainer.publish(str(directory), 10)
+        rows, reported = sampled_rows(served, eyes, (TWO, ()))
+        found = {"before": gap(trainer, rows, reported)}
+        trainer.update(rows, sft_loss)
+        second = trainer.publish(str(directory), 11)
+        try:
+            long = Sampling(max_tokens=150, seed=5, ignore_eos=True)
+            under_way = served.begin(served.engine.generate(prompt, 2, long, pictures))
+            served.load(second, tower_is_frozen=bool(freeze))
+            assert {one.versions[-1] for one in under_way.result(600)} == {11}
+            found["after"] = gap(trainer, *sampled_rows(served, eyes, (TWO, ())))
+            served.load(first)
+            sampled_rows(served, eyes, (TWO,))
+            served.load(second, tower_is_frozen=True)
+            found["taken for frozen"] = gap(trainer, *sampled_rows(served, eyes, (TWO,)))
+        finally:
+            served.load(first)
+    return found

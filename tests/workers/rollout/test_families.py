@@ -8,7 +8,18 @@ import pytest
 
 from penstock.workers.pictures.families import FAMILIES
 from tests.vision_models import ROPE, SECTIONS, build_vision_model
-from tests.workers.rollout.seeing import BAR, DRAWN, PICTURES, TWO, Eyes, Served, astray, loaded, trained_apart
+from tests.workers.rollout.seeing import (
+    BAR,
+    DRAWN,
+    PICTURES,
+    TWO,
+    Eyes,
+    Served,
+    astray,
+    loaded,
+    published_apart,
+    trained_apart,
+)
 
 KINDS = [kind for kind in FAMILIES if kind != "qwen2_5_vl"]
 VLLM = [pytest.mark.vllm, pytest.mark.slow]
@@ -55,6 +66,11 @@ def test_after_a_load_the_same_picture_is_seen_by_the_new_weights(served: Served
     for _ in loaded(served, eyes, tmp_path):
         completions = served.generate(prompt, pictures, DRAWN)
         assert eyes.apart(prompt, completions, eyes.processor.features(TWO), DRAWN) <= BAR
+
+
+def test_a_publication_reaches_an_engine_with_requests_under_way(served: Served, eyes: Eyes, tmp_path: Path) -> None:
+    found = published_apart(served, eyes, tmp_path, [])
+    assert max(found["before"], found["after"]) <= BAR
 
 
 @pytest.mark.parametrize("eyes", ["qwen3_vl"], indirect=True)

@@ -23,7 +23,18 @@ from penstock.workers.trainer.models.sight import Sight
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trajectory import Trajectory, row_columns
 from tests.vision_models import picture
-from tests.workers.rollout.seeing import BAR, DRAWN, PICTURES, TWO, Eyes, Served, astray, loaded, trained_apart
+from tests.workers.rollout.seeing import (
+    BAR,
+    DRAWN,
+    PICTURES,
+    TWO,
+    Eyes,
+    Served,
+    astray,
+    loaded,
+    published_apart,
+    trained_apart,
+)
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +226,16 @@ def test_turns_with_new_pictures_are_trained_as_they_were_sampled(served: Served
 @pytest.mark.parametrize("shown", PICTURES)
 def test_the_trainer_computes_of_responses_what_the_engine_reported(served: Served, eyes: Eyes, shown: str) -> None:
     assert trained_apart(served, eyes, shown) <= BAR
+
+
+@pytest.mark.parametrize("freeze", [[], ["vision"]], ids=["tower trained", "tower frozen"])
+def test_engines_see_with_what_the_trainer_publishes(
+    served: Served, eyes: Eyes, tmp_path: Path, freeze: list[str]
+) -> None:
+    """Also for requests that are under way meanwhile. A frozen tower need not see again, and a trained one has to."""
+    found = published_apart(served, eyes, tmp_path, freeze)
+    assert max(found["before"], found["after"]) <= BAR
+    if freeze or served.name == "hf":  # which keeps nothing of what it has seen
+        assert found["taken for frozen"] <= BAR
+    else:
+        assert found["taken for frozen"] > 100 * BAR

@@ -33,3 +33,13 @@ MIXTRAL: dict[str, Any] = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000, "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }  # fmt: skip
+TOWER = {
+    "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3, "patch_size": 14,
+    "out_hidden_size": 3584, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+QWEN25_VL_7B: dict[str, Any] = QWEN2_7B | {"model_type": "qwen2_5_vl", "vision_config": TOWER}
+QWEN2_VL_7B: dict[str, Any] = QWEN2_7B | {
+    "model_type": "qwen2_vl",
+    "vision_config": TOWER | {"embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4},
+}

@@ -1,12 +1,15 @@
 """Sizes of a model from its config.json, against transformers' own."""
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.configuration.memory.tower_shape import TowerShape
 from tests.orchestrator.configuration.memory import shapes
+from tests.workers.trainer import seeing
 
 TINY = {
     "model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -25,6 +28,48 @@ def test_parameters_are_as_many_as_transformers_makes(name: str) -> None:
     shape = ModelShape.of(values)
     assert shape is not None
     assert shape.num_parameters == sum(parameter.numel() for parameter in lm.parameters())
+
+
+def config_of_a_tiny_model_that_sees() -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    named: dict[str, Any] = {"text_config": seeing.TEXT, "vision_config": seeing.VISION["qwen2_5_vl"]}
+    config = AutoConfig.for_model("qwen2_5_vl", tie_word_embeddings=True, **named)
+    return json.loads(config.to_json_string(use_diff=False))  # as it is saved: the text's sizes in a part of their own
+
+
+SEEING = {
+    "QWEN25_VL_7B": lambda: shapes.QWEN25_VL_7B,
+    "QWEN2_VL_7B": lambda: shapes.QWEN2_VL_7B,
+    "tiny": config_of_a_tiny_model_that_sees,
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_parameters_of_a_model_that_sees_are_as_many_as_transformers_makes(name: str) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    values = SEEING[name]()
+    with torch.device("meta"):
+        lm = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**values))
+    lm.tie_weights()
+    shape = ModelShape.of(values)
+    assert shape is not None
+    assert shape.tower_parameters == sum(parameter.numel() for parameter in lm.model.visual.parameters())
+    assert shape.num_parameters == sum(parameter.numel() for parameter in lm.parameters())
+    if name == "QWEN25_VL_7B":
+        assert shape.num_parameters == 8_292_166_656  # as its files on the hub have
+
+
+def test_parameters_of_a_tower_by_hand() -> None:
+    """A tower of width 4 whose MLP is 6 wide, of patches of 12 numbers, two by two of which make a feature of 8."""
+    values = {"depth": 3, "hidden_size": 4, "intermediate_size": 6, "in_channels": 3, "patch_size": 2,
+              "temporal_patch_size": 1, "spatial_merge_size": 2, "out_hidden_size": 8}  # fmt: skip
+    tower = TowerShape.of("qwen2_5_vl", values)
+    assert tower is not None
+    assert tower.block_parameters == (4 * 16 + 4 * 4) + (3 * 24 + 2 * 6 + 4) + 2 * 4
+    assert tower.root_parameters == 12 * 4 + 4 + (16 * 16 + 16) + (16 * 8 + 8)
+    assert tower.num_parameters == 3 * 176 + 460
 
 
 def test_parameters_of_a_layer_by_hand() -> None:
@@ -52,7 +97,14 @@ def test_adapters_of_experts_are_counted_where_they_are_named() -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"model_type": "deepseek_v3"}, {"intermediate_size": None}, {"mlp_only_layers": [0]}, {"hidden_size": None}],
+    [
+        {"model_type": "deepseek_v3"},
+        {"intermediate_size": None},
+        {"mlp_only_layers": [0]},
+        {"hidden_size": None},
+        {"model_type": "qwen2_5_vl"},
+        {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}},
+    ],
 )
 def test_a_kind_of_model_that_is_not_known_has_no_sizes(changed: dict[str, Any]) -> None:
     values = {key: value for key, value in (TINY | changed).items() if value is not None}
