@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
 from penstock.conf.errors import WeightError
 from penstock.workers.local_files import FreeSpace, part_of, write_whole
 from penstock.workers.trainer.engines.engine import TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
 from penstock.workers.trainer.exported_files import INDEX, SINGLE, remove_weights, shard_name
+from penstock.workers.trainer.models.pictures import tower_of
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece, Span, spans_by_tensor
 from penstock.workers.weights.publication.layout import DTYPE_BYTES, Layout, compute_layout
@@ -82,8 +83,8 @@ def plan_files(tensors: dict[str, tuple[tuple[int, ...], str]], num_ranks: int) 
 
 def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> dict[str, int]:
     """Write the model; return the weight files, with their bytes, that this rank has written. `model_path`: where
-    configuration and tokenizer come from. Where LoRA was trained, its weights are merged, and the adapter alone lies in
-    `adapter/`. Collective. Raises `WeightError` where a file cannot be written."""
+    configuration, tokenizer and processor come from. Where LoRA was trained, its weights are merged, and the adapter
+    alone lies in `adapter/`. Collective. Raises `WeightError` where a file cannot be written."""
     target, ranks = Path(directory), engine.ranks
     tensors = spans_by_tensor(engine.pieces(), dtype, ranks.gather_ranks)
     plan = plan_files({each.name: (each.shape, each.dtype) for each in tensors}, ranks.num_ranks)
@@ -103,7 +104,7 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
             if len(plan.names) > 1:
                 write_whole(target / INDEX, index := plan.index())
                 written[INDEX] = len(index.encode())
-            _copy_tokenizer(model_path, target)
+            _copy_texts(model_path, target, sees=bool(tower_of(engine.model.lm)))
             _write_config(engine, target, dtype)
         save_adapter(engine.model.lm, target / ADAPTER_FOLDER, ranks.rank == 0)
     ranks.barrier()
@@ -168,11 +169,12 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _copy_tokenizer(model_path: str, target: Path) -> None:
-    """Copy a directory's files as they are, weights left out; a hub id's tokenizer through transformers."""
+def _copy_texts(model_path: str, target: Path, *, sees: bool) -> None:
+    """Copy a directory's files as they are, weights left out; a hub id's tokenizer through transformers, or its
+    processor: tokenizer, chat template, and what makes pixels of pictures."""
     source = Path(model_path)
     if not source.is_dir():
-        AutoTokenizer.from_pretrained(model_path).save_pretrained(target)
+        (AutoProcessor if sees else AutoTokenizer).from_pretrained(model_path).save_pretrained(target)
     elif source.resolve() != target.resolve():
         shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHT_FILES), dirs_exist_ok=True)
 

@@ -39,8 +39,9 @@ from penstock.workers.trainer.models.language_model import (
     open_causal_lm,
     use_liger,
 )
-from penstock.workers.trainer.models.pictures import check_sees, freeze_tower
+from penstock.workers.trainer.models.pictures import check_sees, freeze_tower, has_frozen_tower
 from penstock.workers.trainer.models.routing import Routers
+from penstock.workers.trainer.models.sight import FrozenTower, Sight
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.publishing import Publisher
 from penstock.workers.trainer.ranks import Ranks, phase
@@ -49,7 +50,7 @@ from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Batcher, LossInputs, Minibatch
-from penstock.workers.trainer.update.pictures import Eyes
+from penstock.workers.trainer.update.pictures import Pictures
 from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padding_share
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
@@ -129,7 +130,7 @@ class PolicyTrainer:
         self.packs = packed_attention.choose(self.model.lm, config.packing)
         """True if rows of a micro-batch are packed (`trainer.packing`)."""
         self.model.requires_grad_(self.trainable)
-        check_sees(self.model.lm, config)
+        check_sees(self.model.lm)
         if VISION in config.freeze:
             freeze_tower(self.model.lm)
         if config.liger:
@@ -157,12 +158,21 @@ class PolicyTrainer:
         self.routers = self.routers or Routers(self.model.lm, REPLAY_KEY)
         self.routers.check_weights()
 
-    def see(self, eyes: Eyes) -> None:
+    def see(self, eyes: Sight) -> None:
         """Read the pictures of rows by this processor, which is the model's own, and leave special tokens of vision no
-        probability, as engines do."""
+        probability, as engines do. Collective."""
         self._batcher = replace(self._batcher, eyes=eyes)
         if isinstance(self.model, PolicyModel):
+            if has_frozen_tower(self.model.lm):
+                eyes.keep_features(FrozenTower(self._features, self.engine.free, self.ranks))
             self.model.lm.get_output_embeddings().ban(eyes.token_ids)
+
+    def _features(self, pictures: Pictures) -> Tensor:
+        """What the tower sees in pictures alone, `[U, E]`. Collective."""
+        nothing = torch.zeros(0, dtype=torch.int64, device=self.ranks.device)
+        with self._phase("what the tower sees"):
+            features_UE, _ = self.engine.forward(None, nothing, nothing, "none", None, None, False, pictures)
+        return features_UE
 
     def check_scores(self) -> None:
         """Compare log-probabilities of a few tokens with those by the logits of the model's own forward: whatever a
@@ -191,7 +201,7 @@ class PolicyTrainer:
             temperature = None
         if self.routers is not None:
             self.routers.follow(batch.experts_SLW)
-        seen = () if batch.pictures is None else (False, batch.pictures)
+        seen = () if batch.pictures is None else (False, batch.pictures.to(self.ranks.device))
         logprobs_N, entropy_N = self.engine.forward(
             batch.input_ids_SL, batch.positions_N, batch.targets_N, entropy, temperature, batch.blocks, *seen
         )

@@ -1,14 +1,17 @@
 """A tiny model that sees, rows with pictures, and a processor that makes them up: for tests of the trainer."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.families import FAMILIES
-from penstock.workers.trainer.models.pictures import blank_picture
+from penstock.workers.pictures.processor import Features
+from penstock.workers.trainer.models.sight import Sight
 from penstock.workers.trainer.update.pictures import Picture, num_tokens
 
 PAD, PATCH, SIDE = 5, 3 * 2 * 14 * 14, 56
@@ -47,12 +50,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def model_that_sees(kind: str) -> Any:
-    """A model of this kind, whose weights are large enough for pictures to matter."""
+def model_that_sees(kind: str, text: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """A model of this kind, whose weights are large enough for pictures to matter. `text`: other sizes of what reads
+    text."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    config = AutoConfig.for_model(kind, tie_word_embeddings=True, **deepcopy(CONFIGS[kind]))
+    sizes = deepcopy(CONFIGS[kind])
+    sizes["text_config"] |= text
+    config = AutoConfig.for_model(kind, tie_word_embeddings=True, **sizes)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").float().eval()
     with torch.no_grad():
@@ -74,17 +80,25 @@ def picture(key: str, height: int, width: int, kind: str = "qwen2_5_vl") -> Pict
     return Picture(key, random.randn(height * width, PATCH).astype(np.float32), (1, height, width))
 
 
-class MadeUp:
+class MadeUpProcessor:
     """A processor of pictures that are written as `a 4 6`: a key, height and width in patches."""
 
     def __init__(self, config: Any) -> None:
-        self.kind = config.model_type
-        self.merge, self.blank = merge_of(self.kind), blank_picture(config)
-        self.token_ids = tuple(getattr(config, name) for name in FAMILIES[self.kind].tokens)
+        self.kind, self.family = config.model_type, FAMILIES[config.model_type]
+        self.token_ids = tuple(getattr(config, name) for name in self.family.tokens)
 
-    def see(self, encoded: Any) -> Picture:
-        key, height, width = bytes(encoded).decode().split()
-        return picture(key, int(height), int(width), self.kind)
+    def features(self, encoded: list[bytes]) -> Features:
+        ((key, height, width),) = (one.decode().split() for one in encoded)
+        made = picture(key, int(height), int(width), self.kind)
+        return Features(made.pixels_PC, np.array([made.grid]))
+
+
+class MadeUp(Sight):
+    """The eyes of a trainer, with that processor."""
+
+    def __init__(self, config: Any) -> None:
+        processor: Any = MadeUpProcessor(config)
+        super().__init__(processor, config)
 
 
 def rows_with(prompts: list[list[str]], seed: int = 0, kind: str = "qwen2_5_vl") -> Rows:
@@ -107,6 +121,6 @@ def rows_with(prompts: list[list[str]], seed: int = 0, kind: str = "qwen2_5_vl")
     return Rows.from_lists(columns)
 
 
-def save_model(kind: str, directory: Path) -> str:
-    model_that_sees(kind).save_pretrained(directory)
+def save_model(kind: str, directory: Path, text: Mapping[str, Any] = MappingProxyType({})) -> str:
+    model_that_sees(kind, text).save_pretrained(directory)
     return str(directory)

@@ -1,6 +1,12 @@
 """A trainer of a model that sees: log-probabilities of rows with pictures, and what an update changes."""
 
-from collections.abc import Callable
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,10 +14,14 @@ import pytest
 import torch
 
 from penstock.algorithms.losses import ppo_clip_loss
-from penstock.conf.errors import ConfigError, DataError
+from penstock.conf.errors import DataError
 from penstock.conf.trainer import LoraConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.families import FAMILIES
+from penstock.workers.pictures.processor import PictureProcessor
+from penstock.workers.trainer.models import sight
+from penstock.workers.trainer.models.sight import FrozenTower
+from tests.rank_processes import ROOT
 from tests.workers.trainer.seeing import PAD, MadeUp, rows_with, save_model
 
 PROMPTS = [["a 4 6"], [], ["b 8 4", "a 4 6"], ["a 4 6"]]
@@ -98,6 +108,100 @@ def test_a_picture_with_another_number_of_features_than_placeholders_is_refused(
         make().logprobs(rows)
 
 
-def test_a_model_that_sees_is_not_split_in_ways_that_are_not_known(make_trainer: Make, seeing_path: str) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.engine: a model that sees"):
-        make_trainer(seeing_path, engine="deepspeed")
+def test_a_frozen_tower_sees_each_picture_once_whatever_the_passes(make: Make) -> None:
+    """Two pictures, in three rows, in four passes and two updates; and what is computed with them stays the same."""
+    rows, trainer = rows_with(PROMPTS), make(max_tokens_per_microbatch=40, num_minibatches=2)
+    before = trainer.logprobs(rows)
+    with watched(trainer) as passes:
+        again = trainer.logprobs(rows)
+        trainer.update(rows, ppo_clip_loss)
+    assert passes == []
+    for ours, own in zip(again, before, strict=True):
+        np.testing.assert_array_equal(ours, own)
+    with watched(trainer) as passes:
+        trainer.logprobs(rows_with([["c 4 4"], ["a 4 6", "c 4 4"], []]))
+    assert passes == [[[1, 4, 4]]]
+
+
+def test_a_tower_that_is_trained_sees_pictures_anew(make: Make, tmp_path: Path) -> None:
+    """Whatever was kept of what it saw before would be far off."""
+    rows, trainer = rows_with(PROMPTS), make(freeze=[], lr=1e-2)
+    kept = MadeUp(trainer.model.lm.config)
+    nothing, forward = torch.zeros(0, dtype=torch.int64), trainer.engine.forward
+    see = lambda pictures: forward(None, nothing, nothing, "none", None, None, False, pictures)[0]  # noqa: E731
+    kept.keep_features(FrozenTower(see, trainer.engine.free, trainer.ranks))
+    kept.look(rows)
+    trainer.update(rows, ppo_clip_loss)
+    trainer.export(str(tmp_path))
+    own = np.concatenate(own_logprobs(str(tmp_path), rows))
+    gap = np.abs(np.concatenate(trainer.logprobs(rows)) - own).mean()
+    trainer.see(kept)
+    mutant = np.abs(np.concatenate(trainer.logprobs(rows)) - own).mean()
+    assert gap < 1e-5
+    assert mutant > 100 * max(gap, 1e-7)
+
+
+HUB = """
+import sys
+from pathlib import Path
+from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.trainer import PolicyTrainer
+trainer = PolicyTrainer(TrainerConfig(), sys.argv[1])
+trainer.export(sys.argv[2])
+trainer.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["directory", "hub"])
+def test_an_exported_model_sees_as_the_one_that_was_trained(
+    make_trainer: Make, vision_model: Path, tmp_path: Path, place: str
+) -> None:
+    """It has what makes pixels of pictures, and the chat template that has places for them, wherever it came from."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    exported = tmp_path / "exported"
+    if place == "directory":
+        make_trainer(str(vision_model)).export(str(exported))
+    else:  # the hub's cache is known when a process starts
+        cached = tmp_path / "hub" / "models--someone--seeing"
+        shutil.copytree(vision_model, cached / "snapshots" / "abc")
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text("abc")
+        offline = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-c", HUB, "someone/seeing", exported]
+        subprocess.run(command, check=True, env=os.environ | offline, cwd=ROOT)
+    assert PictureProcessor.of(str(exported)).digest == PictureProcessor.of(str(vision_model)).digest
+    before, after = (AutoProcessor.from_pretrained(one) for one in (vision_model, exported))
+    assert after.chat_template == before.chat_template
+    assert after.tokenizer.get_vocab() == before.tokenizer.get_vocab()
+    before, after = (AutoModelForImageTextToText.from_pretrained(one).state_dict() for one in (vision_model, exported))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_kept_of_pictures_is_bounded_but_for_the_rows_at_hand(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sight, "REMEMBERED_BYTES", 0)
+    rows, trainer = rows_with(PROMPTS), make()
+    first = trainer.logprobs(rows)
+    with watched(trainer) as passes:
+        for ours, own in zip(trainer.logprobs(rows), first, strict=True):
+            np.testing.assert_array_equal(ours, own)
+        trainer.logprobs(rows_with([["c 4 4"]]))
+        trainer.logprobs(rows_with([["a 4 6"]]))
+    assert passes == [[[1, 4, 4]], [[1, 4, 6]]]
+
+
+@contextmanager
+def watched(trainer: Any) -> Iterator[list[Any]]:
+    """The grids of what the tower is called with."""
+    calls: list[Any] = []
+
+    def note(module: Any, arguments: Any, keywords: Any) -> None:
+        calls.append(keywords["grid_thw"].tolist())
+
+    hook = trainer.model.lm.base_model.visual.register_forward_pre_hook(note, with_kwargs=True)
+    yield calls
+    hook.remove()

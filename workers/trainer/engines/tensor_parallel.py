@@ -5,9 +5,9 @@
     o, down:           rows of the product, columns of the weight   ─▶ partial sums ─▶ all-reduce
     experts:           each rank some of them whole (`experts.py`)  ─▶ partial sums ─▶ all-reduce
 
-Embeddings, norms, routers and the output layer are whole on every rank. The model itself says which layers are split
-how (`base_model_tp_plan` of its configuration). FSDP2 then splits what is left along the other dims of the mesh
-(`mesh.py`).
+Embeddings, norms, routers, the output layer and a tower that sees are whole on every rank. The model itself says which
+layers are split how (`base_model_tp_plan` of its configuration). FSDP2 then splits what is left along the other dims of
+the mesh (`mesh.py`).
 
 Legend: T ranks that split the layers of one model.
 """
@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from penstock.conf.errors import ConfigError
 from penstock.workers.trainer.engines.experts import ExpertsSplit
 from penstock.workers.trainer.engines.mesh import RankMesh, local, tensor_placement
+from penstock.workers.trainer.models import packed_attention
 
 KEY = "trainer.tensor_parallel_size"
 COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -76,14 +77,15 @@ class TensorParallel:
 def plan_of(lm: Any, size: int) -> dict[str, str]:
     """The split of each module of the decoder layers, by its full name. Raises `ConfigError` where heads or widths do
     not divide, or the model asks for a way that is not known here."""
-    config = lm.config
+    text = packed_attention.text_model(lm).base_model
+    config = text.config
     _check_divides(
         size, **{name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
     )
     patterns = getattr(config, "base_model_tp_plan", None) or {}
-    prefix = f"{lm.base_model_prefix}."
+    prefix = next(name for name, module in lm.named_modules() if module is text) + "."
     plan = {}
-    for name, module in lm.base_model.named_modules():
+    for name, module in text.named_modules():
         style = next((style for pattern, style in patterns.items() if fnmatchcase(name, pattern)), None)
         if style is None or isinstance(module, nn.Embedding):
             continue

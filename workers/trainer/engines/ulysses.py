@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from penstock.conf.errors import ConfigError
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.update.batching import PAD_ID
+from penstock.workers.trainer.update.pictures import Pictures
 
 KEY = "trainer.sequence_parallel_size"
 ATTENTION = "penstock_ulysses"
@@ -44,22 +45,26 @@ class SequenceParallel:
         self._peers = peers
         self._rank, self._size = peers.rank(), peers.size()
         check(lm, self._size, tensor_parallel_size)
-        lm.set_attn_implementation(ATTENTION)
-        lm.base_model.register_forward_pre_hook(self._tell, with_kwargs=True)
+        text = packed_attention.text_model(lm)
+        text.set_attn_implementation(ATTENTION)
+        text.base_model.register_forward_pre_hook(self._tell, with_kwargs=True)
 
     def _tell(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Add the positions of the base model's tokens in the whole row to its arguments."""
-        ids = keywords["input_ids"]
-        width = ids.shape[1]
+        read = keywords["input_ids"] if keywords.get("inputs_embeds") is None else keywords["inputs_embeds"]
+        width = read.shape[1]
         if (positions := keywords.get("position_ids")) is None:
-            positions = torch.arange(width * self._size, device=ids.device).unsqueeze(0)
-        padded = functional.pad(positions, (0, width * self._size - positions.shape[1]))
-        own = padded[:, self._rank * width : (self._rank + 1) * width]
+            positions = torch.arange(width * self._size, device=read.device).unsqueeze(0)
+        padded = functional.pad(positions, (0, width * self._size - positions.shape[-1]))
+        own = padded[..., self._rank * width : (self._rank + 1) * width]
         return arguments, keywords | {"position_ids": own, PEERS: self._peers}
 
-    def __call__(self, model: nn.Module, input_ids_BL: Tensor, positions_N: Tensor, *rest: Any) -> Any:
+    def __call__(self, model: nn.Module, input_ids_BL: Tensor | None, positions_N: Tensor, *rest: Any) -> Any:
         """Return what `model` answers for all places, on every rank. `rest`: further arguments, of which tensors are
-        `[N]`. Collective over the P ranks."""
+        `[N]`. Of pictures each rank computes all, and reads the features that belong to its own tokens. Collective over
+        the P ranks."""
+        if input_ids_BL is None:  # pictures alone
+            return model(None, positions_N, *rest)
         length = input_ids_BL.shape[1]
         width = -(-length // self._size)
         padded_BL = functional.pad(input_ids_BL, (0, width * self._size - length), value=PAD_ID)
@@ -68,11 +73,17 @@ class SequenceParallel:
         answers = model(
             padded_BL[:, self._rank * width : (self._rank + 1) * width],
             (row_N * width + token_N % width).index_select(0, own),
-            *(value.index_select(0, own) if isinstance(value, Tensor) else value for value in rest),
+            *(self._own(value, own, width, length) for value in rest),
         )
         if isinstance(answers, tuple):
             return tuple(self._whole(answer, own, len(positions_N)) for answer in answers)
         return self._whole(answers, own, len(positions_N))
+
+    def _own(self, value: Any, own: Tensor, width: int, length: int) -> Any:
+        """What this rank needs of a further argument."""
+        if isinstance(value, Pictures):
+            return value.columns(self._rank * width, width, length)
+        return value.index_select(0, own) if isinstance(value, Tensor) else value
 
     def _whole(self, answer: Tensor | None, own: Tensor, count: int) -> Tensor | None:
         return None if answer is None else _Whole.apply(answer, own, count, self._peers)
@@ -156,7 +167,7 @@ def _exchange(parts: Tensor, peers: dist.ProcessGroup) -> Tensor:
 def check(lm: Any, size: int, tensor_parallel_size: int) -> None:
     """Raise `ConfigError` for a model whose attention cannot be split over `size` ranks, each of which has its heads
     divided by `tensor_parallel_size` already."""
-    config = lm.config
+    config = packed_attention.text_model(lm).config
     if config._attn_implementation not in ("sdpa", packed_attention.PACKED):
         raise ConfigError(
             f"{KEY}={size} computes attention by sdpa, and model.attention={config._attn_implementation}. Set "

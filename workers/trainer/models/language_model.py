@@ -75,7 +75,7 @@ class PolicyModel(nn.Module):
 
     def forward(
         self,
-        input_ids_BL: Tensor,
+        input_ids_BL: Tensor | None,
         positions_N: Tensor,
         targets_N: Tensor,
         entropy: str = "none",
@@ -87,17 +87,20 @@ class PolicyModel(nn.Module):
         """Log-probabilities `[N]` of `targets_N`, and entropies `[N]` of the distributions they are from, in nats,
         float32.
 
-        `input_ids_BL`: int64, padded on the right. No mask and no positions are needed: attention is causal, so what
-        is on the right reaches no real token, and each row starts at position 0. With `blocks`, `[1, L]` without
-        padding (`packed_attention.choose` has prepared the model). `positions_N`: int64, places in the
-        flattened `[B * L]` that predict `targets_N` (a target's own place minus one). `entropy`: "none"; "value",
-        without gradient; "gradient". `temperature`: in the place of the model's; of each target, the bits of float32 as
-        int32 `[N]`, since an engine in bfloat16 rounds all floating-point arguments. `own`: by the logits of the
-        model's own forward, all of them at once; for `check_scores`. `pictures`: what a model sees that has a vision
-        tower; it has some in every call, if only a blank one.
+        `input_ids_BL`: int64, padded on the right; None: features of `pictures` are returned instead. No mask and no
+        positions are needed: attention is causal, so what is on the right reaches no real token, and each row starts at
+        position 0. With `blocks`, `[1, L]` without padding (`packed_attention.choose` has prepared the model).
+        `positions_N`: int64, places in the flattened `[B * L]` that predict `targets_N` (a target's own place minus
+        one). `entropy`: "none"; "value", without gradient; "gradient". `temperature`: in the place of the model's; of
+        each target, the bits of float32 as int32 `[N]`, since an engine in bfloat16 rounds all floating-point
+        arguments. `own`: by the logits of the model's own forward, all of them at once; for `check_scores`. `pictures`:
+        what a model sees that has a vision tower; it has some in every call, if only a blank one.
         """
         if entropy not in ENTROPY:
             raise ValueError(f"entropy={entropy!r}: unknown{suggest(entropy, ENTROPY)}")
+        if input_ids_BL is None:
+            assert pictures is not None
+            return eyes.features(self.lm, pictures), None
         if own:
             read = inputs_of(self.lm, input_ids_BL, blocks, pictures)
             logits_BLV = self.lm(use_cache=False, **read).logits

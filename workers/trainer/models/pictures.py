@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError
-from penstock.conf.trainer import TrainerConfig
 from penstock.workers.pictures.families import FAMILIES, Family, refusal
 from penstock.workers.trainer.update.pictures import Picture, Pictures, place
 
@@ -30,8 +29,10 @@ def tower_of(lm: Any) -> list[nn.Module]:
 
 
 def features(lm: Any, pictures: Pictures) -> Tensor:
-    """What the tower sees in all distinct pictures, `[U, E]`: side by side what goes among the embeddings, and for some
+    """What the tower sees in all distinct pictures, or has seen where it is frozen, `[U, E]`: side by side what goes among the embeddings, and for some
     families what is added to the hidden states after each of the first layers."""
+    if pictures.features_UE is not None:
+        return pictures.features_UE
     family: Any = family_of(lm)
     seen = lm.base_model.get_image_features(**family.inputs(pictures.pixels_PC, pictures.grids_K3))
     parts = (seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ()))
@@ -61,21 +62,19 @@ def keywords(lm: Any, input_ids_SL: Tensor, pictures: Pictures | None) -> dict[s
     return read | {"visual_pos_masks": is_seen_SL, "deepstack_visual_embeds": deeper}
 
 
-def check_sees(lm: Any, config: TrainerConfig) -> None:
-    """Raise `ConfigError` for a model that sees in a way, or is split in one, that is not known here."""
+def check_sees(lm: Any) -> None:
+    """Raise `ConfigError` for a model that sees in a way that is not known here."""
     kind, family = lm.config.model_type, family_of(lm)
-    if family is None:
-        if hasattr(lm.base_model, "visual"):
-            raise ConfigError(f"model.path: {kind!r} is {refusal(kind)}. Choose one of them.")
-        return
-    family.check(lm.config)
-    split = {
-        "trainer.engine": config.engine != "fsdp",
-        "trainer.tensor_parallel_size": config.tensor_parallel_size > 1,
-        "trainer.sequence_parallel_size": config.sequence_parallel_size > 1,
-    }
-    if keys := [key for key, is_split in split.items() if is_split]:
-        raise ConfigError(f"{keys[0]}: a model that sees ({kind}) is not split so yet. Leave it as it is by default.")
+    if family is not None:
+        family.check(lm.config)
+    elif hasattr(lm.base_model, "visual"):
+        raise ConfigError(f"model.path: {kind!r} is {refusal(kind)}. Choose one of them.")
+
+
+def has_frozen_tower(lm: Any) -> bool:
+    """Return whether a model that sees keeps seeing the same, whatever is trained of it."""
+    parameters = [parameter for module in tower_of(lm) for parameter in module.parameters()]
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def freeze_tower(lm: Any) -> int:

@@ -65,7 +65,8 @@ class MicroBatch:
     """Records of the experts that the engine chose, `[S * L, W]` int16, `UNKNOWN` where it has not read the token;
     None: not recorded."""
     pictures: Pictures | None = None
-    """What the model sees, if only a blank picture; None: it reads text only."""
+    """What the model sees, if only a blank picture; None: it reads text only. It stays on the host until it is read: in
+    a batch with pictures it is most of the bytes."""
 
     @property
     def is_dummy(self) -> bool:
@@ -95,7 +96,7 @@ class MicroBatch:
             temperatures_N=None if self.temperatures_N is None else self.temperatures_N.to(device, non_blocking=True),
             blocks=None if self.blocks is None else self.blocks.to(device),
             experts_SLW=None if self.experts_SLW is None else self.experts_SLW.to(device, non_blocking=True),
-            pictures=None if self.pictures is None else self.pictures.to(device),
+            pictures=self.pictures,
             **moved,
         )
 

@@ -112,6 +112,7 @@ class Batcher:
 
     def microbatches(self, rows: Rows) -> list[MicroBatch]:
         """Cut all rows for a pass without a loss."""
+        self._look(rows)
         parts = np.arange(len(rows)).reshape(-1, 1) if self.rows_alone else [np.arange(len(rows))]
         batches = [batch for part in parts for batch in self._cut(rows, part, ())]
         count = max(self.ranks.gather(len(batches)))
@@ -119,6 +120,7 @@ class Batcher:
 
     def minibatches(self, rows: Rows, inputs: LossInputs) -> list[Minibatch]:
         """Make a minibatch for each optimizer step of an update, with the columns that the loss takes."""
+        self._look(rows)
         columns = inputs.columns
         if "behavior_logprobs" in rows and "behavior_logprobs" not in columns:
             columns = (*columns, "behavior_logprobs")
@@ -135,6 +137,10 @@ class Batcher:
             totals = sum((other for _, other in others), BatchTotals(0, 0))
             minibatches.append(Minibatch(self._pad(batches, max(number for number, _ in others)), totals))
         return minibatches
+
+    def _look(self, rows: Rows) -> None:
+        if self.eyes is not None:
+            self.eyes.look(rows)
 
     def _cut(
         self, rows: Rows, positions: np.ndarray, columns: tuple[str, ...], *, whole_groups: bool = False

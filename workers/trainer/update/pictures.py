@@ -9,12 +9,12 @@ Tokens of text have one position on all three axes. A picture's have one positio
 height and width, and the text goes on after the longer side (M-RoPE, Qwen2-VL, arXiv 2409.12191). Positions are found
 for each sequence by its own pictures, before anything is padded or packed.
 
-Legend: S sequences, L tokens of the longest, K distinct pictures, P patches of all of them, C numbers of a patch, F
-placeholders of all sequences.
+Legend: S sequences, L tokens of the longest, K distinct pictures, P patches of all of them, C numbers of a patch, U
+features of E numbers, F placeholders of all sequences.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +39,8 @@ class Picture:
     """Patches, float32; of a family without grids `[1, channels, height, width]`."""
     grid: tuple[int, int, int]
     """Patches in time, height and width."""
+    features_UE: Tensor | None = None
+    """What a frozen tower sees in it, on the host; then no pixels are needed. None: it is computed where it is read."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,22 @@ class Pictures:
     """Feature that goes there, of those of all distinct pictures, int64."""
     position_ids_3SL: Tensor
     """Positions in time, height and width, int64."""
+    features_UE: Tensor | None = None
+    """What a frozen tower sees in all distinct pictures; None: the model's tower runs."""
+
+    def columns(self, first: int, count: int, length: int) -> "Pictures":
+        """The pictures as a rank reads them that has `count` columns of `[S, length]`, from `first` on: features go to
+        those alone. Positions stay those of all columns."""
+        sequence_F, column_F = self.places_F // length, self.places_F % length - first
+        is_own_F = (column_F >= 0) & (column_F < count)
+        places_F = (sequence_F * count + column_F)[is_own_F]
+        return replace(self, places_F=places_F, sources_F=self.sources_F[is_own_F])
 
     def to(self, device: torch.device) -> "Pictures":
-        return Pictures(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
+        moved: dict[str, Any] = {
+            name: None if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()
+        }
+        return Pictures(**moved)
 
 
 class Eyes(Protocol):
@@ -76,12 +91,15 @@ class Eyes(Protocol):
     merge: int
     """Patches of a feature in height and in width."""
     blank: Picture
-    """The smallest picture."""
+    """A picture that goes nowhere, in the place of none."""
     token_ids: tuple[int, ...]
     """Special tokens of vision, which no engine samples."""
 
     def see(self, encoded: Any) -> Picture:
         """The picture of encoded bytes."""
+
+    def look(self, rows: Rows) -> None:
+        """Called before rows are cut into micro-batches, on all ranks alike."""
 
 
 def pictures_of(
@@ -153,13 +171,20 @@ def place(
             places.append(start + one.offset + np.arange(count))
             sources.append(firsts[numbers[picture.key]] + np.arange(count))
     distinct = distinct or [blank]
+    known = [picture.features_UE for picture in distinct if picture.features_UE is not None]
     return Pictures(
         torch.from_numpy(np.concatenate([picture.pixels_PC for picture in distinct])),
         torch.tensor([picture.grid for picture in distinct]),
         torch.from_numpy(np.concatenate(places)),
         torch.from_numpy(np.concatenate(sources)),
         torch.from_numpy(positions_3T.reshape(3, *shape)),
+        torch.cat(known) if len(known) == len(distinct) else None,
     )
+
+
+def encoded_pictures(rows: Rows) -> Iterator[Any]:
+    """Encoded pictures of rows, as often as they are read."""
+    return (encoded for _, _, encoded, _, _ in _read(rows, np.arange(len(rows))))
 
 
 def num_tokens(grid: tuple[int, int, int], merge: int) -> int:

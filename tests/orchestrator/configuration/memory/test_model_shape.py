@@ -1,6 +1,7 @@
 """Sizes of a model from its config.json, against transformers' own."""
 
 import json
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -33,8 +34,7 @@ def test_parameters_are_as_many_as_transformers_makes(name: str) -> None:
 def config_of_a_tiny_model_that_sees() -> dict[str, Any]:
     from transformers import AutoConfig
 
-    named: dict[str, Any] = {"text_config": seeing.TEXT, "vision_config": seeing.VISION["qwen2_5_vl"]}
-    config = AutoConfig.for_model("qwen2_5_vl", tie_word_embeddings=True, **named)
+    config = AutoConfig.for_model("qwen2_5_vl", tie_word_embeddings=True, **deepcopy(seeing.CONFIGS["qwen2_5_vl"]))
     return json.loads(config.to_json_string(use_diff=False))  # as it is saved: the text's sizes in a part of their own
 
 

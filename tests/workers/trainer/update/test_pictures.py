@@ -1,5 +1,6 @@
 """Where pictures lie among a micro-batch's tokens: places, positions, and what is computed once."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,30 @@ def test_without_pictures_there_is_a_blank_one_that_goes_nowhere() -> None:
     assert len(found.places_F) == 0
     assert torch.equal(found.pixels_PC, torch.zeros(4, 3))
     assert found.position_ids_3SL[:, 1].tolist() == [[0, 1, 2]] * 3
+
+
+def test_a_rank_that_has_some_columns_reads_the_features_that_go_there() -> None:
+    """Rows of 9 in two halves of 5: places 1, 2 of the first row and 0, 1, 4 of the second are in the first half."""
+    a, b = picture("a", 2, 4), picture("b", 4, 4)
+    placed = [[Placed(a, 1)], [Placed(a, 0), Placed(b, 4)]]
+    whole = place(placed, np.array([6, 9]), np.array([0, 9]), (2, 9), MERGE, BLANK)
+    first, second = (whole.columns(start, 5, 9) for start in (0, 5))
+    assert first.places_F.tolist() == [1, 2, 5, 6, 9]
+    assert first.sources_F.tolist() == [0, 1, 0, 1, 2]
+    assert second.places_F.tolist() == [5, 6, 7]
+    assert second.sources_F.tolist() == [3, 4, 5]
+
+
+def test_features_that_are_known_are_there_in_the_place_of_pixels() -> None:
+    a, b = (
+        replace(picture(key, 2, 4), pixels_PC=np.zeros((0, 3), np.float32), features_UE=torch.full((2, 5), number))
+        for key, number in (("a", 1.0), ("b", 2.0))
+    )
+    found = place([[Placed(b, 0), Placed(a, 3)]], np.array([6]), np.array([0]), (1, 6), MERGE, BLANK)
+    assert found.features_UE is not None
+    assert found.features_UE[:, 0].tolist() == [2.0, 2.0, 1.0, 1.0]
+    assert len(found.pixels_PC) == 0
+    assert place([[]], np.array([6]), np.array([0]), (1, 6), MERGE, BLANK).features_UE is None
 
 
 @pytest.mark.parametrize("offsets", [(0, 1), (0, 9), (3, 0)], ids=["one in another", "beyond the end", "out of order"])
