@@ -18,6 +18,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import STREAMS, VLLM_LORA_RANKS
 from penstock.workers.cpu import SETTINGS
+from penstock.workers.pictures.families import Family
 from penstock.workers.protocols import Completion, EngineSpec, Sampled, Sampling
 from penstock.workers.rollout.vllm_pictures import picture_arguments
 from penstock.workers.routed_experts import RoutingShape
@@ -32,9 +33,9 @@ CPU_BLOCK_TOKENS = 32
 WORKER_THREADS = "penstock.workers.rollout.vllm_extensions.WorkerThreads"
 
 
-def engine_arguments(spec: EngineSpec, *, sees: bool = False) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`. `sees`: the model is shown pictures. Imports vLLM. Raises `ConfigError`
-    for an option that vLLM does not know."""
+def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`. `family`: of a model that is shown pictures. Imports vLLM. Raises
+    `ConfigError` for an option that vLLM does not know."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
 
@@ -72,8 +73,8 @@ def engine_arguments(spec: EngineSpec, *, sees: bool = False) -> dict[str, Any]:
     arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
     if config.router_replay:
         arguments["enable_return_routed_experts"] = True
-    if sees:
-        arguments |= picture_arguments(config)
+    if family is not None:
+        arguments |= picture_arguments(config, family)
     if spec.by_priority:
         arguments["scheduling_policy"] = "priority"
     arguments |= config.engine_options

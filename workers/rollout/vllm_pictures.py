@@ -15,12 +15,13 @@ IMAGE = "image"
 """vLLM's name of the modality."""
 
 
-def picture_arguments(config: RolloutConfig) -> dict[str, Any]:
+def picture_arguments(config: RolloutConfig, family: Family) -> dict[str, Any]:
     """Arguments of `AsyncEngineArgs` for a model that sees. Features come with their pixels normalized: by default vLLM
     does that in the model, and would do it a second time. The cache of processed pictures is off: it would keep, in two
     processes, what is processed elsewhere. A run of text allows for one: with none vLLM leaves the tower out, whose
-    weights are published."""
+    weights are published. Prefixes are cached for M-RoPE alone: see `picture_prompt`."""
     return {
+        "enable_prefix_caching": family.has_grids,
         "limit_mm_per_prompt": {IMAGE: max(config.max_pictures, 1), "video": 0},
         "mm_device_do_normalize": False,
         "mm_processor_cache_gb": 0,
@@ -35,8 +36,9 @@ def picture_prompt(family: Family, prompt_ids: list[int], pictures: PromptPictur
 
     rows = torch.tensor(family.num_rows(features.grid_thw))
     tensors: Any = family.inputs(torch.from_numpy(features.pixel_values), torch.from_numpy(features.grid_thw))
-    # Of a prompt whose prefix is cached vLLM lets go of all fields but those that stay on the host. Weights that come
-    # while it is under way drop the prefix, and what has been seen of pictures: then pixels are needed after all.
+    # Of a prompt whose prefix is cached vLLM lets go of all fields but those that stay on the host, and without M-RoPE
+    # of all. Weights that come while it is under way drop the prefix, and what has been seen of pictures: then pixels
+    # are needed after all.
     fields = family.inputs(
         MultiModalFieldConfig.flat_from_sizes(IMAGE, rows, keep_on_cpu=True),
         MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),

@@ -62,7 +62,8 @@ class VllmProcesses:
 
             try:
                 self._pictures = PictureProcessor.if_it_sees(self._spec.model_path, self._spec.picture_digest)
-                arguments = AsyncEngineArgs(**engine_arguments(self._spec, sees=self._pictures is not None))
+                family = self._pictures.family if self._pictures is not None else None
+                arguments = AsyncEngineArgs(**engine_arguments(self._spec, family))
                 self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=self._stat_loggers())
             except (RuntimeError, ValueError, OSError) as error:
                 told = explained(str(error), self._output.tail())
