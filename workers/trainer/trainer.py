@@ -39,7 +39,7 @@ from penstock.workers.trainer.models.language_model import (
     open_causal_lm,
     use_liger,
 )
-from penstock.workers.trainer.models.pictures import check_sees, freeze_tower, has_frozen_tower
+from penstock.workers.trainer.models.pictures import check_sees, freeze_tower, has_frozen_tower, tower_of, weight_of
 from penstock.workers.trainer.models.routing import Routers
 from penstock.workers.trainer.models.sight import FrozenTower, Sight
 from penstock.workers.trainer.models.starting_weights import StartingWeights
@@ -133,6 +133,7 @@ class PolicyTrainer:
         check_sees(self.model.lm)
         if VISION in config.freeze:
             freeze_tower(self.model.lm)
+        self._weight = weight_of(self.model.lm) if tower_of(self.model.lm) else None
         if config.liger:
             use_liger(self.model.lm)
         if self.trainable and config.lora.rank:
@@ -165,6 +166,8 @@ class PolicyTrainer:
         if isinstance(self.model, PolicyModel):
             if has_frozen_tower(self.model.lm):
                 eyes.keep_features(FrozenTower(self._features, self.engine.free, self.ranks))
+            else:
+                eyes.weight = self._weight
             self.model.lm.get_output_embeddings().ban(eyes.token_ids)
 
     def _features(self, pictures: Pictures) -> Tensor:

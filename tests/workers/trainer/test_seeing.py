@@ -180,6 +180,19 @@ def test_an_exported_model_sees_as_the_one_that_was_trained(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_microbatches_are_cut_by_what_a_trained_tower_computes(make: Make) -> None:
+    """Four rows of a picture, which all fit where its features are known, and go alone where the tower runs."""
+    rows = rows_with([["a 8 8"]] * 4)
+    largest = []
+    for freeze in (["vision"], []):
+        trainer, sizes = make(freeze=freeze, max_tokens_per_microbatch=128), list[int]()
+        trainer.model.register_forward_pre_hook(lambda _, read, sizes=sizes: sizes.append(len(read[1])))
+        trainer.logprobs(rows)
+        largest.append(max(sizes))
+    lengths = rows.lengths("response_ids")
+    assert largest == [lengths.sum(), lengths.max()]
+
+
 def test_what_is_kept_of_pictures_is_bounded_but_for_the_rows_at_hand(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,8 @@ Features go to the places that `update/pictures.py` names, whatever ids are ther
 too, on a blank one: where parameters are sharded, its peers wait for it in every layer.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.pictures.families import FAMILIES, Family, refusal
+from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.update.pictures import Picture, Pictures, place
 
 
@@ -29,8 +31,8 @@ def tower_of(lm: Any) -> list[nn.Module]:
 
 
 def features(lm: Any, pictures: Pictures) -> Tensor:
-    """What the tower sees in all distinct pictures, or has seen where it is frozen, `[U, E]`: side by side what goes among the embeddings, and for some
-    families what is added to the hidden states after each of the first layers."""
+    """What the tower sees in all distinct pictures, or has seen where it is frozen, `[U, E]`: side by side what goes
+    among the embeddings, and for some families what is added to the hidden states after each of the first layers."""
     if pictures.features_UE is not None:
         return pictures.features_UE
     family: Any = family_of(lm)
@@ -75,6 +77,26 @@ def has_frozen_tower(lm: Any) -> bool:
     """Return whether a model that sees keeps seeing the same, whatever is trained of it."""
     parameters = [parameter for module in tower_of(lm) for parameter in module.parameters()]
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def weight_of(lm: Any) -> Callable[[tuple[int, int, int]], int]:
+    """A function that weighs the tower's pass over a picture of a grid, in tokens of text: by floating-point
+    operations, 2 for each parameter of the tower and patch, and 4 for each of its width, patch, and patch attended to.
+    Call it before the model is sharded."""
+    vision = lm.config.vision_config
+    depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size
+    num_whole = len(getattr(vision, "fullatt_block_indexes", None) or range(depth))
+    window = (getattr(vision, "window_size", None) or 2**20) // vision.patch_size
+    of_tower = sum(parameter.numel() for module in tower_of(lm) for parameter in module.parameters())
+    of_token = sum(parameter.numel() for parameter in packed_attention.text_model(lm).layers.parameters())
+
+    def weight(grid: tuple[int, int, int]) -> int:
+        num_patches = math.prod(grid)
+        attended = num_whole * num_patches + (depth - num_whole) * min(num_patches, window**2)
+        return math.ceil(num_patches * (of_tower + 2 * width * attended) / of_token)
+
+    return weight
 
 
 def freeze_tower(lm: Any) -> int:

@@ -47,6 +47,8 @@ class Sight:
         """`config`: the model's."""
         self.merge, self.blank = processor.family.merge(config), blank_picture(config)
         self.token_ids = processor.token_ids
+        self.weight: Callable[[tuple[int, int, int]], int] | None = None
+        """See `Eyes`."""
         self._processor = processor
         self._seen: OrderedDict[str, Picture] = OrderedDict()
         """Pictures by the hash of their content, those that were asked for last at the end."""

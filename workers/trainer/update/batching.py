@@ -115,9 +115,11 @@ def row_shapes(rows: Rows, max_length: int | None = None) -> Shapes:
     return shapes
 
 
-def plan(lengths: np.ndarray, max_tokens: int, counts: np.ndarray | None = None) -> list[np.ndarray]:
+def plan(
+    lengths: np.ndarray, max_tokens: int, counts: np.ndarray | None = None, seen: np.ndarray | None = None
+) -> list[np.ndarray]:
     """Choose which rows share a micro-batch: positions, each row exactly once. `counts`: sequences of each row; None:
-    one.
+    one. `seen`: tokens that the pictures of each row are worth, which count beside the padded ones; None: none.
 
     Rows are ordered by length, longest first (equal ones stay in order), and cut where padded tokens plus
     `MICROBATCH_COST_TOKENS` a micro-batch are least. Sequences x longest <= `max_tokens`; a row larger than that is a
@@ -126,12 +128,19 @@ def plan(lengths: np.ndarray, max_tokens: int, counts: np.ndarray | None = None)
     order = np.argsort(-lengths, kind="stable")
     sorted_lengths = lengths[order]
     sequences = np.concatenate([[0], np.cumsum(np.ones(len(order), np.int64) if counts is None else counts[order])])
+    weights = None if seen is None else np.concatenate([[0], np.cumsum(seen[order])])
     count = len(order)
     cheapest = np.zeros(count + 1)  # of the rows from here on
     ends = np.zeros(count, dtype=np.int64)
     for start in range(count - 1, -1, -1):
         longest = max(1, int(sorted_lengths[start]))
-        fitting = int(np.searchsorted(sequences, sequences[start] + max_tokens // longest, side="right")) - 1 - start
+        if weights is None:
+            fitting = (
+                int(np.searchsorted(sequences, sequences[start] + max_tokens // longest, side="right")) - 1 - start
+            )
+        else:
+            loads = (sequences[start:] - sequences[start]) * longest + weights[start:] - weights[start]
+            fitting = int(np.searchsorted(loads, max_tokens, side="right")) - 1
         num_rows = np.arange(1, max(1, fitting) + 1)
         num_sequences = sequences[start + num_rows] - sequences[start]
         costs = num_sequences * longest + MICROBATCH_COST_TOKENS + cheapest[start + num_rows]
@@ -145,7 +154,11 @@ def plan(lengths: np.ndarray, max_tokens: int, counts: np.ndarray | None = None)
 
 
 def plan_groups(
-    lengths: np.ndarray, group_ids: np.ndarray, max_tokens: int, counts: np.ndarray | None = None
+    lengths: np.ndarray,
+    group_ids: np.ndarray,
+    max_tokens: int,
+    counts: np.ndarray | None = None,
+    seen: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Plan like `plan`, but keep the rows of a group together, for losses that compare them. Positions, each exactly
     once.
@@ -154,20 +167,21 @@ def plan_groups(
     `max_tokens`, and has at least one group.
     """
     counts = np.ones(len(lengths), np.int64) if counts is None else counts
+    seen = np.zeros(len(lengths), np.int64) if seen is None else seen
     groups, group_of = np.unique(group_ids, return_inverse=True)
     longest = np.zeros(len(groups), dtype=np.int64)
     np.maximum.at(longest, group_of, lengths)
     cuts: list[list[int]] = []
-    widest = num_sequences = 0
+    widest = num_sequences = weight = 0
     for group in np.argsort(-longest, kind="stable").tolist():
         members = np.flatnonzero(group_of == group).tolist()
-        more = int(counts[members].sum())
-        if cuts and (num_sequences + more) * widest <= max_tokens:
+        more, heavier = int(counts[members].sum()), int(seen[members].sum())
+        if cuts and (num_sequences + more) * widest + weight + heavier <= max_tokens:
             cuts[-1].extend(members)
-            num_sequences += more
+            num_sequences, weight = num_sequences + more, weight + heavier
         else:
             cuts.append(members)
-            widest, num_sequences = max(1, int(longest[group])), more
+            widest, num_sequences, weight = max(1, int(longest[group])), more, heavier
     return [np.asarray(cut, dtype=np.int64) for cut in cuts]
 
 

@@ -26,7 +26,7 @@ from penstock.workers.protocols import Loss
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.pictures import Eyes
+from penstock.workers.trainer.update.pictures import Eyes, picture_weights
 from penstock.workers.trainer.update.sequences import Shapes
 
 
@@ -148,12 +148,13 @@ class Batcher:
         """Cut these rows and move them to the device."""
         shapes = Shapes(*(of_rows[positions] for of_rows in batching.row_shapes(rows, self.max_length)))
         budget, groups = self.config.microbatch_tokens, rows.group_ids[positions] if whole_groups else None
+        seen = None if self.eyes is None else picture_weights(rows, positions, self.eyes)
         if self.packed:
-            cuts = batching.plan_packed(shapes.num_tokens, budget, groups)
+            cuts = batching.plan_packed(shapes.num_tokens + (0 if seen is None else seen), budget, groups)
         elif groups is not None:
-            cuts = batching.plan_groups(shapes.longest, groups, budget, shapes.num_sequences)
+            cuts = batching.plan_groups(shapes.longest, groups, budget, shapes.num_sequences, seen)
         else:
-            cuts = batching.plan(shapes.longest, budget, shapes.num_sequences)
+            cuts = batching.plan(shapes.longest, budget, shapes.num_sequences, seen)
         ways: dict[str, Any] = {"packed": self.packed, "eyes": self.eyes}
         return [batching.collate(rows, positions[cut], columns, **ways).to(self.ranks.device) for cut in cuts]
 

@@ -13,7 +13,7 @@ Legend: S sequences, L tokens of the longest, K distinct pictures, P patches of 
 features of E numbers, F placeholders of all sequences.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -94,6 +94,9 @@ class Eyes(Protocol):
     """A picture that goes nowhere, in the place of none."""
     token_ids: tuple[int, ...]
     """Special tokens of vision, which no engine samples."""
+    weight: Callable[[tuple[int, int, int]], int] | None
+    """What the tower's pass over a picture of a grid is worth, in tokens of text; None: no tower runs in
+    micro-batches."""
 
     def see(self, encoded: Any) -> Picture:
         """The picture of encoded bytes."""
@@ -180,6 +183,17 @@ def place(
         torch.from_numpy(positions_3T.reshape(3, *shape)),
         torch.cat(known) if len(known) == len(distinct) else None,
     )
+
+
+def picture_weights(rows: Rows, positions: np.ndarray, eyes: Eyes) -> np.ndarray | None:
+    """What the pictures of each row are worth, in tokens of text, int64, however many rows of a micro-batch share them;
+    None: nothing, where no tower runs in micro-batches."""
+    if eyes.weight is None:
+        return None
+    weights = np.zeros(len(rows), np.int64)
+    for position, _, encoded, _, _ in _read(rows, positions):
+        weights[position] += eyes.weight(eyes.see(encoded).grid)
+    return weights[positions]
 
 
 def encoded_pictures(rows: Rows) -> Iterator[Any]:

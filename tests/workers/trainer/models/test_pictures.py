@@ -1,6 +1,7 @@
 """A model that sees, as the trainer calls it, against the model's own forward: the same numbers, and other ones as soon
 as a picture is dropped, swapped or turned."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from penstock.orchestrator.observability.diagnosis.rules import mismatch
 from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel
-from penstock.workers.trainer.models.pictures import blank_picture, freeze_tower, tower_of
+from penstock.workers.trainer.models.pictures import blank_picture, freeze_tower, tower_of, weight_of
 from penstock.workers.trainer.update.blocks import Blocks
 from penstock.workers.trainer.update.pictures import Pictures, Placed, num_tokens, place
 from tests.workers.trainer.seeing import PAD, merge_of, model_that_sees, picture
@@ -195,3 +196,13 @@ def test_a_frozen_tower_gets_no_gradient_and_the_text_does(lm: Any) -> None:
     assert lm.get_input_embeddings().weight.grad is not None
     lm.requires_grad_(True)
     lm.zero_grad(set_to_none=True)
+
+
+def test_a_picture_weighs_what_its_patches_and_those_that_they_attend_to_cost() -> None:
+    """A tower of two blocks of which one attends within windows of 4 x 4 patches, 32 wide: 24 patches attend to 16 in
+    one and to 24 in the other."""
+    lm = model_that_sees("qwen2_5_vl")
+    of_tower = sum(parameter.numel() for parameter in lm.model.visual.parameters())
+    of_text = sum(parameter.numel() for parameter in lm.model.language_model.layers.parameters())
+    assert weight_of(lm)((1, 4, 6)) == math.ceil(24 * (of_tower + 2 * 32 * (16 + 24)) / of_text)
+    assert weight_of(lm)((1, 40, 60)) > 100 * weight_of(lm)((1, 4, 6))

@@ -27,6 +27,25 @@ def test_padded_tokens_keep_the_budget_unless_one_row_alone_exceeds_it(lengths: 
         assert len(cut) * longest <= budget or len(cut) == 1
 
 
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), max_size=30), st.integers(1, 200))
+def test_padded_tokens_and_pictures_keep_the_budget_together(rows: list[tuple[int, int]], budget: int) -> None:
+    lengths, seen = (np.array([row[number] for row in rows], np.int64) for number in (0, 1))
+    alone = np.arange(len(rows))
+    for cuts in (batching.plan(lengths, budget, seen=seen), batching.plan_groups(lengths, alone, budget, seen=seen)):
+        assert sorted(np.concatenate(cuts).tolist() if cuts else []) == list(range(len(rows)))
+        for cut in cuts:
+            assert len(cut) * lengths[cut].max() + seen[cut].sum() <= budget or len(cut) == 1
+
+
+@given(LENGTHS, st.integers(1, 200))
+def test_pictures_that_are_worth_nothing_change_no_plan(lengths: list[int], budget: int) -> None:
+    rows = np.array(lengths, np.int64)
+    for plain, seen in zip(
+        batching.plan(rows, budget), batching.plan(rows, budget, seen=np.zeros_like(rows)), strict=True
+    ):
+        assert plain.tolist() == seen.tolist()
+
+
 @given(LENGTHS, st.integers(1, 200))
 def test_a_plan_costs_no_more_than_one_microbatch_a_row_or_filling_up_greedily(lengths: list[int], budget: int) -> None:
     def cost(cuts: list[list[int]]) -> int:
