@@ -39,9 +39,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "zero3_trained": ENGINES["zero3"] | TRAINED,
     "lora": {"lora": LoraConfig(rank=4, alpha=8)},
     "tensor_lora": TENSOR | {"lora": LoraConfig(rank=4, alpha=8)},
+    "qwen3_vl_frozen": {},
     "qwen3_vl_trained": TRAINED,
     "qwen3_vl_packed_sequence_trained": SEQUENCE | TRAINED | PACKED,
     "llava_frozen": {},
+    "llava_trained": TRAINED,
     "llava_tensor_frozen": TENSOR,
     "llava_sequence_frozen": SEQUENCE,
 }
@@ -49,7 +51,7 @@ RESUMED = ("trained", "tensor_trained", "packed_sequence_trained", "zero3_traine
 """Scenarios whose trainer is made anew after the update, and goes on from a checkpoint."""
 KINDS = ("qwen3_vl", "llava", "qwen2_5_vl")
 """Families of models, by which scenarios are called; the last is that of all others."""
-ALONE = ("frozen", "trained", "lora", "qwen3_vl_trained", "llava_frozen")
+ALONE = ("frozen", "trained", "lora", "qwen3_vl_frozen", "qwen3_vl_trained", "llava_frozen", "llava_trained")
 """Scenarios that one rank runs, for the others to be compared with."""
 
 
