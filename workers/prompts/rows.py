@@ -178,10 +178,12 @@ def _place(name: str) -> tuple[str, str]:
 def _hub_files(path: str) -> tuple[list[str], Any]:
     hub = importlib.import_module("huggingface_hub")
     errors = importlib.import_module("huggingface_hub.errors")
+    of_client = errors.HfHubHTTPError.__bases__[0]
+    """The HTTP client's own error, by whatever name: a host that is not found is no `OSError` there."""
     try:
         listed = hub.HfApi().list_repo_files(path, repo_type="dataset", revision=PARQUET_REVISION)
     except (
-        errors.HfHubHTTPError, errors.HFValidationError, errors.OfflineModeIsEnabled, OSError, RuntimeError
+        of_client, errors.HFValidationError, errors.OfflineModeIsEnabled, OSError, RuntimeError
     ) as error:  # fmt: skip
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -169,6 +170,15 @@ def test_a_dataset_that_cannot_be_fetched_says_what_else_works(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"data\.path=openai/gsm8k.*data\.source=jsonl"):
+        opened("openai/gsm8k", source="huggingface", subset="main")
+
+
+def test_a_hub_whose_host_is_not_found_is_told_the_same_way(monkeypatch):
+    def listed(self, *words, **named):
+        raise httpx2.ConnectError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", listed)
+    with pytest.raises(DataError, match=r"Name or service not known.*data\.source=jsonl"):
         opened("openai/gsm8k", source="huggingface", subset="main")
 
 
