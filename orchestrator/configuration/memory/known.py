@@ -14,6 +14,7 @@ from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
 from penstock.workers.fresh_model import vocabulary_size
+from penstock.workers.pictures.fresh import FAMILY, vision_config
 
 GIB = 2**30
 ACCELERATOR = "ray.io/accelerator-type"
@@ -65,9 +66,10 @@ def _of_this_machine() -> float | None:
 
 
 def _fresh(model: FreshModelConfig) -> ModelShape | None:
+    kind = "qwen3_moe" if model.num_experts else "qwen2"
     return ModelShape.of(
         {
-            "model_type": "qwen3_moe" if model.num_experts else "qwen2",
+            "model_type": FAMILY if model.num_vision_layers else kind,
             "num_experts": model.num_experts,
             "num_experts_per_tok": model.experts_per_token,
             "hidden_size": model.hidden_size,
@@ -78,6 +80,7 @@ def _fresh(model: FreshModelConfig) -> ModelShape | None:
             "vocab_size": vocabulary_size(model),
             "tie_word_embeddings": True,
             "max_position_embeddings": model.max_position_embeddings,
+            **(vision_config(model, first_id=0) if model.num_vision_layers else {}),
         }
     )
 

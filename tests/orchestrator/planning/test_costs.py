@@ -41,7 +41,8 @@ def test_a_decode_step_takes_what_was_measured(name: str, parts: int, millisecon
 
 @pytest.mark.parametrize(("name", "billions"), [
     ("Qwen/Qwen2.5-7B-Instruct", 7.6), ("Qwen/Qwen3-0.6B", 0.6), ("Qwen/Qwen3-32B", 32.8), ("Qwen/Qwen2.5-72B", 72.7),
-    ("meta-llama/Llama-3.2-1B-Instruct", 1.24),
+    ("meta-llama/Llama-3.2-1B-Instruct", 1.24), ("Qwen/Qwen2.5-VL-3B-Instruct", 3.75),
+    ("Qwen/Qwen2.5-VL-7B-Instruct", 8.29),
 ])  # fmt: skip
 def test_models_that_are_known_by_name_have_their_size(name: str, billions: float) -> None:
     assert shape_of(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)

@@ -223,9 +223,9 @@ def test_a_node_that_no_actor_with_a_gpu_may_get_says_nothing(view: Callable[...
     assert gpu_bytes(config, nodes) == 22.1 * GIB
 
 
-@pytest.mark.parametrize("experts", [0, 4])
-def test_a_fresh_model_has_the_sizes_that_are_told_of_it(experts: int) -> None:
-    config = load_config(["recipe=arithmetic_sft", f"model.fresh.num_experts={experts}"])
+@pytest.mark.parametrize("parts", ["num_experts=0", "num_experts=4", "num_vision_layers=2"])
+def test_a_fresh_model_has_the_sizes_that_are_told_of_it(parts: str) -> None:
+    config = load_config(["recipe=arithmetic_sft", f"model.fresh.{parts}"])
     shape = shapes_of(config, dataflow_of(config))["policy"]
     assert shape.num_parameters == num_parameters(config.model.fresh)
 
