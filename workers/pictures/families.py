@@ -145,6 +145,13 @@ LACKS = {
 """Why pictures of other models are not read here, by their type."""
 
 
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes a model of a configuration: for text, or for text and pictures."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+
+
 def refusal(kind: Any, sees: bool = True) -> str:
     """What to tell of a model whose pictures are not read."""
     why = f" ({LACKS[kind]})" if kind in LACKS else ""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, PromptRefused, WeightError, WorkerDied
+from penstock.workers.pictures.families import auto_class
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor, check_seen
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
@@ -138,7 +139,7 @@ class HfEngine:
     def open_model(self) -> None:
         """Load model and tokenizer into this process; `start` does it in the engine's own thread. Raises `ModelError`,
         and `ConfigError` for a model that has no routers to record."""
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
         torch.set_num_threads(
             self._spec.num_threads
@@ -147,7 +148,7 @@ class HfEngine:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self._spec.model_path)
             self._processor = PictureProcessor.if_it_sees(self._spec.model_path, self._spec.picture_digest)
-            kind: Any = AutoModelForCausalLM if self._processor is None else AutoModelForImageTextToText
+            kind = auto_class(AutoConfig.from_pretrained(self._spec.model_path))
             self.model = kind.from_pretrained(self._spec.model_path, dtype=dtype).eval()
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={self._spec.model_path}: the hf engine cannot load it: {error}") from None

@@ -114,6 +114,14 @@ def test_vllm_sees_what_the_trainer_sees_while_the_tower_is_trained(tmp_path: Pa
     assert any("visual" in name for name in trained)
 
 
+def test_vllm_serves_adapters_of_a_model_that_sees(tmp_path: Path, cluster: str, place: Path) -> None:
+    words = ["rollout.engine=vllm", "rollout.num_workers=1", "rollout.kv_cache_gib=0.25", "rollout.max_model_len=128"]
+    words += ["trainer.lora.rank=4", "trainer.lora.publish=adapter", "trainer.max_steps=3", "name=adapters"]
+    lines = metrics_of(run(settings(place, tmp_path, *words), quiet=True).directory)
+    assert len(lines) == 3
+    assert max(line["mismatch/logprob_abs_mean"] for line in lines) < 1e-5
+
+
 def test_an_environment_shows_pictures_and_deaths_change_nothing(tmp_path: Path, cluster: str, place: Path) -> None:
     """Two turns: with the pictures of the row, and with another one after the first answer."""
     words = [f"environment.name={SCREENS}:Screens", "rollout.max_pictures=3"]

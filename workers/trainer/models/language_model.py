@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError, ModelError, suggest
 from penstock.workers.context_length import longest_context
+from penstock.workers.pictures.families import auto_class
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models import pictures as eyes
 from penstock.workers.trainer.models.linear import use_fast_linears
@@ -230,7 +231,7 @@ def load_causal_lm(
 
     with named_failure(path):
         config = without_dropout(AutoConfig.from_pretrained(path))
-        lm = eyes.auto_class(config).from_pretrained(
+        lm = auto_class(config).from_pretrained(
             path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention
         )
     return for_training(lm, checkpoint_layers)
@@ -246,9 +247,7 @@ def open_causal_lm(
     with named_failure(path):
         config = without_dropout(AutoConfig.from_pretrained(path))
         lm, weights = without_weights(
-            lambda: eyes.auto_class(config).from_config(
-                config, dtype=getattr(torch, dtype), attn_implementation=attention
-            ),
+            lambda: auto_class(config).from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention),
             lambda: load_causal_lm(path, dtype=dtype, attention=attention),
             path,
         )

@@ -107,13 +107,6 @@ def freeze_tower(lm: Any) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def auto_class(config: Any) -> Any:
-    """The class of transformers that makes a model of a configuration: for text, or for text and pictures."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
-
-
 def nothing_to_see(lm: Any, lengths: Sequence[int], shape: Sequence[int], device: torch.device) -> Pictures | None:
     """What a model sees whose sequences, of so many tokens each and one after the other, have no pictures; None: it
     reads text only."""

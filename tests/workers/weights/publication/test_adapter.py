@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import WeightError
 from penstock.conf.trainer import LoraConfig
-from penstock.workers.weights.publication.adapter import deltas, layer_shapes, layout_of, peft_config, tensor_name
+from penstock.workers.weights.publication.adapter import (
+    adapted_layers,
+    deltas,
+    layer_shapes,
+    layout_of,
+    peft_config,
+    tensor_name,
+)
 from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.reading import Manifest, MappedWeights, open_publication
 from tests.publications import write_publication
@@ -85,3 +92,11 @@ def test_pefts_configuration_says_rank_scale_and_targets(targets: list[str], wri
     fields = peft_config(LoraConfig(rank=4, alpha=12, target_modules=targets))
     assert (fields["r"], fields["lora_alpha"], fields["target_modules"]) == (4, 12, written)
     assert PeftConfig.from_peft_type(**fields).r == 4
+
+
+def test_adapters_of_a_model_that_sees_are_around_its_text_alone(vision_model: Path) -> None:
+    """Engines ask for their shapes before they have read any weights."""
+    shapes = adapted_layers(str(vision_model), LoraConfig(rank=2, publish="adapter"))
+    assert shapes["model.language_model.layers.0.mlp.down_proj"] == (64, 128)
+    assert not [name for name in shapes if "language_model" not in name]
+    assert len(shapes) == 2 * 7
