@@ -13,6 +13,9 @@ PUBLISHED = ("merged", "adapter")
 PACKINGS = ("auto", "always", "never")
 VISION = "vision"
 """Name of the part of a model that sees."""
+REMEMBERED_BYTES = 2**30
+"""Most bytes of pixels, or of what a frozen tower sees in them, that a rank keeps of the pictures that were read last:
+some fifty to a hundred large ones, or thousands of small ones. Those of the rows at hand are kept however many."""
 KEEP_WHOLE_BYTES = 2 * 2**30
 """Largest model (float32) that is gathered once an optimizer step, and whose gradients are reduced once: less
 communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,

@@ -9,6 +9,7 @@ page cache   the model's files, which the kernel drops where memory is short
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.conf.trainer import REMEMBERED_BYTES
 from penstock.conf.weights import STREAMS, choose_transport, replaces_members
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
@@ -54,6 +55,9 @@ def host_parts(
     parts += [
         HostPart("the store's large batches, at most", SHARED, config.store.shared_memory_mib * 2**20,
                  "store.shared_memory_mib", True),
+        HostPart("pictures that ranks have read, at most", MEMORY,
+                 bool(config.rollout.max_pictures) * REMEMBERED_BYTES * (counts["trainer"] + counts["scorer"]),
+                 is_optional=True),
         HostPart("the store's columns, at most", MEMORY, bool(counts["store"]) * config.store.max_bytes,
                  "store.max_bytes", True),
         HostPart("Ray's object store", SHARED, is_own * config.cluster.object_store_mib * 2**20,

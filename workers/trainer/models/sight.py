@@ -17,15 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.conf.trainer import REMEMBERED_BYTES
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.processor import PictureProcessor, hash_of
 from penstock.workers.trainer.models.pictures import blank_picture
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update.pictures import Picture, Pictures, encoded_pictures, place
-
-REMEMBERED_BYTES = 2**30
-"""Most bytes of pixels and features that are kept: some fifty to a hundred large pictures, or thousands of small
-ones."""
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,19 @@ def test_host_memory_by_hand(view: Callable[..., MemoryView]) -> None:
     assert names["copies of the state"] == names["copies of another node's state"] == 12 * parameters
 
 
+@pytest.mark.parametrize("name", [SMALL, "QWEN25_VL_7B"])
+def test_what_ranks_keep_of_pictures_is_counted_in_runs_that_have_any(
+    view: Callable[..., MemoryView], name: str
+) -> None:
+    kept = []
+    for number in (0, 2):
+        shown = view(name, "trainer.num_ranks=8", f"rollout.max_pictures={number}")
+        parts = {part.name: part.num_bytes for part in host_parts(memory_of(shown), shown.plan)}
+        kept.append(parts.get("pictures that ranks have read, at most", 0.0))
+    scorers = sum(actor.role == "scorer" for actor in shown.plan)
+    assert kept == [0, (8 + scorers) * GIB]
+
+
 @pytest.mark.parametrize(
     ("words", "is_there"),
     [
