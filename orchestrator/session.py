@@ -49,7 +49,7 @@ from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.batches import balance, row_cost
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.placeholders import NO_PICTURES, PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.protocols import Completion, Loss, Sampling
@@ -333,6 +333,6 @@ def _rows(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], *, 
         **response_columns([completion for _, completion in pairs]),
     }
     if has_pictures:
-        seen = [(prompt.pictures or PromptPictures((), ())).columns() for prompt, _ in pairs]
+        seen = [(prompt.pictures or NO_PICTURES).columns() for prompt, _ in pairs]
         columns |= {name: [one[name] for one in seen] for name in PROMPT_PICTURES}
     return Rows.from_lists(columns, group_ids=[prompt.index for prompt, _ in pairs])

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.pictures import fresh as eyes
+from penstock.workers.pictures.families import auto_class
 from penstock.workers.pictures.processor import PictureProcessor
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -56,15 +57,14 @@ def build_fresh_model(directory: str | Path, config: FreshModelConfig, seed: int
     Raises `ModelError` when the sizes do not fit each other.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     _check_sizes(config)
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        kind: Any = AutoModelForImageTextToText if config.num_vision_layers else AutoModelForCausalLM
-        model = kind.from_config(model_config(config, vocabulary_size(config))).float()
+        made = model_config(config, vocabulary_size(config))
+        model = auto_class(made).from_config(made).float()
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.pad_token_id = PAD_ID
     model.generation_config.bos_token_id = BOS_ID

@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 
 from penstock.algorithms.graph.columns import ROUTED_EXPERTS, SEEN_PICTURES
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.placeholders import NO_PICTURES, PromptPictures
 
 COMPLETED, TRUNCATED, REJECTED, FAILED = "completed", "truncated", "rejected", "failed"
 """Outcomes of attempts. The first two are trained; the others are dropped with their reason, and never count as a
 reward of zero."""
 MAX_CHARACTERS = 4_000
 """Largest length of one message: a tool may have returned a megabyte."""
-NO_PICTURES = PromptPictures((), ())
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from penstock.conf.errors import DataError
 from penstock.workers.gateway.formats.conversation import Format, Message, Tools
 from penstock.workers.gateway.formats.pictures import pictures_in
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.placeholders import NO_PICTURES, PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor
-from penstock.workers.trajectory import NO_PICTURES, Turn
+from penstock.workers.trajectory import Turn
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,10 @@ class PromptPictures:
         return {"pictures": list(self.encoded), "picture_ranges": [number for one in self.ranges for number in one]}
 
 
+NO_PICTURES = PromptPictures((), ())
+"""Those of a prompt without any, in a run with pictures."""
+
+
 def expanded(ids: Sequence[int], placeholder: int, lengths: Sequence[int]) -> tuple[list[int], list[Range]]:
     """Expand the placeholder of each picture to as many as it has features.
 

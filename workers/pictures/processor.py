@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.conf.errors import ConfigError, DataError
+from penstock.workers.pictures.encoding import KINDS
 from penstock.workers.pictures.families import FAMILIES, Family, refusal
 from penstock.workers.pictures.placeholders import PromptPictures, Range, check_ranges, expanded
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("PNG", "JPEG")
 BACKENDS = ("", "Fast", "Pil")
 """Ends of an image processor's name in models' files."""
 ORIENTATION = 0x0112
@@ -213,10 +213,10 @@ def _begun(picture: bytes) -> "Image":
     from PIL import Image
 
     try:
-        return Image.open(io.BytesIO(picture), formats=FORMATS)
+        return Image.open(io.BytesIO(picture), formats=KINDS)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(
-            f"a picture of {len(picture)} bytes is no {' or '.join(FORMATS)} that can be read: {error}"
+            f"a picture of {len(picture)} bytes is no {' or '.join(KINDS)} that can be read: {error}"
         ) from None
 
 

@@ -162,7 +162,7 @@ def test_packed_rows_see_their_own_pictures(lm: Any) -> None:
 
 
 def gradients(lm: Any, name: str) -> dict[str, Tensor]:
-    """Of the tower's parameters, for a row with these pictures."""
+    """The gradients of the tower's parameters, for a row with these pictures."""
     ids, positions, targets, pictures = batch_of(lm, [row_of(lm, name)])
     logprobs, _ = PolicyModel(lm)(ids, positions, targets, pictures=pictures)
     logprobs.sum().backward()
