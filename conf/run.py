@@ -16,6 +16,7 @@ from penstock.conf.faults import CheckpointConfig, FaultsConfig
 from penstock.conf.model import ModelConfig
 from penstock.conf.reward import ENVIRONMENT_REWARD, RewardConfig, WeightedRewardConfig
 from penstock.conf.rollout import RolloutConfig
+from penstock.conf.serve import ServeConfig
 from penstock.conf.store import StoreConfig
 from penstock.conf.tracking import TrackingConfig
 from penstock.conf.trainer import TrainerConfig
@@ -84,6 +85,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
 
     def __post_init__(self) -> None:
         at_least("max_staleness", self.max_staleness, 0)

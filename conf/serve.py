@@ -1,0 +1,73 @@
+"""The server that other people's loops talk to (`penstock serve`)."""
+
+from dataclasses import dataclass, field
+
+from penstock.conf.checks import at_least
+from penstock.conf.errors import ConfigError
+
+
+@dataclass
+class TenantConfig:
+    """A tenant of the server: who has its key, and what they may use."""
+
+    key: str = ""
+    """API key, which TINKER_API_KEY holds at the client's. Must begin with tml-, as the SDK asks for."""
+    max_adapters: int = 16
+    """Training clients that may be open at the same time; the next one is refused."""
+    tokens_per_minute: int = 0
+    """Tokens a minute, trained and sampled ones; requests beyond them wait. 0: any number."""
+    share: float = 1.0
+    """Share of ranks and engines while others wait, too, in relation to theirs."""
+
+
+@dataclass
+class ServeConfig:
+    """The server of `penstock serve`. A run (`penstock run`) does not read this section."""
+
+    host: str = "127.0.0.1"
+    """Interface. Any but loopback asks clients for a key."""
+    port: int = 8430
+    """Port. 0: any free one."""
+    model_name: str = ""
+    """Name that clients call the base model by. Empty: the name in model.path; any name is taken then, since there is
+    one base model."""
+    max_rank: int = 32
+    """Largest rank of an adapter, 32 being the SDK's default. Ranks and engines reserve room for it: smaller ones are
+    padded with zeros."""
+    max_loaded: int = 16
+    """Adapters that an engine keeps ready to sample from (vLLM's max_loras is at most this). The others are loaded
+    again when they are asked for."""
+    max_resident: int = 64
+    """Adapters whose optimizer states the ranks keep in host memory. The one that has rested longest is moved to
+    disk."""
+    snapshot_every: int = 16
+    """Requests of an adapter that are at most repeated after a death: after so many its state is written to disk."""
+    keep_results: int = 1024
+    """Results of each client that are kept for one that asks again. Older ones are gone."""
+    poll_s: float = 30.0
+    """Longest time that a question for a result is held before the client is told to ask again. The SDK gives up
+    after 45 s."""
+    session_timeout_s: float = 3600.0
+    """Time without a heartbeat after which a client's unnamed sampler weights are deleted, and its adapters rest on
+    disk."""
+    max_body_mib: int = 64
+    """Largest body of a request, compressed or not. The SDK sends at most 5 MB of data at once."""
+    drain_s: float = 60.0
+    """Time for requests under way when the server is asked to end; what is left goes on after its next start."""
+    full: bool = False
+    """Whether all weights are trained, for a single client, and not adapters."""
+    tenants: dict[str, TenantConfig] = field(default_factory=dict)
+    """Tenants by name: {alice: {key: tml-…, max_adapters: 4}}. None: one tenant, whose key is that of --key."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_rank", "max_loaded", "max_resident", "snapshot_every", "keep_results", "max_body_mib"):
+            at_least(f"serve.{name}", getattr(self, name), 1)
+        at_least("serve.port", self.port, 0)
+        at_least("serve.drain_s", self.drain_s, 0)
+        for name in ("poll_s", "session_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"serve.{name}={getattr(self, name):g}: must be greater than 0.")
+        keys = [tenant.key for tenant in self.tenants.values()]
+        for name, tenant in self.tenants.items():
+            if not tenant.key.startswith("tml-") or keys.count(tenant.key) > 1:
+                raise ConfigError(f"serve.tenants.{name}.key: must begin with tml-, and be its own.")
