@@ -23,6 +23,11 @@ class TrainerLost(PenstockError):
     and what was carried out since is to be repeated."""
 
 
+class RequestFailed(PenstockError):
+    """A request has failed by itself, and would fail again: it is answered so, and not repeated. What it had done is
+    not known, so its adapter is on no rank any more and has to be created again of a state, without this request."""
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """The base model, as clients are told of it."""
@@ -89,9 +94,10 @@ class SampleOutput:
 
 
 class Backend(Protocol):
-    """Calls that train raise `TrainerLost`, and what is wrong with their arguments as `DataError` or `ConfigError`; one
-    of them runs at a time. `sample` may run beside them and many times at once, and hides the deaths of engines. A
-    cancelled `sample` stops to cost anything."""
+    """Calls that train run one at a time. They raise `DataError` or `ConfigError` for wrong arguments, having changed
+    nothing, `RequestFailed` and `TrainerLost`. A request by which the ranks are lost again and again has to be given up
+    by the caller. `sample` may run beside them and many times at once, and hides the deaths of engines; a cancelled one
+    stops to cost anything."""
 
     facts: ModelFacts
 
