@@ -19,7 +19,6 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,21 +31,18 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.checkpointing.export import export_model
-from penstock.orchestrator.cluster.cluster import Cluster, check_placement, namespace_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
-from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
 from penstock.orchestrator.cluster.ray_calls import Handles, get_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
-from penstock.orchestrator.configuration.memory.memory_view import settled
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.membership.members import catching_up
 from penstock.orchestrator.membership.scaling import ScalableRole
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to, opened_sinks
-from penstock.orchestrator.run import is_refusal, starting_model, with_other_models
+from penstock.orchestrator.run import is_refusal
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.storeless import started_fleet
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.batches import balance, row_cost
 from penstock.workers.pictures.placeholders import NO_PICTURES, PromptPictures
@@ -285,38 +281,28 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
 
 @contextlib.contextmanager
 def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory: RunDirectory) -> Iterator[Session]:
-    with contextlib.closing(Cluster(plan, config)) as cluster:
-        cluster.connect(directory.run_id, directory.place)
-        check_placement(plan, config)
-        config = settled(config, flow, plan, cluster_nodes(), partial(print, file=sys.stderr))
-        model_path = starting_model(config, directory)
-        config = with_other_models(config, directory, model_path)
-        namespace = namespace_of(directory.run_id)
-        agents = NodeAgents(directory.run_id, namespace, config.cluster, config.store.spill_dir)
-        fleet = Fleet(plan, config, flow, model_path, agents, with_store=False)
-        with opened_sinks(config, directory) as sinks, contextlib.closing(fleet):
-            fleet.create()
-            fleet.start()
-            judged = {stage.name for stage in flow.of_kind("logprobs")[:1]}
-            reference = {actor.name for actor in plan if actor.role == "scorer" and actor.stage in judged}
-            ranks = [(name, handle) for name, handle in fleet.role("scorer") if name in reference]
-            weights = WeightSync(fleet, config)
-            catch_up = catching_up(config, weights)
-            yield Session(
-                config,
-                directory.path,
-                Policy(fleet, config, weights),
-                PromptStream(open_source(config, model_path)),
-                Reward(fleet, config),
-                Workers(
-                    ScalableRole("rollout", fleet, config, catch_up.get("rollout") if takes_newcomers(config) else None)
-                ),
-                Workers(ScalableRole("reward", fleet, config, catch_up["reward"])),
-                Model(ranks, config) if ranks else None,
-                sinks,
-                directory.failed_writes,
-                time.monotonic(),
-            )
+    with started_fleet(config, flow, plan, directory) as started, opened_sinks(config, directory) as sinks:
+        config, fleet = started.config, started.fleet
+        judged = {stage.name for stage in flow.of_kind("logprobs")[:1]}
+        reference = {actor.name for actor in plan if actor.role == "scorer" and actor.stage in judged}
+        ranks = [(name, handle) for name, handle in fleet.role("scorer") if name in reference]
+        weights = WeightSync(fleet, config)
+        catch_up = catching_up(config, weights)
+        yield Session(
+            config,
+            directory.path,
+            Policy(fleet, config, weights),
+            PromptStream(open_source(config, started.model_path)),
+            Reward(fleet, config),
+            Workers(
+                ScalableRole("rollout", fleet, config, catch_up.get("rollout") if takes_newcomers(config) else None)
+            ),
+            Workers(ScalableRole("reward", fleet, config, catch_up["reward"])),
+            Model(ranks, config) if ranks else None,
+            sinks,
+            directory.failed_writes,
+            time.monotonic(),
+        )
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

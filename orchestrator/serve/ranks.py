@@ -1,0 +1,99 @@
+"""The ranks that train the server's adapters: called together, replaced together.
+
+    call ─▶ every rank, its own share of the data ─▶ answers           a rank is lost ─▶ others start ─▶ `TrainerLost`
+
+What ranks have computed is gone with them. The server creates its adapters again, of snapshots and journals.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.conf.errors import ConfigError, DataError, PenstockError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.failures import Kind, first_line, kind_of
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.ray_calls import answers
+from penstock.orchestrator.serve.backend import RequestFailed, TrainerLost
+from penstock.store.ledger.batches import balance, row_cost
+from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
+
+
+class ServedRanks:
+    """Lifecycle: over a fleet that has started. One call at a time."""
+
+    def __init__(self, fleet: Fleet, config: RunConfig, tell: Callable[[str], None]) -> None:
+        """`tell`: called with what happens to ranks, for people."""
+        self._fleet, self._config, self._tell = fleet, config, tell
+        self.num_lost = 0
+        """How many times ranks were lost."""
+
+    async def create(self, name: str, spec: AdapterSpec, state: AdapterState | None) -> None:
+        await self._all("create_adapter", self._same(name, spec, state))
+
+    async def drop(self, name: str) -> None:
+        await self._all("drop_adapter", self._same(name))
+
+    async def forward(self, name: str, data: Sequence[Datum], loss: LossCall, *, backward: bool) -> ForwardOutput:
+        """Score the data: each rank its share, balanced by cost. Which share a datum is in depends on this call
+        alone."""
+        shares = self._shares(data)
+        arguments = [(name, [data[position] for position in share], loss, backward) for share in shares]
+        outputs: list[ForwardOutput] = await self._all("forward_adapter", arguments)
+        logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(data)
+        for share, output in zip(shares, outputs, strict=True):
+            for position, values in zip(share, output.logprobs, strict=True):
+                logprobs[position] = values
+        return ForwardOutput(logprobs, dict(outputs[0].metrics))
+
+    async def step(self, name: str, params: AdamParams) -> dict[str, float]:
+        return dict((await self._all("step_adapter", self._same(name, params)))[0])
+
+    async def state(self, name: str) -> AdapterState:
+        state: AdapterState = (await self._all("adapter_state", self._same(name)))[0]
+        return state
+
+    def _same(self, *arguments: Any) -> list[tuple[Any, ...]]:
+        return [arguments] * self._config.trainer.num_ranks
+
+    def _shares(self, data: Sequence[Datum]) -> list[list[int]]:
+        """Positions by rank; ranks that split the work on a row get the same ones."""
+        peers = self._config.trainer.ranks_per_row
+        costs = [row_cost(len(datum.token_ids)) for datum in data]
+        shares = balance(costs, self._config.trainer.num_ranks // peers)
+        return [sorted(share) for share in shares for _ in range(peers)]
+
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call every rank with its own arguments. Raises `DataError` and `ConfigError` of theirs, `RequestFailed` for
+        what would fail again, and `TrainerLost`."""
+        members = self._fleet.role("trainer")
+        if len(members) < len(arguments):  # the last replacement failed
+            await self._replace("not all ranks are there")
+            raise TrainerLost("the ranks were replaced")
+        calls = [
+            (name, getattr(handle, method).remote(*own)) for (name, handle), own in zip(members, arguments, strict=True)
+        ]
+        try:
+            return await answers(calls, phase=method, timeout_s=self._config.trainer.step_timeout_s)
+        except PenstockError as failure:
+            is_refusal = isinstance(failure, DataError | ConfigError)
+            if is_refusal and len(members) == 1:
+                raise
+            await self._replace(first_line(failure))  # others may wait for the one that refused
+            if kind_of(failure) is Kind.ERROR:
+                raise RequestFailed(str(failure)) from failure
+            raise TrainerLost(str(failure)) from failure
+
+    async def _replace(self, why: str) -> None:
+        """Start other ranks in place of all. Raises what their start raised: the next call tries again."""
+        self.num_lost += 1
+        self._tell(f"ranks are replaced: {why}")
+        (team,) = self._fleet.teams("trainer")
+        self._fleet.remove(team)
+        try:
+            self._fleet.add(await self._fleet.start_members(team))
+        except PenstockError as failure:
+            if kind_of(failure) is Kind.ERROR:
+                raise
+            raise TrainerLost(f"ranks could not be started again: {failure}") from failure
