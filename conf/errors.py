@@ -31,6 +31,10 @@ class PromptRefused(DataError):
     """A prompt that leaves an engine no room for a response, or has no token."""
 
 
+class UnknownAdapter(DataError):
+    """A request for an adapter that an engine does not have, or not any more."""
+
+
 class SamplingError(DataError, ValueError):
     """A value of a sampling distribution that no engine can draw from. `field`: its name."""
 

@@ -140,6 +140,18 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class AdapterLimits:
+    """The room for adapters that an engine serves side by side, by names of their own (`sample_calls.py`)."""
+
+    max_rank: int
+    """Largest rank."""
+    max_loaded: int
+    """Adapters that are ready to be sampled from. The others wait on disk (vLLM) or in host memory (hf)."""
+    head: bool = True
+    """True if the output layer may have an adapter, too."""
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """The specification that an engine is made from. Plain data, so that it can be sent through Ray."""
 
@@ -162,6 +174,8 @@ class EngineSpec:
     """True if waiting requests of the lowest `Sampling.priority` are served first (vLLM)."""
     tower_is_frozen: bool = False
     """True if all versions see the same in a picture, so that it need not be computed again for each."""
+    adapters: AdapterLimits | None = None
+    """Room for adapters that come by name, on top of the weights that are published; None: there are none."""
 
 
 class RolloutEngine(Protocol):

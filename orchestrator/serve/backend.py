@@ -10,12 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from penstock.conf.errors import PenstockError
-from penstock.workers.pictures.placeholders import PromptPictures
-from penstock.workers.protocols import Sampling
+from penstock.workers.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
 from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
+
+__all__ = [
+    "Backend",
+    "ModelFacts",
+    "RequestFailed",
+    "SampleCall",
+    "SampleOutput",
+    "SampledTokens",
+    "TopTokens",
+    "TrainerLost",
+]
 
 
 class TrainerLost(PenstockError):
@@ -41,56 +49,6 @@ class ModelFacts:
     vocabulary: int
     max_rank: int
     """Largest rank of an adapter."""
-
-
-@dataclass(frozen=True)
-class SampleCall:
-    """A request for samples."""
-
-    prompt_ids: Sequence[int]
-    num_samples: int
-    sampling: Sampling
-    """With a seed, always: a call that is repeated draws the same samples (with the hf engine, to the bit)."""
-    stop_ids: Sequence[int] = ()
-    """Tokens that end a sample, besides the model's own."""
-    prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = 0
-    target_prompt_ids: np.ndarray | None = None
-    """Tokens whose log-probability after each prompt token is asked for, `[P - 1, K]` int64; -1: none."""
-    topk_logprobs: int = 0
-    """Most likely tokens to be told at each sampled position."""
-    pictures: PromptPictures | None = None
-
-
-@dataclass(frozen=True)
-class TopTokens:
-    """The K most likely tokens at each position, best first."""
-
-    token_ids: np.ndarray
-    """`[positions, K]` int32."""
-    logprobs: np.ndarray
-    """`[positions, K]` float32."""
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    token_ids: list[int]
-    logprobs: list[float]
-    """Under the sampling distribution, natural log."""
-    finish_reason: str
-    """Reason: stop or length."""
-    top: TopTokens | None = None
-
-
-@dataclass(frozen=True)
-class SampleOutput:
-    samples: list[SampledTokens]
-    prompt_logprobs: np.ndarray | None = None
-    """Of each prompt token under the model at temperature 1, `[P]` float32, NaN for the first."""
-    top_prompt: TopTokens | None = None
-    """At each prompt token; the first row means nothing."""
-    target_logprobs: np.ndarray | None = None
-    """Of `target_prompt_ids`, of its shape; 0 where it has -1."""
 
 
 class Backend(Protocol):

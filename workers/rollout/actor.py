@@ -1,17 +1,19 @@
 """`Rollout-i`: the Ray shell around one engine and its pull loop.
 
 `run` leases prompts from a store until it closes; `load` is the controller's
-call after each training step; `generate` serves evaluation and the imperative API.
+call after each training step; `generate` serves evaluation and the imperative API;
+`sample` serves the clients of a server, each its own adapter.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
-from penstock.conf.errors import WorkerDied
+from penstock.conf.errors import ConfigError, WorkerDied
 from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
 from penstock.store.epoch import Epoch
@@ -22,7 +24,9 @@ from penstock.workers.protocols import Completion, EngineSpec, Publication, Samp
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.metered import MeteredEngine, ThreadedEngine, seconds_per_token
 from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
+from penstock.workers.sample_calls import AdapterEngine, SampleCall, SampleOutput
 from penstock.workers.serving import ServingActor
+from penstock.workers.training_calls import AdapterState
 from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
 from penstock.workers.weights.transport import Delivery, Info, Part
 
@@ -59,6 +63,8 @@ class Rollout(ServingActor):
         self._death: WorkerDied | None = None
         """The engine's death, once a call has met it."""
         self._dead = asyncio.Event()
+        self._calls: dict[str, asyncio.Task[SampleOutput]] = {}
+        """Calls of `sample` under way, by their ids."""
         meters = exported(spec.origin) if spec.origin is not None else None
         self._receiver = make_engine(replace(spec.engine, by_priority=not spec.pulls), meters)
         self._engine = MeteredEngine(self._receiver, meters) if meters is not None else self._receiver
@@ -121,12 +127,59 @@ class Rollout(ServingActor):
             self._engine.generate(prompt, num_samples, sampling, *(() if seen is None else (seen,)))
             for prompt, sampling, seen in requests
         )
-        try:
+        with self._noting_death():
             return list(await asyncio.gather(*calls))
+
+    async def add_adapter(self, name: str, state: AdapterState) -> None:
+        """Serve an adapter from now on. Raises as `AdapterEngine` does."""
+        with self._noting_death():
+            await self._adapting.add_adapter(name, state)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter, if it is there; calls of it that are under way end with it."""
+        with self._noting_death():
+            await self._adapting.drop_adapter(name)
+
+    async def adapters(self) -> list[str]:
+        """Names of the adapters that the engine serves. A new actor's engine has none."""
+        return self._adapting.adapters()
+
+    async def sample(self, adapter: str | None, call: SampleCall, request_id: str) -> SampleOutput:
+        """Sample from an adapter; None: from the published weights. Raises as `AdapterEngine` does, and
+        `asyncio.CancelledError` when it was aborted, or cancelled by `ray.cancel`."""
+        task = self._calls[request_id] = asyncio.create_task(self._adapting.sample(adapter, call))
+        try:
+            with self._noting_death():
+                return await task
+        finally:
+            task.cancel()
+            if self._calls.get(request_id) is task:
+                del self._calls[request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End a call of `sample`, if it is under way."""
+        if request_id in self._calls:
+            self._calls[request_id].cancel()
+
+    @contextmanager
+    def _noting_death(self) -> Iterator[None]:
+        """Tell `run` of the engine's death, if the block meets it."""
+        try:
+            yield
         except WorkerDied as death:
             self._death = death
             self._dead.set()
             raise
+
+    @property
+    def _adapting(self) -> AdapterEngine:
+        """The engine as one of many adapters, which the hf engine and vLLM's are."""
+        if not hasattr(self._receiver, "add_adapter"):
+            raise ConfigError(
+                f"rollout.engine={self._spec.engine.config.engine}: serves no adapters by name. Set rollout.engine=hf "
+                "or vllm."
+            )
+        return cast(AdapterEngine, self._receiver)
 
     async def load(self, delivery: Delivery, epoch: int = 0) -> None:
         """Load a publication, or a version that is being streamed, which `deliver` brings meanwhile. Raises `TakenOver`

@@ -5,7 +5,8 @@ understand.
 the seed and the weights alone: not on what else runs, nor on when. All compute happens in one thread, group after
 group; the event loop stays free. Where adapters are published it adds them to the weights that it started with. `load`
 runs between two decode steps: tokens sampled afterwards carry the new version, and the KV cache of the tokens before
-stays as it was. `generate_group` is the synchronous core, for straight-line programs.
+stays as it was. `generate_group` is the synchronous core, for straight-line programs. `sample` does the same with one
+of many adapters, which come by name and are exchanged between groups (`hf_adapters.py`).
 """
 
 import asyncio
@@ -13,9 +14,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,25 +24,19 @@ from penstock.workers.pictures.families import auto_class
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor, check_seen
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
+from penstock.workers.rollout.hf_adapters import HfAdapters
+from penstock.workers.rollout.hf_group import Request, Response
 from penstock.workers.rollout.hf_pictures import SeenPrompt
+from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, score_prompt
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
 from penstock.workers.routed_experts import RoutingRecorder
+from penstock.workers.sample_calls import SampleCall, SampleOutput
+from penstock.workers.training_calls import AdapterState
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 
-
-@dataclass
-class _Response:
-    """A row of a group while it grows."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    text: str | None = None
-    finish_reason: str | None = None
-    experts: list[bytes] = field(default_factory=list)
-    """Records of the tokens that were read for it, the prompt's in one."""
+T = TypeVar("T")
 
 
 class HfEngine:
@@ -55,6 +49,7 @@ class HfEngine:
         """Starting weights that adapters change."""
         self.model: Any = None
         self._form = CheckpointForm(None)
+        self._adapters = HfAdapters(None, spec.adapters)
         self._processor: PictureProcessor | None = None
         """Processor of the model's pictures; None for a model of text."""
         self._banned: tuple[int, ...] = ()
@@ -80,6 +75,29 @@ class HfEngine:
         """Sample the responses to a prompt. Raises `PromptRefused` for a prompt that leaves no room for a response,
         `DataError` for a structure, and for pictures that do not belong to the prompt or that the model cannot see,
         `WorkerDied` once closed."""
+        group = partial(self.generate_group, prompt_ids, num_samples, sampling, pictures=pictures)
+        return await self._computed(group, num_samples, sampling)
+
+    async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
+        """Sample from an adapter, as `AdapterEngine` says it: the same bits for the same call and adapter."""
+        self._executor()
+        check_call(call, self.model.config.get_text_config().vocab_size)
+        group = partial(self._sample_group, self._adapters.find(adapter), call)
+        return await self._computed(group, call.num_samples, call.sampling)
+
+    async def add_adapter(self, name: str, state: AdapterState) -> None:
+        self._executor()
+        await asyncio.to_thread(self._adapters.add, name, state)
+
+    async def drop_adapter(self, name: str) -> None:
+        self._executor()
+        self._adapters.drop(name)
+
+    def adapters(self) -> list[str]:
+        return self._adapters.names()
+
+    async def _computed(self, group: Callable[..., T], num_samples: int, sampling: Sampling) -> T:
+        """Compute a group in the engine's thread, once it is awake. `group`: takes the event `is_over`."""
         if sampling.structure:
             raise DataError("the hf engine samples without structure: set rollout.engine=vllm.")
         executor = self._executor()
@@ -88,8 +106,7 @@ class HfEngine:
         self._num_in_flight += num_samples
         is_over = threading.Event()
         try:
-            group = partial(self.generate_group, prompt_ids, num_samples, sampling, is_over, pictures)
-            return await call(executor, group)
+            return await call(executor, partial(group, is_over=is_over))
         finally:
             is_over.set()
             self._num_in_flight -= num_samples
@@ -115,13 +132,17 @@ class HfEngine:
         executor = self._executor()
         self._awake.clear()
         if self._config.num_gpus_per_worker:
-            await asyncio.get_running_loop().run_in_executor(executor, self.model.to, "cpu")
+            await asyncio.get_running_loop().run_in_executor(executor, self._leave)
 
     async def wake(self) -> None:
         executor = self._executor()
         if self._config.num_gpus_per_worker:
             await asyncio.get_running_loop().run_in_executor(executor, self.model.to, "cuda")
         self._awake.set()
+
+    def _leave(self) -> None:
+        with self._adapters.set_aside():
+            self.model.to("cpu")
 
     async def version(self) -> int:
         return self._version
@@ -154,6 +175,7 @@ class HfEngine:
             raise ModelError(f"model.path={self._spec.model_path}: the hf engine cannot load it: {error}") from None
         self._banned = () if self._processor is None else self._processor.token_ids
         self._form = CheckpointForm(self.model)
+        self._adapters = HfAdapters(self.model, self._spec.adapters)
         if self._config.router_replay:
             self._recorder = RoutingRecorder(self.model)
         if self._config.num_gpus_per_worker:
@@ -169,17 +191,47 @@ class HfEngine:
     ) -> list[Completion]:  # fmt: skip
         """Sample n responses to one prompt, in this thread. Needs `open_model` (or `start`) before. `is_over`: set from
         another thread when the responses are no longer wanted; they end then."""
-        from transformers import DynamicCache
+        self._adapters.use(None)
+        request = Request(prompt_ids, num_samples, sampling, pictures, is_over)
+        return [self._completion(response) for response in self._responses(request)]
 
-        num_tokens = self._room(prompt_ids, sampling)
-        uniforms = None if sampling.temperature == 0 else draw_uniforms(num_samples, num_tokens, sampling.seed)
-        responses = [_Response() for _ in range(num_samples)]
-        active = list(range(num_samples))
-        cache = DynamicCache(config=self.model.config)
+    @torch.inference_mode()
+    def _sample_group(self, state: AdapterState | None, call: SampleCall, is_over: threading.Event) -> SampleOutput:
+        """Answer a call in this thread."""
+        self._adapters.use(state)
+        request = Request(
+            call.prompt_ids, call.num_samples, call.sampling, call.pictures, is_over, frozenset(call.stop_ids),
+            call.topk_logprobs,
+        )  # fmt: skip
+        self._room(call.prompt_ids, call.sampling)
+        scores = PromptScores()
+        if asks_of_prompt(call):
+            inputs, _ = self._inputs(request)
+            scores = score_prompt(self.model(**inputs).logits[0], call)
+            if self._recorder is not None:
+                self._recorder.take()
+        samples = [response.sampled(call.topk_logprobs) for response in self._responses(request)]
+        return SampleOutput(samples, scores.logprobs, scores.top, scores.targets)
+
+    def _inputs(self, request: Request) -> tuple[dict[str, torch.Tensor], SeenPrompt | None]:
+        """Arguments of the forward pass of the prompt, and what is seen in it."""
+        prompt_ids, pictures = request.prompt_ids, request.pictures
         check_seen(self._processor, pictures, self._config.max_pictures, self._spec.model_path)
         seen = None if self._processor is None else SeenPrompt.of(self.model, self._processor, prompt_ids, pictures)
         inputs = {"input_ids": torch.tensor([list(prompt_ids)], device=self.model.device)}
-        inputs |= {} if seen is None else seen.inputs
+        return inputs | ({} if seen is None else dict(seen.inputs)), seen
+
+    def _responses(self, request: Request) -> list[Response]:
+        """Sample the responses to one prompt under the weights that the model has now."""
+        from transformers import DynamicCache
+
+        num_samples, sampling, is_over = request.num_samples, request.sampling, request.is_over
+        num_tokens = self._room(request.prompt_ids, sampling)
+        uniforms = None if sampling.temperature == 0 else draw_uniforms(num_samples, num_tokens, sampling.seed)
+        responses = [Response() for _ in range(num_samples)]
+        active = list(range(num_samples))
+        cache = DynamicCache(config=self.model.config)
+        inputs, seen = self._inputs(request)
         for position in range(num_tokens):
             self._run_interrupts()
             logits_BV = self.model(**inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
@@ -192,9 +244,7 @@ class HfEngine:
                 logits_BV = logits_BV.expand(num_samples, -1)
             logprobs_BV = sampling_logprobs(logits_BV, sampling, self._banned).cpu()
             chosen_B = choose_tokens(logprobs_BV, None if uniforms is None else uniforms[active, position])
-            chosen_logprobs_B = logprobs_BV.gather(-1, chosen_B[:, None])[:, 0]
-            for row, token, logprob in zip(active, chosen_B.tolist(), chosen_logprobs_B.tolist(), strict=True):
-                self._extend(responses[row], token, logprob, sampling)
+            self._extend([responses[row] for row in active], chosen_B, logprobs_BV, request)
             going_on = [index for index, row in enumerate(active) if responses[row].finish_reason is None]
             if not going_on or (is_over is not None and is_over.is_set()):
                 break
@@ -205,7 +255,7 @@ class HfEngine:
             inputs = {"input_ids": chosen_B[:, None].to(self.model.device)}
             inputs |= {} if seen is None else seen.later(position, len(chosen_B))
         self._tokens_in_flight -= sum(len(response.token_ids) for response in responses)
-        return [self._completion(response) for response in responses]
+        return responses
 
     def _room(self, prompt_ids: Sequence[int], sampling: Sampling) -> int:
         room = self._config.max_model_len - len(prompt_ids)
@@ -216,21 +266,31 @@ class HfEngine:
             )
         return min(sampling.max_tokens, room)
 
-    def _extend(self, response: _Response, token: int, logprob: float, sampling: Sampling) -> None:
-        self._num_tokens += 1
-        self._tokens_in_flight += 1
-        response.token_ids.append(token)
-        response.logprobs.append(logprob)
-        response.versions.append(self._version)
-        if token in self._eos_ids and not sampling.ignore_eos:
-            response.finish_reason = "stop"
-        elif sampling.stop:
-            text = self._decode(response.token_ids)
-            starts = [text.index(stop) for stop in sampling.stop if stop in text]
-            if starts:
-                response.text, response.finish_reason = text[: min(starts)], "stop"
+    def _extend(
+        self, responses: list[Response], chosen_B: torch.Tensor, logprobs_BV: torch.Tensor, request: Request
+    ) -> None:
+        """Add a token to each response that is not done, and note which of them end with it."""
+        sampling = request.sampling
+        chosen_logprobs_B = logprobs_BV.gather(-1, chosen_B[:, None])[:, 0]
+        self._num_tokens += len(responses)
+        self._tokens_in_flight += len(responses)
+        if request.num_top:
+            best = logprobs_BV.topk(min(request.num_top, logprobs_BV.shape[-1]), -1)
+            for response, ids, values in zip(responses, best.indices.tolist(), best.values.tolist(), strict=True):
+                response.top.append((ids, values))
+        for response, token, logprob in zip(responses, chosen_B.tolist(), chosen_logprobs_B.tolist(), strict=True):
+            response.token_ids.append(token)
+            response.logprobs.append(logprob)
+            response.versions.append(self._version)
+            if token in request.stop_ids or (token in self._eos_ids and not sampling.ignore_eos):
+                response.finish_reason = "stop"
+            elif sampling.stop:
+                text = self._decode(response.token_ids)
+                starts = [text.index(stop) for stop in sampling.stop if stop in text]
+                if starts:
+                    response.text, response.finish_reason = text[: min(starts)], "stop"
 
-    def _completion(self, response: _Response) -> Completion:
+    def _completion(self, response: Response) -> Completion:
         text = self._decode(response.token_ids) if response.text is None else response.text
         return Completion(
             response.token_ids, response.logprobs, response.versions, text, response.finish_reason or "length",
@@ -284,9 +344,10 @@ class HfEngine:
 
     @torch.inference_mode()
     def _exchange(self, mapped: MappedWeights, version: int) -> None:
-        state = self._places()
-        for name, tensor in mapped.tensors() if self._adapter is None else self._merged(mapped, state):
-            state[name].copy_(tensor)
+        with self._adapters.set_aside():
+            state = self._places()
+            for name, tensor in mapped.tensors() if self._adapter is None else self._merged(mapped, state):
+                state[name].copy_(tensor)
         self._version = version
 
     def _tied(self) -> set[str]:

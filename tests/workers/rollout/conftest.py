@@ -13,7 +13,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.protocols import EngineSpec, Publication
+from penstock.workers.protocols import AdapterLimits, EngineSpec, Publication
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.weights.publication.adapter import tensor_name
 from tests.publications import write_publication
@@ -36,6 +36,7 @@ class EngineUnderTest:
     against."""
 
     adapter: LoraConfig | None = None
+    limits: AdapterLimits | None = None
 
     def __init__(self, name: str, model_path: Path, root: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -49,7 +50,10 @@ class EngineUnderTest:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         config = RolloutConfig(engine=name, max_model_len=MAX_MODEL_LEN, kv_cache_gib=0.25)
-        self.engine = make_engine(EngineSpec(config, str(model_path), adapter=self.adapter, phase_timeout_s=30))
+        spec = EngineSpec(
+            config, str(model_path), adapter=self.adapter, phase_timeout_s=30, adapters=self.limits
+        )  # fmt: skip
+        self.engine: Any = make_engine(spec)
         self.call(self.engine.start())
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 300) -> T:

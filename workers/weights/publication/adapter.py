@@ -167,12 +167,20 @@ def peft_config(config: LoraConfig) -> dict[str, Any]:
     }
 
 
-def _layer(manifest: Manifest, name: str) -> str:
+def layer_of(name: str) -> str:
+    """The layer of A or B, by its name in the file. Raises `ValueError` for another name."""
     for letter in LETTERS:
         end = f".lora_{letter}{SUFFIX}"
         if name.startswith(PREFIX) and name.endswith(end):
             return name[len(PREFIX) : -len(end)]
-    raise WeightError(
-        f"{manifest.file}: has {name!r}, which is no part of an adapter, and the engine was started to serve adapters. "
-        "Trainer and engines must have the same trainer.lora.publish."
-    )
+    raise ValueError(repr(name))
+
+
+def _layer(manifest: Manifest, name: str) -> str:
+    try:
+        return layer_of(name)
+    except ValueError:
+        raise WeightError(
+            f"{manifest.file}: has {name!r}, which is no part of an adapter, and the engine was started to serve "
+            "adapters. Trainer and engines must have the same trainer.lora.publish."
+        ) from None

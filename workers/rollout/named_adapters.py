@@ -1,0 +1,66 @@
+"""Adapters that come by name, as engines take them: split into A and B by layer, checked, and written for vLLM."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from penstock.conf.errors import DataError
+from penstock.conf.trainer import LoraConfig
+from penstock.workers.protocols import AdapterLimits
+from penstock.workers.training_calls import AdapterState
+from penstock.workers.weights.publication.adapter import (
+    CONFIG_NAME,
+    FILE_NAME,
+    LETTERS,
+    ends,
+    layer_of,
+    peft_config,
+    tensor_name,
+)
+
+Shape = tuple[int, int]
+
+
+def factors_of(state: AdapterState) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A `[rank, in]` and B `[out, rank]` of each layer, float32. Raises `DataError` where one of the two is missing,
+    and for what is neither."""
+    weights = state.weights()
+    try:
+        layers = dict.fromkeys(layer_of(name) for name in weights)
+        return {layer: tuple(weights[tensor_name(layer, letter)] for letter in LETTERS) for layer in layers}  # type: ignore[misc]
+    except KeyError as error:
+        raise DataError(f"an adapter has no tensor {error}; it needs A and B of each layer.") from None
+    except ValueError as error:
+        raise DataError(f"an adapter has {error}, which is neither A nor B of a layer.") from None
+
+
+def check_adapter(
+    name: str, state: AdapterState, shape_of: Callable[[str], Shape | None], limits: AdapterLimits | None
+) -> None:
+    """Check that an engine can serve an adapter. `shape_of`: from a layer's name to its `(out, in)`; None for one that
+    has no adapter. Raises `DataError`."""
+    rank = state.spec.rank
+    if limits is not None and rank > limits.max_rank:
+        raise DataError(f"adapter {name!r}: rank {rank} is more than serve.max_rank={limits.max_rank}.")
+    for layer, (a, b) in factors_of(state).items():
+        shape = shape_of(layer)
+        if shape is None:
+            raise DataError(f"adapter {name!r}: the engine serves no adapter of {layer!r}.")
+        if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
+            raise DataError(
+                f"adapter {name!r}: A {list(a.shape)} and B {list(b.shape)} of {layer!r} do not fit its weights "
+                f"{list(shape)} at rank {rank}. Is it of another model?"
+            )
+
+
+def write_peft(directory: Path, state: AdapterState) -> None:
+    """Write an adapter as PEFT does: its tensors, and its rank and alpha, by which vLLM scales it."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir()
+    config = LoraConfig(rank=state.spec.rank, alpha=state.spec.alpha, target_modules=ends(factors_of(state)))
+    (directory / CONFIG_NAME).write_text(json.dumps(peft_config(config)))
+    tensors = {name: np.ascontiguousarray(value) for name, value in state.weights().items()}
+    save_file(tensors, directory / FILE_NAME)

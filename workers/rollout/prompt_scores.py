@@ -1,0 +1,74 @@
+"""What a request for samples asks of its prompt: checked, and computed from the logits of one forward pass.
+
+Legend: P tokens of the prompt, V vocabulary, K tokens that are told of at a position.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.conf.errors import DataError
+from penstock.workers.sample_calls import SampleCall, TopTokens
+
+ROWS = 512
+"""Positions whose log-probabilities are computed at once: `ROWS * V` float32 are in memory."""
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """See `SampleOutput`; None for what was not asked for."""
+
+    logprobs: np.ndarray | None = None
+    top: TopTokens | None = None
+    targets: np.ndarray | None = None
+
+
+def asks_of_prompt(call: SampleCall) -> bool:
+    """Return whether the prompt's own log-probabilities are asked for."""
+    return call.prompt_logprobs or call.topk_prompt_logprobs > 0 or call.target_prompt_ids is not None
+
+
+def check_call(call: SampleCall, vocabulary: int) -> None:
+    """Check what an engine would fail at. Raises `DataError`."""
+    if call.num_samples < 1 or call.sampling.seed is None:
+        raise DataError(f"num_samples={call.num_samples}, seed={call.sampling.seed}: needs a sample and a seed.")
+    if min(call.topk_prompt_logprobs, call.topk_logprobs) < 0:
+        raise DataError(f"topk={call.topk_prompt_logprobs}, {call.topk_logprobs}: must be at least 0.")
+    for name, ids in (("prompt_ids", call.prompt_ids), ("stop_ids", call.stop_ids)):
+        if len(ids) and not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise DataError(f"{name}: has tokens outside of the model's vocabulary of {vocabulary}.")
+    targets = call.target_prompt_ids
+    if targets is not None:
+        if targets.ndim != 2 or len(targets) != len(call.prompt_ids) - 1:
+            raise DataError(
+                f"target_prompt_ids: of shape {list(targets.shape)}, must be [{len(call.prompt_ids) - 1}, K] for a "
+                f"prompt of {len(call.prompt_ids)} tokens."
+            )
+        if targets.size and not -1 <= targets.min() <= targets.max() < vocabulary:
+            raise DataError(f"target_prompt_ids: has tokens outside of the model's vocabulary of {vocabulary}.")
+
+
+def score_prompt(logits_PV: torch.Tensor, call: SampleCall) -> PromptScores:
+    """Compute what is asked for. `logits_PV`: at each token of the prompt, for the next one."""
+    num_tokens, num_top = len(call.prompt_ids), min(call.topk_prompt_logprobs, logits_PV.shape[-1])
+    chosen = np.full(num_tokens, np.nan, np.float32)
+    top_ids, top = np.zeros((num_tokens, num_top), np.int32), np.zeros((num_tokens, num_top), np.float32)
+    ids = call.target_prompt_ids
+    targets = None if ids is None else np.zeros(ids.shape, np.float32)
+    next_P1 = torch.tensor([*call.prompt_ids[1:]], device=logits_PV.device)[:, None]
+    for first in range(0, num_tokens - 1, ROWS):
+        rows = slice(first, min(first + ROWS, num_tokens - 1))
+        after = slice(rows.start + 1, rows.stop + 1)
+        logprobs_RV = logits_PV[rows].float().log_softmax(-1)
+        chosen[after] = logprobs_RV.gather(-1, next_P1[rows])[:, 0].cpu().numpy()
+        if num_top:
+            best = logprobs_RV.topk(num_top, -1)
+            top_ids[after], top[after] = best.indices.cpu().numpy(), best.values.cpu().numpy()
+        if ids is not None and targets is not None:
+            ids_RK = torch.from_numpy(ids[rows].astype(np.int64)).to(logprobs_RV.device)
+            values_RK = logprobs_RV.gather(-1, ids_RK.clamp_min(0))
+            targets[rows] = values_RK.masked_fill(ids_RK < 0, 0.0).cpu().numpy()
+    return PromptScores(
+        chosen if call.prompt_logprobs else None, TopTokens(top_ids, top) if num_top else None, targets
+    )  # fmt: skip
