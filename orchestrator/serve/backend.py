@@ -1,5 +1,5 @@
 """The interface between the server and what computes: ranks that train adapters, and engines that sample from them.
-`cluster_backend.py` has the real one.
+`actors/` has the real one.
 
     server ─▶ journal ─▶ schedule ─▶ Backend ─▶ ranks (one call after the other), engines (many side by side)
 

@@ -205,7 +205,7 @@ class Fleet(MemberTable):
             if len(names) > 1:
                 (address,) = await answers([_address(members)], phase="start", timeout_s=timeout_s)
             await answers(self._starts(members, address), phase="start", timeout_s=timeout_s)
-            if self.plan_of(names[0]).role == "trainer":
+            if self.with_store and self.plan_of(names[0]).role == "trainer":
                 await answers(self._attaches(members), phase="start", timeout_s=timeout_s)
         except BaseException:
             self.remove(names)

@@ -1,4 +1,4 @@
-"""Ranks and engines on a Ray cluster, as the server's `Backend`."""
+"""The `Backend` (`serve/backend.py`) over ranks and engines on a Ray cluster."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -8,14 +8,14 @@ import numpy as np
 from penstock.conf.errors import DataError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.serve.actors.engines import ServedEngines
+from penstock.orchestrator.serve.actors.ranks import ServedRanks
 from penstock.orchestrator.serve.backend import ModelFacts, SampleCall, SampleOutput
-from penstock.orchestrator.serve.engines import ServedEngines
-from penstock.orchestrator.serve.ranks import ServedRanks
 from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
 
 
 class ClusterBackend:
-    """A `Backend` (`backend.py`) over a fleet that has started."""
+    """Lifecycle: over a fleet that has started."""
 
     def __init__(self, fleet: Fleet, config: RunConfig, facts: ModelFacts, tell: Callable[[str], None]) -> None:
         self.facts = facts
