@@ -50,6 +50,7 @@ from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.protocols import Completion, Loss, Sampling
 from penstock.workers.rollout.worker import response_columns, sample_seed
+from penstock.workers.training_calls import AdamParams
 
 T = TypeVar("T")
 
@@ -146,10 +147,25 @@ class Policy(Model):
         return _rows(prompts, groups, has_pictures=self._config.rollout.max_pictures > 0)
 
     def update(self, rows: Rows, loss: Loss) -> dict[str, float]:
-        """Make one policy update on the rows. `loss` reads columns by the names of its parameters. Returns the batch's
-        metrics."""
+        """Make one policy update on the rows: `forward_backward` and `optim_step`, once for each of
+        `trainer.num_minibatches`. `loss` reads columns by the names of its parameters. Returns the batch's metrics."""
+        return self._of_batch("update", rows, loss)
+
+    def forward_backward(self, rows: Rows, loss: Loss) -> dict[str, float]:
+        """Compute gradients on the rows, and add them to those of earlier calls since the last `optim_step`. Weights
+        stay as they are. Returns the batch's metrics."""
+        return self._of_batch("forward_backward", rows, loss)
+
+    def optim_step(self, params: AdamParams | None = None) -> dict[str, float]:
+        """Step by the gradients since the last step. `params`: numbers of this step; None: those of
+        `trainer.optimizer`, whose schedule counts steps. Returns `actor/grad_norm` and the like. Raises `DataError`
+        where there are no gradients."""
+        answers = self._all("optim_step", [(params,)] * len(self._ranks), self._config.trainer.step_timeout_s)
+        return dict(answers[0])
+
+    def _of_batch(self, method: str, rows: Rows, loss: Loss) -> dict[str, float]:
         arguments = [(rows.select(share), loss) for share in self._shares(rows)]
-        reports = self._all("update", arguments, self._config.trainer.step_timeout_s)
+        reports = self._all(method, arguments, self._config.trainer.step_timeout_s)
         return dict(reports[0].metrics)
 
     def publish(self) -> int:

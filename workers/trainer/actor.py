@@ -41,8 +41,10 @@ from penstock.workers.progress import (
     Progress,
 )
 from penstock.workers.protocols import Loss, Publication, UpdateReport
+from penstock.workers.trainer.adapters.calls import AdapterCalls
 from penstock.workers.trainer.report import StepReport, TokenValues
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
+from penstock.workers.training_calls import AdamParams
 from penstock.workers.weights.transport import Delivery, Engines, Transport
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ class _Rank:
             self._meeting.close()
 
 
-class Trainer(_Rank):
+class Trainer(AdapterCalls, _Rank):
     """Lifecycle: `address` on the first of several ranks, `start` on all with it, `attach` where there is a store, then
     `step`, `begin_publishing` and the rest, then `close`. Calls that change a run carry the `epoch` of the command that
     makes them (`store/epoch.py`), and raise `TakenOver` for an older one. Streams have none: no other command takes
@@ -160,6 +162,18 @@ class Trainer(_Rank):
     def update(self, rows: Rows, loss: Loss) -> UpdateReport:
         """Run one update on these rows of this rank (the imperative API). Collective."""
         return self._parts.trainer.update(rows, loss)
+
+    def forward_backward(self, rows: Rows, loss: Loss) -> UpdateReport:
+        """Add the gradients of these rows of this rank to those since the last step (the imperative API).
+        Collective."""
+        with self._together("forward and backward"):
+            return self._parts.trainer.forward_backward(rows, loss)
+
+    def optim_step(self, params: AdamParams | None = None) -> dict[str, float]:
+        """Step by the gradients since the last step; None: by the configured optimizer's numbers (the imperative API).
+        Collective. Raises `DataError`."""
+        with self._together("optimizer step"):
+            return self._parts.trainer.optim_step(params)
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """Return `[T_i]` float32 for each row of this rank (the imperative API). Collective."""

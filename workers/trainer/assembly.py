@@ -23,6 +23,7 @@ from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.progress import Phases
+from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer, with_slot
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.models.pictures import tower_of
 from penstock.workers.trainer.models.sight import Sight
@@ -118,7 +119,9 @@ def assemble_trainer(
     """Assemble a rank that trains. `address`: where the ranks meet (host:port on rank 0's node); one rank alone needs
     none. `phases`, `meters`: where it notes what it does, and how much. Collective. Raises `ModelError`,
     `ConfigError`."""
-    trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **_options(spec))
+    config = with_slot(spec.config, spec.slot_rank) if spec.slot_rank else spec.config
+    made = SlotTrainer if spec.slot_rank else _trainer_class(spec)
+    trainer = made(config, spec.model_path, _ranks(spec, address), **_options(spec))
     if ROUTED_EXPERTS in spec.columns:
         trainer.replay_experts()
     _give_sight(trainer, spec)

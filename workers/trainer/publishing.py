@@ -13,9 +13,9 @@ their collectives.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,7 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.conf.errors import DeadlineExceeded, NotStarted
+from penstock.conf.trainer import TrainerConfig
 from penstock.workers.protocols import Publication
+from penstock.workers.trainer import exporting
+from penstock.workers.trainer.engines.engine import TrainEngine
 from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.weights.chain.plan import ChunkPlan, choose_chunk_bytes, make_plan
 from penstock.workers.weights.chain.reports import Reporter
@@ -189,3 +192,58 @@ class _Writing:
         """Write no more."""
         self._copies.clear()
         self._open.close()
+
+
+class Publishes:
+    """The publications and exports of a trainer, which inherits them."""
+
+    config: TrainerConfig
+    model_path: str
+    engine_dtype: str
+    trainable: bool
+    ranks: Ranks
+    engine: TrainEngine
+    publisher: Publisher
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return phase(name, self.ranks, lambda: self.engine.where)
+
+    def publish(self, directory: str, version: int) -> Publication:
+        """Publish a version, and wait until that is done. Collective."""
+        self.begin_publishing(directory, version)
+        return self.finish_publishing(version, self.ranks.timeout.total_seconds())
+
+    def begin_publishing(self, directory: str, version: int) -> None:
+        """Begin to write version `version` under the root `directory`, every rank its shard: the model, or with
+        `trainer.lora.publish=adapter` the adapter alone. The weights may change when this returns. Collective."""
+        with self._phase(f"publication of version {version}"):
+            self.publisher.begin(directory, version)
+
+    def finish_publishing(self, version: int, timeout_s: float) -> Publication:
+        """Wait until it is written. On one node it is sealed then; relays between nodes seal it later. May be called
+        beside the next update, and again."""
+        return self.publisher.finish(version, timeout_s)
+
+    @property
+    def publication_bytes(self) -> int:
+        """Bytes of one version. Collective where it is asked for before the first."""
+        with self._phase("layout of publications"):
+            return self.publisher.layout.num_bytes
+
+    def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
+        """Publish to other nodes from now on: this rank is on `node`, and so many nodes receive. Collective; returns
+        the same plan on every rank."""
+        with self._phase("planning of publications"):
+            return self.publisher.plan_chunks(node, num_receivers)
+
+    def _published(self) -> Iterator[Piece]:
+        """Pieces that engines are sent. Collective."""
+        alone = self.trainable and self.config.lora.publishes_adapter
+        return self.engine.adapter_pieces() if alone else self.engine.pieces()
+
+    def export(self, directory: str) -> dict[str, int]:
+        """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype; return the weight
+        files that this rank has written, with their bytes. `directory`: one that all ranks see. Collective. Raises
+        `WeightError`."""
+        with self._phase("export"):
+            return exporting.export(self.engine, directory, self.model_path, self.engine_dtype)

@@ -118,6 +118,14 @@ class Ranks:
         """Gather a small picklable value of every rank, in order of rank. Collective."""
         return _gather(value, self.num_ranks)
 
+    def gather_first(self, values: list[Any]) -> list[Any]:
+        """Gather the lists of every rank, one after the other, on rank 0; the others get an empty one. Collective."""
+        if self.num_ranks == 1:
+            return values
+        lists: list[list[Any]] | None = [[]] * self.num_ranks if self.rank == 0 else None
+        dist.gather_object(values, lists)
+        return [value for some in lists or [] for value in some]
+
     def barrier(self, group: dist.ProcessGroup | None = None) -> None:
         """Wait for all ranks. `group`: a process group of all of them, from `group_beside`."""
         if self.num_ranks > 1:

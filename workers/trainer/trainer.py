@@ -2,6 +2,7 @@
 where (`engines/engine.py`).
 
     update(rows, loss):  rows ─▶ minibatches of whole groups ─▶ micro-batches ─▶ forward, loss, backward ─▶ clip, AdamW
+                         └──────────────────────── forward_backward(rows, loss) ────────────────────┘   optim_step()
     publish(root, v):    each rank writes its shard into shared memory, beside the next update (`publishing.py`)
 
 How rows are cut into micro-batches and spread over ranks changes no result but for rounding: losses are divided by
@@ -12,24 +13,26 @@ Legend: B rows of the micro-batch, T response tokens, padded, N response tokens.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.conf.errors import DataError
 from penstock.conf.trainer import VISION, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.protocols import Loss, Publication, UpdateReport
+from penstock.workers.protocols import Loss, UpdateReport
 from penstock.workers.routed_experts import KEY as REPLAY_KEY
-from penstock.workers.trainer import exporting
+from penstock.workers.trainer.contribution import UpdateParts, contribution
 from penstock.workers.trainer.engines.devices import HostActivations
 from penstock.workers.trainer.engines.engine import make_engine
 from penstock.workers.trainer.engines.lora import add_adapters, check_compiles
-from penstock.workers.trainer.engines.optimizer import learning_rate
+from penstock.workers.trainer.engines.optimizer import learning_rate, step_params
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import (
     PolicyModel,
@@ -43,37 +46,26 @@ from penstock.workers.trainer.models.pictures import check_sees, freeze_tower, h
 from penstock.workers.trainer.models.routing import Routers
 from penstock.workers.trainer.models.sight import FrozenTower, Sight
 from penstock.workers.trainer.models.starting_weights import StartingWeights
-from penstock.workers.trainer.publishing import Publisher
-from penstock.workers.trainer.ranks import Ranks, phase
+from penstock.workers.trainer.publishing import Publisher, Publishes
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.step_meter import clock, size_of
 from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Batcher, LossInputs, Minibatch
 from penstock.workers.trainer.update.pictures import Pictures
-from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padding_share
-from penstock.workers.weights.chain.plan import ChunkPlan
-from penstock.workers.weights.piece import Piece
+from penstock.workers.trainer.update.tally import Tally, with_padding_share
+from penstock.workers.training_calls import AdamParams
 
 
-@dataclass(frozen=True)
-class UpdateParts:
-    """The parts of one update that all its micro-batches share."""
-
-    inputs: LossInputs
-    tally: Tally
-    old_logprobs: list[np.ndarray] | None
-    """Log-probabilities before the update, `[T_i]` for each row, where the loss asks for them and weights change before
-    its last micro-batch."""
-    recorder: TokenRecorder | None
-
-
-class PolicyTrainer:
+class PolicyTrainer(Publishes):
     """A rank of several, all of which make the same calls in the same order, each with its own rows (maybe none). Ranks
     that split the work on a row (`TrainerConfig.ranks_per_row`) have the same ones.
 
         trainer = PolicyTrainer(TrainerConfig(), "path/to/model", temperature=1.0)
         report = trainer.update(rows, partial(ppo_clip_loss, clip_high=0.28))
+        report = trainer.forward_backward(rows, sft_loss)    # or in two calls: gradients add up until the step
+        metrics = trainer.optim_step()
         publication = trainer.publish("/dev/shm/run", version=1)
         trainer.close()
 
@@ -110,6 +102,7 @@ class PolicyTrainer:
         self._temperature = temperature
         self.publisher = Publisher(self.ranks, self._published, engine_dtype)
         self.trainable = trainable
+        self._has_gradients = False
         self.before_weights_go: Callable[[], None] | None = None
         """Function called before weights change or leave the device: a checkpoint may still be copying them."""
         try:
@@ -137,13 +130,17 @@ class PolicyTrainer:
         if config.liger:
             use_liger(self.model.lm)
         if self.trainable and config.lora.rank:
-            weights.add(add_adapters(self.model.lm, config.lora))
+            weights.add(self._add_adapters())
         watched = self.trainable and config.router_aux_loss_coef > 0
         self.routers = Routers(self.model.lm) if watched else None
         if config.compile:
             check_compiles(self.model.lm)
             compile_layers(self.model)
         self.engine = make_engine(self.model, weights, self.ranks, config)
+
+    def _add_adapters(self) -> dict[str, Tensor]:
+        """Put adapters into the model; returns their values."""
+        return add_adapters(self.model.lm, self.config.lora)
 
     def _open(
         self, path: str, dtype: str, attention: str, checkpoint_layers: bool
@@ -227,9 +224,6 @@ class PolicyTrainer:
         with self._phase("agreement on micro-batches"):
             return self._batcher.microbatches(rows)
 
-    def _phase(self, name: str) -> AbstractContextManager[None]:
-        return phase(name, self.ranks, lambda: self.engine.where)
-
     def update(self, rows: Rows, loss: Loss, recorder: TokenRecorder | None = None) -> UpdateReport:
         """Run one policy update, `num_minibatches` optimizer steps, over the union of all ranks' rows. Collective.
 
@@ -238,75 +232,77 @@ class PolicyTrainer:
         rows have `behavior_logprobs`. An optimizer step whose gradient norm is not finite is left out and counted:
         weights and optimizer stay as they were. `recorder`: is told of each token. Raises `DataError`, `DataflowError`.
         """
-        if not self.trainable:
-            raise RuntimeError("this trainer was made with trainable=False; it has no optimizer.")
         started = clock(self.ranks.device)
         seconds: dict[str, float] = defaultdict(float)
-        inputs = LossInputs.of(loss, rows.names)
-        with self._phase(f"update {self.num_updates + 1}, agreement on micro-batches"):
-            minibatches = self._batcher.minibatches(rows, inputs)
+        inputs, minibatches = self._planned(rows, loss)
         old = self.logprobs(rows) if inputs.takes_old_logprobs and len(minibatches) > 1 else None
-        rate = learning_rate(self.config.optimizer, self.num_updates, self.config.max_steps)
+        params = self._own_params()
         seconds["plan"] = clock(self.ranks.device) - started
 
         shared = UpdateParts(inputs, Tally(len(minibatches)), old, recorder)
-        norms, skipped = [], 0
+        norms = []
         for number, minibatch in enumerate(minibatches):
-            self._accumulate(minibatch, shared, number == 0, seconds)
-            norms.append(self._optimizer_step(rate, seconds))
-            skipped += not math.isfinite(norms[-1])
+            self._accumulate(minibatch.batches, partial(self._contribution, minibatch, shared, number == 0), seconds)
+            norms.append(self._optimizer_step(params, seconds))
         self.num_updates += 1
+        metrics = self._metrics(shared, minibatches) | self._step_metrics(params, norms)
+        return self._report(rows, metrics, seconds, started)
+
+    def forward_backward(self, rows: Rows, loss: Loss) -> UpdateReport:
+        """Run forward and backward over the union of all ranks' rows, in one minibatch; weights stay as they are, and
+        gradients add up to those of earlier calls until `optim_step`. Collective. Rows, metrics and errors as of
+        `update`, without those of the step."""
+        started = clock(self.ranks.device)
+        seconds: dict[str, float] = defaultdict(float)
+        inputs, minibatches = self._planned(rows, loss, 1)
+        seconds["plan"] = clock(self.ranks.device) - started
+        shared = UpdateParts(inputs, Tally(), None, None)
+        for minibatch in minibatches:
+            self._accumulate(minibatch.batches, partial(self._contribution, minibatch, shared, True), seconds)
+        self._has_gradients = True
+        return self._report(rows, self._metrics(shared, minibatches), seconds, started)
+
+    def optim_step(self, params: AdamParams | None = None) -> dict[str, float]:
+        """Step by the gradients since the last step, and clear them. Collective. `params`: numbers of the step; None:
+        those of `trainer.optimizer`, whose schedule counts steps. Metrics: those of `update` that are the step's.
+        Raises `DataError` where there are no gradients."""
+        if not self._has_gradients:
+            raise DataError("optim_step: no gradients have been computed since the last step. Call forward_backward.")
+        params = params or self._own_params()
+        norm = self._optimizer_step(params, defaultdict(float))
+        self.num_updates += 1
+        return self._step_metrics(params, [norm])
+
+    def _own_params(self) -> AdamParams:
+        """The optimizer's numbers as this update's turn in the schedule has them."""
+        rate = learning_rate(self.config.optimizer, self.num_updates, self.config.max_steps)
+        return step_params(self.config.optimizer, rate)
+
+    def _planned(self, rows: Rows, loss: Loss, count: int | None = None) -> tuple[LossInputs, list[Minibatch]]:
+        """What the loss reads, and the minibatches, `count` or as many as configured. Collective."""
+        if not self.trainable:
+            raise RuntimeError("this trainer was made with trainable=False; it has no optimizer.")
+        inputs = LossInputs.of(loss, rows.names)
+        with self._phase(f"update {self.num_updates + 1}, agreement on micro-batches"):
+            return inputs, self._batcher.minibatches(rows, inputs, count or self.config.num_minibatches)
+
+    def _metrics(self, shared: UpdateParts, minibatches: list[Minibatch]) -> dict[str, float]:
+        """What the micro-batches have told, over all ranks. Collective."""
         with self._phase(f"update {self.num_updates}, metrics"):
             shared.tally.add_padding(minibatches)
-            metrics = with_padding_share(shared.tally.reduced(self.ranks), self.metrics_prefix)
-        metrics |= {
-            f"{self.metrics_prefix}/lr": rate,
+            return with_padding_share(shared.tally.reduced(self.ranks), self.metrics_prefix)
+
+    def _step_metrics(self, params: AdamParams, norms: list[float]) -> dict[str, float]:
+        return {
+            f"{self.metrics_prefix}/lr": params.learning_rate,
             f"{self.metrics_prefix}/grad_norm": sum(norms) / len(norms),
-            f"{self.metrics_prefix}/skipped_nonfinite": float(skipped),
+            f"{self.metrics_prefix}/skipped_nonfinite": float(sum(not math.isfinite(norm) for norm in norms)),
         }
+
+    def _report(self, rows: Rows, metrics: dict[str, float], seconds: dict[str, float], started: float) -> UpdateReport:
         seconds["update"] = clock(self.ranks.device) - started
         num_tokens = int(rows.lengths("response_ids").sum()) if len(rows) else 0
         return UpdateReport(metrics, len(rows), num_tokens, dict(seconds))
-
-    def publish(self, directory: str, version: int) -> Publication:
-        """Publish a version, and wait until that is done. Collective."""
-        self.begin_publishing(directory, version)
-        return self.finish_publishing(version, self.ranks.timeout.total_seconds())
-
-    def begin_publishing(self, directory: str, version: int) -> None:
-        """Begin to write version `version` under the root `directory`, every rank its shard: the model, or with
-        `trainer.lora.publish=adapter` the adapter alone. The weights may change when this returns. Collective."""
-        with self._phase(f"publication of version {version}"):
-            self.publisher.begin(directory, version)
-
-    def finish_publishing(self, version: int, timeout_s: float) -> Publication:
-        """Wait until it is written. On one node it is sealed then; relays between nodes seal it later. May be called
-        beside the next update, and again."""
-        return self.publisher.finish(version, timeout_s)
-
-    @property
-    def publication_bytes(self) -> int:
-        """Bytes of one version. Collective where it is asked for before the first."""
-        with self._phase("layout of publications"):
-            return self.publisher.layout.num_bytes
-
-    def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
-        """Publish to other nodes from now on: this rank is on `node`, and so many nodes receive. Collective; returns
-        the same plan on every rank."""
-        with self._phase("planning of publications"):
-            return self.publisher.plan_chunks(node, num_receivers)
-
-    def _published(self) -> Iterator[Piece]:
-        """Pieces that engines are sent. Collective."""
-        alone = self.trainable and self.config.lora.publishes_adapter
-        return self.engine.adapter_pieces() if alone else self.engine.pieces()
-
-    def export(self, directory: str) -> dict[str, int]:
-        """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype; return the weight
-        files that this rank has written, with their bytes. `directory`: one that all ranks see. Collective. Raises
-        `WeightError`."""
-        with self._phase("export"):
-            return exporting.export(self.engine, directory, self.model_path, self.engine_dtype)
 
     def take_device(self) -> None:
         """Come back to the device that an engine had meanwhile. Does nothing on a CPU."""
@@ -331,60 +327,45 @@ class PolicyTrainer:
         if self.before_weights_go is not None:
             self.before_weights_go()
 
-    def _accumulate(self, minibatch: Minibatch, shared: UpdateParts, is_first: bool, seconds: dict[str, float]) -> None:
-        """Run forward and backward of each micro-batch: gradients add up in the parameters."""
-        for number, batch in enumerate(minibatch.batches):
-            place = f"update {self.num_updates + 1}, micro-batch {number + 1} of {len(minibatch.batches)}"
+    def _accumulate(
+        self, batches: list[MicroBatch], share: Callable[[MicroBatch], Tensor], seconds: dict[str, float]
+    ) -> None:
+        """Run forward and backward of each micro-batch: gradients add up in the parameters. `share`: what it adds to
+        the loss, `[]` with gradient."""
+        for number, batch in enumerate(batches):
+            place = f"update {self.num_updates + 1}, micro-batch {number + 1} of {len(batches)}"
             started = clock(self.ranks.device)
             offload = HostActivations() if self.config.activation_offload else nullcontext()
             with self._phase(f"{place}, forward"), offload:
-                self.engine.before_backward(is_last=number == len(minibatch.batches) - 1)
-                loss = self._contribution(minibatch, batch, shared, is_first)
+                self.engine.before_backward(is_last=number == len(batches) - 1)
+                loss = share(batch)
             seconds["forward"] += clock(self.ranks.device) - started
             started = clock(self.ranks.device)
             with self._phase(f"{place}, backward"):
                 self.engine.backward(loss)
             seconds["backward"] += clock(self.ranks.device) - started
 
-    def _contribution(self, minibatch: Minibatch, batch: MicroBatch, shared: UpdateParts, is_first: bool) -> Tensor:
+    def _contribution(self, minibatch: Minibatch, shared: UpdateParts, is_first: bool, batch: MicroBatch) -> Tensor:
         """Run forward of one micro-batch: returns its share of the minibatch's loss, `[]` with gradient. `is_first`:
         weights are still those from before the update."""
-        inputs, tally, old = shared.inputs, shared.tally, shared.old_logprobs
-        entropy = "gradient" if inputs.takes_entropy else "value"
         balances = self.routers is not None and self.config.router_aux_loss_coef > 0
         with self.routers.recording() if self.routers and balances else nullcontext():
-            logprobs_N, entropy_N = self._scores(batch, entropy)
-        if batch.is_dummy:
-            return logprobs_N.sum() * 0.0
-        logprobs_BT = batch.scatter(logprobs_N)
-        old_BT = logprobs_BT.detach()
-        if old is not None:
-            old_BT = batch.pad([old[position] for position in batch.rows])
-        entropy_BT = batch.scatter(entropy_N) if inputs.takes_entropy else None
-        available = {"logprobs": logprobs_BT, "entropy": entropy_BT, "old_logprobs": old_BT}
-        loss, metrics = inputs.call(batch, minibatch.totals, available)
-        for name, value in metrics.items():
-            tally.add(f"actor/{name}", value)
-        if self.routers and balances:
+            logprobs_N, entropy_N = self._scores(batch, "gradient" if shared.inputs.takes_entropy else "value")
+        loss = contribution(minibatch, batch, shared, is_first, (logprobs_N, entropy_N))
+        if self.routers and balances and not batch.is_dummy:
             num_rows, width = batch.mask_BT.shape
             balance = self.routers.balance(batch.positions_N, batch.slots_N // width, num_rows)
             balance = balance / max(1.0, minibatch.totals.num_sequences)
-            tally.add("actor/router_balance", balance)
+            shared.tally.add("actor/router_balance", balance)
             loss = loss + self.config.router_aux_loss_coef * balance
-        num_tokens = max(1.0, minibatch.totals.num_tokens)
-        tally.add("actor/entropy", entropy_N.sum() / num_tokens)
-        if shared.recorder is not None:
-            before_BT = logprobs_BT if is_first else old_BT if old is not None else None
-            shared.recorder.add(batch, logprobs_BT, before_BT)
-        if is_first and "behavior_logprobs" in batch.columns:
-            add_mismatch(tally, logprobs_BT, batch.columns["behavior_logprobs"], batch.mask_BT, num_tokens)
         return loss
 
-    def _optimizer_step(self, rate: float, seconds: dict[str, float]) -> float:
+    def _optimizer_step(self, params: AdamParams, seconds: dict[str, float]) -> float:
         """Step, and return the norm before clipping. Where it is not finite, nothing is changed."""
         started = clock(self.ranks.device)
         self._let_weights_go()
         with self._phase(f"update {self.num_updates + 1}, optimizer step"):
-            norm = self.engine.optimizer_step(rate)
+            norm = self.engine.optimizer_step(params)
+        self._has_gradients = False
         seconds["optimizer"] += clock(self.ranks.device) - started
         return norm

@@ -37,11 +37,12 @@ from penstock.workers.trainer.engines.optimizer import (
     moments_of,
     num_steps,
     set_num_steps,
-    set_rate,
+    set_params,
 )
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.training_calls import AdamParams
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.piece import Piece
 
@@ -136,9 +137,10 @@ class DeepSpeedEngine:
         """Run backward on the loss times the number of ranks, because ZeRO divides by it what it sums."""
         self.deepspeed.backward(loss * self.ranks.num_ranks, scale_wrt_gas=False)
 
-    def optimizer_step(self, rate: float) -> float:
+    def optimizer_step(self, params: AdamParams) -> float:
         assert self.optimizer is not None
-        set_rate(self.optimizer, rate)
+        set_params(self.optimizer, params)
+        self.deepspeed.optimizer.clip_grad = params.grad_clip_norm
         self.deepspeed.step()
         norm = float(self.deepspeed.get_global_grad_norm())
         return norm if math.isfinite(norm) and norm >= 0 else math.inf

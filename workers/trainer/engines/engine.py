@@ -15,6 +15,7 @@ from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.training_calls import AdamParams
 from penstock.workers.weights.piece import Piece
 
 
@@ -24,7 +25,9 @@ class TrainEngine(Protocol):
     for number, batch in enumerate(batches):
         engine.before_backward(is_last=number == len(batches) - 1)
         engine.backward(loss(engine.forward(batch.input_ids_SL, ...)))
-    norm = engine.optimizer_step(rate)
+    norm = engine.optimizer_step(params)
+
+    The first three lines may be run several times before a step: gradients are reduced each time, and add up.
     """
 
     ranks: Ranks
@@ -44,14 +47,15 @@ class TrainEngine(Protocol):
         """Run the model's forward. Collective."""
 
     def before_backward(self, is_last: bool) -> None:
-        """Prepare for a micro-batch, before its forward. `is_last`: it is the last of the optimizer step."""
+        """Prepare for a micro-batch, before its forward. `is_last`: it is the last before gradients are reduced, of an
+        optimizer step or of one of the calls that it is the sum of."""
 
     def backward(self, loss: Tensor) -> None:
         """Run backward. `loss`: `[]`, this micro-batch's share of its minibatch's. Gradients are *summed* over
         micro-batches and ranks, since losses are already divided by the totals over all of them. Collective."""
 
-    def optimizer_step(self, rate: float) -> float:
-        """Clip, step at this learning rate, clear the gradients. Returns the norm of the whole gradient before
+    def optimizer_step(self, params: AdamParams) -> float:
+        """Clip, step by these numbers, clear the gradients. Returns the norm of the whole gradient before
         clipping; where it is not finite, weights and optimizer stay as they were. Collective."""
 
     def free(self) -> None:

@@ -29,13 +29,14 @@ from penstock.workers.trainer.engines.optimizer import (
     moments_of,
     num_steps,
     set_num_steps,
-    set_rate,
+    set_params,
 )
 from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
 from penstock.workers.trainer.engines.ulysses import SequenceParallel
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers
 from penstock.workers.trainer.models.starting_weights import ALL, StartingWeights
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.training_calls import AdamParams
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.piece import Piece
 
@@ -74,7 +75,6 @@ class FsdpEngine:
             for unit in self.units:
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
-        self._clip_norm = config.optimizer.clip_norm
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = make_adamw(trained, config.optimizer) if trained else None
 
@@ -99,10 +99,8 @@ class FsdpEngine:
         for name, buffer in buffers.items():
             put_buffer(self.model, name, buffer)
         for name, parameter in self.model.lm.named_parameters():
-            columns = ALL
-            if self.tensor and self.tensor.split_dim(parameter) == 1:
-                columns = self.tensor.columns(parameter.shape[1])
-            weights.fill(local(parameter).detach(), hf_name(name), self._first_row(parameter), columns)
+            rows, columns = self.place(parameter)
+            weights.fill(local(parameter).detach(), hf_name(name), rows.start, columns)
 
     def _entered(self, name: str, *_: Any) -> None:
         self.where = name
@@ -141,16 +139,16 @@ class FsdpEngine:
         loss.backward()
 
     @torch.no_grad()
-    def optimizer_step(self, rate: float) -> float:
+    def optimizer_step(self, params: AdamParams) -> float:
         assert self.optimizer is not None
-        set_rate(self.optimizer, rate)
+        set_params(self.optimizer, params)
         if self.tensor:
             self.tensor.add_up_gradients()
         norm = self._grad_norm()
         value = float(norm)
         if math.isfinite(value):
-            if self._clip_norm:
-                scale = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            if params.grad_clip_norm:
+                scale = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
                 for gradient in self._local_gradients():
                     gradient.mul_(scale)
             self.optimizer.step()
@@ -230,7 +228,7 @@ class FsdpEngine:
                 continue
             moments = moments_of(self.optimizer, parameter)
             for kind, tensor in {"weights": parameter, **{moment: moments[moment] for moment in MOMENTS}}.items():
-                yield self._own(f"{kind}/{name}", parameter, local(tensor).detach())
+                yield self.own_piece(f"{kind}/{name}", parameter, local(tensor).detach(), tuple(parameter.shape))
 
     def num_optimizer_steps(self) -> int:
         return num_steps(self.optimizer)
@@ -243,6 +241,14 @@ class FsdpEngine:
                 self.mesh.broadcast_shares(local(tensor).detach())
                 if self.tensor and not self._is_split(parameter):
                     self.tensor.broadcast_first(local(tensor).detach())
+
+    def place(self, parameter: Tensor) -> tuple[slice, slice]:
+        """Rows and columns of a parameter that this rank has."""
+        first = self._first_row(parameter)
+        columns = ALL
+        if self.tensor and self.tensor.split_dim(parameter) == 1:
+            columns = self.tensor.columns(parameter.shape[1])
+        return slice(first, first + (len(local(parameter)) if parameter.ndim else 1)), columns
 
     def _first_row(self, parameter: Tensor) -> int:
         """First of this rank's rows of a parameter: tensor parallelism cuts first, FSDP2 cuts what it leaves."""
@@ -259,10 +265,10 @@ class FsdpEngine:
         first = (self._first_row(parameter) + share.start) * math.prod(shape[1:])
         return Piece(name, shape, first, rows[share].detach().reshape(-1))
 
-    def _own(self, name: str, parameter: Tensor, rows: Tensor) -> Piece:
+    def own_piece(self, name: str, parameter: Tensor, rows: Tensor, shape: tuple[int, ...]) -> Piece:
         """This rank's box for others to read and to write. Each copy gives a share; of T ranks that have the same part,
-        the first counts."""
-        share, shape = self.mesh.share(len(rows)), tuple(parameter.shape)
+        the first counts. `rows`: of the parameter, or of a tensor of this `shape` that is its first rows or columns."""
+        share = self.mesh.share(len(rows))
         row_elements = math.prod(shape[1:])
         first = (self._first_row(parameter) + share.start) * row_elements
         if self.tensor:

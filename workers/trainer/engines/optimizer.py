@@ -1,5 +1,5 @@
-"""AdamW as every engine has it: how it is made, its states, and the learning rate of each update, which all its
-optimizer steps share.
+"""AdamW as every engine has it: how it is made, its states, the numbers of each step, and the learning rate of each
+update, which all its optimizer steps share.
 """
 
 import math
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.conf.trainer import OptimizerConfig
+from penstock.workers.training_calls import AdamParams
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -40,9 +41,21 @@ def moments_of(optimizer: torch.optim.AdamW, tensor: Tensor) -> dict[str, Tensor
     return state
 
 
-def set_rate(optimizer: torch.optim.AdamW, rate: float) -> None:
+def step_params(config: OptimizerConfig, rate: float) -> AdamParams:
+    """Numbers of a step as configured, at this learning rate."""
+    beta1, beta2 = config.betas
+    return AdamParams(rate, beta1, beta2, config.eps, config.weight_decay, config.clip_norm)
+
+
+def set_params(optimizer: torch.optim.AdamW, params: AdamParams) -> None:
+    """Have the next step take these numbers; the norm of clipping is the engine's."""
     for param_group in optimizer.param_groups:
-        param_group["lr"] = rate
+        param_group |= {
+            "lr": params.learning_rate,
+            "betas": (params.beta1, params.beta2),
+            "eps": params.eps,
+            "weight_decay": params.weight_decay,
+        }
 
 
 def num_steps(optimizer: torch.optim.AdamW | None) -> int:

@@ -7,21 +7,23 @@
 Logits that fit the budget whole are kept for backward by the plain operations, bitwise those of a straightforward loop;
 that saves the second multiplication.
 
-Legend: N tokens, H hidden size, V vocabulary, R x C tokens and words of one tile.
+An adapter of the output layer adds a second product to each tile: of A's, `[N, K]`, with B, `[V, K]`. The weight is not
+copied, and not changed, since it may be the embedding's, too.
+
+Legend: N tokens, H hidden size, V vocabulary, K rank of an adapter, R x C tokens and words of one tile.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from penstock.workers.trainer.models.linear import AdoptedLinear
-
 ENTROPY = ("none", "value", "gradient")
+Addend = tuple[Tensor, Tensor]
+"""Factors of a second product that logits get: `[N, K]` and `[V, K]`, of one dtype with the first ones."""
 BYTES_PER_LOGIT = 8
 """Bytes for a tile of float32 logits, and one more of the same size that is made of it."""
 BYTES_PER_WHOLE_LOGIT = 16
@@ -30,70 +32,6 @@ CPU_TILE_BYTES = 8 * 2**20
 """Bytes of a tile on a CPU, whatever the budget: tiles that stay in the cores' caches are the fastest. Measured at
 150,000 words: 1 to 16 MiB are equal, tiles of few tokens and the whole vocabulary take 1.7 times as long.
 """
-BANNED = -1e30
-"""Logit of a token without probability: finite, as 0 times infinity is no number."""
-
-
-@dataclass(frozen=True)
-class LogitChange:
-    """Logits that a model makes of its output layer's product z: scale * z, or cap * tanh(scale * z / cap)."""
-
-    scale: float = 1.0
-    cap: float | None = None
-    """Soft cap of the scaled product (Gemma 2, 2408.00118, section 2). None: there is none."""
-
-    @property
-    def product_cap(self) -> float | None:
-        """Soft cap of the product itself, where the scale follows the cap."""
-        return self.cap / self.scale if self.cap else None
-
-
-class OutputLayer(AdoptedLinear):
-    """A causal language model's output layer, which also scores tokens.
-
-        layer = OutputLayer.of(lm.get_output_embeddings())
-        layer(hidden)                                     # its product, as before, which the model makes logits of
-        layer(hidden_NH, targets_N, temperature=0.7)      # (logprobs_N, None)
-
-    Scoring happens within the module's own forward, so that an engine that gathers a sharded weight by hooks on modules
-    has it whole there, and in backward.
-    """
-
-    change = LogitChange()
-    """What the model makes of the product, for scores."""
-    banned_V: Tensor | None = None
-    """A bias that leaves tokens no probability; None: all have some."""
-
-    def ban(self, ids: Sequence[int]) -> None:
-        """Leave tokens no probability, in scores and in the product, as engines do that never sample them."""
-        bias_V = torch.zeros(self.out_features, device=self.weight.device)
-        bias_V[list(ids)] = BANNED
-        self.banned_V = bias_V
-
-    @property
-    def _bias(self) -> Tensor | None:
-        if self.banned_V is None:
-            return self.bias
-        banned_V = self.banned_V.to(self.weight.dtype)
-        return banned_V if self.bias is None else self.bias + banned_V
-
-    def forward(
-        self,
-        hidden: Tensor,
-        targets_N: Tensor | None = None,
-        *,
-        temperature: float | Tensor = 1.0,
-        entropy: str = "none",
-        budget_bytes: int = 0,
-    ) -> Any:
-        """Return the product without targets, and what `token_scores` returns with them."""
-        if targets_N is None:
-            product = super().forward(hidden)
-            return product if self.banned_V is None else product + self.banned_V.to(product.dtype)
-        return token_scores(
-            hidden, self.weight, self._bias, targets_N, temperature=temperature / self.change.scale, entropy=entropy,
-            budget_bytes=budget_bytes, cap=self.change.product_cap,
-        )  # fmt: skip
 
 
 def token_scores(
@@ -106,20 +44,26 @@ def token_scores(
     entropy: str = "none",
     budget_bytes: int = 0,
     cap: float | None = None,
+    addend: Addend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities `[N]` of `targets_N` (int64) and entropies `[N]`, float32, in nats, of
     softmax((hidden weight^T + bias) / temperature), which is one number or `[N]`.
 
     `entropy`: "none" (None is returned); "value", without gradient; "gradient". `budget_bytes`: of logits and
     what is made of them, at once; changes no result but for rounding. `cap`: logits z become cap * tanh(z / cap)
-    before the temperature. Logits are rounded to the dtype of `hidden_NH`, as the model's own are, and float32 from
-    then on. Gradients, once differentiable, flow to `hidden_NH`, `weight_VH` and `bias_V`.
+    before the temperature. `addend`: of an adapter, whose product is added to the first one. Logits are rounded to the
+    dtype of `hidden_NH`, as the model's own are, and float32 from then on. Gradients, once differentiable, flow to
+    `hidden_NH`, `weight_VH`, `bias_V` and both factors of `addend`.
     """
     if len(hidden_NH) * len(weight_VH) * BYTES_PER_WHOLE_LOGIT <= budget_bytes:
-        return whole_scores(nn.functional.linear(hidden_NH, weight_VH, bias_V), targets_N, temperature, entropy, cap)
+        logits_NV = nn.functional.linear(hidden_NH, weight_VH, bias_V)
+        if addend is not None:
+            logits_NV = logits_NV + nn.functional.linear(*addend)
+        return whole_scores(logits_NV, targets_N, temperature, entropy, cap)
     logprobs_N, entropy_N = _TokenScores.apply(
-        hidden_NH, weight_VH, bias_V, targets_N, 1.0 / temperature, entropy, budget_bytes, cap
-    )
+        hidden_NH, weight_VH, bias_V, targets_N, 1.0 / temperature, entropy, budget_bytes, cap,
+        *(addend or (None, None)),
+    )  # fmt: skip
     return logprobs_N, None if entropy == "none" else entropy_N
 
 
@@ -162,13 +106,18 @@ class _TokenScores(torch.autograd.Function):
         entropy: str,
         budget_bytes: int,
         cap: float | None,
+        low_NK: Tensor | None,
+        up_VK: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        tiles = Tiles(hidden_NH, weight_VH, bias_V, scale, budget_bytes, cap)
+        addend = None if low_NK is None or up_VK is None else (low_NK, up_VK)
+        tiles = Tiles(hidden_NH, weight_VH, bias_V, scale, budget_bytes, cap, addend)
         running = RunningSoftmax(targets_N, with_entropy=entropy != "none")
         for rows, words, logits_RC in tiles:
             running.add(rows, words, logits_RC)
         logprobs_N, entropy_N = running.logprobs(), running.entropy()
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, running.logsumexp(), entropy_N)
+        ctx.save_for_backward(
+            hidden_NH, weight_VH, bias_V, targets_N, running.logsumexp(), entropy_N, low_NK, up_VK
+        )  # fmt: skip
         ctx.scale, ctx.budget_bytes, ctx.entropy_has_gradient = scale, budget_bytes, entropy == "gradient"
         ctx.cap = cap
         if not ctx.entropy_has_gradient:
@@ -178,9 +127,11 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, logsumexp_N, entropy_N = ctx.saved_tensors
-        tiles = Tiles(hidden_NH, weight_VH, bias_V, ctx.scale, ctx.budget_bytes, ctx.cap)
-        sums = GradientSums(ctx.needs_input_grad, hidden_NH, weight_VH, bias_V)
+        hidden_NH, weight_VH, bias_V, targets_N, logsumexp_N, entropy_N, low_NK, up_VK = ctx.saved_tensors
+        addend = None if low_NK is None else (low_NK, up_VK)
+        tiles = Tiles(hidden_NH, weight_VH, bias_V, ctx.scale, ctx.budget_bytes, ctx.cap, addend)
+        sums = GradientSums(ctx.needs_input_grad[:3], hidden_NH, weight_VH, bias_V)
+        low_sums = None if addend is None else GradientSums((*ctx.needs_input_grad[-2:], False), *addend, None)
         # The logits' gradient is wanted before the temperature.
         grad_logprobs_N1, grad_entropy_N1 = (
             (grad * ctx.scale).unsqueeze(1) for grad in (grad_logprobs_N, grad_entropy_N)
@@ -194,8 +145,12 @@ class _TokenScores(torch.autograd.Function):
             grad_RC = all_logprobs_RC.exp_().mul_(factor).neg_()
             index_R1, is_inside_R1 = places(targets_N[rows], words)
             grad_RC.scatter_add_(1, index_R1, grad_logprobs_N1[rows] * is_inside_R1)
-            sums.add(rows, words, grad_RC if slope_RC is None else grad_RC.mul_(slope_RC))
-        return (*sums.result(), None, None, None, None, None)
+            grad_RC = grad_RC if slope_RC is None else grad_RC.mul_(slope_RC)
+            sums.add(rows, words, grad_RC)
+            if low_sums is not None:
+                low_sums.add(rows, words, grad_RC)
+        of_addend = (None, None) if low_sums is None else low_sums.result()[:2]
+        return (*sums.result(), None, None, None, None, None, *of_addend)
 
 
 class Tiles:
@@ -207,11 +162,11 @@ class Tiles:
 
     def __init__(
         self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, scale: float | Tensor, budget_bytes: int,
-        cap: float | None = None,
+        cap: float | None = None, addend: Addend | None = None,
     ) -> None:  # fmt: skip
-        """`scale`: one over the temperature, of all tokens or of each, `[N]`. `cap`: see `token_scores`."""
+        """`scale`: one over the temperature, of all tokens or of each, `[N]`. `cap`, `addend`: see `token_scores`."""
         self._hidden_NH, self._weight_VH, self._bias_V, self._scale = hidden_NH, weight_VH, bias_V, scale
-        self._cap = cap
+        self._cap, self._addend = cap, addend
         self._size = len(hidden_NH), len(weight_VH)
         self._shape = tile_shape(*self._size, budget_bytes, is_cpu=hidden_NH.device.type == "cpu")
 
@@ -238,8 +193,14 @@ class Tiles:
         is_plain = hidden_RH.dtype == torch.float32 and self._bias_V is None and self._cap is None
         if is_plain and not isinstance(self._scale, Tensor):
             tile_RC.addmm_(hidden_RH, weight_HC, beta=0, alpha=self._scale)
+            if self._addend is not None:
+                low_NK, up_VK = self._addend
+                tile_RC.addmm_(low_NK[rows], up_VK[words].t(), alpha=self._scale)
             return
         logits_RC = hidden_RH @ weight_HC
+        if self._addend is not None:
+            low_NK, up_VK = self._addend
+            logits_RC.add_(low_NK[rows] @ up_VK[words].t())
         tile_RC.copy_(logits_RC if self._bias_V is None else logits_RC.add_(self._bias_V[words]))
         if self._cap is not None:
             tile_RC.div_(self._cap).tanh_().mul_(self._cap)

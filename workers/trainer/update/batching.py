@@ -24,7 +24,7 @@ from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update.blocks import Blocks
 from penstock.workers.trainer.update.pictures import Eyes, Pictures, pictures_of, place
-from penstock.workers.trainer.update.sequences import TEMPERATURES, Shapes, select, sequences_of, shapes_of
+from penstock.workers.trainer.update.sequences import TARGETS, TEMPERATURES, Shapes, select, sequences_of, shapes_of
 
 MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
@@ -232,8 +232,9 @@ def collate(
     """Make one micro-batch of the rows at these positions; `columns`: names of further columns to hand to the loss.
     `packed`: without padding, the longest sequence first. `eyes`: of a model that sees.
 
-    Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding. Raises `DataError` for
-    a token column that is not as long as the response, or records of experts that are not one a token.
+    Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding. Rows with `target_ids`
+    are scored for these, at temperature 1; T is then their largest number. Raises `DataError` for a token column that
+    is not as long as the response, or records of experts that are not one a token.
     """
     sequences = sequences_of(rows, positions)
     lengths_S = np.array([len(ids) for ids in sequences.token_ids], np.int64)
@@ -256,7 +257,7 @@ def collate(
         rows=np.asarray(positions),
         input_ids_SL=torch.from_numpy(ids_SL),
         positions_N=torch.from_numpy(place_N - 1),
-        targets_N=torch.from_numpy(ids_flat[place_N]),
+        targets_N=torch.from_numpy(ids_flat[place_N] if sequences.targets_N is None else sequences.targets_N),
         slots_N=torch.from_numpy(row_N * width_response + token_N),
         mask_BT=torch.from_numpy(mask_BT),
         group_ids_B=torch.from_numpy(rows.group_ids[positions]),
@@ -312,9 +313,10 @@ def _column(rows: Rows, name: str, positions: np.ndarray, mask_BT: np.ndarray) -
     arrays = select(rows.arrays(name), positions)
     for position, array, length in zip(positions.tolist(), arrays, mask_BT.sum(axis=1).tolist(), strict=True):
         if len(array) != length:
+            what = "targets" if TARGETS in rows else "response tokens"
             raise DataError(
-                f"row {rows.row_ids[position]}: column {name!r} has {len(array)} values for {length} response tokens. "
-                "A loss reads columns with one value a response token or one a row."
+                f"row {rows.row_ids[position]}: column {name!r} has {len(array)} values for {length} {what}. A loss "
+                "reads columns with one value for each of them or one a row."
             )
     values = np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
     padded_BT = np.zeros(mask_BT.shape, dtype=np.float32 if np.issubdtype(values.dtype, np.floating) else np.int64)
@@ -325,6 +327,8 @@ def _column(rows: Rows, name: str, positions: np.ndarray, mask_BT: np.ndarray) -
 def _temperatures(rows: Rows, positions: np.ndarray) -> dict[str, Any]:
     """Temperatures of the tokens: a single number where all have the same, as they mostly do; it costs nothing, and no
     bit changes."""
+    if TARGETS in rows:
+        return {"temperature": 1.0}
     if TEMPERATURES not in rows:
         return {}
     values_N = np.concatenate(select(rows.arrays(TEMPERATURES), positions))

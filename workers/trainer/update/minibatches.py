@@ -118,13 +118,12 @@ class Batcher:
         count = max(self.ranks.gather(len(batches)))
         return self._pad(batches, count)
 
-    def minibatches(self, rows: Rows, inputs: LossInputs) -> list[Minibatch]:
-        """Make a minibatch for each optimizer step of an update, with the columns that the loss takes."""
+    def minibatches(self, rows: Rows, inputs: LossInputs, count: int) -> list[Minibatch]:
+        """Make `count` minibatches, one for each optimizer step of an update, with the columns that the loss takes."""
         self._look(rows)
         columns = inputs.columns
         if "behavior_logprobs" in rows and "behavior_logprobs" not in columns:
             columns = (*columns, "behavior_logprobs")
-        count = self.config.num_minibatches
         every_group = self.ranks.gather(np.unique(rows.group_ids)) if count > 1 else []
         parts = batching.split_minibatches(rows.group_ids, np.concatenate(every_group) if every_group else [], count)
         cuts = [self._cut(rows, part, columns, whole_groups=inputs.takes_groups) for part in parts]

@@ -3,8 +3,11 @@
     prompt and response   one sequence: prompt_ids response_ids
     a trajectory          one for each segment: its runs of context and of sampled tokens (`spans`), one after the other
 
-In both, `response_ids` has all sampled tokens of the row in their order, and everything that has one value a token has
-one for each of these. So a row is one row in every sum and mean, however many sequences it takes to compute it.
+    with targets          one: prompt_ids, read to the end; `target_ids` are scored, K after each of its tokens
+
+In the first two, `response_ids` has all sampled tokens of the row in their order, and everything that has one value a
+token has one for each of these; with targets, one for each target. So a row is one row in every sum and mean, however
+many sequences it takes to compute it.
 
 A trajectory may outlast the bound of staleness: its first turns were sampled under versions that are more than
 `max_staleness` behind by the time it is trained. With `environment.old_turns=context` those turns are read as context,
@@ -24,6 +27,8 @@ from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 
 SPANS = "spans"
+TARGETS = "target_ids"
+"""Column of tokens to be scored after each token of `prompt_ids`, `[T * K]` int64: K after the first, and so on."""
 TEMPERATURES = "token_temperatures"
 SEEN, SEEN_RANGES = SEEN_PICTURES
 """Columns of a trajectory's pictures. One that is not read any more has the length 0."""
@@ -41,6 +46,8 @@ class Sequences:
     """The sequence in which each sampled token stands, row by row."""
     place_N: np.ndarray
     """Place of each sampled token in its sequence; the token one place before predicts it."""
+    targets_N: np.ndarray | None = None
+    """Tokens to be scored in the place of the sampled ones; None: those are."""
 
 
 class Shapes(NamedTuple):
@@ -88,6 +95,8 @@ def sequences_of(rows: Rows, positions: np.ndarray) -> Sequences:
     responses = select(rows.arrays("response_ids"), positions)
     contexts = select(rows.arrays(context_column(rows)), positions)
     num_sampled_B = np.array([len(ids) for ids in responses], dtype=np.int64)
+    if TARGETS in rows:
+        return _with_targets(rows, positions, contexts)
     if not are_trajectories(rows):
         num_prompt = np.array([len(ids) for ids in contexts], dtype=np.int64)
         row_N = np.repeat(np.arange(len(positions)), num_sampled_B)
@@ -101,6 +110,23 @@ def sequences_of(rows: Rows, positions: np.ndarray) -> Sequences:
             places.append(sampled)
             token_ids.append(ids)
     return Sequences(token_ids, num_sampled_B, np.concatenate(sequences), np.concatenate(places))
+
+
+def _with_targets(rows: Rows, positions: np.ndarray, contexts: list[np.ndarray]) -> Sequences:
+    """Sequences of rows that say themselves what is to be scored. Raises `DataError` for targets that are not as many
+    after each token."""
+    targets = select(rows.arrays(TARGETS), positions)
+    places = []
+    for position, context, of_row in zip(positions.tolist(), contexts, targets, strict=True):
+        if len(of_row) % len(context):
+            raise DataError(
+                f"row {rows.row_ids[position]} has {len(of_row)} targets for {len(context)} tokens. Give as many after "
+                "each of them."
+            )
+        places.append(np.repeat(np.arange(1, len(context) + 1), len(of_row) // len(context)))
+    num_targets_B = np.array([len(of_row) for of_row in targets], np.int64)
+    row_N = np.repeat(np.arange(len(positions)), num_targets_B)
+    return Sequences(contexts, num_targets_B, row_N, np.concatenate(places), np.concatenate(targets).astype(np.int64))
 
 
 def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -> Rows:

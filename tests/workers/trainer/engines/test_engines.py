@@ -15,9 +15,10 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines.engine import make_engine
 from penstock.workers.trainer.engines.optimizer import learning_rate
 from penstock.workers.trainer.models.language_model import PolicyModel, load_causal_lm, open_causal_lm
-from penstock.workers.trainer.models.token_scores import LogitChange
+from penstock.workers.trainer.models.output_layer import LogitChange
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.training_calls import AdamParams
 from tests.workers.trainer.conftest import ENGINES, put_state, random_rows, whole, whole_state
 
 Make = Callable[..., PolicyTrainer]
@@ -87,7 +88,7 @@ def test_what_is_not_trained_keeps_its_weights_and_is_published_all_the_same(
     for _ in range(2):
         made.before_backward(is_last=True)
         made.backward(-made.forward(ids, torch.arange(14), torch.arange(14))[0].mean())
-        assert made.optimizer_step(1e-2) > 0
+        assert made.optimizer_step(AdamParams(learning_rate=1e-2)) > 0
     after = {piece.name: piece.values.reshape(piece.shape).clone() for piece in made.pieces()}
     state = {piece.name for piece in made.state()}
     made.close()

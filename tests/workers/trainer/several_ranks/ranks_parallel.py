@@ -22,7 +22,7 @@ from penstock.conf.errors import ModelError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import fsdp
-from penstock.workers.trainer.models.token_scores import LogitChange
+from penstock.workers.trainer.models.output_layer import LogitChange
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer

@@ -1,0 +1,1 @@
+"""Adapters that take turns in one model. Begin with `slot_trainer.py`."""
