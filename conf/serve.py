@@ -44,6 +44,11 @@ class ServeConfig:
     """Requests of an adapter that are at most repeated after a death: after so many its state is written to disk."""
     keep_results: int = 1024
     """Results of each client that are kept for one that asks again. Older ones are gone."""
+    gap_s: float = 330.0
+    """Time that later requests of a training client wait for one that has not come. They fail after it: the SDK sends
+    a request again for 300 s."""
+    max_sampling: int = 256
+    """Requests for samples that engines have at the same time; the others wait, in a fair order."""
     poll_s: float = 30.0
     """Longest time that a question for a result is held before the client is told to ask again. The SDK gives up
     after 45 s."""
@@ -54,20 +59,36 @@ class ServeConfig:
     """Largest body of a request, compressed or not. The SDK sends at most 5 MB of data at once."""
     drain_s: float = 60.0
     """Time for requests under way when the server is asked to end; what is left goes on after its next start."""
+    max_adapters: int = 64
+    """Training clients that may be open at the same time where there are no tenants; each tenant has its own bound."""
     full: bool = False
     """Whether all weights are trained, for a single client, and not adapters."""
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
     """Tenants by name: {alice: {key: tml-…, max_adapters: 4}}. None: one tenant, whose key is that of --key."""
 
     def __post_init__(self) -> None:
-        for name in ("max_rank", "max_loaded", "max_resident", "snapshot_every", "keep_results", "max_body_mib"):
+        for name in (
+            "max_rank",
+            "max_loaded",
+            "max_resident",
+            "snapshot_every",
+            "keep_results",
+            "max_body_mib",
+            "max_sampling",
+        ):
             at_least(f"serve.{name}", getattr(self, name), 1)
         at_least("serve.port", self.port, 0)
         at_least("serve.drain_s", self.drain_s, 0)
-        for name in ("poll_s", "session_timeout_s"):
+        for name in ("poll_s", "session_timeout_s", "gap_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"serve.{name}={getattr(self, name):g}: must be greater than 0.")
         keys = [tenant.key for tenant in self.tenants.values()]
         for name, tenant in self.tenants.items():
             if not tenant.key.startswith("tml-") or keys.count(tenant.key) > 1:
                 raise ConfigError(f"serve.tenants.{name}.key: must begin with tml-, and be its own.")
+            if not name.replace("-", "").replace("_", "").isalnum():
+                raise ConfigError(f"serve.tenants.{name}: a name has letters, digits, dashes and underscores alone.")
+            if tenant.share <= 0:
+                raise ConfigError(f"serve.tenants.{name}.share={tenant.share:g}: must be greater than 0.")
+            at_least(f"serve.tenants.{name}.tokens_per_minute", tenant.tokens_per_minute, 0)
+            at_least(f"serve.tenants.{name}.max_adapters", tenant.max_adapters, 1)

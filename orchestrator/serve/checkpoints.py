@@ -1,0 +1,184 @@
+"""Weights that clients have saved, each a directory of the run directory:
+
+    checkpoints/RUN/weights/NAME/           state.safetensors, checkpoint.json: with optimizer
+    checkpoints/RUN/sampler_weights/NAME/   the same, weights alone
+
+Clients know them as tinker://RUN/weights/NAME. One is there once its `checkpoint.json` is.
+"""
+
+import json
+import shutil
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.errors import DataError
+from penstock.orchestrator.serve.journal import sync_directory
+from penstock.orchestrator.serve.state_file import read_spec, read_state, write_state
+from penstock.orchestrator.serve.wire.training import NAME
+from penstock.workers.local_files import write_whole
+from penstock.workers.training_calls import AdapterSpec, AdapterState
+from penstock.workers.weights.publication.adapter import CONFIG_NAME, FILE_NAME
+
+SCHEME = "tinker://"
+FOLDERS = {"weights": "training", "sampler_weights": "sampler"}
+STATE, FACTS = "state.safetensors", "checkpoint.json"
+
+
+class NoCheckpoint(DataError):
+    """A checkpoint that is not there, or not the tenant's."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """The name of a checkpoint."""
+
+    run: str
+    folder: str
+    name: str
+
+    @classmethod
+    def parse(cls, path: str) -> "Address":
+        """Parse tinker://RUN/weights/NAME. Raises `NoCheckpoint`."""
+        parts = path.removeprefix(SCHEME).split("/")
+        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in FOLDERS or not NAME.fullmatch(parts[2]):
+            raise NoCheckpoint(f"{path[:200]!r} is no path of weights here: {SCHEME}RUN/weights/NAME or "
+                               f"{SCHEME}RUN/sampler_weights/NAME.")  # fmt: skip
+        return cls(*parts)
+
+    @property
+    def path(self) -> str:
+        return f"{SCHEME}{self.run}/{self.folder}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is told of a checkpoint. Times in seconds since 1970."""
+
+    run: str
+    folder: str
+    name: str
+    seq: int
+    """Number of the request that saved it."""
+    time: float
+    size_bytes: int
+    expires: float | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def address(self) -> Address:
+        return Address(self.run, self.folder, self.name)
+
+    def told(self) -> dict[str, Any]:
+        """The checkpoint as the SDK reads it."""
+        return {
+            "checkpoint_id": f"{self.folder}/{self.name}", "checkpoint_type": FOLDERS[self.folder],
+            "time": iso(self.time), "tinker_path": self.address.path, "size_bytes": self.size_bytes, "public": False,
+            "user_metadata": self.metadata, "expires_at": iso(self.expires) if self.expires is not None else None,
+        }  # fmt: skip
+
+
+class Checkpoints:
+    """The checkpoints of a run directory. All methods block: call them in a thread where states are read or written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def save(self, facts: Checkpoint, state: AdapterState, *, overwrite: bool) -> Checkpoint:
+        """Save a state. Raises `DataError` if another request has saved one of that name."""
+        there = self._find(facts.address)
+        if there is not None and there.seq != facts.seq and not overwrite:
+            raise DataError(f"{facts.address.path} is there already: choose another name, or pass overwrite=True.")
+        folder = self._folder(facts.address)
+        size = write_state(folder / STATE, state)
+        whole = Checkpoint(**{**asdict(facts), "size_bytes": size})
+        write_whole(folder / FACTS, json.dumps(asdict(whole)), synced=True)
+        sync_directory(folder)
+        sync_directory(folder.parent)
+        return whole
+
+    def get(self, address: Address) -> Checkpoint:
+        found = self._find(address)
+        if found is None or (found.expires is not None and found.expires < time.time()):
+            raise NoCheckpoint(
+                f"{address.path}: there is no such checkpoint. `list_checkpoints` names those there are."
+            )
+        return found
+
+    def spec(self, address: Address) -> AdapterSpec:
+        self.get(address)
+        return read_spec(self.file(address))
+
+    def state(self, address: Address, *, with_optimizer: bool) -> AdapterState:
+        self.get(address)
+        if with_optimizer and address.folder != "weights":
+            raise DataError(f"{address.path} has no optimizer: load it without, or a checkpoint of save_state.")
+        return read_state(self.file(address), with_optimizer=with_optimizer)
+
+    def file(self, address: Address) -> Path:
+        return self._folder(address) / STATE
+
+    def of_run(self, run: str) -> list[Checkpoint]:
+        """All of a training run, oldest first."""
+        found = [self._find(Address(run, file.parts[-3], file.parts[-2]))
+                 for file in (self._directory / _safe(run)).glob(f"*/*/{FACTS}")]  # fmt: skip
+        now = time.time()
+        there = [one for one in found if one is not None and (one.expires is None or one.expires > now)]
+        return sorted(there, key=lambda one: (one.time, one.seq))
+
+    def expire(self, address: Address, ttl_s: int | None) -> None:
+        """Set the time after which a checkpoint is gone; None: never."""
+        facts = {**asdict(self.get(address)), "expires": None if ttl_s is None else time.time() + ttl_s}
+        write_whole(self._folder(address) / FACTS, json.dumps(facts), synced=True)
+
+    def delete(self, address: Address) -> None:
+        self.get(address)
+        (self._folder(address) / FACTS).unlink()
+        shutil.rmtree(self._folder(address), ignore_errors=True)
+
+    def archive(self, address: Address) -> Iterator[bytes]:
+        """A tar of a checkpoint, in parts: the adapter as PEFT reads it, and for training its whole state."""
+        facts, state = self.get(address), self.state(address, with_optimizer=address.folder == "weights")
+        files = {FACTS: json.dumps(asdict(facts)).encode(), **_peft_files(state)}
+        if address.folder == "weights":
+            files[STATE] = self.file(address).read_bytes()
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mtime = len(data), int(facts.time)
+            yield entry.tobuf()
+            yield data + bytes(-len(data) % tarfile.BLOCKSIZE)
+        yield bytes(2 * tarfile.BLOCKSIZE)
+
+    def _find(self, address: Address) -> Checkpoint | None:
+        try:
+            return Checkpoint(**json.loads((self._folder(address) / FACTS).read_text()))
+        except FileNotFoundError:
+            return None
+
+    def _folder(self, address: Address) -> Path:
+        return self._directory / _safe(address.run) / address.folder / address.name
+
+
+def iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _safe(run: str) -> str:
+    """The name of a training run as the name of a directory."""
+    if not NAME.fullmatch(run.replace(":", "_")):
+        raise NoCheckpoint(f"{run[:100]!r} is no training run of this server.")
+    return run.replace(":", "_")
+
+
+def _peft_files(state: AdapterState) -> dict[str, bytes]:
+    from safetensors.numpy import save
+
+    weights = state.weights()
+    layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in weights if ".lora_" in name})
+    config = {"peft_type": "LORA", "r": state.spec.rank, "lora_alpha": state.spec.alpha, "bias": "none",
+              "target_modules": layers}  # fmt: skip
+    return {FILE_NAME: save(weights), CONFIG_NAME: json.dumps(config, indent=2).encode()}

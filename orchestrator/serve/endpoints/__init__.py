@@ -1,0 +1,1 @@
+"""The paths of the server: each is a function from an `Exchange` to a response."""

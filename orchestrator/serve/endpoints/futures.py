@@ -1,0 +1,125 @@
+"""Results: a client asks for one until it is there. A question is held up to `serve.poll_s`."""
+
+import asyncio
+import time
+
+from starlette.responses import Response
+
+from penstock.orchestrator.serve.endpoints.exchange import Exchange, as_json
+from penstock.orchestrator.serve.request_log import Entry, RequestLog, ResultGone
+from penstock.orchestrator.serve.service import SEQ_BITS, number_of
+from penstock.orchestrator.serve.sessions import NotFound
+from penstock.orchestrator.serve.training_client import TrainingClient
+from penstock.workers.gateway.http.errors import BadRequest
+
+LARGE_BYTES = 2**20
+"""Size from which a result is announced first, to clients that want it so."""
+PER_CLONE = 10**9
+"""Numbers of requests of one client of a sampling session."""
+ENDING_S = 1.0
+"""Seconds that a question is held while the server ends."""
+
+
+async def retrieve(exchange: Exchange) -> Response:
+    fields = exchange.fields
+    request_id = fields.need_text("request_id")
+    if request_id.endswith(":unload"):
+        facts = exchange.service.sessions.run(exchange.tenant, request_id.removesuffix(":unload"))
+        return as_json({"model_id": facts.model_id, "type": "unload_model"})
+    log, entry, client = _found(exchange, request_id)
+    if not entry.is_done.is_set():
+        await _held(exchange, entry)
+    answer = await asyncio.to_thread(log.answer_of, entry) if entry.is_done.is_set() else None
+    if answer is None:
+        state, reason = _why(exchange, entry, client)
+        told = {"type": "try_again", "request_id": request_id, "queue_state": state, "queue_state_reason": reason}
+        return as_json(told)
+    body, content_type = answer.encoded(exchange.header("accept"))
+    if fields.flag("allow_metadata_only") and len(body) > LARGE_BYTES and not answer.is_failure:
+        return as_json({"status": "complete_metadata", "response_payload_size": len(body), "request_id": request_id})
+    return Response(body, media_type=content_type)
+
+
+async def retrieve_many(exchange: Exchange) -> Response:
+    """Which requests of a sampling session have ended since the last question; the cursor counts them."""
+    fields = exchange.fields
+    target = fields.need_object("target")
+    sampler = exchange.service.sessions.sampler(exchange.tenant, target.need_text("sampling_session_id"))
+    clone, cursor = target.whole("cloned_sampler_id", 0) or 0, fields.whole("prev_cursor", 0) or 0
+    timeout = fields.number("timeout", 0)
+    poll_s = exchange.service.config.poll_s if timeout is None else min(timeout, exchange.service.config.poll_s)
+    first = number_of(sampler, clone * PER_CLONE)
+    deadline = time.monotonic() + poll_s
+    while True:
+        log = exchange.service.samples.get(sampler.session_id)
+        ended = log.ended if log is not None else []
+        mine = ended[cursor if cursor <= len(ended) else 0 :]
+        found = [(seq, failed) for seq, failed in mine if first <= seq < first + PER_CLONE]
+        if found or time.monotonic() >= deadline or exchange.service.is_ending.is_set():
+            break
+        if log is None:
+            await asyncio.sleep(min(ENDING_S, poll_s))
+        else:
+            await log.next_end(min(ENDING_S, deadline - time.monotonic()))
+    told = [
+        {"state": "failed" if failed else "finished", "request_id": f"{sampler.id}:{seq % SEQ_BITS}"}
+        for seq, failed in found
+    ]
+    return as_json({"completions": told, "cursor": len(ended)})
+
+
+async def cancel(exchange: Exchange) -> Response:
+    request_id = exchange.fields.need_text("request_id")
+    log, entry, client = _found(exchange, request_id)
+    if client is not None:
+        raise BadRequest("a request that trains cannot be cancelled: the ones after it count on it.", "request_id")
+    await exchange.service.queue.cancel(request_id.rpartition(":")[0], entry.seq, log)
+    return Response(status_code=204)
+
+
+def _found(exchange: Exchange, request_id: str) -> tuple[RequestLog, Entry, TrainingClient | None]:
+    """A request by its id. Raises `NotFound`, `ResultGone`."""
+    owner, _, number = request_id.rpartition(":")
+    if not number.isdecimal():
+        raise NotFound(f"{request_id[:200]!r} is no request.")
+    client, seq = None, int(number)
+    if ":train:" in owner:
+        client = exchange.service.client(exchange.tenant, owner)
+        log, is_past = client.log, seq < client.next_seq
+    else:
+        sampler = exchange.service.sessions.sampler(exchange.tenant, owner)
+        seq = number_of(sampler, seq)
+        found = exchange.service.samples.get(sampler.session_id)
+        if found is None:
+            raise NotFound(f"{request_id}: there is no such request.")
+        log, is_past = found, True
+    entry = log.entries.get(seq)
+    if entry is None and is_past:
+        raise ResultGone(f"{request_id}: its result is kept no longer (serve.keep_results).")
+    if entry is None:
+        raise NotFound(f"{request_id}: there is no such request.")
+    return log, entry, client
+
+
+async def _held(exchange: Exchange, entry: Entry) -> None:
+    """Wait until a request is done, at most as long as a question is held."""
+    service = exchange.service
+    ends = [asyncio.ensure_future(one.wait()) for one in (entry.is_done, service.is_ending)]
+    try:
+        await asyncio.wait(ends, timeout=service.config.poll_s, return_when=asyncio.FIRST_COMPLETED)
+        if not entry.is_done.is_set() and service.is_ending.is_set():
+            await asyncio.wait(ends[:1], timeout=ENDING_S)
+    finally:
+        for end in ends:
+            end.cancel()
+
+
+def _why(exchange: Exchange, entry: Entry, client: TrainingClient | None) -> tuple[str, str]:
+    """What a request waits for: the state that the SDK knows, and a sentence."""
+    service, now = exchange.service, time.monotonic()
+    opens_in = service.sampling_schedule.opens_in(exchange.tenant, now)
+    if opens_in > 0:
+        return "paused_rate_limit", f"tokens_per_minute of this key are used up; more in {opens_in:.0f} s"
+    if client is None:
+        return "active", f"{service.queue.num_running} requests for samples are under way"
+    return "active", service.waits_for(client, entry)

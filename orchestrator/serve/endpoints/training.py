@@ -1,0 +1,109 @@
+"""Requests of training clients: each is written down, and gets the id of its future."""
+
+import asyncio
+import time
+
+from starlette.responses import Response
+
+from penstock.orchestrator.serve.checkpoints import Address
+from penstock.orchestrator.serve.endpoints.exchange import Endpoint, Exchange, as_json
+from penstock.orchestrator.serve.endpoints.sessions import tokenizer_of
+from penstock.orchestrator.serve.request_log import Asked
+from penstock.orchestrator.serve.service import client_id
+from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient, decoded
+from penstock.orchestrator.serve.wire import training
+from penstock.orchestrator.serve.wire.training import Call, LoadCall
+from penstock.workers.gateway.http.errors import BadRequest
+from penstock.workers.gateway.http.fields import Fields
+
+
+def request(kind: str) -> Endpoint:
+    """The endpoint of a numbered request."""
+
+    async def taken(exchange: Exchange) -> Response:
+        fields = exchange.fields if kind == "load_weights" else None
+        if fields is not None and "session_id" in fields:
+            return await _create(exchange, fields, "load_model")
+        content_type = exchange.header("content-type")
+        if kind in ("forward", "forward_backward"):
+            address, identity = await asyncio.to_thread(training.forward_address, exchange.body, content_type)
+        else:
+            address, identity = training.address(exchange.fields), exchange.body
+        client = exchange.service.client(exchange.tenant, address.model_id)
+        return await _take(exchange, client, Asked(address.seq, kind, exchange.body, content_type, identity))
+
+    return taken
+
+
+async def create_model(exchange: Exchange) -> Response:
+    return await _create(exchange, exchange.fields, "create_model")
+
+
+async def get_info(exchange: Exchange) -> Response:
+    client = exchange.service.client(exchange.tenant, exchange.fields.need_text("model_id"))
+    first = client.log.entries.get(0)
+    if client.spec is None and first is not None and not first.is_done.is_set():
+        await asyncio.wait([asyncio.ensure_future(first.is_done.wait())], timeout=exchange.service.config.poll_s)
+    spec, facts = await client.shape(), client.facts
+    data = {"arch": None, "model_name": facts.base_model, "tokenizer_id": tokenizer_of(exchange.service)}
+    return as_json({
+        "type": "get_info", "model_data": data, "model_id": facts.model_id, "model_name": facts.base_model,
+        "is_lora": True, "lora_rank": spec.rank if spec is not None else None,
+    })  # fmt: skip
+
+
+async def unload(exchange: Exchange) -> Response:
+    model_id = exchange.fields.need_text("model_id")
+    exchange.service.sessions.run(exchange.tenant, model_id)
+    if model_id in exchange.service.clients:
+        await exchange.service.unload(exchange.service.clients[model_id])
+    return as_json({"request_id": f"{model_id}:unload", "model_id": model_id})
+
+
+async def _create(exchange: Exchange, fields: Fields, kind: str) -> Response:
+    service = exchange.service
+    session = service.sessions.live(exchange.tenant, fields.need_text("session_id"))
+    number = fields.whole("model_seq_id", 0)
+    if number is None:
+        raise fields.wrong("model_seq_id", "is missing.")
+    model_id = client_id(session.id, number)
+    name = base_model(exchange, fields, needed=kind == "create_model")
+    metadata = fields.object("user_metadata")
+    facts = ClientFacts(
+        model_id, session.id, exchange.tenant, name, time.time(), dict(metadata.value) if metadata else None
+    )
+    asked = Asked(0, kind, exchange.body, exchange.header("content-type"))
+    call = decoded(
+        asked, exchange.body, facts, service.config.max_rank
+    )  # refused at once: it has no number in an order
+    del call
+    if kind == "load_model":
+        address = Address.parse(fields.need_text("path"))
+        service.sessions.run(exchange.tenant, address.run)
+        await asyncio.to_thread(service.checkpoints.get, address)
+    return await _take(exchange, await service.create_client(facts), asked)
+
+
+def base_model(exchange: Exchange, fields: Fields, *, needed: bool) -> str:
+    """The base model that a request names. There is one; if the server has a name for it, it must be that."""
+    given, known = fields.text("base_model"), exchange.service.config.model_name
+    if needed and given is None:
+        raise fields.wrong("base_model", "is missing.")
+    if given is not None and known and given != known:
+        raise fields.wrong("base_model", f"{given[:100]!r} is not served here: the model is {known!r}.")
+    return given or known or exchange.service.backend.facts.name
+
+
+async def _take(exchange: Exchange, client: TrainingClient, asked: Asked) -> Response:
+    call: Call | None = None
+    try:
+        if asked.seq not in client.log.entries:
+            max_rank = exchange.service.config.max_rank
+            call = await asyncio.to_thread(decoded, asked, asked.body, client.facts, max_rank)
+        if isinstance(call, LoadCall):
+            Address.parse(call.path)
+    except BadRequest:
+        call = None  # it fails in its turn
+    await exchange.service.accept(client, asked, call)
+    model_id = client.facts.model_id
+    return as_json({"request_id": f"{model_id}:{asked.seq}", "model_id": model_id})

@@ -1,0 +1,268 @@
+"""Carries out the requests of training clients on the ranks, one after the other.
+
+    pick (schedule.py) ─▶ adapter on the ranks? else newest snapshot, later requests repeated ─▶ carry out
+                       ─▶ result on the disk ─▶ told ─▶ a snapshot every `serve.snapshot_every` requests
+
+After `TrainerLost` no adapter is on the ranks, and each is brought back when its next request comes. A request that
+fails by itself costs its adapter's place on the ranks, and is left out when the others are repeated.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+
+from penstock.conf.errors import ConfigError, DataError, PenstockError
+from penstock.conf.serve import ServeConfig
+from penstock.orchestrator.serve.backend import Backend, RequestFailed, TrainerLost
+from penstock.orchestrator.serve.journal import JournalError
+from penstock.orchestrator.serve.request_log import Entry
+from penstock.orchestrator.serve.schedule import Schedule, Waiting
+from penstock.orchestrator.serve.training_client import CHANGING, TrainingClient
+from penstock.orchestrator.serve.training_work import TrainingWork
+from penstock.orchestrator.serve.wire.results import Answer, failure
+from penstock.workers.gateway.http.errors import BadRequest
+
+_LOG = logging.getLogger("penstock")
+MOST_LOSSES = 4
+"""Times that ranks may be lost while one request is carried out: after them it fails."""
+LOOK_S = 1.0
+"""Seconds between looks at what comes by itself."""
+DISK_PAUSE_S = 1.0
+"""Seconds before a request whose result could not be written is carried out again."""
+Note = Callable[[TrainingClient, Entry, float], None]
+
+
+class _StateLost(PenstockError):
+    """A state that an adapter cannot be brought back from."""
+
+
+class Ranks:
+    """Lifecycle: `run` until `drain`; `wake` after anything has come."""
+
+    def __init__(
+        self, backend: Backend, clients: Mapping[str, TrainingClient], schedule: Schedule, config: ServeConfig,
+        work: TrainingWork, note: Note = lambda client, entry, seconds: None,
+    ) -> None:  # fmt: skip
+        """`note`: called after each request, with the seconds that it took."""
+        self._backend, self._clients, self._schedule, self._config = backend, clients, schedule, config
+        self._work, self._note = work, note
+        self._resident: dict[str, TrainingClient] = {}
+        """Those on the ranks, the one that has rested longest first."""
+        self._unsaved: dict[str, int] = {}
+        self._chores: deque[Callable[[], Awaitable[None]]] = deque()
+        self._wake = asyncio.Event()
+        self._is_ending = False
+        self.num_losses = 0
+        self.current = ""
+        """Training client whose request is being carried out."""
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Carry out requests until `drain`."""
+        while not self._is_ending:
+            self._wake.clear()
+            if self._chores:
+                await self._guarded(self._chores.popleft())
+                continue
+            await self._close_gaps()
+            client = self._picked()
+            if client is None or client.next is None:
+                await self._waited()
+                continue
+            self.current = client.facts.model_id
+            await self._carry_out(client, client.next)
+            self.current = ""
+
+    def drain(self) -> None:
+        """Let `run` end after the request under way."""
+        self._is_ending = True
+        self.wake()
+
+    async def keep_all(self) -> None:
+        """Write what no snapshot has yet, once `run` has ended."""
+        for client in list(self._resident.values()):
+            await self._guarded(lambda client=client: self._keep(client))  # type: ignore[misc]
+            await client.settled()
+
+    def rest(self, client: TrainingClient) -> None:
+        """Bring an adapter to the disk when the ranks are free."""
+        self._chores.append(lambda: self._evict(client))
+        self.wake()
+
+    async def drop(self, client: TrainingClient) -> None:
+        """Forget an adapter for good; returns when the ranks have."""
+        if self._is_ending:
+            return
+        done = asyncio.Event()
+
+        async def chore() -> None:
+            try:
+                self._forget(client)
+                await self._backend.drop_adapter(client.facts.model_id)
+            finally:
+                done.set()
+
+        self._chores.append(chore)
+        self.wake()
+        await done.wait()
+
+    def _picked(self) -> TrainingClient | None:
+        ready = [(name, client.facts.tenant, client.next) for name, client in self._clients.items()]
+        waiting = [Waiting(name, tenant, entry.tokens) for name, tenant, entry in ready if entry is not None]
+        chosen = self._schedule.pick(waiting, time.monotonic()) if waiting else None
+        return self._clients[chosen.queue] if chosen is not None else None
+
+    async def _waited(self) -> None:
+        """Wait until something comes, or may come by itself: a budget, a gap's deadline."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await self._wake.wait()
+
+    async def _close_gaps(self) -> None:
+        """Give up waiting for requests that have not come within `serve.gap_s`."""
+        now = time.monotonic()
+        for client in list(self._clients.values()):
+            gap = client.gap
+            if gap is None:
+                client.gap_since = None
+            elif client.gap_since is None:
+                client.gap_since = now
+            elif now - client.gap_since > self._config.gap_s:
+                text = (f"request {gap} did not come within {self._config.gap_s:g} s (serve.gap_s), and this one comes "
+                        "after it. Make a new training client from the last checkpoint.")  # fmt: skip
+                for entry in client.log.pending():
+                    await client.log.answer(entry, failure(text, is_users=True))
+                await client.finish()
+
+    async def _carry_out(self, client: TrainingClient, entry: Entry) -> None:
+        started = time.monotonic()
+        answer = await self._answered(client, entry)
+        try:
+            await client.log.answer(entry, answer)
+        except JournalError as error:
+            _LOG.warning("%s: %s", client.facts.model_id, error)
+            self._forget(client)
+            await asyncio.sleep(DISK_PAUSE_S)
+            return
+        await client.finish()
+        self._note(client, entry, time.monotonic() - started)
+        name = client.facts.model_id
+        self._unsaved[name] = self._unsaved.get(name, 0) + (entry.kind in CHANGING and not entry.is_failure)
+        if (
+            entry.kind in ("load_model", "load_weights", "save_weights")
+            or self._unsaved[name] >= self._config.snapshot_every
+        ):
+            await self._guarded(lambda: self._keep(client))
+
+    async def _answered(self, client: TrainingClient, entry: Entry) -> Answer:
+        """Carry out a request, on ranks that may be lost meanwhile."""
+        for _ in range(MOST_LOSSES):
+            try:
+                if entry.seq > 0:
+                    await self._bring(client)
+                    call = client.call_of(entry)
+                else:
+                    call = client.call_of(entry)
+                    await self._make_room(client)
+                answer = await self._work.done(client, entry, call)
+                if entry.kind in ("create_model", "load_model", "load_weights"):
+                    self._hold(client)
+                return answer
+            except TrainerLost as error:
+                self._lost(error)
+            except RequestFailed as error:
+                self._forget(client)
+                return failure(str(error), is_users=False)
+            except _StateLost as error:
+                return failure(str(error), is_users=False)
+            except (BadRequest, DataError, ConfigError) as error:
+                if not client.is_resident:
+                    self._forget(client)
+                return failure(str(error), is_users=True)
+            except Exception as error:  # noqa: BLE001 - a fault of one request must not end those of others
+                _LOG.exception("%s: request %d has failed", client.facts.model_id, entry.seq)
+                self._forget(client)
+                return failure(f"{type(error).__name__}: {error}", is_users=False)
+        return failure(f"the ranks were lost {MOST_LOSSES} times while this request was carried out.", is_users=False)
+
+    async def _bring(self, client: TrainingClient) -> None:
+        """Bring an adapter to the ranks, if it is not there, in the state before the client's next request."""
+        name = client.facts.model_id
+        if client.is_resident:
+            self._resident[name] = self._resident.pop(name)
+            return
+        if client.has_failed:
+            raise _StateLost("the adapter could not be made: see the error of its creation.")
+        await self._make_room(client)
+        try:
+            state = await client.newest()
+            if state is not None:
+                await self._backend.drop_adapter(name)
+                await self._backend.create_adapter(name, state.spec, state)
+            for entry in client.repeated():
+                await self._repeat(client, entry)
+        except (DataError, ConfigError, RequestFailed) as error:
+            raise _StateLost(f"the adapter's state cannot be brought back: {error}") from error
+        self._hold(client)
+
+    async def _repeat(self, client: TrainingClient, entry: Entry) -> None:
+        """Carry out a request again, and say so if it comes to something else."""
+        answer = await self._work.done(client, entry, client.call_of(entry))
+        told = client.log.answer_of(entry) if entry.answered is not None else None
+        if told is not None and told.body != answer.body:
+            _LOG.warning(
+                "%s: request %d, repeated after a death, differs from what it came to before. With the hf engine and "
+                "one thread it does not.", client.facts.model_id, entry.seq,
+            )  # fmt: skip
+
+    async def _make_room(self, client: TrainingClient) -> None:
+        """Bring adapters that have rested longest to the disk until another one has room."""
+        while len(self._resident) >= self._config.max_resident:
+            oldest = next(iter(self._resident.values()))
+            if oldest is client:
+                break
+            await self._evict(oldest)
+
+    async def _evict(self, client: TrainingClient) -> None:
+        if client.is_resident:
+            await self._keep(client)
+            await client.settled()
+            self._forget(client)
+            await self._backend.drop_adapter(client.facts.model_id)
+
+    async def _keep(self, client: TrainingClient) -> None:
+        """Take a snapshot, if anything has changed since the last one."""
+        if client.is_resident and client.repeated():
+            state = await self._backend.adapter_state(client.facts.model_id)
+            await client.keep(state, client.next_seq - 1)
+            self._unsaved[client.facts.model_id] = 0
+
+    def _hold(self, client: TrainingClient) -> None:
+        client.is_resident = True
+        self._resident.pop(client.facts.model_id, None)
+        self._resident[client.facts.model_id] = client
+
+    def _forget(self, client: TrainingClient) -> None:
+        """Note that the ranks have an adapter no more, or not in the state that is told of."""
+        client.is_resident = False
+        self._resident.pop(client.facts.model_id, None)
+
+    def _lost(self, error: TrainerLost) -> None:
+        self.num_losses += 1
+        _LOG.warning("The ranks were lost: %s. Adapters are brought back as they are needed.", error)
+        for client in list(self._resident.values()):
+            self._forget(client)
+
+    async def _guarded(self, chore: Callable[[], Awaitable[None]]) -> None:
+        """Do what is not a request: its failure is told, and costs no request."""
+        try:
+            await chore()
+        except TrainerLost as error:
+            self._lost(error)
+        except (PenstockError, OSError) as error:
+            _LOG.warning("%s", error)

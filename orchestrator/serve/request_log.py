@@ -1,0 +1,204 @@
+"""The requests of one client, and their results: a request is on the disk before it is acknowledged, a result before it
+is told. What was told once is told again, and a retry is recognised by its number and its content.
+
+    accept ─▶ requests.journal ─▶ (carried out) ─▶ answer ─▶ results.journal ─▶ answer_of, for who asks
+
+Bodies of requests are dropped when nothing needs them any more (`drop_bodies`), results when there are more than
+`keep` newer ones. After a start on the same directory everything is as it was acknowledged.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.errors import PenstockError
+from penstock.orchestrator.serve.journal import Journal, JournalError, Place
+from penstock.orchestrator.serve.wire.results import Answer
+
+
+class OtherContent(PenstockError):
+    """A request that comes with the number of another one."""
+
+
+class ResultGone(PenstockError):
+    """A result that is kept no longer."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as it has come."""
+
+    seq: int
+    kind: str
+    """What it asks for, as its endpoint is called."""
+    body: bytes
+    content_type: str = ""
+    identity: bytes = b""
+    """What is the same in each retry; empty: the body."""
+    tokens: int = 1
+
+
+@dataclass
+class Entry:
+    """A request by its number."""
+
+    seq: int
+    kind: str
+    """What it asks for, as its endpoint is called."""
+    digest: str
+    content_type: str = ""
+    tokens: int = 1
+    """What it costs."""
+    place: Place | None = None
+    """Its body in the journal of requests, while it is needed."""
+    answered: tuple[Journal, Place] | None = None
+    answer_kind: str = ""
+    is_failure: bool = False
+    is_durable: asyncio.Event = field(default_factory=asyncio.Event)
+    is_done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return {
+            "seq": self.seq,
+            "kind": self.kind,
+            "digest": self.digest,
+            "type": self.content_type,
+            "tokens": self.tokens,
+        }
+
+
+class RequestLog:
+    """Lifecycle: made for a directory, new or left by another process; `accept` and `answer` each request; `close`."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory, self._keep = directory, keep
+        self.entries: dict[int, Entry] = {}
+        self.highest_answered = -1
+        """Number of the newest request that has a result."""
+        self.ended: list[tuple[int, bool]] = []
+        """Numbers of requests that have a result, in the order of their ends, and whether it is a failure."""
+        self._any_end = asyncio.Event()
+        self._requests = Journal(directory / "requests.journal")
+        self._old = Journal(directory / "results-old.journal")
+        self._results = Journal(directory / "results.journal")
+        for record in self._requests.records:
+            entry = self.entries[record.header["seq"]] = _entry(record.header)
+            entry.place = record.place
+        for journal in (self._old, self._results):
+            for record in journal.records:
+                self._note_answer(record.header, journal, record.place)
+        self._num_taken = len(self._results.records)
+        for entry in self.entries.values():
+            entry.is_durable.set()
+        self._forget_old()
+
+    def pending(self) -> list[Entry]:
+        """Requests without a result, by their numbers."""
+        return [entry for _, entry in sorted(self.entries.items()) if not entry.is_done.is_set()]
+
+    async def accept(self, asked: Asked) -> Entry:
+        """Take a request, or recognise one that was taken before. Returns once it is on the disk. Raises
+        `OtherContent`, `JournalError`."""
+        seq = asked.seq
+        digest = hashlib.sha256(asked.kind.encode() + b"/" + (asked.identity or asked.body)).hexdigest()[:32]
+        known = self.entries.get(seq)
+        if known is not None:
+            if known.digest != digest:
+                raise OtherContent(
+                    f"request {seq} was taken before with other content ({known.kind}): a number is for one request. "
+                    "Two clients use one training client; make one for each."
+                )
+            await known.is_durable.wait()
+            if self.entries.get(seq) is not known:
+                raise JournalError(f"request {seq} could not be written. Send it again.")
+            return known
+        entry = self.entries[seq] = Entry(seq, asked.kind, digest, asked.content_type, asked.tokens)
+        try:
+            entry.place = await self._requests.append(entry.header, asked.body)
+        except BaseException:
+            del self.entries[seq]
+            raise
+        finally:
+            entry.is_durable.set()
+        return entry
+
+    async def answer(self, entry: Entry, answer: Answer) -> None:
+        """Keep a result; who waits for it is told once it is on the disk. Raises `JournalError`."""
+        header = {**entry.header, "answer": answer.message, "failed": answer.is_failure}
+        gone = self._roll() if self._num_taken >= self._keep else None
+        self._num_taken += 1
+        journal = self._results
+        self._note_answer(header, journal, await journal.append(header, answer.body))
+        self._forget_old()
+        if gone is not None:
+            await gone.close()
+
+    async def next_end(self, timeout_s: float) -> None:
+        """Wait until some request ends, or so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._any_end.wait()
+
+    def answer_of(self, entry: Entry) -> Answer | None:
+        """The result of a request; None while there is none. Raises `ResultGone`."""
+        if entry.answered is None and entry.is_done.is_set():
+            raise ResultGone(f"the result of request {entry.seq} is kept no longer (serve.keep_results).")
+        if entry.answered is None:
+            return None
+        journal, place = entry.answered
+        return Answer(journal.read(place), entry.answer_kind, entry.is_failure)
+
+    def body_of(self, entry: Entry) -> bytes:
+        if entry.place is None:
+            raise ResultGone(f"request {entry.seq} is kept no longer.")
+        return self._requests.read(entry.place)
+
+    async def drop_bodies(self, is_needed: Callable[[int], bool]) -> None:
+        """Drop the bodies of requests that have their result and are not needed, by their numbers, and make the journal
+        small again. Raises `JournalError`."""
+        dropped = {seq for seq, entry in self.entries.items() if entry.is_done.is_set() and not is_needed(seq)}
+        for seq in dropped:
+            self.entries[seq].place = None
+        await self._requests.rewrite(lambda header: header["seq"] not in dropped and header["seq"] in self.entries)
+        self._forget_old()
+
+    async def close(self) -> None:
+        for journal in (self._requests, self._results, self._old):
+            await journal.close()
+
+    def _roll(self) -> Journal:
+        """Begin a new file of results; the one before stays, the one before that goes, and is returned."""
+        gone = self._old
+        for entry in [entry for entry in self.entries.values() if entry.answered and entry.answered[0] is gone]:
+            entry.answered = None
+            if entry.place is None:
+                del self.entries[entry.seq]
+        self._results.path.replace(gone.path)
+        self._old, self._results = self._results, Journal(self._results.path)
+        self._num_taken = 0
+        return gone
+
+    def _note_answer(self, header: dict[str, Any], journal: Journal, place: Place) -> None:
+        entry = self.entries.setdefault(header["seq"], _entry(header))
+        entry.answered, entry.answer_kind, entry.is_failure = (journal, place), header["answer"], header["failed"]
+        self.highest_answered = max(self.highest_answered, entry.seq)
+        entry.is_done.set()
+        self.ended.append((entry.seq, entry.is_failure))
+        self._any_end.set()
+        self._any_end = asyncio.Event()
+
+    def _forget_old(self) -> None:
+        """Forget results that are too old, but for requests whose bodies are needed."""
+        done = [seq for seq, entry in self.entries.items() if entry.is_done.is_set()]
+        for seq in done[: max(0, len(done) - self._keep)]:
+            if self.entries[seq].place is None:
+                del self.entries[seq]
+
+
+def _entry(header: dict[str, Any]) -> Entry:
+    return Entry(header["seq"], header["kind"], header["digest"], header["type"], header["tokens"])

@@ -1,0 +1,160 @@
+"""Carries out requests for samples on the engines: many at once, up to a bound, in a fair order of tenants.
+
+They wait for nobody's training. A request is journaled like one that trains, so after a start of the server those
+without a result are drawn again, with the seeds that they had.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.conf.errors import ConfigError, DataError, PenstockError
+from penstock.orchestrator.serve.backend import Backend, SampleOutput
+from penstock.orchestrator.serve.journal import JournalError
+from penstock.orchestrator.serve.publications import Publications
+from penstock.orchestrator.serve.request_log import Entry, RequestLog
+from penstock.orchestrator.serve.schedule import Schedule, Waiting
+from penstock.orchestrator.serve.wire.results import Answer, failure, sample_answer
+from penstock.orchestrator.serve.wire.sampling import SampleRequest
+from penstock.workers.gateway.http.errors import BadRequest
+
+_LOG = logging.getLogger("penstock")
+LOOK_S = 1.0
+"""Seconds between looks at budgets that refill."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A request for samples in its queue."""
+
+    tenant: str
+    queue: str
+    """Its sampling session."""
+    log: RequestLog
+    entry: Entry
+    request: Callable[[], SampleRequest]
+    """Decodes it. Raises `BadRequest`."""
+    file: Callable[[], Path | None]
+    """File of the weights; None: the base model. Raises `DataError` if they are gone."""
+
+
+class SamplingQueue:
+    """Lifecycle: `run` until `close`; `put` tickets, `cancel` some."""
+
+    def __init__(
+        self, backend: Backend, publications: Publications, schedule: Schedule, most: int,
+        note: Callable[[Ticket, SampleOutput, float], None] = lambda ticket, output, seconds: None,
+    ) -> None:  # fmt: skip
+        """`most`: requests that engines have at the same time."""
+        self._backend, self._publications, self._schedule, self._most = backend, publications, schedule, most
+        self._note = note
+        self._queues: dict[str, deque[Ticket]] = {}
+        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+        self._is_closing = False
+
+    def put(self, ticket: Ticket) -> None:
+        self._queues.setdefault(ticket.queue, deque()).append(ticket)
+        self._wake.set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def num_waiting(self, tenant: str) -> int:
+        return sum(sum(ticket.tenant == tenant for ticket in queue) for queue in self._queues.values())
+
+    async def run(self) -> None:
+        while not self._is_closing:
+            self._wake.clear()
+            ticket = self._picked() if len(self._running) < self._most else None
+            if ticket is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._wake.wait()
+                continue
+            key = ticket.queue, ticket.entry.seq
+            self._running[key] = task = asyncio.create_task(self._carry_out(ticket))
+            task.add_done_callback(lambda _, key=key: self._ended(key))  # type: ignore[misc]
+
+    async def cancel(self, queue: str, seq: int, log: RequestLog) -> None:
+        """End a request that nobody waits for any more."""
+        self._queues[queue] = deque(ticket for ticket in self._queues.get(queue, ()) if ticket.entry.seq != seq)
+        task, entry = self._running.get((queue, seq)), log.entries.get(seq)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        if entry is not None and not entry.is_done.is_set():
+            await log.answer(entry, failure("the request was cancelled.", is_users=True))
+
+    async def drop(self, queue: str) -> None:
+        """Forget all requests of a sampling session that is over."""
+        self._queues.pop(queue, None)
+        self._schedule.forget(queue)
+        tasks = [task for (name, _), task in self._running.items() if name == queue]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def close(self, timeout_s: float) -> None:
+        """End; requests under way have this time, those left are drawn again after the next start."""
+        self._is_closing = True
+        self._wake.set()
+        tasks = list(self._running.values())
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _picked(self) -> Ticket | None:
+        fronts = [queue[0] for queue in self._queues.values() if queue]
+        waiting = [Waiting(ticket.queue, ticket.tenant, ticket.entry.tokens) for ticket in fronts]
+        chosen = self._schedule.pick(waiting, time.monotonic()) if waiting else None
+        if chosen is None:
+            return None
+        queue = self._queues[chosen.queue]
+        ticket = queue.popleft()
+        if not queue:
+            del self._queues[chosen.queue]
+        return ticket
+
+    def _ended(self, key: tuple[str, int]) -> None:
+        self._running.pop(key, None)
+        self._wake.set()
+
+    async def _carry_out(self, ticket: Ticket) -> None:
+        started = time.monotonic()
+        try:
+            answer = await self._answered(ticket, started)
+            await ticket.log.answer(ticket.entry, answer)
+        except JournalError as error:
+            _LOG.warning("%s: %s", ticket.queue, error)
+            await asyncio.sleep(LOOK_S)
+            self.put(ticket)
+
+    async def _answered(self, ticket: Ticket, started: float) -> Answer:
+        try:
+            request, file = ticket.request(), ticket.file()
+            name = await self._publications.name_of(file) if file is not None else None
+            try:
+                output = await self._backend.sample(name, request.call)
+            finally:
+                if name is not None:
+                    await self._publications.release(name)
+            self._note(ticket, output, time.monotonic() - started)
+            return sample_answer(output, request)
+        except (BadRequest, DataError, ConfigError) as error:
+            return failure(str(error), is_users=True)
+        except PenstockError as error:
+            return failure(str(error), is_users=False)
+        except Exception as error:  # noqa: BLE001 - a fault of one request must not end those of others
+            _LOG.exception("%s: request %d for samples has failed", ticket.queue, ticket.entry.seq)
+            return failure(f"{type(error).__name__}: {error}", is_users=False)

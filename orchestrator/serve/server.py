@@ -1,0 +1,120 @@
+"""The server over HTTP: starts on a run directory, and ends without losing what it has taken.
+
+server = Server(config, backend, directory)
+url = await server.start()
+await server.serve_until(stop)        # an event; then drain
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from penstock.conf.errors import ConfigError
+from penstock.conf.serve import ServeConfig
+from penstock.orchestrator.serve.backend import Backend
+from penstock.orchestrator.serve.endpoints.routes import routes
+from penstock.orchestrator.serve.service import Service
+from penstock.orchestrator.serve.status import status
+from penstock.orchestrator.serve.tenants import Tenants, Visitor
+from penstock.orchestrator.serve.wire.messages import messages
+
+GRACE_S = 5
+"""Seconds for answers that are being written when the server ends."""
+START_S = 30.0
+BACKLOG = 1024
+
+
+class Server:
+    """Lifecycle: `start`, `serve_until` or `drain`."""
+
+    def __init__(self, config: ServeConfig, backend: Backend, directory: Path, key: str = "") -> None:
+        """`directory`: of the run; what another server has left there goes on. `key`: of the only tenant, or of the
+        operator where there are tenants. Raises `ConfigError`."""
+        messages()
+        self._config, self._backend, self._directory = config, backend, directory
+        self.tenants = Tenants(config, key)
+        self._service: Service | None = None
+        self._http: _Http | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._lock = -1
+
+    @property
+    def key(self) -> str:
+        """The key of the only tenant, or of the operator; empty: any will do."""
+        return self.tenants.key
+
+    async def start(self) -> str:
+        """Start; returns the address for TINKER_BASE_URL. Raises `ConfigError` if the port or the directory is in
+        use."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self._directory)
+        bound = _bound(self._config.host, self._config.port)
+        self._service = Service(self._config, self._backend, self._directory, self.tenants)
+        await self._service.open()
+        config = uvicorn.Config(
+            Starlette(routes=routes(self._service)), log_level="warning", access_log=False, lifespan="off",
+            timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=60, backlog=BACKLOG,
+        )  # fmt: skip
+        self._http = _Http(config)
+        self._serving = asyncio.create_task(self._http.serve([bound]))
+        async with asyncio.timeout(START_S):
+            while not self._http.started:
+                await asyncio.sleep(0.01)
+        host = self._config.host if self._config.host not in ("0.0.0.0", "::") else socket.gethostname()
+        shown = f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{bound.getsockname()[1]}"
+
+    async def serve_until(self, stop: asyncio.Event) -> None:
+        """Serve until the event is set, then drain."""
+        await stop.wait()
+        await self.drain()
+
+    async def drain(self) -> None:
+        """End: take no more requests, finish those under way within `serve.drain_s`, write what adapters are."""
+        if self._service is not None:
+            await self._service.close()
+        if self._http is not None and self._serving is not None:
+            self._http.should_exit = True
+            await asyncio.wait([self._serving], timeout=2 * GRACE_S)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def status(self) -> dict[str, Any]:
+        """Tenants, their training clients, queues, and what each waits for, as plain data."""
+        return status(self._service, Visitor("")) if self._service is not None else {}
+
+
+class _Http(uvicorn.Server):
+    """The HTTP server, which leaves signals to who runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"serve.port={port} of {host}: {error.strerror}. Choose another, or 0 for any.") from error
+
+
+def _locked(directory: Path) -> int:
+    """Take the directory for this server alone; returns the file that holds it."""
+    file = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise ConfigError(f"{directory}: another server runs on this directory. End it, or choose another.") from error
+    return file

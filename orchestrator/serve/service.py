@@ -1,0 +1,290 @@
+"""The server without HTTP: what requests of clients come to, on a backend and a run directory.
+
+endpoints ─▶ Service ─▶ Sessions          who there is
+                     ─▶ TrainingClient    requests of an adapter ─▶ Ranks
+                     ─▶ RequestLog        requests for samples ─▶ SamplingQueue
+
+DIRECTORY/sessions.journal, clients/ID/, samples/SESSION/, checkpoints/
+"""
+
+import asyncio
+import logging
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.conf.errors import DataError, PenstockError
+from penstock.conf.serve import ServeConfig
+from penstock.orchestrator.serve.backend import Backend, SampleOutput
+from penstock.orchestrator.serve.checkpoints import Address, Checkpoints
+from penstock.orchestrator.serve.journal import JournalError
+from penstock.orchestrator.serve.publications import Publications
+from penstock.orchestrator.serve.ranks import Ranks
+from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog
+from penstock.orchestrator.serve.sampling_queue import SamplingQueue, Ticket
+from penstock.orchestrator.serve.schedule import Schedule
+from penstock.orchestrator.serve.sessions import NotFound, Sampler, Session, Sessions
+from penstock.orchestrator.serve.state_file import write_state
+from penstock.orchestrator.serve.tenants import Tenants
+from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient
+from penstock.orchestrator.serve.training_work import TrainingWork
+from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request, seed_of
+from penstock.orchestrator.serve.wire.training import ForwardCall
+from penstock.workers.concurrent_tasks import cancel_all
+from penstock.workers.gateway.http.fields import parsed
+from penstock.workers.training_calls import AdapterState
+
+_LOG = logging.getLogger("penstock")
+SEQ_BITS = 2**64
+"""Numbers of requests in one sampling session, of all its clients."""
+COMPACT_EVERY = 256
+"""Samples of a session after which its journal is made small."""
+
+
+class Refused(PenstockError):
+    """Something that is not done for this tenant."""
+
+
+class Service:
+    """Lifecycle: `open` on what the directory has; endpoints call the rest; `close`."""
+
+    def __init__(self, config: ServeConfig, backend: Backend, directory: Path, tenants: Tenants) -> None:
+        self.config, self.backend, self.directory, self.tenants = config, backend, directory, tenants
+        self.checkpoints = Checkpoints(directory / "checkpoints")
+        self.sessions = Sessions(directory, time.time())
+        self.clients: dict[str, TrainingClient] = {}
+        self.samples: dict[str, RequestLog] = {}
+        """Requests for samples, by session."""
+        self.publications = Publications(backend, 2 * config.max_loaded)
+        work = TrainingWork(backend, self.checkpoints, self._add_own_sampler, self.owns)
+        schedule = Schedule(tenants.limits, tenants.budgets)
+        self.ranks = Ranks(backend, self.clients, schedule, config, work, self._note_training)
+        self.sampling_schedule = Schedule(tenants.limits, tenants.budgets)
+        self.queue = SamplingQueue(
+            backend, self.publications, self.sampling_schedule, config.max_sampling, self._note_sampling
+        )
+        self.is_ending = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """Go on where the directory's last server ended."""
+        for model_id in sorted(self.sessions.open_clients):
+            self._open_client(self.sessions.facts[model_id])
+        for session in self.sessions.sessions.values():
+            if not session.is_over and self._samples_of(session.id).exists():
+                self._open_samples(session)
+        self._tasks = [asyncio.create_task(one) for one in (self.ranks.run(), self.queue.run(), self._watch())]
+
+    async def close(self) -> None:
+        """End within `serve.drain_s`: requests under way are finished, what is left is in the journals."""
+        self.is_ending.set()
+        self.ranks.drain()
+        ending = time.monotonic() + self.config.drain_s
+        await asyncio.gather(
+            self.queue.close(self.config.drain_s), asyncio.wait(self._tasks[:1], timeout=self.config.drain_s)
+        )
+        if self._tasks and self._tasks[0].done():
+            try:
+                async with asyncio.timeout(max(1.0, ending - time.monotonic())):
+                    await self.ranks.keep_all()
+            except TimeoutError:
+                _LOG.warning("Not all adapters were written within serve.drain_s: the others are made of the journals.")
+        await cancel_all(self._tasks)
+        for client in self.clients.values():
+            await client.close()
+        for log in self.samples.values():
+            await log.close()
+        await self.sessions.close()
+
+    def owns(self, tenant: str, run: str) -> bool:
+        """Whether a training run is a tenant's."""
+        facts = self.sessions.facts.get(run)
+        return facts is not None and facts.tenant == tenant
+
+    def client(self, tenant: str, model_id: str) -> TrainingClient:
+        facts = self.sessions.run(tenant, model_id)
+        client = self.clients.get(facts.model_id)
+        if client is None:
+            raise NotFound(f"training client {model_id} is over: make a new one, from a checkpoint.")
+        return client
+
+    async def create_client(self, facts: ClientFacts) -> TrainingClient:
+        """Make a training client, unless it was made before. Raises `Refused` beyond the tenant's bound."""
+        known = self.clients.get(facts.model_id)
+        if known is not None:
+            return known
+        bound = self.tenants.configs[facts.tenant].max_adapters
+        num_open = sum(client.facts.tenant == facts.tenant for client in self.clients.values())
+        if num_open >= bound:
+            raise Refused(f"{num_open} training clients are open, and this key has {bound} (max_adapters). Finish a "
+                          "session first: `with ServiceClient() as client`.")  # fmt: skip
+        await self.sessions.add_client(facts)
+        return self.clients.get(facts.model_id) or self._open_client(facts)
+
+    async def accept(self, client: TrainingClient, asked: Asked, call: object) -> Entry:
+        """Take a request of a training client. Raises `JournalError` while the server ends."""
+        self._refuse_at_end()
+        tokens = call.num_tokens if isinstance(call, ForwardCall) else 1
+        entry = await client.accept(replace(asked, tokens=tokens), call)  # type: ignore[arg-type]
+        self.ranks.wake()
+        return entry
+
+    async def unload(self, client: TrainingClient) -> None:
+        """End a training client, after the requests that have come."""
+        while client.next is not None:
+            await client.next.is_done.wait()
+        await self._drop_client(client.facts.model_id)
+
+    async def finish(self, session: Session) -> None:
+        """End a session: its training clients, and its unnamed weights."""
+        for model_id in session.clients:
+            if model_id in self.clients:
+                await self._drop_client(model_id)
+        await self._drop_own_weights(session)
+        await self.sessions.finish(session)
+        log = self.samples.pop(session.id, None)
+        if log is not None:
+            await log.close()
+        await asyncio.to_thread(shutil.rmtree, self._samples_of(session.id), ignore_errors=True)
+
+    async def take_sample(self, sampler: Sampler, seq: int, asked: Asked, request: SampleRequest | None) -> Entry:
+        """Take a request for samples. `request`: None: it will be refused in its turn. Raises `JournalError` while the
+        server ends."""
+        self._refuse_at_end()
+        session = self.sessions.sessions[sampler.session_id]
+        log = self.samples.get(session.id) or self._open_samples(session)
+        number = number_of(sampler, seq)
+        is_known = number in log.entries
+        tokens = request.num_tokens if request is not None else 1
+        entry = await log.accept(replace(asked, seq=number, tokens=tokens))
+        if not is_known:
+            self.queue.put(self._ticket(session, sampler, log, entry))
+            if len(log.entries) % COMPACT_EVERY == 0:
+                await log.drop_bodies(lambda _: False)
+        return entry
+
+    def file_of(self, sampler: Sampler) -> Path | None:
+        """File of a sampling session's weights; None: the base model. Raises `DataError` if they are gone."""
+        if sampler.is_own:
+            file = self._own_file(sampler)
+            if not file.exists():
+                raise DataError(f"the unnamed weights of {sampler.id} are deleted: they go with their session. Save "
+                                "them under a name to keep them.")  # fmt: skip
+            return file
+        if not sampler.path:
+            return None
+        address = Address.parse(sampler.path)
+        self.checkpoints.get(address)
+        return self.checkpoints.file(address)
+
+    def waits_for(self, client: TrainingClient, entry: Entry | None) -> str:
+        """What a training client's request waits for, as half a sentence."""
+        if client.gap is not None:
+            since = time.monotonic() - client.gap_since if client.gap_since is not None else 0.0
+            return f"request {client.gap} has not come; given up in {max(0.0, self.config.gap_s - since):.0f} s"
+        if self.ranks.current == client.facts.model_id:
+            return f"request {client.next_seq} is being carried out"
+        before = entry.seq - client.next_seq if entry is not None else 0
+        others = sum(one.next is not None for one in self.clients.values()) - 1
+        return f"{before} requests before it, and {max(0, others)} other adapters that wait"
+
+    def decoded_sample(self, body: bytes, sampler: Sampler, seq: int) -> SampleRequest:
+        """Decode a request. Raises `BadRequest`."""
+        seed = seed_of("sample", sampler.id.rpartition(":")[2], seq)
+        return sample_request(parsed(body), self.backend.facts.max_length, seed)
+
+    def _refuse_at_end(self) -> None:
+        if self.is_ending.is_set():
+            raise JournalError("the server is ending, and takes no more requests. Send it again to the next one.")
+
+    def _ticket(self, session: Session, sampler: Sampler, log: RequestLog, entry: Entry) -> Ticket:
+        seq = entry.seq % SEQ_BITS
+
+        def request() -> SampleRequest:
+            return self.decoded_sample(log.body_of(entry), sampler, seq)
+
+        return Ticket(session.tenant, sampler.id, log, entry, request, lambda: self.file_of(sampler))
+
+    def _open_client(self, facts: ClientFacts) -> TrainingClient:
+        directory = self.directory / "clients" / facts.model_id.replace(":", "_")
+        client = TrainingClient(facts, directory, self.config.keep_results, self.config.max_rank)
+        self.clients[facts.model_id] = client
+        return client
+
+    async def _drop_client(self, model_id: str) -> None:
+        client = self.clients.pop(model_id)
+        await self.sessions.drop_client(model_id)
+        await self.ranks.drop(client)
+        await client.close()
+        await asyncio.to_thread(shutil.rmtree, client.log.directory, ignore_errors=True)
+
+    def _open_samples(self, session: Session) -> RequestLog:
+        log = self.samples[session.id] = RequestLog(self._samples_of(session.id), self.config.keep_results)
+        by_number = {int(name.rpartition(":")[2]): one for name, one in session.samplers.items()}
+        for entry in log.pending():
+            sampler = by_number.get(entry.seq // SEQ_BITS)
+            if sampler is not None:
+                self.queue.put(self._ticket(session, sampler, log, entry))
+        return log
+
+    def _samples_of(self, session_id: str) -> Path:
+        return self.directory / "samples" / session_id
+
+    def _own_file(self, sampler: Sampler) -> Path:
+        return self._samples_of(sampler.session_id) / f"weights-{sampler.id.rpartition(':')[2]}.safetensors"
+
+    async def _add_own_sampler(self, client: TrainingClient, seq: int, state: AdapterState) -> str:
+        """Make a sampling session of a client's unnamed weights."""
+        session_id = client.facts.session_id
+        sampler = Sampler(sampler_id(session_id, seq), session_id, client.facts.model_id, is_own=True)
+        await asyncio.to_thread(write_state, self._own_file(sampler), state)
+        return (await self.sessions.add_sampler(sampler)).id
+
+    async def _drop_own_weights(self, session: Session) -> None:
+        for sampler in session.samplers.values():
+            await self.queue.drop(sampler.id)
+            if sampler.is_own:
+                file = self._own_file(sampler)
+                await self.publications.drop(file)
+                file.unlink(missing_ok=True)
+
+    async def _watch(self) -> None:
+        """Bring the adapters of sessions without a heartbeat to the disk, and delete their unnamed weights."""
+        period = max(0.05, min(10.0, self.config.session_timeout_s / 4))
+        while True:
+            await asyncio.sleep(period)
+            oldest = time.time() - self.config.session_timeout_s
+            for session in list(self.sessions.sessions.values()):
+                if not session.is_over and not session.is_resting and session.last_seen < oldest:
+                    session.is_resting = True
+                    await self._drop_own_weights(session)
+                    for model_id in session.clients:
+                        if model_id in self.clients:
+                            self.ranks.rest(self.clients[model_id])
+
+    def _note_training(self, client: TrainingClient, entry: Entry, seconds: float) -> None:
+        usage = self.tenants.usage[client.facts.tenant]
+        usage.requests[entry.kind] += 1
+        usage.failures += entry.is_failure
+        usage.seconds_trained += seconds
+        usage.tokens_trained += entry.tokens if entry.kind.startswith("forward") else 0
+
+    def _note_sampling(self, ticket: Ticket, output: SampleOutput, seconds: float) -> None:
+        usage = self.tenants.usage[ticket.tenant]
+        usage.requests["sample"] += 1
+        usage.seconds_sampled += seconds
+        usage.tokens_sampled += sum(len(sample.token_ids) for sample in output.samples)
+
+
+def client_id(session_id: str, number: int) -> str:
+    return f"{session_id}:train:{number}"
+
+
+def sampler_id(session_id: str, number: int) -> str:
+    return f"{session_id}:sample:{number}"
+
+
+def number_of(sampler: Sampler, seq: int) -> int:
+    """Number of a sampling session's request among all of its session."""
+    return int(sampler.id.rpartition(":")[2]) * SEQ_BITS + seq

@@ -1,0 +1,183 @@
+"""Who there is: sessions, training clients and sampling sessions of each tenant, as a journal of events.
+
+    sessions.journal     session, client, sampler, joined, dropped, finished: what the others are made of at a start
+
+Ids are made of counters, so that a creation that is repeated finds what it made the first time. A session is alive
+while it has heartbeats; time is an argument.
+"""
+
+import asyncio
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.errors import PenstockError
+from penstock.orchestrator.serve.journal import Header, Journal
+from penstock.orchestrator.serve.request_log import OtherContent
+from penstock.orchestrator.serve.training_client import ClientFacts
+
+
+class NotFound(PenstockError):
+    """Something that is not there, or not the tenant's."""
+
+
+class SessionOver(PenstockError):
+    """A session that was finished."""
+
+
+@dataclass
+class Sampler:
+    """A sampling session: weights, and who samples from them."""
+
+    id: str
+    session_id: str
+    path: str
+    """tinker:// path of a checkpoint; empty: the session's own weights, or the base model."""
+    is_own: bool
+    """Whether it has unnamed weights, which go with the session."""
+    num_joined: int = 0
+
+
+@dataclass
+class Session:
+    id: str
+    tenant: str
+    created: float
+    key: str = ""
+    """Idempotency key that it was made with."""
+    metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+    is_over: bool = False
+    last_seen: float = 0.0
+    is_resting: bool = False
+    """Whether it has had no heartbeat for so long that its weights were brought to the disk."""
+    clients: list[str] = field(default_factory=list)
+    samplers: dict[str, Sampler] = field(default_factory=dict)
+
+
+class Sessions:
+    """Lifecycle: made for a run directory, new or left by another server; `close`. A change is on the disk when its
+    call returns."""
+
+    def __init__(self, directory: Path, now: float) -> None:
+        self._journal = Journal(directory / "sessions.journal")
+        self.sessions: dict[str, Session] = {}
+        self.facts: dict[str, ClientFacts] = {}
+        """Training clients that there were, by id: the training runs."""
+        self.open_clients: set[str] = set()
+        self._by_key: dict[tuple[str, str], str] = {}
+        self._making = asyncio.Lock()
+        for record in self._journal.records:
+            self._apply(record.header)
+        for session in self.sessions.values():
+            session.last_seen = now
+
+    async def create(
+        self, tenant: str, key: str, now: float, metadata: Any = None, display_name: str | None = None
+    ) -> Session:
+        """Make a session, or find the one that was made with this idempotency key."""
+        async with self._making:
+            known = self._by_key.get((tenant, key)) if key else None
+            if known is not None:
+                return self.sessions[known]
+            session_id = str(uuid.uuid4())
+            await self._note({
+                "event": "session", "id": session_id, "tenant": tenant, "created": now, "key": key,
+                "metadata": metadata, "display_name": display_name,
+            })  # fmt: skip
+            self.sessions[session_id].last_seen = now
+            return self.sessions[session_id]
+
+    def session(self, tenant: str, session_id: str) -> Session:
+        found = self.sessions.get(session_id)
+        if found is None or found.tenant != tenant:
+            raise NotFound(f"session {session_id!r}: there is no such session.")
+        return found
+
+    def live(self, tenant: str, session_id: str) -> Session:
+        """A session that goes on. Raises `NotFound`, `SessionOver`."""
+        found = self.session(tenant, session_id)
+        if found.is_over:
+            raise SessionOver(f"session {session_id} is finished: make a new ServiceClient.")
+        return found
+
+    async def add_client(self, facts: ClientFacts) -> None:
+        """Add a training client, unless it was added before."""
+        async with self._making:
+            if facts.model_id not in self.facts:
+                await self._note({"event": "client", **asdict(facts)})
+
+    def run(self, tenant: str, model_id: str) -> ClientFacts:
+        """A training run of a tenant's. Raises `NotFound`."""
+        found = self.facts.get(model_id)
+        if found is None or found.tenant != tenant:
+            raise NotFound(f"training run {model_id!r}: there is no such run.")
+        return found
+
+    def runs(self, tenant: str) -> list[ClientFacts]:
+        """Training runs of a tenant, newest first."""
+        mine = [facts for facts in self.facts.values() if facts.tenant == tenant]
+        return sorted(mine, key=lambda facts: (-facts.created, facts.model_id))
+
+    async def add_sampler(self, sampler: Sampler) -> Sampler:
+        """Add a sampling session, unless it was added before. Raises `OtherContent` if that was of other weights."""
+        async with self._making:
+            known = self.sessions[sampler.session_id].samplers.get(sampler.id)
+            if known is not None and (known.path, known.is_own) != (sampler.path, sampler.is_own):
+                raise OtherContent(f"{sampler.id} was made before, of other weights.")
+            if known is None:
+                await self._note({"event": "sampler", **asdict(sampler)})
+            return self.sessions[sampler.session_id].samplers[sampler.id]
+
+    def sampler(self, tenant: str, sampler_id: str) -> Sampler:
+        session = self.sessions.get(sampler_id.partition(":")[0])
+        found = session.samplers.get(sampler_id) if session is not None and session.tenant == tenant else None
+        if found is None:
+            raise NotFound(f"sampling session {sampler_id!r}: there is no such session.")
+        return found
+
+    async def join(self, sampler: Sampler) -> int:
+        """The number of one more client of a sampling session; the first has 0."""
+        async with self._making:
+            number = sampler.num_joined + 1
+            await self._note({"event": "joined", "session_id": sampler.session_id, "id": sampler.id, "number": number})
+            return number
+
+    async def drop_client(self, model_id: str) -> None:
+        if model_id in self.open_clients:
+            await self._note({"event": "dropped", "model_id": model_id})
+
+    async def finish(self, session: Session) -> None:
+        if not session.is_over:
+            await self._note({"event": "finished", "id": session.id})
+
+    async def close(self) -> None:
+        await self._journal.close()
+
+    async def _note(self, event: Header) -> None:
+        await self._journal.append(event)
+        self._apply(event)
+
+    def _apply(self, event: Header) -> None:
+        values = {name: value for name, value in event.items() if name != "event"}
+        match event["event"]:
+            case "session":
+                session = self.sessions[values["id"]] = Session(**values)
+                if session.key:
+                    self._by_key[session.tenant, session.key] = session.id
+            case "client":
+                facts = self.facts[values["model_id"]] = ClientFacts(**values)
+                self.sessions[facts.session_id].clients.append(facts.model_id)
+                self.open_clients.add(facts.model_id)
+            case "sampler":
+                self.sessions[values["session_id"]].samplers[values["id"]] = Sampler(**values)
+            case "joined":
+                self.sessions[values["session_id"]].samplers[values["id"]].num_joined = values["number"]
+            case "dropped":
+                self.open_clients.discard(values["model_id"])
+            case "finished":
+                session = self.sessions[values["id"]]
+                session.is_over = True
+                self.open_clients.difference_update(session.clients)
+                session.samplers.clear()

@@ -1,0 +1,68 @@
+"""What the server is doing, as plain data: tenants, their training clients, queues, and what each waits for."""
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from penstock.orchestrator.serve.service import Service
+from penstock.orchestrator.serve.tenants import Visitor
+from penstock.orchestrator.serve.training_client import TrainingClient
+
+
+def status(service: Service, visitor: Visitor) -> dict[str, Any]:
+    """The state of the server; a tenant sees its own."""
+    names = [name for name in service.tenants.configs if visitor.is_operator or name == visitor.tenant]
+    facts = service.backend.facts
+    return {
+        "model": {"name": facts.name, "max_length": facts.max_length, "max_rank": facts.max_rank},
+        "is_ending": service.is_ending.is_set(),
+        "losses_of_ranks": service.ranks.num_losses,
+        "tenants": {name: _tenant(service, name) for name in names},
+    }
+
+
+def gauges(service: Service) -> dict[str, dict[str, float]]:
+    """What each tenant has under way, for Prometheus."""
+    found: dict[str, dict[str, float]] = {}
+    for name in service.tenants.configs:
+        mine = [client for client in service.clients.values() if client.facts.tenant == name]
+        found[name] = {
+            "adapters": len(mine),
+            "adapters_on_ranks": sum(client.is_resident for client in mine),
+            "requests_waiting": sum(client.num_waiting for client in mine),
+            "samples_waiting": service.queue.num_waiting(name),
+        }
+    return found
+
+
+def _tenant(service: Service, name: str) -> dict[str, Any]:
+    config, usage = service.tenants.configs[name], service.tenants.usage[name]
+    sessions = [one for one in service.sessions.sessions.values() if one.tenant == name and not one.is_over]
+    return {
+        "share": config.share,
+        "tokens_per_minute": config.tokens_per_minute,
+        "paused_s": service.sampling_schedule.opens_in(name, time.monotonic()),
+        "max_adapters": config.max_adapters,
+        "usage": {**asdict(usage), "requests": dict(usage.requests)},
+        "samples_waiting": service.queue.num_waiting(name),
+        "sessions": [
+            {"id": one.id, "name": one.display_name, "silent_s": time.time() - one.last_seen, "rests": one.is_resting}
+            for one in sessions
+        ],
+        "clients": [_client(service, client) for client in service.clients.values() if client.facts.tenant == name],
+    }
+
+
+def _client(service: Service, client: TrainingClient) -> dict[str, Any]:
+    is_waiting = client.num_waiting > 0
+    return {
+        "id": client.facts.model_id,
+        "session": client.facts.session_id,
+        "base_model": client.facts.base_model,
+        "rank": client.spec.rank if client.spec is not None else None,
+        "next": client.next_seq,
+        "waiting": client.num_waiting,
+        "on_ranks": client.is_resident,
+        "snapshot": client.snapshot_seq,
+        "waits_for": service.waits_for(client, client.next) if is_waiting else "the client's next request",
+    }

@@ -1,0 +1,204 @@
+"""A training client: an adapter, and the requests for it in the order of their numbers.
+
+Requests are numbered from 1 without gaps; the one that makes the adapter is 0. They may come in any order, and are
+carried out strictly in theirs. The adapter's state is on the ranks, or goes on from here:
+
+    snapshot-N.safetensors   the state after request N
+    requests.journal         all later requests, which are repeated on it
+    results.journal          what was told of them
+
+A result is on the disk before a snapshot that has its request in it, so no request is ever repeated on a state that has
+seen it.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.errors import PenstockError
+from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog
+from penstock.orchestrator.serve.state_file import read_spec, read_state, write_state
+from penstock.orchestrator.serve.wire import training
+from penstock.orchestrator.serve.wire.sampling import seed_of
+from penstock.orchestrator.serve.wire.training import Call, CreateCall
+from penstock.workers.gateway.http.errors import BadRequest
+from penstock.workers.gateway.http.fields import parsed
+from penstock.workers.training_calls import AdapterSpec, AdapterState
+
+_LOG = logging.getLogger("penstock")
+CHANGING = ("create_model", "load_model", "forward_backward", "optim_step", "load_weights")
+"""Kinds of requests after which an adapter is another one."""
+
+
+class TooLate(PenstockError):
+    """A request whose turn is over."""
+
+
+@dataclass(frozen=True)
+class ClientFacts:
+    """What a training client is made with. `max_rank`: the server's then."""
+
+    model_id: str
+    session_id: str
+    tenant: str
+    base_model: str
+    created: float
+    metadata: dict[str, Any] | None = None
+
+
+class TrainingClient:
+    """Lifecycle: made for a directory, new or left by another process; `accept` requests; whoever carries them out
+    takes `next`, `start` states and `finish` requests; `close`."""
+
+    def __init__(self, facts: ClientFacts, directory: Path, keep: int, max_rank: int) -> None:
+        self.facts, self._directory, self._max_rank = facts, directory, max_rank
+        self.log = RequestLog(directory, keep)
+        self.is_resident = False
+        """Whether the ranks have the adapter, in the state before `next_seq`."""
+        self.gap_since: float | None = None
+        self.next_seq = self.log.highest_answered + 1
+        found = sorted((_seq_of(file), file) for file in directory.glob("snapshot-*.safetensors"))
+        self._snapshot: Path | None = found[-1][1] if found else None
+        self.snapshot_seq = found[-1][0] if found else -1
+        for _, file in found[:-1]:
+            file.unlink(missing_ok=True)
+        self._calls: dict[int, Call] = {}
+        self._spec: AdapterSpec | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    async def accept(self, asked: Asked, call: Call | None) -> Entry:
+        """Take a request, or recognise one that was taken. `call`: what it asks for; None: it will be refused in its
+        turn. Raises `TooLate`, `OtherContent`, `JournalError`."""
+        if asked.seq < self.next_seq and asked.seq not in self.log.entries:
+            raise TooLate(
+                f"request {asked.seq} of {self.facts.model_id} comes too late: {self.next_seq} is the next. Make a new "
+                "training client from the last checkpoint."
+            )
+        if call is not None and asked.seq >= self.next_seq:
+            self._calls.setdefault(asked.seq, call)
+        return await self.log.accept(asked)
+
+    @property
+    def next(self) -> Entry | None:
+        """The request whose turn it is, if it has come."""
+        entry = self.log.entries.get(self.next_seq)
+        return entry if entry is not None and entry.is_durable.is_set() and not entry.is_done.is_set() else None
+
+    @property
+    def gap(self) -> int | None:
+        """Number of the request that others wait for and that has not come."""
+        has_later = self.next_seq not in self.log.entries and any(seq > self.next_seq for seq in self.log.entries)
+        return self.next_seq if has_later else None
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not entry.is_done.is_set() for entry in self.log.entries.values())
+
+    def call_of(self, entry: Entry) -> Call:
+        """What a request asks for. Raises `BadRequest`."""
+        call = self._calls.pop(entry.seq, None)
+        return call if call is not None else decoded(entry, self.log.body_of(entry), self.facts, self._max_rank)
+
+    @property
+    def spec(self) -> AdapterSpec | None:
+        """The adapter's shape; None while it is not made."""
+        return self._spec
+
+    async def shape(self) -> AdapterSpec | None:
+        """The adapter's shape, found on the disk after a start; None while it is not made."""
+        if self._spec is None and self._snapshot is not None:
+            self._spec = await asyncio.to_thread(read_spec, self._snapshot)
+        first = self.log.entries.get(0)
+        if self._spec is None and first is not None and first.is_done.is_set() and first.place is not None:
+            call = decoded(first, self.log.body_of(first), self.facts, self._max_rank)
+            self._spec = call.spec if isinstance(call, CreateCall) else None
+        return self._spec
+
+    def made(self, spec: AdapterSpec) -> None:
+        self._spec = spec
+
+    async def finish(self) -> None:
+        """Go on to the request after the one that was answered."""
+        self._calls.pop(self.next_seq, None)
+        self.next_seq = self.log.highest_answered + 1
+
+    def repeated(self) -> list[Entry]:
+        """Requests that have to be repeated on the newest snapshot, in order."""
+        later = sorted(seq for seq in self.log.entries if self.snapshot_seq < seq < self.next_seq)
+        found = [self.log.entries[seq] for seq in later]
+        return [entry for entry in found if entry.kind in CHANGING and not entry.is_failure]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the adapter could not be made."""
+        first = self.log.entries.get(0)
+        return first is not None and first.is_failure
+
+    async def newest(self) -> AdapterState | None:
+        """The newest snapshot; None before the first one. Raises `DataError`."""
+        await self.settled()
+        if self._snapshot is None:
+            return None
+        state = await asyncio.to_thread(read_state, self._snapshot)
+        self._spec = state.spec
+        return state
+
+    async def keep(self, state: AdapterState, seq: int) -> None:
+        """Write the state after request `seq` as a snapshot, beside what goes on. What came before is dropped."""
+        await self.settled()
+        self._writing = asyncio.create_task(self._keep(state, seq))
+
+    async def settled(self) -> None:
+        """Wait until no snapshot is being written."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+            self._writing = None
+
+    async def close(self) -> None:
+        await self.settled()
+        await self.log.close()
+
+    async def _keep(self, state: AdapterState, seq: int) -> None:
+        file, before = self._directory / f"snapshot-{seq}.safetensors", self._snapshot
+        try:
+            await asyncio.to_thread(write_state, file, state)
+            self.snapshot_seq, self._snapshot = seq, file
+            if before is not None and before != file:
+                before.unlink(missing_ok=True)
+            await self.log.drop_bodies(lambda number: number > seq)
+        except (OSError, PenstockError) as error:
+            _LOG.warning("%s: no snapshot after request %d: %s. It is tried again.", self.facts.model_id, seq, error)
+
+
+def decoded(entry: Entry | Asked, body: bytes, facts: ClientFacts, max_rank: int) -> Call:
+    """What a request asks for, by its kind. Raises `BadRequest`."""
+    if entry.kind in ("forward", "forward_backward"):
+        return training.forward_call(body, entry.content_type, backward=entry.kind == "forward_backward")
+    fields = parsed(body)
+    match entry.kind:
+        case "create_model":
+            return training.create_call(fields, max_rank, seed_of_client(facts.model_id))
+        case "load_model":
+            load = training.load_call(fields)
+            return CreateCall(None, load.path, load.with_optimizer)
+        case "optim_step":
+            return training.optim_call(fields)
+        case "save_weights" | "save_weights_for_sampler":
+            return training.save_call(fields, is_sampler=entry.kind == "save_weights_for_sampler")
+        case "load_weights":
+            return training.load_call(fields)
+        case "save_weights_external":
+            raise BadRequest("weights are not exported to other stores here: use save_weights_for_sampler.", "path")
+    raise BadRequest(f"{entry.kind} is no request of a training client.")
+
+
+def seed_of_client(model_id: str) -> int:
+    """Seed of an adapter whose request has none: by its number in its session, so a loop that runs again begins with
+    the same adapter."""
+    return seed_of("adapter", model_id.rpartition(":")[2])
+
+
+def _seq_of(file: Path) -> int:
+    return int(file.stem.rpartition("-")[2])

@@ -1,0 +1,186 @@
+"""The protobuf messages of the Tinker SDK, and the tensors in them. The messages are those of the installed `tinker`
+wheel: its one module of messages is loaded when the first one is needed, and nothing else of it.
+
+A tensor comes in one of two forms, dense or sparse (CSR, for `[T, K]` targets with few entries that are not zero), as
+protobuf with bytes or as JSON with numbers. Here both become numpy arrays.
+"""
+
+import importlib
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.conf.errors import ConfigError
+from penstock.workers.gateway.http.errors import BadRequest
+from penstock.workers.gateway.http.fields import Fields
+
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+_TYPES = {"float32": np.float32, "int64": np.int64}
+LARGEST_TENSOR = 2**28
+"""Most elements of a tensor, so that a small sparse one cannot ask for all memory."""
+
+
+@cache
+def messages() -> Any:
+    """The module of the messages. Raises `ConfigError` without the extra."""
+    found = importlib.util.find_spec("tinker")
+    files = [
+        Path(place) / "proto" / "tinker_public_pb2.py" for place in (found and found.submodule_search_locations) or ()
+    ]
+    for file in files:
+        spec = importlib.util.spec_from_file_location("penstock_tinker_messages", file)
+        if file.is_file() and spec is not None and spec.loader is not None:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+    raise _no_extra("tinker.proto.tinker_public_pb2 is not there")
+
+
+def unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
+    """The body of a request as it was before its `Content-Encoding`. Raises `BadRequest`, for more bytes than the limit
+    too."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "zstd":
+        raise BadRequest(f"Content-Encoding {encoding!r} is unknown: send zstd, or none.")
+    zstd = zstandard()
+    if zstd is None:
+        raise _no_extra("zstandard is not installed")
+    try:
+        with zstd.ZstdDecompressor().stream_reader(body) as reader:
+            data: bytes = reader.read(limit_bytes + 1)
+    except zstd.ZstdError as error:
+        raise BadRequest(f"the body is no zstd: {error}.") from None
+    if len(data) > limit_bytes:
+        raise BadRequest(f"the body is larger than {limit_bytes:,} bytes (serve.max_body_mib). Send less at once.")
+    return data
+
+
+def parsed_message(name: str, body: bytes) -> Any:
+    """A message of the SDK by the name of its type."""
+    message = getattr(messages(), name)()
+    try:
+        message.ParseFromString(body)
+    except Exception as error:  # noqa: BLE001 - protobuf's DecodeError has no public place that all versions share
+        raise BadRequest(f"the body is no {name} in protobuf: {error}.") from None
+    return message
+
+
+def array_of_message(tensor: Any, field: str) -> np.ndarray:
+    """The array of a `Tensor`: float32 or int64, of its shape."""
+    pb = messages()
+    dtypes = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
+    if tensor.dtype not in dtypes:
+        raise BadRequest("must be float32, int64 or int32.", field)
+    dtype, shape = np.dtype(dtypes[tensor.dtype]), list(tensor.shape)
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        csr = tensor.sparse_csr
+        rows, columns = np.frombuffer(csr.crow_indices, "<i8"), np.frombuffer(csr.col_indices, "<i8")
+        return _widened(_dense(_buffer(csr.values, dtype, field), rows, columns, shape, field))
+    return _widened(_shaped(_buffer(tensor.dense, dtype, field), shape or None, field))
+
+
+def array_of_fields(tensor: Fields, absent: int = 0) -> np.ndarray:
+    """The array of a tensor in JSON: float32 or int64, of its shape. `absent`: the value of gaps in a sparse one."""
+    name = tensor.need_text("dtype")
+    if name not in _TYPES:
+        raise tensor.wrong("dtype", f"must be one of {sorted(_TYPES)}.")
+    values = _numbers(tensor, "data", _TYPES[name])
+    shape = [int(number) for number in _numbers(tensor, "shape", np.int64)] if "shape" in tensor else None
+    if "sparse_crow_indices" in tensor:
+        rows, columns = (_numbers(tensor, f"sparse_{part}_indices", np.int64) for part in ("crow", "col"))
+        return _dense(values, rows, columns, shape or [], tensor.path, absent)
+    return _shaped(values, shape, tensor.path)
+
+
+def tensor_message(value: np.ndarray) -> Any:
+    """A dense `Tensor` of an array, float32 or int64."""
+    pb = messages()
+    is_real = value.dtype.kind == "f"
+    dtype = pb.DTYPE_FLOAT32 if is_real else pb.DTYPE_INT64
+    return pb.Tensor(dense=value.astype("<f4" if is_real else "<i8").tobytes(), dtype=dtype, shape=list(value.shape))
+
+
+def sparse_message(value: np.ndarray, is_there: np.ndarray) -> Any:
+    """A sparse `Tensor` with the values of a matrix at the places that are there."""
+    pb = messages()
+    rows, columns = np.nonzero(is_there)
+    starts = np.concatenate([[0], np.cumsum(is_there.sum(axis=1))])
+    csr = pb.SparseCsr(
+        values=value[rows, columns].astype("<f4").tobytes(),
+        crow_indices=starts.astype("<i8").tobytes(),
+        col_indices=columns.astype("<i8").tobytes(),
+    )
+    return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_FLOAT32, shape=list(value.shape))
+
+
+def token_array(data: bytes, field: str) -> np.ndarray:
+    """Tokens of a chunk of text, `[T]` int32."""
+    return _buffer(data, np.dtype("<i4"), field)
+
+
+def _numbers(tensor: Fields, name: str, dtype: Any) -> np.ndarray:
+    values = tensor.raw(name)
+    if not isinstance(values, list):
+        raise tensor.wrong(name, "must be a list of numbers.")
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise tensor.wrong(name, "must be a flat list of numbers.") from None
+    is_whole = array.dtype.kind in "iu" or not len(array)
+    if array.ndim != 1 or not (is_whole or (array.dtype.kind == "f" and dtype is np.float32)):
+        raise tensor.wrong(name, "must be a flat list of numbers of its dtype.")
+    return array.astype(dtype)
+
+
+def _buffer(data: bytes, dtype: np.dtype[Any], field: str) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise BadRequest(f"has {len(data)} bytes, which is no whole number of {dtype.name}.", field)
+    return np.frombuffer(data, dtype)
+
+
+def _shaped(values: np.ndarray, shape: list[int] | None, field: str) -> np.ndarray:
+    if shape is None:
+        return values
+    if any(size < 0 for size in shape) or int(np.prod(shape, dtype=object)) != len(values):
+        raise BadRequest(f"has {len(values)} values, which do not fill its shape {shape}.", field)
+    return values.reshape(shape)
+
+
+def _dense(
+    values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: list[int], field: str, absent: int = 0
+) -> np.ndarray:
+    """The matrix of a sparse tensor."""
+    if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > LARGEST_TENSOR:
+        raise BadRequest(f"a sparse tensor has two dimensions that fit in memory, not {shape}.", field)
+    is_ordered = len(rows) == shape[0] + 1 and rows[0] == 0 and (np.diff(rows) >= 0).all() and rows[-1] == len(values)
+    is_within = len(columns) == len(values) and ((columns >= 0) & (columns < shape[1])).all()
+    if not is_ordered or not is_within:
+        raise BadRequest("the indices of this sparse tensor do not fit its shape and values.", field)
+    found = np.full(shape, absent, values.dtype)
+    found[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return found
+
+
+def _widened(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
+
+
+@cache
+def zstandard() -> Any | None:
+    """The module that unpacks zstd; None where it is not installed, and clients send data as it is."""
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError:
+        return None
+
+
+def _no_extra(why: str) -> ConfigError:
+    return ConfigError(
+        f"{why}: the server speaks the messages of the Tinker SDK, which come with the extra: pip install "
+        "'penstock[serve]'."
+    )

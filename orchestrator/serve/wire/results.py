@@ -1,0 +1,154 @@
+"""Encodes results for the Tinker SDK. Results with arrays are protobuf, and are made into JSON only for who does not
+accept it; all others are JSON. Legend: P prompt tokens, T sampled ones, K per token.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from penstock.orchestrator.serve.backend import SampleOutput, TopTokens
+from penstock.orchestrator.serve.wire.messages import (
+    JSON,
+    PROTOBUF,
+    array_of_message,
+    messages,
+    sparse_message,
+    tensor_message,
+)
+from penstock.orchestrator.serve.wire.sampling import SampleRequest
+from penstock.workers.training_calls import ForwardOutput
+
+FORWARD, SAMPLE, PLAIN = "ForwardBackwardOutput", "SampleResponse", ""
+_MASKED = -99999.0
+"""Log-probability in a cell of the most likely tokens that says nothing."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a request, or its failure."""
+
+    body: bytes
+    message: str = PLAIN
+    """Type of the protobuf message that the body is; empty: it is JSON."""
+    is_failure: bool = False
+
+    def encoded(self, accept: str) -> tuple[bytes, str]:
+        """The body and its content type, by what the client accepts."""
+        if self.message and PROTOBUF in accept:
+            return self.body, PROTOBUF
+        return (_JSON_OF[self.message](self.body) if self.message else self.body), JSON
+
+
+def plain(value: Mapping[str, Any]) -> Answer:
+    return Answer(json.dumps(value).encode())
+
+
+def failure(text: str, *, is_users: bool) -> Answer:
+    """A failure that the SDK raises at once. `is_users`: whether the request is wrong, and not the server."""
+    body = {"error": text, "category": "user" if is_users else "server"}
+    return Answer(json.dumps(body).encode(), is_failure=True)
+
+
+def forward_answer(output: ForwardOutput) -> Answer:
+    """`logprobs` of every datum, and the sums as metrics that clients add up (`loss:sum`)."""
+    pb = messages()
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    for name, value in output.metrics.items():
+        message.metrics[f"{name}:sum"] = value
+    for trailing, arrays in _alike(output.logprobs):
+        ends = np.cumsum([0, *(array.nbytes for array in arrays)])
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
+        field = record.fields["logprobs"]
+        field.data = b"".join(array.tobytes() for array in arrays)
+        field.offsets = ends.astype("<i8").tobytes()
+        field.dtype = pb.DTYPE_FLOAT32
+        field.trailing_shape.extend(trailing)
+    return Answer(message.SerializeToString(deterministic=True), FORWARD)
+
+
+def sample_answer(output: SampleOutput, request: SampleRequest) -> Answer:
+    pb = messages()
+    message = pb.SampleResponse()
+    for sample in output.samples:
+        reason = pb.STOP_REASON_LENGTH if sample.finish_reason == "length" else pb.STOP_REASON_STOP
+        sequence = message.sequences.add(
+            stop_reason=reason, tokens=np.asarray(sample.token_ids, "<i4").tobytes(),
+            logprobs=np.asarray(sample.logprobs, "<f4").tobytes(),
+        )  # fmt: skip
+        if sample.top is not None:
+            sequence.topk_sampled_logprobs.CopyFrom(_top(sample.top, 0))
+    num_hidden = max(1, len(request.call.prompt_ids) - (request.last_logprobs or len(request.call.prompt_ids)))
+    if output.prompt_logprobs is not None:
+        told = np.array(output.prompt_logprobs, "<f4")
+        told[:num_hidden] = np.nan
+        message.prompt_logprobs = told.tobytes()
+    if output.top_prompt is not None:
+        message.topk_prompt_logprobs.CopyFrom(_top(output.top_prompt, num_hidden))
+    if output.target_logprobs is not None and request.call.target_prompt_ids is not None:
+        told = np.asarray(output.target_logprobs, np.float32)
+        is_there = request.call.target_prompt_ids != -1
+        tensor = sparse_message(told, is_there) if request.is_sparse else tensor_message(told)
+        message.target_prompt_logprobs.CopyFrom(tensor)
+    return Answer(message.SerializeToString(deterministic=True), SAMPLE)
+
+
+def _alike(arrays: list[np.ndarray]) -> list[tuple[list[int], list[np.ndarray]]]:
+    """Runs of neighbours whose shapes are the same but for the first dimension."""
+    found: list[tuple[list[int], list[np.ndarray]]] = []
+    for array in arrays:
+        value = np.ascontiguousarray(array, "<f4")
+        trailing = list(value.shape[1:])
+        if not found or found[-1][0] != trailing:
+            found.append((trailing, []))
+        found[-1][1].append(value)
+    return found
+
+
+def _top(top: TopTokens, num_hidden: int) -> Any:
+    """The most likely tokens at each position; the first ones say nothing."""
+    token_ids, logprobs = np.array(top.token_ids, "<i4"), np.array(top.logprobs, "<f4")
+    token_ids[:num_hidden], logprobs[:num_hidden] = 0, _MASKED
+    length, k = token_ids.shape
+    return messages().TopkLogprobs(token_ids=token_ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=length)
+
+
+def _forward_json(body: bytes) -> bytes:
+    message = messages().ForwardBackwardOutput.FromString(body)
+    outputs = []
+    for record in message.loss_fn_outputs:
+        field = record.fields["logprobs"]
+        ends, trailing = np.frombuffer(field.offsets, "<i8") // 4, list(field.trailing_shape)
+        values = np.frombuffer(field.data, "<f4")
+        for first, last in pairwise(ends):
+            part = values[first:last].reshape([-1, *trailing])
+            outputs.append({"logprobs": _tensor_json(part)})
+    told = {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(message.metrics)}
+    return json.dumps(told).encode()
+
+
+def _sample_json(body: bytes) -> bytes:
+    message = messages().SampleResponse.FromString(body)
+    reasons = {0: "stop", 1: "length"}
+    sequences = [
+        {"stop_reason": reasons[sequence.stop_reason], "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
+         "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist()}
+        for sequence in message.sequences
+    ]  # fmt: skip
+    told: dict[str, Any] = {"type": "sample", "sequences": sequences}
+    if message.prompt_logprobs:
+        values = np.frombuffer(message.prompt_logprobs, "<f4").tolist()
+        told["prompt_logprobs"] = [None if value != value else value for value in values]
+    if message.HasField("target_prompt_logprobs"):
+        told["target_prompt_logprobs"] = _tensor_json(array_of_message(message.target_prompt_logprobs, "targets"))
+    return json.dumps(told).encode()
+
+
+def _tensor_json(value: np.ndarray) -> dict[str, Any]:
+    return {"data": value.ravel().tolist(), "dtype": "float32", "shape": list(value.shape)}
+
+
+_JSON_OF = {FORWARD: _forward_json, SAMPLE: _sample_json}

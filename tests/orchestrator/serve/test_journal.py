@@ -1,0 +1,98 @@
+"""What was acknowledged is there after a kill; what is torn is dropped."""
+
+import asyncio
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.orchestrator.serve.journal import Journal, JournalError
+
+
+def read(path):
+    journal = Journal(path)
+    found = [(record.header, journal.read(record.place)) for record in journal.records]
+    asyncio.run(journal.close())
+    return found
+
+
+@given(st.lists(st.binary(max_size=50), max_size=8), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_file_cut_anywhere_has_the_whole_records_before_the_cut(tmp_path_factory, bodies, data):
+    path = tmp_path_factory.mktemp("journal") / "a.journal"
+
+    async def write():
+        journal, ends = Journal(path), []
+        for number, body in enumerate(bodies):
+            await journal.append({"seq": number}, body)
+            ends.append(path.stat().st_size)
+        await journal.close()
+        return ends
+
+    ends = asyncio.run(write())
+    cut = data.draw(st.integers(0, path.stat().st_size))
+    os.truncate(path, cut)
+    whole = [({"seq": number}, body) for number, (body, end) in enumerate(zip(bodies, ends, strict=True)) if end <= cut]
+    assert read(path) == whole
+    assert path.stat().st_size == max([0, *(end for end in ends if end <= cut)])
+
+
+def test_a_damaged_record_ends_the_journal(tmp_path):
+    path = tmp_path / "a.journal"
+
+    async def write():
+        journal = Journal(path)
+        places = [await journal.append({"seq": number}, b"x" * 10) for number in range(3)]
+        await journal.close()
+        return places
+
+    place = asyncio.run(write())[1]
+    with path.open("r+b") as file:
+        file.seek(place.offset)
+        file.write(b"y")
+    assert [header["seq"] for header, _ in read(path)] == [0]
+
+
+def test_appends_at_the_same_time_and_a_rewrite_keep_all_that_is_kept(tmp_path):
+    path = tmp_path / "a.journal"
+
+    async def scenario():
+        journal = Journal(path)
+        first = await asyncio.gather(*(journal.append({"seq": number}, b"%d" % number) for number in range(20)))
+        more = [asyncio.create_task(journal.append({"seq": number}, b"%d" % number)) for number in range(20, 40)]
+        await asyncio.sleep(0)
+        await journal.rewrite(lambda header: header["seq"] % 2 == 0 or header["seq"] >= 20)
+        later = await asyncio.gather(*more)
+        assert [journal.read(place) for place in [*first[::2], *later]] == [
+            b"%d" % number for number in [*range(0, 20, 2), *range(20, 40)]
+        ]
+        await journal.close()
+        with pytest.raises(JournalError, match="ending"):
+            await journal.append({}, b"")
+
+    asyncio.run(scenario())
+    assert [header["seq"] for header, _ in read(path)] == [*range(0, 20, 2), *range(20, 40)]
+
+
+def test_a_full_disk_refuses_and_leaves_what_was_written(tmp_path, monkeypatch):
+    path = tmp_path / "a.journal"
+
+    async def scenario():
+        journal = Journal(path)
+        await journal.append({"seq": 0}, b"kept")
+        real, full = os.pwrite, OSError(28, "No space left on device")
+
+        def half(file, data, offset):
+            real(file, data[: len(data) // 2], offset)
+            raise full
+
+        monkeypatch.setattr(os, "pwrite", half)
+        with pytest.raises(JournalError, match="No space left"):
+            await journal.append({"seq": 1}, b"lost")
+        monkeypatch.setattr(os, "pwrite", real)
+        await journal.append({"seq": 2}, b"after")
+        await journal.close()
+
+    asyncio.run(scenario())
+    assert [header["seq"] for header, _ in read(path)] == [0, 2]
