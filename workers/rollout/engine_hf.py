@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, PromptRefused, WeightError, WorkerDied
+from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, WeightError, WorkerDied
 from penstock.workers.pictures.families import auto_class
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor, check_seen
@@ -27,7 +27,7 @@ from penstock.workers.protocols import Completion, EngineSpec, Publication, Samp
 from penstock.workers.rollout.hf_adapters import HfAdapters
 from penstock.workers.rollout.hf_group import Request, Response
 from penstock.workers.rollout.hf_pictures import SeenPrompt
-from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, score_prompt
+from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after, score_prompt
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
 from penstock.workers.routed_experts import RoutingRecorder
 from penstock.workers.sample_calls import SampleCall, SampleOutput
@@ -258,13 +258,7 @@ class HfEngine:
         return responses
 
     def _room(self, prompt_ids: Sequence[int], sampling: Sampling) -> int:
-        room = self._config.max_model_len - len(prompt_ids)
-        if len(prompt_ids) == 0 or room < 1:
-            raise PromptRefused(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
-                f"{self._config.max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."
-            )
-        return min(sampling.max_tokens, room)
+        return min(sampling.max_tokens, room_after(prompt_ids, self._config.max_model_len))
 
     def _extend(
         self, responses: list[Response], chosen_B: torch.Tensor, logprobs_BV: torch.Tensor, request: Request

@@ -16,17 +16,18 @@ imported in `start`. Where adapters are published: `engine_vllm_adapter.py`.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.conf.errors import DataError, PenstockError, PromptRefused, WeightError
+from penstock.conf.errors import DataError, PenstockError, UnknownAdapter, WeightError
 from penstock.metering.meters import Meters
 from penstock.metering.table import ROLLOUT_LOAD_PHASES
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import check_seen
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
+from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after
 from penstock.workers.rollout.vllm_conversion import (
     Opened,
     completion_of,
@@ -39,12 +40,16 @@ from penstock.workers.rollout.vllm_conversion import (
 )
 from penstock.workers.rollout.vllm_pictures import picture_prompt
 from penstock.workers.rollout.vllm_processes import VllmProcesses
+from penstock.workers.rollout.vllm_sampling import SampleAsker
 from penstock.workers.routed_experts import RoutingShape
+from penstock.workers.sample_calls import SampleCall, SampleOutput
 from penstock.workers.weights.publication.reading import mapped_publication
 from penstock.workers.weights.streaming.engine_calls import Inbox
 from penstock.workers.weights.transport import Delivery, Info, Part
 
 T = TypeVar("T")
+Parameters = Callable[[Sequence[int]], Any]
+"""Function that makes vLLM's parameters of a request, from the tokens that are never sampled."""
 
 PHASE_KEY = "weights.phase_timeout_s"
 WARMUP_SAMPLES = 8
@@ -93,28 +98,35 @@ class VllmEngine(VllmProcesses):
         """Sample the responses to a prompt. Raises `PromptRefused` for a prompt that leaves no room for a response,
         `DataError` for another request that vLLM does not take, and for pictures that do not belong to the prompt or
         that the model cannot see, `WorkerDied` when the engine is gone."""
+        parameters = partial(sampling_params, num_samples, sampling)
+        output = await self._answer(prompt_ids, pictures, parameters, self._lora_request(), sampling.priority)
+        kinds = {"detokenized": bool(sampling.stop), "routing": self._routing}
+        return [completion_of(sample, self._tokenizer, **kinds) for sample in output.outputs]
+
+    async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
+        """Sample from an adapter, as `AdapterEngine` says it. For several samples the prompt is scored by a request of
+        its own: with them, vLLM would read it anew for each."""
         self.check_alive()
-        if not 0 < len(prompt_ids) < self._config.max_model_len:
-            raise PromptRefused(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
-                f"{self._config.max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."
-            )
-        prompt = await self._prompt(list(prompt_ids), pictures)
-        await self._awake.wait()
-        while not self._admission.is_set():  # another load may have begun between the event and this task's turn
-            await self._admission.wait()
-        self.check_alive()
-        self.num_in_flight += 1
-        try:
-            output = await self._request(prompt, num_samples, sampling)
-        finally:
-            self.num_in_flight -= 1
-        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        has_text = bool(sampling.stop)
-        return [
-            completion_of(sample, self._tokenizer, detokenized=has_text, routing=self._routing)
-            for sample in output.outputs
-        ]
+        vocabulary = self.llm.model_config.get_vocab_size()
+        check_call(call, vocabulary)
+        ask = SampleAsker(call, vocabulary, self.llm.vllm_config.use_v2_model_runner)
+        scores, output = PromptScores(), None
+        with self._adapter(adapter) as lora:
+            answer = partial(self._answer, call.prompt_ids, call.pictures, lora=lora, priority=call.sampling.priority)
+            if asks_of_prompt(call):
+                output = await answer(ask.scored)
+                scores = ask.scores_of(output)
+            if output is None or call.num_samples > 1:
+                output = await answer(ask.samples)
+        samples = map(ask.sampled_of, output.outputs)
+        return SampleOutput([*samples], scores.logprobs, scores.top, scores.targets)
+
+    @contextmanager
+    def _adapter(self, name: str | None) -> Iterator[Any]:
+        """vLLM's request for an adapter, which stays there within the block. Raises `UnknownAdapter`."""
+        if name is not None:
+            raise UnknownAdapter(f"adapter {name!r}: this engine was started without room for adapters by name.")
+        yield self._lora_request()
 
     async def load(self, delivery: Delivery) -> None:
         """Load a publication; or the parts of a streamed version, which `deliver` brings meanwhile.
@@ -241,7 +253,31 @@ class VllmEngine(VllmProcesses):
             return {"prompt_token_ids": prompt_ids}
         return picture_prompt(self._pictures.family, prompt_ids, pictures, features)
 
-    async def _request(self, prompt: Any, num_samples: int, sampling: Sampling) -> Any:
+    async def _answer(
+        self,
+        prompt_ids: Sequence[int],
+        pictures: PromptPictures | None,
+        parameters: Parameters,
+        lora: Any,
+        priority: int,
+    ) -> Any:
+        """vLLM's output for one request, once the engine is awake and loads nothing."""
+        self.check_alive()
+        room_after(prompt_ids, self._config.max_model_len)
+        prompt = await self._prompt(list(prompt_ids), pictures)
+        await self._awake.wait()
+        while not self._admission.is_set():  # another load may have begun between the event and this task's turn
+            await self._admission.wait()
+        self.check_alive()
+        self.num_in_flight += 1
+        try:
+            output = await self._request(prompt, parameters, lora, priority)
+        finally:
+            self.num_in_flight -= 1
+        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        return output
+
+    async def _request(self, prompt: Any, parameters: Parameters, lora: Any, priority: int) -> Any:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -249,11 +285,9 @@ class VllmEngine(VllmProcesses):
         output = None
         try:
             banned = () if self._pictures is None else self._pictures.token_ids
-            parameters = sampling_params(num_samples, sampling, banned)
             async for latest in self.llm.generate(
-                prompt, parameters, request_id=request_id,
-                lora_request=self._lora_request(), priority=sampling.priority,
-            ):  # fmt: skip
+                prompt, parameters(banned), request_id=request_id, lora_request=lora, priority=priority
+            ):
                 output = latest
         except EngineDeadError as error:
             raise self._died(error) from None

@@ -13,6 +13,10 @@ def make_engine(spec: EngineSpec, meters: Meters | None = None) -> RolloutEngine
     """Make an engine that is not started yet. `meters`: for the engine's own statistics (vLLM). Raises `ConfigError`
     for an unknown name."""
     config = spec.config
+    if config.engine == "vllm" and spec.adapters is not None:
+        from penstock.workers.rollout.engine_vllm_named import VllmNamedEngine
+
+        return VllmNamedEngine(spec, meters)
     if config.engine == "vllm" and spec.adapter is not None:
         from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
 

@@ -1,14 +1,16 @@
-"""What a request for samples asks of its prompt: checked, and computed from the logits of one forward pass.
+"""What engines do with prompts, beside reading them: check them and what is asked of them, and score their tokens from
+the logits of one forward pass.
 
 Legend: P tokens of the prompt, V vocabulary, K tokens that are told of at a position.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from penstock.conf.errors import DataError
+from penstock.conf.errors import DataError, PromptRefused
 from penstock.workers.sample_calls import SampleCall, TopTokens
 
 ROWS = 512
@@ -22,6 +24,17 @@ class PromptScores:
     logprobs: np.ndarray | None = None
     top: TopTokens | None = None
     targets: np.ndarray | None = None
+
+
+def room_after(prompt_ids: Sequence[int], max_model_len: int) -> int:
+    """Tokens that a response may have. Raises `PromptRefused` where it may have none."""
+    room = max_model_len - len(prompt_ids)
+    if len(prompt_ids) == 0 or room < 1:
+        raise PromptRefused(
+            f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
+            f"{max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."
+        )
+    return room
 
 
 def asks_of_prompt(call: SampleCall) -> bool:

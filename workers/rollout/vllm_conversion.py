@@ -19,7 +19,7 @@ from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import STREAMS, VLLM_LORA_RANKS
 from penstock.workers.cpu import SETTINGS
 from penstock.workers.pictures.families import Family
-from penstock.workers.protocols import Completion, EngineSpec, Sampled, Sampling
+from penstock.workers.protocols import AdapterLimits, Completion, EngineSpec, Sampled, Sampling
 from penstock.workers.rollout.vllm_pictures import picture_arguments
 from penstock.workers.routed_experts import RoutingShape
 from penstock.workers.weights.publication.reading import MappedWeights
@@ -31,6 +31,7 @@ CPU_BLOCK_TOKENS = 32
 """Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
 
 WORKER_THREADS = "penstock.workers.rollout.vllm_extensions.WorkerThreads"
+WORKER_WITH_HEADS = "penstock.workers.rollout.vllm_heads.WorkerWithHeads"
 
 
 def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str, Any]:
@@ -78,6 +79,8 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
     if spec.by_priority:
         arguments["scheduling_policy"] = "priority"
     arguments |= config.engine_options
+    if spec.adapters is not None:
+        arguments |= room_for_adapters(spec.adapters, on_gpu=bool(config.num_gpus_per_worker))
     return arguments | adapter_arguments(spec.adapter) if spec.adapter is not None else arguments
 
 
@@ -85,6 +88,16 @@ def adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
     """Further arguments, for an engine that serves one adapter at a time."""
     room = min(rank for rank in VLLM_LORA_RANKS if rank >= adapter.rank)
     return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
+
+
+def room_for_adapters(limits: AdapterLimits, *, on_gpu: bool) -> dict[str, Any]:
+    """Further arguments, for an engine that serves many adapters. On a CPU the base model is served by one of zeros
+    (`engine_vllm_named.py`), which takes a place of its own."""
+    room = min(rank for rank in VLLM_LORA_RANKS if rank >= limits.max_rank)
+    arguments: dict[str, Any] = {
+        "enable_lora": True, "max_lora_rank": room, "max_loras": limits.max_loaded + (not on_gpu), "max_logprobs": -1,
+    }  # fmt: skip
+    return arguments | ({"worker_extension_cls": WORKER_WITH_HEADS} if limits.head else {})
 
 
 def shares_gpu(config: RolloutConfig) -> bool:

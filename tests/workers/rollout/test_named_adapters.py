@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.conf.errors import DataError, PromptRefused, UnknownAdapter
+from penstock.conf.errors import ConfigError, DataError, PromptRefused, UnknownAdapter
+from penstock.conf.model import FreshModelConfig
+from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.protocols import AdapterLimits, Sampling
+from penstock.workers.rollout.engine_vllm_named import servable_layers
 from penstock.workers.sample_calls import SampleCall, SampleOutput
 from penstock.workers.training_calls import AdapterState
+from tests.mixtures import build_mixture
 from tests.workers.rollout.adapter_states import adapter_state, logprobs_after, model_with, said_of
 from tests.workers.rollout.conftest import VLLM, EngineUnderTest
 
@@ -295,3 +299,49 @@ def test_hf_adds_adapters_to_the_newest_weights(tiny_model: Path, tmp_path: Path
         model = model_with(tmp_path / "changed", served.states.get(adapter or ""))
         np.testing.assert_allclose(sample.logprobs, said_of(model, PROMPT, sample.token_ids, 0.8), **HF_NEAR)
     served.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_vllm_serves_adapters_of_the_heads_of_other_families(kind: str, tmp_path: Path, warm_spawn: None) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
+    served = Adapting("vllm", build_family(kind, tmp_path / "model"), tmp_path)
+    head = {name: value for name, value in served.states["b"].tensors.items() if "lm_head" in name}
+    served.states["head"] = replace(served.states["b"], tensors=head)
+    served.models["head"] = model_with(served.model_path, served.states["head"])
+    served.call(served.engine.add_adapter("head", served.states["head"]))
+    test_samples_have_the_logprobs_of_their_adapter_and_of_no_other(served)
+    test_prompts_of_several_adapters_are_scored_together(served)
+    for sample in served.sample("head", CALL).samples:
+        said = said_of(served.models["head"], PROMPT, sample.token_ids, 0.8)
+        np.testing.assert_allclose(sample.logprobs, said, **served.near)
+        assert np.abs(sample.logprobs - said_of(served.models["base"], PROMPT, sample.token_ids, 0.8)).max() > 0.1
+    served.close()
+
+
+def test_vllm_refuses_heads_that_it_cannot_adapt_before_it_starts(tmp_path: Path) -> None:
+    path, limits = Path(build_mixture("mixtral", tmp_path)), AdapterLimits(8, 2)
+    with pytest.raises(
+        ConfigError, match=r"output layer of MixtralForCausalLM .*rollout\.engine=hf, or .*train_unembed"
+    ):
+        servable_layers(str(path), limits, on_gpu=True)
+    assert "lm_head" not in servable_layers(str(path), replace(limits, head=False), on_gpu=True)
+    with pytest.raises(ConfigError, match=r"has experts, and vLLM's CPU build"):
+        servable_layers(str(path), limits, on_gpu=False)
+
+
+def build_family(kind: str, path: Path) -> Path:
+    """A tiny model with a head of its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        kind, vocab_size=99, num_key_value_heads=1, head_dim=32, tie_word_embeddings=False, eos_token_id=2,
+        bos_token_id=1, pad_token_id=0, max_position_embeddings=1024, **sizes,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    character_tokenizer(FreshModelConfig()).save_pretrained(path)
+    return path
