@@ -10,7 +10,7 @@
 Sequences in flight during a load are preempted and recomputed: their next tokens are sampled as if the new weights had
 read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
 under which version. The engine process and its workers are children of this process (`vllm_processes.py`). vLLM is
-imported in `start`. Where adapters are published: `engine_vllm_adapter.py`.
+imported in `start`. Adapters: `engine_vllm_adapter.py` where they are published, `engine_vllm_named.py`.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from penstock.workers.rollout.vllm_conversion import (
     shares_gpu,
     update_request,
 )
-from penstock.workers.rollout.vllm_pictures import picture_prompt
+from penstock.workers.rollout.vllm_pictures import prompt_of
 from penstock.workers.rollout.vllm_processes import VllmProcesses
 from penstock.workers.rollout.vllm_sampling import SampleAsker
 from penstock.workers.routed_experts import RoutingShape
@@ -118,8 +118,7 @@ class VllmEngine(VllmProcesses):
                 scores = ask.scores_of(output)
             if output is None or call.num_samples > 1:
                 output = await answer(ask.samples)
-        samples = map(ask.sampled_of, output.outputs)
-        return SampleOutput([*samples], scores.logprobs, scores.top, scores.targets)
+        return SampleOutput([*map(ask.sampled_of, output.outputs)], scores.logprobs, scores.top, scores.targets)
 
     @contextmanager
     def _adapter(self, name: str | None) -> Iterator[Any]:
@@ -196,8 +195,7 @@ class VllmEngine(VllmProcesses):
         self._awake.set()
 
     async def _wake_weights(self) -> None:
-        """Bring the memory back that a version can be written to, while the trainer still has the rest of the
-        device."""
+        """Bring back the memory of the weights, while the trainer still has the rest of the device."""
         await self.llm.wake_up(["weights"])
         self._has_memory = True
 
@@ -248,10 +246,7 @@ class VllmEngine(VllmProcesses):
         check_seen(self._pictures, pictures, self._config.max_pictures, self._spec.model_path)
         if self._pictures is None:
             return {"prompt_token_ids": prompt_ids}
-        features = await asyncio.to_thread(self._pictures.checked_features, prompt_ids, pictures)
-        if features is None or pictures is None:
-            return {"prompt_token_ids": prompt_ids}
-        return picture_prompt(self._pictures.family, prompt_ids, pictures, features)
+        return await asyncio.to_thread(prompt_of, self._pictures, prompt_ids, pictures)
 
     async def _answer(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.pictures.families import Family
 from penstock.workers.pictures.placeholders import PromptPictures
-from penstock.workers.pictures.processor import Features, hash_of
+from penstock.workers.pictures.processor import Features, PictureProcessor, hash_of
 
 IMAGE = "image"
 """vLLM's name of the modality."""
@@ -26,6 +26,15 @@ def picture_arguments(config: RolloutConfig, family: Family) -> dict[str, Any]:
         "mm_device_do_normalize": False,
         "mm_processor_cache_gb": 0,
     }
+
+
+def prompt_of(processor: PictureProcessor, prompt_ids: list[int], pictures: PromptPictures | None) -> Any:
+    """A prompt, with the features of its pictures if it has any. Raises `DataError` where they do not belong
+    together."""
+    features = processor.checked_features(prompt_ids, pictures)
+    if features is None or pictures is None:
+        return {"prompt_token_ids": prompt_ids}
+    return picture_prompt(processor.family, prompt_ids, pictures, features)
 
 
 def picture_prompt(family: Family, prompt_ids: list[int], pictures: PromptPictures, features: Features) -> Any:
