@@ -39,6 +39,8 @@ FINISHED, RUNNING, FAILED, INTERRUPTED, LOST = "finished", "running", "failed", 
 UNFINISHED, UNREADABLE = "unfinished", "unreadable"
 ENDED = {"end": FINISHED, "failed": FAILED, "interrupted": INTERRUPTED}
 """States of a run that is over, by the event with which a process has left it."""
+SERVING = "serving.json"
+"""File in which a server says what it is doing."""
 PLACED = "placed"
 """The event that says what a run's actors have reserved."""
 
@@ -70,6 +72,8 @@ class RunLine:
     """Unit of the cost: GPU h, or CPU h."""
     error: str | None = None
     """The error that the run failed with, or the reason why it cannot be read."""
+    is_server: bool = False
+    """True if it serves other people's loops (`penstock serve`)."""
 
 
 class Runs:
@@ -186,6 +190,7 @@ def line_of(path: Path, run: str = ".") -> RunLine:
         cost=cost,
         cost_unit=unit,
         error=error,
+        is_server=is_own(path, SERVING),
     )
 
 

@@ -187,6 +187,7 @@ QUESTIONS: dict[str, Callable[[Answers, QueryParams], Any]] = {
     ),
     "timeline": _timeline,
     "state": lambda answers, asked: _run(answers, asked).state(),
+    "serving": lambda answers, asked: _run(answers, asked).serving(),
     "logs": _logs,
 }
 """Questions by name, with the words of their addresses:
@@ -199,6 +200,7 @@ QUESTIONS: dict[str, Callable[[Answers, QueryParams], Any]] = {
     sample     run=…&step=…&place=…                            a sample and its tokens
     timeline   run=…&first=…&last=…                            when actors were busy
     state      run=…                                           which actors are there, which wait for which
+    serving    run=…                                           tenants of a server, and what each waits for
     logs       run=…&member=…&text=…&trouble=1                 what actors printed
 
 Each raises `NoSuchRun` or `LookupError` for what is not there, `ValueError` for words that mean nothing."""

@@ -19,7 +19,7 @@ from penstock.orchestrator.observability.ui.cards import cards
 from penstock.orchestrator.observability.ui.chart import plain, thinned
 from penstock.orchestrator.observability.ui.runs.activity import Traced, printed
 from penstock.orchestrator.observability.ui.runs.columns import Columns
-from penstock.orchestrator.observability.ui.runs.found import MAX_CHARACTERS, line_of
+from penstock.orchestrator.observability.ui.runs.found import MAX_CHARACTERS, SERVING, line_of
 from penstock.orchestrator.observability.ui.runs.own_files import (
     MOST_STATE_BYTES,
     MOST_TOKENIZER_BYTES,
@@ -162,6 +162,11 @@ class OpenRun:
         """Actors that are there, and which wait for which, as the run has told last."""
         line = asdict(line_of(self._path, self._run))
         return {"line": line, "state": read_json(self._path, "state.json", MOST_STATE_BYTES)}
+
+    def serving(self) -> dict[str, Any]:
+        """The tenants of a server, their clients, and what each waits for, as it has told last."""
+        line = asdict(line_of(self._path, self._run))
+        return {"line": line, "serving": read_json(self._path, SERVING, MOST_STATE_BYTES)}
 
     def logs(self, member: str, text: str, only_trouble: bool) -> dict[str, Any]:
         """Lines that actors printed, and what the run failed with. Raises `LookupError`."""

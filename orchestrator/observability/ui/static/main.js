@@ -7,7 +7,9 @@ import { LogsPage } from "./pages/logs.js";
 import { RolloutsPage } from "./pages/rollouts.js";
 import { RunPage } from "./pages/run.js";
 import { RunsPage } from "./pages/runs.js";
+import { TenantsPage } from "./pages/tenants.js";
 import { TimelinePage } from "./pages/timeline.js";
+import { noteServers } from "./tabs.js";
 
 const place = (id) => document.getElementById(id);
 
@@ -47,6 +49,7 @@ class App {
     const before = this.lines;
     this.lines = new Map((await ask("runs")).map((line) => [line.id, line]));
     this.isListed = true;
+    noteServers([...this.lines.values()]);
     const ids = [...new Set([...before.keys(), ...this.lines.keys()])];
     return ids.filter((id) => JSON.stringify(before.get(id)) !== JSON.stringify(this.lines.get(id)));
   }
@@ -77,6 +80,7 @@ class App {
     const pages = {
       run: () => new RunPage(this, ids[0]), rollouts: () => new RolloutsPage(this, ids[0], query), compare: () => new ComparePage(this, ids),
       timeline: () => new TimelinePage(this, ids[0], query), cluster: () => new ClusterPage(this, ids[0]), logs: () => new LogsPage(this, ids[0], query),
+      tenants: () => new TenantsPage(this, ids[0]),
     };
     this.page = Object.hasOwn(pages, kind ?? "") ? pages[kind]() : new RunsPage(this);
     document.title = this.page.title ? `${this.page.title} – Penstock` : "Penstock";

@@ -23,6 +23,9 @@ function cost({ cost: hours, cost_unit: unit }) {
   return hours === null || hours === undefined ? "–" : `${number(hours, 3)} ${unit}`;
 }
 
+/** Where a line leads: to the tenants of a server, to the charts of any other run. */
+const addressOf = (line) => `#/${line.is_server ? "tenants" : "run"}/${encodeURIComponent(line.id)}`;
+
 /** Rows that match every word, in any column. */
 export function matching(lines, words) {
   const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
@@ -104,7 +107,7 @@ export class RunsPage {
   }
 
   cell(line, { key, say, sayOf }) {
-    if (key === "name") return h("a", { href: `#/run/${encodeURIComponent(line.id)}` }, line.id.includes("/") ? line.id : line.name);
+    if (key === "name") return h("a", { href: addressOf(line) }, line.id.includes("/") ? line.id : line.name);
     if (key === "state") return h(`span.state.${line.state}`, { title: line.error }, line.state);
     if (key === "step") {
       if (line.step === null) return "–";
@@ -139,7 +142,7 @@ export class RunsPage {
   keys = {
     j: ["next run", () => this.move(1)],
     k: ["run before", () => this.move(-1)],
-    Enter: ["open it", () => this.lines[this.at] && (location.hash = `#/run/${encodeURIComponent(this.lines[this.at].id)}`)],
+    Enter: ["open it", () => this.lines[this.at] && (location.hash = addressOf(this.lines[this.at]))],
     x: ["pick it for a comparison", () => this.lines[this.at] && this.pick(this.lines[this.at].id)],
     a: ["pick all that are shown, or none", () => this.pickAll()],
     c: ["compare those that are picked", () => this.picked.size > 1 && this.overlay()],
