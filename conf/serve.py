@@ -31,9 +31,9 @@ class ServeConfig:
     model_name: str = ""
     """Name that clients call the base model by. Empty: the name in model.path; any name is taken then, since there is
     one base model."""
-    max_rank: int = 32
-    """Largest rank of an adapter, 32 being the SDK's default. Ranks and engines reserve room for it: smaller ones are
-    padded with zeros."""
+    max_rank: int = 0
+    """Largest rank of an adapter. Ranks and engines reserve room for it: smaller ones are padded with zeros. 0: 32, the
+    SDK's default, in `penstock serve`; a run serves no adapters."""
     max_loaded: int = 16
     """Adapters that an engine keeps ready to sample from (vLLM's max_loras is at most this). The others are loaded
     again when they are asked for."""
@@ -67,15 +67,10 @@ class ServeConfig:
     """Tenants by name: {alice: {key: tml-…, max_adapters: 4}}. None: one tenant, whose key is that of --key."""
 
     def __post_init__(self) -> None:
+        at_least("serve.max_rank", self.max_rank, 0)
         for name in (
-            "max_rank",
-            "max_loaded",
-            "max_resident",
-            "snapshot_every",
-            "keep_results",
-            "max_body_mib",
-            "max_sampling",
-        ):
+            "max_loaded", "max_resident", "snapshot_every", "keep_results", "max_body_mib", "max_sampling",
+        ):  # fmt: skip
             at_least(f"serve.{name}", getattr(self, name), 1)
         at_least("serve.port", self.port, 0)
         at_least("serve.drain_s", self.drain_s, 0)

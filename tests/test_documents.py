@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.orchestrator.cli import make_parser
+from penstock.orchestrator.cli import COMMANDS
+from penstock.orchestrator.cli_parser import make_parser
 from penstock.orchestrator.configuration.compose import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +63,7 @@ def commands_of(page: Path) -> list[str]:
 def test_commands_can_be_given(page: Path) -> None:
     for command in commands_of(page):
         words = shlex.split(command, comments=True)[1:]
-        arguments = make_parser().parse_args(words)
+        arguments = make_parser(COMMANDS).parse_args(words)
         if words[0] in OF_A_RUN and arguments.overrides:
             overrides = [word for word in arguments.overrides if word != "plan=auto"]
             try:

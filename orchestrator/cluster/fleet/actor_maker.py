@@ -25,7 +25,7 @@ from penstock.workers.compute.actor import Compute
 from penstock.workers.judging import JudgeSpec
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.actor import Prompts
-from penstock.workers.protocols import EngineSpec
+from penstock.workers.protocols import AdapterLimits, EngineSpec
 from penstock.workers.reward.actor import Reward, RewardPlan
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.trainer.actor import Scorer, Trainer
@@ -154,6 +154,7 @@ class ActorMaker:
             transport=choose_transport(config), phase_timeout_s=config.weights.phase_timeout_s,
             adapter=config.trainer.lora if config.trainer.lora.publishes_adapter else None,
             picture_digest=self.sources.picture_digest, tower_is_frozen=config.trainer.freezes_tower,
+            adapters=AdapterLimits(config.serve.max_rank, config.serve.max_loaded) if config.serve.max_rank else None,
         )  # fmt: skip
         return RolloutSpec(
             actor.name, engine, config.seed, self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")),
@@ -224,6 +225,7 @@ class ActorMaker:
             phase_timeout_s=config.weights.phase_timeout_s,
             memory_checkpoint_root=self._states_root if config.faults.keep_state and are_replaced else None,
             after_step=self._resumed.step if self._resumed is not None else 0,
+            slot_rank=config.serve.max_rank,
             leaves_out_beyond=config.max_staleness if config.old_turns_are_context else None,
             **self._of_rank(actor, stage),
         )

@@ -7,6 +7,7 @@ A call that is repeated draws the same samples, as its seed is part of it.
 """
 
 import asyncio
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,7 @@ class ServedEngines:
             timeout_s = self._config.rollout.generate_timeout_s
             self._under_way[name] += call.num_samples
             try:
-                one = (name, handle.sample.remote(sampler, call))
+                one = (name, handle.sample.remote(sampler, call, uuid.uuid4().hex))
                 (output,) = await answers_or_end([one], phase="sample", timeout_s=timeout_s)
                 return output  # type: ignore[no-any-return]
             except PenstockError as failure:

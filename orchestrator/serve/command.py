@@ -1,0 +1,140 @@
+"""`penstock serve`: from the configuration to the end of the server.
+
+The state of its clients lives in the run's directory: a server that is killed goes on where it was with the next one of
+that name.
+"""
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import ConfigError
+from penstock.conf.run import RunConfig, validate
+from penstock.orchestrator.cluster.placement.actors import plan_actors
+from penstock.orchestrator.configuration.validate import MEMORY, RESOURCES, checks
+from penstock.orchestrator.observability.ui.runs.found import SERVING
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_place import RunPlace
+from penstock.orchestrator.serve.actors.backend import ClusterBackend
+from penstock.orchestrator.serve.backend import ModelFacts
+from penstock.orchestrator.serve.server import Server
+from penstock.orchestrator.storeless import StorelessFleet, started_fleet
+from penstock.workers.files import is_url
+from penstock.workers.local_files import write_whole
+
+TOLD_EVERY_S = 2.0
+"""Seconds between two times that the server writes what it is doing."""
+DEFAULT_NAME = "serve"
+DEFAULT_RANK = 32
+"""Largest rank where none is configured: the one that the SDK asks for by default."""
+ROLES = ("store", "rollout", "trainer")
+"""Roles of the plan that a server has actors of; the store's is never started."""
+
+
+def serve(config: RunConfig, key: str | None, tell: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT, and drain. Raises `ConfigError`, `ModelError`, `ResourceError`, `RunInUse` before
+    anything listens."""
+    config = served(config)
+    validate(config)
+    flow = Dataflow().rollout("policy", samples_per_prompt=1).train("policy", loss=_by_request).check()
+    plan = [actor for actor in plan_actors(flow, config) if actor.role in ROLES]
+    for check in checks(config, flow, plan):
+        if check.name in (RESOURCES, MEMORY, "model"):
+            check.look()
+    directory = _opened(config)
+    directory.failed_writes.tell_to(tell)
+    try:
+        with started_fleet(config, flow, plan, directory) as started:
+            asyncio.run(_serving(started, directory, key or "", tell))
+        directory.event("end")
+    except BaseException as error:
+        directory.event("failed", error=type(error).__name__, message=str(error))
+        raise
+    finally:
+        directory.close()
+
+
+def served(config: RunConfig) -> RunConfig:
+    """The configuration of a server: without what only a run has. Raises `ConfigError` for what a server cannot do."""
+    if config.rollout.engine not in ("vllm", "hf"):
+        raise ConfigError(f"rollout.engine={config.rollout.engine}: a server samples by vllm or hf.")
+    if config.placement != "disaggregated":
+        raise ConfigError(
+            f"placement={config.placement}: a server trains for one client while it samples for another. Leave "
+            "placement out, and give engines and ranks GPUs of their own."
+        )
+    if is_url(config.output_dir):
+        raise ConfigError(
+            f"output_dir={config.output_dir}: the state of clients is written at every request. Name a directory, one "
+            "that outlives the machine if the server may move."
+        )
+    if config.trainer.lora.rank:
+        raise ConfigError("trainer.lora.rank: clients choose the rank of their adapters. Set serve.max_rank.")
+    return replace(
+        config,
+        name=config.name or DEFAULT_NAME,
+        serve=replace(config.serve, max_rank=config.serve.max_rank or DEFAULT_RANK),
+    )
+
+
+def _by_request(logprobs: Any, mask: Any) -> Any:
+    """Stand for the losses, which come with each request."""
+    raise NotImplementedError("a server's ranks get their loss with each request.")
+
+
+def _opened(config: RunConfig) -> RunDirectory:
+    """The directory of the server, locked: a new one, or that of the server before. Raises `ConfigError`,
+    `RunInUse`."""
+    place = RunPlace.of_run(config)
+    if not (place.path / "config.yaml").is_file():
+        directory = RunDirectory.create(config)
+        directory.event("start", serves=config.model.path)
+        return directory
+    directory = RunDirectory.open(place.path)
+    directory.lock(place.path, f"name={config.name}")
+    directory.event("resume", serves=config.model.path)
+    return directory
+
+
+async def _serving(started: StorelessFleet, directory: RunDirectory, key: str, tell: Callable[[str], None]) -> None:
+    """Serve until a signal, then drain."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    facts = await asyncio.to_thread(facts_of, started)
+    backend = ClusterBackend(started.fleet, started.config, facts, tell)
+    server = Server(started.config.serve, backend, directory.path / "serve", key)
+    url = await server.start()
+    words = f"TINKER_BASE_URL={url}" + (f" TINKER_API_KEY={server.key}" if server.key else "")
+    tell(f"{facts.name} is served: {words}")
+    told = asyncio.create_task(_telling(server, backend, directory, url))
+    try:
+        await server.serve_until(stop)
+    finally:
+        told.cancel()
+        await backend.engines.close()
+
+
+async def _telling(server: Server, backend: ClusterBackend, directory: RunDirectory, url: str) -> None:
+    """Write what the server is doing again and again, for `penstock ui`."""
+    while True:
+        losses = {"losses_of_engines": backend.engines.num_lost, "losses_of_ranks": backend.ranks.num_lost}
+        state = {"time": time.time(), "url": url, **server.status(), **losses}
+        with directory.failed_writes.tolerating("state", is_renewed=True):
+            await asyncio.to_thread(write_whole, directory.path / SERVING, json.dumps(state))
+        await asyncio.sleep(TOLD_EVERY_S)
+
+
+def facts_of(started: StorelessFleet) -> ModelFacts:
+    """The base model, as clients are told of it."""
+    from transformers import AutoConfig
+
+    config, path = started.config, started.model_path
+    model = AutoConfig.from_pretrained(path).get_text_config()
+    name = config.serve.model_name or (config.model.path or path).rstrip("/")
+    return ModelFacts(name, path, config.rollout.max_model_len, int(model.vocab_size), config.serve.max_rank)
