@@ -147,7 +147,8 @@ class Rollout(ServingActor):
     async def sample(self, adapter: str | None, call: SampleCall, request_id: str) -> SampleOutput:
         """Sample from an adapter; None: from the published weights. Raises as `AdapterEngine` does, and
         `asyncio.CancelledError` when it was aborted, or cancelled by `ray.cancel`."""
-        task = self._calls[request_id] = asyncio.create_task(self._adapting.sample(adapter, call))
+        engine = self._engine if isinstance(self._engine, MeteredEngine) else self._adapting
+        task = self._calls[request_id] = asyncio.create_task(engine.sample(adapter, call))
         try:
             with self._noting_death():
                 return await task

@@ -27,6 +27,7 @@ import numpy as np
 
 from penstock.conf.errors import ConfigError, DataError, DeadlineExceeded, UnknownAdapter, WeightError, WorkerDied
 from penstock.conf.trainer import LoraConfig
+from penstock.conf.weights import VLLM_LORA_RANKS
 from penstock.metering.meters import Meters
 from penstock.workers.concurrent_tasks import cancel_all
 from penstock.workers.protocols import AdapterLimits, EngineSpec
@@ -61,6 +62,7 @@ class VllmNamedEngine(VllmEngine):
         """`spec`: with room for adapters."""
         super().__init__(spec, meters)
         assert spec.adapters is not None
+        assert spec.adapter is None
         self._limits = spec.adapters
         self._root = tempfile.TemporaryDirectory(prefix="penstock-adapters-")
         self._numbers = itertools.count(1)
@@ -153,6 +155,8 @@ def servable_layers(model_path: str, limits: AdapterLimits, on_gpu: bool) -> dic
     """Shapes `(out, in)` of the layers of a model on disk whose adapters vLLM serves. Raises `ConfigError`."""
     from transformers import AutoConfig
 
+    if limits.max_rank > max(VLLM_LORA_RANKS):
+        raise ConfigError(f"serve.max_rank={limits.max_rank}: vLLM serves adapters up to {max(VLLM_LORA_RANKS)}.")
     shapes = adapted_layers(model_path, LoraConfig(), serves_mixtures=on_gpu)
     if not limits.head:
         return shapes

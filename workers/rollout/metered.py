@@ -15,13 +15,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.workers.concurrent_tasks import BusyClock
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, Publication, RolloutEngine, Sampled, Sampling
+from penstock.workers.sample_calls import AdapterEngine, SampleCall, SampleOutput
 
 LOOK_S = 1.0
 """Seconds between two looks at what the engine has sampled: as often as numbers are exported."""
@@ -59,6 +60,12 @@ class MeteredEngine:
             completions = await self.engine.generate(prompt_ids, num_samples, sampling, *seen)
         self._meters.add(table.ROLLOUT_SAMPLES, num_samples)
         return completions
+
+    async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
+        with self._clock.interval():
+            output = await cast(AdapterEngine, self.engine).sample(adapter, call)
+        self._meters.add(table.ROLLOUT_SAMPLES, call.num_samples)
+        return output
 
     async def load(self, publication: Publication) -> None:
         started = time.perf_counter()

@@ -108,7 +108,7 @@ def shares_gpu(config: RolloutConfig) -> bool:
 def discards_weights(spec: EngineSpec) -> bool:
     """Return whether the engine's weights are brought again after a sleep, and need not be kept meanwhile. Adapters
     are published without the base that they change, and streams come with a step of the trainer alone."""
-    return spec.adapter is None and spec.transport not in STREAMS
+    return spec.adapter is None and spec.adapters is None and spec.transport not in STREAMS
 
 
 @contextmanager

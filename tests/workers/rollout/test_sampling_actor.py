@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import cast
 from unittest.mock import patch
 
 import pytest
@@ -9,12 +10,15 @@ import ray
 
 from penstock.conf.errors import ConfigError, UnknownAdapter, WorkerDied
 from penstock.conf.rollout import RolloutConfig
-from penstock.workers.protocols import EngineSpec, Sampling
+from penstock.metering.meters import Meters
+from penstock.workers.protocols import EngineSpec, RolloutEngine, Sampling
 from penstock.workers.rollout import actor as rollout_actor
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.rollout.engine_scripted import ScriptedEngine
+from penstock.workers.rollout.metered import MeteredEngine
 from penstock.workers.sample_calls import SampleCall, SampleOutput
 from penstock.workers.training_calls import AdapterSpec, AdapterState
+from tests.metering.measured import measured
 from tests.workers.rollout.adapter_states import adapter_state
 
 STATE = AdapterState(AdapterSpec(4), {})
@@ -83,6 +87,16 @@ def test_the_death_of_an_engine_is_what_its_calls_raise_and_what_run_hears_of() 
         assert actor._dead.is_set()
 
     asyncio.run(scenario())
+
+
+def test_samples_of_adapters_are_counted() -> None:
+    class Ready(Endless):
+        async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
+            return SampleOutput([])
+
+    meters = Meters()
+    asyncio.run(MeteredEngine(cast(RolloutEngine, Ready()), meters).sample("a", SampleCall([1], 3, Sampling(seed=1))))
+    assert measured(meters).counts["rollout_samples_total"] == 3
 
 
 def test_adapters_come_and_go_by_name() -> None:
