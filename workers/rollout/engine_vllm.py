@@ -100,8 +100,8 @@ class VllmEngine(VllmProcesses):
         that the model cannot see, `WorkerDied` when the engine is gone."""
         parameters = partial(sampling_params, num_samples, sampling)
         output = await self._answer(prompt_ids, pictures, parameters, self._lora_request(), sampling.priority)
-        kinds = {"detokenized": bool(sampling.stop), "routing": self._routing}
-        return [completion_of(sample, self._tokenizer, **kinds) for sample in output.outputs]
+        finished = partial(completion_of, detokenized=bool(sampling.stop), routing=self._routing)
+        return [finished(sample, self._tokenizer) for sample in output.outputs]
 
     async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
         """Sample from an adapter, as `AdapterEngine` says it. For several samples the prompt is scored by a request of
@@ -111,7 +111,7 @@ class VllmEngine(VllmProcesses):
         check_call(call, vocabulary)
         ask = SampleAsker(call, vocabulary, self.llm.vllm_config.use_v2_model_runner)
         scores, output = PromptScores(), None
-        with self._adapter(adapter) as lora:
+        with self._adapter_in_use(adapter) as lora:
             answer = partial(self._answer, call.prompt_ids, call.pictures, lora=lora, priority=call.sampling.priority)
             if asks_of_prompt(call):
                 output = await answer(ask.scored)
@@ -121,7 +121,7 @@ class VllmEngine(VllmProcesses):
         return SampleOutput([*map(ask.sampled_of, output.outputs)], scores.logprobs, scores.top, scores.targets)
 
     @contextmanager
-    def _adapter(self, name: str | None) -> Iterator[Any]:
+    def _adapter_in_use(self, name: str | None) -> Iterator[Any]:
         """vLLM's request for an adapter, which stays there within the block. Raises `UnknownAdapter`."""
         if name is not None:
             raise UnknownAdapter(f"adapter {name!r}: this engine was started without room for adapters by name.")

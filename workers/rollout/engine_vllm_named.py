@@ -108,7 +108,7 @@ class VllmNamedEngine(VllmEngine):
         return self._base
 
     @contextmanager
-    def _adapter(self, name: str | None) -> Iterator[Any]:
+    def _adapter_in_use(self, name: str | None) -> Iterator[Any]:
         if name is None:
             yield self._base
             return

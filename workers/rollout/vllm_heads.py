@@ -42,11 +42,11 @@ class AdaptedHead:
         """Logits `[N, V]` of hidden states of last tokens, or of the tokens of prompts."""
         adapted = self.logits_processor
         if not isinstance(adapted, LogitsProcessorWithLoRA):
-            return super().compute_logits(hidden_states)  # type: ignore[misc, no-any-return]
+            return super().compute_logits(hidden_states)  # type: ignore[misc]
         slots = self._slots_of_view(hidden_states, adapted.punica_wrapper)
         if slots is None:
             if hidden_states.is_cuda:  # for a row a request its kernels are right, and need not wait for the device
-                return super().compute_logits(hidden_states)  # type: ignore[misc, no-any-return]
+                return super().compute_logits(hidden_states)  # type: ignore[misc]
             slots = adapted.punica_wrapper.sampler_indices
         if len(slots) != len(hidden_states):
             raise RuntimeError(f"{len(hidden_states)} rows of logits are of {len(slots)} requests: whose are they?")
@@ -72,19 +72,19 @@ class AdaptedHead:
         return slots
 
 
-class Qwen2WithHead(AdaptedHead, Qwen2ForCausalLM):  # type: ignore[misc]
+class Qwen2WithHead(AdaptedHead, Qwen2ForCausalLM):
     pass
 
 
-class Qwen3WithHead(AdaptedHead, Qwen3ForCausalLM):  # type: ignore[misc]
+class Qwen3WithHead(AdaptedHead, Qwen3ForCausalLM):
     pass
 
 
-class LlamaWithHead(AdaptedHead, LlamaForCausalLM):  # type: ignore[misc]
+class LlamaWithHead(AdaptedHead, LlamaForCausalLM):
     pass
 
 
-class MistralWithHead(AdaptedHead, MistralForCausalLM):  # type: ignore[misc]
+class MistralWithHead(AdaptedHead, MistralForCausalLM):
     pass
 
 
