@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.engines.deepspeed_runtime import (
     keep_deadline,
@@ -73,6 +74,9 @@ class DeepSpeedEngine:
         self.where = ""
         self.deepspeed: Any = None
         self._fragments: dict[str, Fragment] = {}
+        self._earlier: dict[int, list[Tensor]] = {}
+        """Gradients of earlier calls since the last step, by group (stages 1 and 2)."""
+        self._is_last = self._has_gradients = False
         dtype = getattr(torch, config.dtype)
         if self.stage < 3:
             load_whole(model.lm, model.lm, weights, dtype)
@@ -132,15 +136,34 @@ class DeepSpeedEngine:
 
     def before_backward(self, is_last: bool) -> None:
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
+        self._is_last = is_last
+        if self._has_gradients and self.stage < 3:  # which would take the next gradients for all of them
+            if self._is_offloaded:
+                raise ConfigError(
+                    "trainer.offload=true: ZeRO's stages 1 and 2 do not add up gradients of several calls of "
+                    "forward_backward in the host's memory. Set trainer.deepspeed.zero_stage=3, or "
+                    "trainer.offload=false, or step after each call."
+                )
+            held = self.deepspeed.optimizer.averaged_gradients
+            self._earlier = {group: [one.clone() for one in held[group]] for group in held}
+            held.update(dict.fromkeys(held))
+        self._has_gradients = False
 
     def backward(self, loss: Tensor) -> None:
         """Run backward on the loss times the number of ranks, because ZeRO divides by it what it sums."""
         self.deepspeed.backward(loss * self.ranks.num_ranks, scale_wrt_gas=False)
+        if self._is_last:
+            self._has_gradients = True
+            for group, tensors in self._earlier.items():
+                for sum_, one in zip(self.deepspeed.optimizer.averaged_gradients[group], tensors, strict=True):
+                    sum_.add_(one)
+            self._earlier = {}
 
     def optimizer_step(self, params: AdamParams) -> float:
         assert self.optimizer is not None
         set_params(self.optimizer, params)
         self.deepspeed.optimizer.clip_grad = params.grad_clip_norm
+        self._has_gradients = False
         self.deepspeed.step()
         norm = float(self.deepspeed.get_global_grad_norm())
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
