@@ -1,0 +1,67 @@
+"""A served model, by the SDK: what a loop is answered is the same to the bit, whatever dies meanwhile."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.workers.fresh_model import build_fresh_model
+from tests.orchestrator.conftest import SMALL_MODEL
+from tests.orchestrator.serve.loop import step
+from tests.orchestrator.serve.served import KEY, Served, client, served
+
+pytestmark = pytest.mark.ray
+NUM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Words of a server that starts within seconds."""
+    folder = tmp_path_factory.mktemp("served")
+    build_fresh_model(folder / "model", SMALL_MODEL, seed=3)
+    return [
+        f"model.path={folder}/model", "rollout.engine=hf", "rollout.max_model_len=64", "serve.max_rank=8",
+        "serve.snapshot_every=3",
+    ]  # fmt: skip
+
+
+def looped(server: Served, disturb: Callable[[int, str], None] = lambda step, place: None) -> list[Any]:
+    """What a loop of a few steps is answered."""
+    with client(server) as service:
+        training = service.create_lora_training_client(base_model="model", rank=4)
+        return [
+            step(training, number, lambda place, number=number: disturb(number, place)) for number in range(NUM_STEPS)
+        ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    with served(tmp_path_factory.mktemp("undisturbed"), words) as server:
+        return looped(server)
+
+
+def test_rank_and_engine_and_server_die_and_no_bit_changes(words: list[str], undisturbed: Any, tmp_path: Path) -> None:
+    with served(tmp_path, words) as server:
+
+        def disturb(number: int, place: str) -> None:
+            if (number, place) == (1, "backward"):  # the gradient is there, its step is not
+                server.members("Trainer")[0].kill()
+            elif (number, place) == (2, "sample"):
+                server.members("Rollout")[0].kill()
+            elif (number, place) == (2, "optim"):
+                server.kill()
+                server.start()
+
+        assert looped(server, disturb) == undisturbed
+        assert sum("ranks are replaced" in line for line in server.lines) == 1
+        assert sum("Rollout-0 is replaced" in line for line in server.lines) == 1
+
+
+def test_key_of_another_is_refused(words: list[str], tmp_path: Path) -> None:
+    import tinker
+
+    with served(tmp_path, [*words, f"serve.tenants={{alice: {{key: {KEY}}}}}"]) as server:
+        assert looped(server)
+        with pytest.raises(tinker.AuthenticationError):
+            client(server, "tml-other").get_server_capabilities()
