@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.conf.errors import PromptRefused, WeightError
+from penstock.conf.errors import PromptRefused, UnknownAdapter, WeightError
 from penstock.workers.fresh_model import EOS_ID
 from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 from penstock.workers.rollout import engine_vllm
 from penstock.workers.rollout.sampling import sampling_logprobs
+from penstock.workers.sample_calls import SampleCall
 
 PROMPT = [20, 14, 21, 32, 50]
 TOLERANCE = 1e-4
@@ -67,6 +68,18 @@ def test_every_token_has_a_logprob_and_a_version(served) -> None:
 def test_logprobs_are_those_of_the_sampling_distribution(served, options: dict[str, float]) -> None:
     for completion in generate(served, ignore_eos=True, **options):
         assert_logprobs_match(served, completion, Sampling(**options))
+
+
+def test_samples_for_a_server_are_of_the_published_weights_too(served) -> None:
+    sampling = Sampling(max_tokens=8, seed=5, ignore_eos=True, temperature=0.7)
+    output = served.call(served.engine.sample(None, SampleCall(PROMPT, 2, sampling, prompt_logprobs=True)))
+    rows = served.model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    said = rows.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0].detach()
+    torch.testing.assert_close(torch.tensor(output.prompt_logprobs[1:]), said, rtol=0, atol=TOLERANCE)
+    for sample in output.samples:
+        assert_logprobs_match(served, sample, sampling)
+    with pytest.raises(UnknownAdapter):
+        served.call(served.engine.sample("none", SampleCall(PROMPT, 2, sampling)))
 
 
 def test_greedy_takes_the_likeliest_token_and_reports_the_models_probability(served) -> None:
