@@ -125,15 +125,22 @@ class Service:
     async def accept(self, client: TrainingClient, asked: Asked, call: object) -> Entry:
         """Take a request of a training client. Raises `JournalError` while the server ends."""
         self._refuse_at_end()
+        self._touch(client.facts.session_id)
         tokens = call.num_tokens if isinstance(call, ForwardCall) else 1
         entry = await client.accept(replace(asked, tokens=tokens), call)  # type: ignore[arg-type]
         self.ranks.wake()
         return entry
 
     async def unload(self, client: TrainingClient) -> None:
-        """End a training client, after the requests that have come."""
-        while client.next is not None:
-            await client.next.is_done.wait()
+        """End a training client, after the requests that have come. Raises `Refused` if they take too long."""
+        try:
+            async with asyncio.timeout(self.config.gap_s):
+                while (entry := client.next) is not None:
+                    await entry.is_done.wait()
+        except TimeoutError:
+            raise Refused(
+                f"{client.facts.model_id} still has {client.num_waiting} requests: unload it later."
+            ) from None
         await self._drop_client(client.facts.model_id)
 
     async def finish(self, session: Session) -> None:
@@ -152,6 +159,7 @@ class Service:
         """Take a request for samples. `request`: None: it will be refused in its turn. Raises `JournalError` while the
         server ends."""
         self._refuse_at_end()
+        self._touch(sampler.session_id)
         session = self.sessions.sessions[sampler.session_id]
         log = self.samples.get(session.id) or self._open_samples(session)
         number = number_of(sampler, seq)
@@ -244,10 +252,10 @@ class Service:
     async def _drop_own_weights(self, session: Session) -> None:
         for sampler in session.samplers.values():
             await self.queue.drop(sampler.id)
-            if sampler.is_own:
-                file = self._own_file(sampler)
+            file = self._own_file(sampler)
+            if sampler.is_own and file.exists():
+                file.unlink()
                 await self.publications.drop(file)
-                file.unlink(missing_ok=True)
 
     async def _watch(self) -> None:
         """Bring the adapters of sessions without a heartbeat to the disk, and delete their unnamed weights."""
@@ -256,12 +264,20 @@ class Service:
             await asyncio.sleep(period)
             oldest = time.time() - self.config.session_timeout_s
             for session in list(self.sessions.sessions.values()):
-                if not session.is_over and not session.is_resting and session.last_seen < oldest:
-                    session.is_resting = True
-                    await self._drop_own_weights(session)
-                    for model_id in session.clients:
-                        if model_id in self.clients:
-                            self.ranks.rest(self.clients[model_id])
+                session.is_resting = session.last_seen < oldest
+                if session.is_resting and not session.is_over:
+                    await self._rest(session)
+
+    async def _rest(self, session: Session) -> None:
+        await self._drop_own_weights(session)
+        for model_id in session.clients:
+            client = self.clients.get(model_id)
+            if client is not None and client.is_resident and client.next is None:
+                self.ranks.rest(client)
+
+    def _touch(self, session_id: str) -> None:
+        """Note that a session is alive."""
+        self.sessions.sessions[session_id].last_seen = time.time()
 
     def _note_training(self, client: TrainingClient, entry: Entry, seconds: float) -> None:
         usage = self.tenants.usage[client.facts.tenant]

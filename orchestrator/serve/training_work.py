@@ -73,12 +73,11 @@ class TrainingWork:
         return plain({"model_id": client.facts.model_id, "path": call.path, "type": "load_weights"})
 
     async def _put(self, client: TrainingClient, spec: AdapterSpec, state: AdapterState | None) -> None:
-        """Replace the adapter on the ranks."""
+        """Replace the adapter on the ranks. It is resident once whoever asked for this has noted so."""
         client.is_resident = False
         await self._backend.drop_adapter(client.facts.model_id)
         await self._backend.create_adapter(client.facts.model_id, spec, state)
         client.made(spec)
-        client.is_resident = True
 
     async def _save(self, client: TrainingClient, entry: Entry, call: SaveCall) -> Answer:
         state = await self._backend.adapter_state(client.facts.model_id)

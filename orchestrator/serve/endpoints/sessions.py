@@ -60,7 +60,7 @@ async def create_session(exchange: Exchange) -> Response:
 
 async def heartbeat(exchange: Exchange) -> Response:
     session = exchange.service.sessions.live(exchange.tenant, exchange.fields.need_text("session_id"))
-    session.last_seen, session.is_resting = time.time(), False
+    session.last_seen = time.time()
     return as_json({"type": "session_heartbeat"})
 
 

@@ -1,0 +1,98 @@
+"""The Tinker SDK itself, in processes of its own, against the server on a backend in numpy."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.conf.serve import ServeConfig, TenantConfig
+from penstock.orchestrator.serve.server import Server
+from tests.orchestrator.serve.fake_backend import FakeBackend
+
+SCRIPT = Path(__file__).parent / "sdk_loop.py"
+WAIT_S = 900
+SDKS = "PENSTOCK_TINKER_SDKS"
+"""Variable with a folder of environments of other versions: FOLDER/0.22.0/bin/python."""
+
+
+def python_of(version):
+    """The interpreter of an environment that has this version; that of the tests for the one that is installed."""
+    if version == "installed":
+        return sys.executable
+    python = Path(os.environ.get(SDKS, "/nowhere"), version, "bin", "python")
+    if not python.exists():
+        pytest.skip(f"{SDKS} names no folder with an environment of tinker {version}")
+    return str(python)
+
+
+async def loop(python, url, key="tml-any", script=SCRIPT):
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "TINKER_BASE_URL": url,
+                   "TINKER_API_KEY": key, "TINKER_TELEMETRY": "0"}  # fmt: skip
+    process = await asyncio.create_subprocess_exec(
+        python, str(script), env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(WAIT_S):
+        out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()[-3000:]
+    return json.loads(out)
+
+
+async def served(directory, backend, config, act):
+    server = Server(config, backend, directory)
+    url = await server.start()
+    try:
+        return await act(server, url)
+    finally:
+        await server.drain()
+
+
+def check(seen):
+    losses = [loss for loss, _ in seen["steps"]]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+    assert seen["shape"] == [8]
+    assert seen["unknown_loss"].startswith("RequestFailedError")
+    assert "'stable_reinforce': its formula is not public" in seen["unknown_loss"]
+    assert "beyond the vocabulary" in seen["wrong_token"]
+    assert seen["after"] == seen["forward"] == seen["restored"]
+    assert seen["samples"] == seen["named"]
+    assert seen["prompt"] == seen["prompt_again"]
+    assert seen["prompt"][0] is None
+    assert seen["top"] == 2
+    assert "num_samples: must be at most 1024" in seen["too_many"]
+    assert "is there already" in seen["again"]
+    assert seen["rank"] == 4
+    assert seen["checkpoints"] == ["sampler_weights/named", "weights/kept"]
+    assert seen["left"] == ["weights/kept"]
+    assert "not published" in seen["published"]
+    assert seen["runs"] == 2
+    archive = ["adapter_config.json", "adapter_model.safetensors", "checkpoint.json"]
+    assert seen.get("archive", archive) == archive
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["installed", "0.30.0", "0.22.0"])
+def test_the_sdk_trains_samples_saves_and_hears_what_is_refused(tmp_path, version):
+    python = python_of(version)
+    seen = asyncio.run(served(tmp_path, FakeBackend(), ServeConfig(port=0), lambda _, url: loop(python, url)))
+    check(seen)
+
+
+@pytest.mark.slow
+def test_two_sdk_clients_at_once_see_what_each_sees_alone_and_nothing_of_the_other(tmp_path):
+    tenants = {"alice": TenantConfig(key="tml-alice"), "bob": TenantConfig(key="tml-bob", share=0.5)}
+    backend = FakeBackend(lose_at={5, 17, 40})
+
+    async def both(server, url):
+        pair = await asyncio.gather(*(loop(sys.executable, url, f"tml-{name}") for name in tenants))
+        return pair, server.status()
+
+    config = ServeConfig(port=0, max_resident=1, snapshot_every=3, tenants=tenants)
+    (first, second), status = asyncio.run(served(tmp_path, backend, config, both))
+    check(first)
+    assert first == second
+    assert status["losses_of_ranks"] == 3
+    assert {name: len(one["clients"]) for name, one in status["tenants"].items()} == {"alice": 2, "bob": 2}
