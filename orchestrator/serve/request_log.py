@@ -19,6 +19,9 @@ from penstock.conf.errors import PenstockError
 from penstock.orchestrator.serve.journal import Journal, JournalError, Place
 from penstock.orchestrator.serve.wire.results import Answer
 
+LARGE_BYTES = 2**26
+"""Size from which a journal of requests is made small again."""
+
 
 class OtherContent(PenstockError):
     """A request that comes with the number of another one."""
@@ -83,6 +86,7 @@ class RequestLog:
         self.ended: list[tuple[int, bool]] = []
         """Numbers of requests that have a result, in the order of their ends, and whether it is a failure."""
         self._any_end = asyncio.Event()
+        self._large_bytes = LARGE_BYTES
         self._requests = Journal(directory / "requests.journal")
         self._old = Journal(directory / "results-old.journal")
         self._results = Journal(directory / "results.journal")
@@ -165,7 +169,13 @@ class RequestLog:
         for seq in dropped:
             self.entries[seq].place = None
         await self._requests.rewrite(lambda header: header["seq"] not in dropped and header["seq"] in self.entries)
+        self._large_bytes = max(LARGE_BYTES, 2 * self._requests.num_bytes)
         self._forget_old()
+
+    @property
+    def is_large(self) -> bool:
+        """Whether bodies should be dropped: the journal has doubled since."""
+        return self._requests.num_bytes > self._large_bytes
 
     async def close(self) -> None:
         for journal in (self._requests, self._results, self._old):

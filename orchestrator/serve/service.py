@@ -38,8 +38,6 @@ from penstock.workers.training_calls import AdapterState
 _LOG = logging.getLogger("penstock")
 SEQ_BITS = 2**64
 """Numbers of requests in one sampling session, of all its clients."""
-COMPACT_EVERY = 256
-"""Samples of a session after which its journal is made small."""
 
 
 class Refused(PenstockError):
@@ -168,7 +166,7 @@ class Service:
         entry = await log.accept(replace(asked, seq=number, tokens=tokens))
         if not is_known:
             self.queue.put(self._ticket(session, sampler, log, entry))
-            if len(log.entries) % COMPACT_EVERY == 0:
+            if log.is_large:
                 await log.drop_bodies(lambda _: False)
         return entry
 

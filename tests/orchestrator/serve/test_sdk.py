@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -96,3 +97,47 @@ def test_two_sdk_clients_at_once_see_what_each_sees_alone_and_nothing_of_the_oth
     assert first == second
     assert status["losses_of_ranks"] == 3
     assert {name: len(one["clients"]) for name, one in status["tenants"].items()} == {"alice": 2, "bob": 2}
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_started_again_changes_nothing_for_the_sdk(tmp_path):
+    alone = asyncio.run(
+        served(tmp_path / "alone", FakeBackend(), ServeConfig(port=0), lambda _, url: loop(sys.executable, url))
+    )
+    port = str(free_port())
+
+    async def start():
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.orchestrator.serve.serve_numpy", str(tmp_path / "killed"), port,
+            cwd=Path(__file__).parents[3], stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        async with asyncio.timeout(WAIT_S):
+            assert await process.stdout.readline()
+        return process
+
+    async def disturbed():
+        process = await start()
+        running = asyncio.ensure_future(loop(sys.executable, f"http://127.0.0.1:{port}"))
+        for num_answers in (3, 9):
+            while not running.done() and answered(tmp_path / "killed") < num_answers:
+                await asyncio.sleep(0.01)
+            process.kill()
+            await process.wait()
+            process = await start()
+        try:
+            return await running
+        finally:
+            process.kill()
+            await process.wait()
+
+    assert asyncio.run(disturbed()) == alone
+
+
+def answered(directory):
+    """Number of requests that have a result on the disk."""
+    return sum(file.read_bytes().count(b'"answer":') for file in directory.glob("clients/*/results.journal"))
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

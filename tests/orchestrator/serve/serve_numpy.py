@@ -1,0 +1,18 @@
+"""A server on the backend in numpy, in a process of its own that may be killed: DIRECTORY PORT."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from penstock.conf.serve import ServeConfig
+from penstock.orchestrator.serve.server import Server
+from tests.orchestrator.serve.fake_backend import FakeBackend
+
+
+async def main(directory, port):
+    server = Server(ServeConfig(port=int(port), snapshot_every=3), FakeBackend(delay_s=0.02), Path(directory))
+    print(await server.start(), flush=True)
+    await server.serve_until(asyncio.Event())
+
+
+asyncio.run(main(*sys.argv[1:]))
