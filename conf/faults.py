@@ -4,12 +4,14 @@ again; and the checkpoints that it returns to.
 
 from dataclasses import dataclass
 
-from penstock.conf.checks import above, at_least, within
+from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.errors import ConfigError
 
 LONGEST_PAUSE_S = 60.0
 """Longest pause, in seconds, between a loss and the restart made for it. A node has mostly come back by then, or a full
 disk was cleared; a longer pause would only cost time."""
+KEPT_BESIDE = ("auto", "always", "never")
+"""Values of faults.keep_beside."""
 
 
 @dataclass
@@ -61,6 +63,13 @@ class FaultsConfig:
     memory, so that a trainer that is lost goes on with the step that it was at. false: it returns to the last
     checkpoint. Costs twice the trainer's state in host memory, and the time to copy it once a step."""
 
+    keep_beside: str = "auto"
+    """When that copy is made. always: beside the next step's forward and backward passes, which change no weight. A
+    rank that is lost may then cost two steps: the one under way, and the one before, whose copies were not there yet.
+    never: within the step, which ends with it. auto: beside where ranks have GPUs, since the way over PCIe would hold
+    them up; on CPUs the copy takes the cores and the memory that the passes need. Has no effect with max_staleness=0:
+    no next batch is there before the step counts."""
+
     partner_share: float = 0.1
     """Share of the run's time for copies on a second node. Where a run has several nodes, copies of the state
     (keep_state) also go to a second node after each step, so that a node with ranks that is lost costs one step at
@@ -89,6 +98,7 @@ class FaultsConfig:
                 f"faults.straggler_factor={self.straggler_factor}: half of all groups take longer than the median. "
                 "Set it above 1, such as 3, or to 0 for off."
             )
+        one_of("faults.keep_beside", self.keep_beside, KEPT_BESIDE)
         within("faults.partner_share", self.partner_share, 0, 1)
         for key in ("heartbeat_s", "heartbeat_timeout_s", "stall_s"):
             above(f"faults.{key}", getattr(self, key), 0)

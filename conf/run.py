@@ -20,7 +20,7 @@ from penstock.conf.serve import ServeConfig
 from penstock.conf.store import StoreConfig
 from penstock.conf.tracking import TrackingConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.conf.weights import WeightsConfig, choose_transport, shares_gpus
+from penstock.conf.weights import WeightsConfig, choose_transport, replaces_members, shares_gpus
 
 
 @dataclass
@@ -113,6 +113,14 @@ class RunConfig:
     def recipe_name(self) -> str:
         """The recipe's bare name, or `run` without one."""
         return PurePath(self.recipe).name if self.recipe else "run"
+
+    @property
+    def keeps_beside(self) -> bool:
+        """True if ranks copy their state beside the next step, and not within their own (faults.keep_beside)."""
+        if not self.faults.keep_state or self.max_staleness == 0 or not replaces_members(self):
+            return False
+        wanted = self.faults.keep_beside
+        return self.trainer.num_gpus_per_rank > 0 if wanted == "auto" else wanted == "always"
 
     @property
     def old_turns_are_context(self) -> bool:

@@ -21,6 +21,7 @@ PUBLISHING = "publishing weights"
 LOADING = "loading weights"
 ASLEEP = "asleep"
 SAVING = "saving"
+KEEPING = "copying its state"
 RESUMING = "resuming"
 EXPORTING = "writing the model"
 

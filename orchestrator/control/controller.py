@@ -9,9 +9,9 @@
                                              gives the Prompts their credits back
 
 The controller waits only for the trainers; all others work on rows as they become ready, and no row passes through
-here. The store is told of a step once all ranks have reported it. With `max_staleness=0` the credits make it the
-synchronous loop: no prompt is admitted before the version is out. With k > 0 the same program overlaps: while the
-engines load version v+1, the trainers may already be at the next batch.
+here. The store is told of a step once all ranks have reported it and copied their state (`steps.py`). With
+`max_staleness=0` the credits make it the synchronous loop: no prompt is admitted before the version is out. With k > 0
+the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
 
 Members that die are replaced while the others go on (`membership/supervisor.py`). Any other failure in a task ends the
 controller, with the error that explains the others (`failures.py`).
@@ -19,23 +19,24 @@ controller, with the error that explains the others (`failures.py`).
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
+from penstock.conf.errors import PenstockError
 from penstock.metering.meters import Meters
 from penstock.orchestrator.checkpointing.export import export_model
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.cluster.failures import cause_of, held_back, leaves
 from penstock.orchestrator.cluster.nodes.memory_checkpoints import MemoryCheckpoints
 from penstock.orchestrator.cluster.owners import ThisProcess
-from penstock.orchestrator.cluster.ray_calls import answers, translate
+from penstock.orchestrator.cluster.ray_calls import translate
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.control.colocation import DeviceTurns
 from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
 from penstock.orchestrator.control.observer import Observer
 from penstock.orchestrator.control.process import Preemption
+from penstock.orchestrator.control.steps import Counted, Steps, known
 from penstock.orchestrator.control.versions import Versions
 from penstock.orchestrator.membership.handover import Handover
 from penstock.orchestrator.membership.liveness import Watch
@@ -47,7 +48,7 @@ from penstock.orchestrator.membership.scaling import AutoscalerFollower, Scaling
 from penstock.orchestrator.membership.store_recovery import StepJournal, StoreRecovery
 from penstock.orchestrator.membership.supervisor import EngineDirectory, Supervisor
 from penstock.orchestrator.membership.takeover import TakeoverPoint
-from penstock.orchestrator.membership.trainer_recovery import Incarnation, TrainerRecovery
+from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.observability.reporting.metrics import joined, update_metrics
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink
 from penstock.workers.trainer.report import StepReport
@@ -108,8 +109,8 @@ class Controller:
         connect = self._weights.connect if "rollout" in catch_up or not self._weights.has_engines else None
         share = faults.partner_share if faults.keep_state and connect is not None else 0.0
         timeout_s = config.trainer.collective_timeout_s
-        self._states = MemoryCheckpoints(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
-        self._ranks = TrainerRecovery(context, self._restarts, self._stores, self._supervisor, self._states, connect)
+        states = MemoryCheckpoints(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
+        self._ranks = TrainerRecovery(context, self._restarts, self._stores, self._supervisor, states, connect)
         self._versions = Versions(
             self._weights, self._ranks, self._turns, self._stores, self.directory.timeline, self._before,
             beside=config.max_staleness > 0,
@@ -121,6 +122,10 @@ class Controller:
         self._observer = Observer(
             context, self._restarts, self._stores, self._watch, self._versions, self._counters, sinks
         )
+        self._making = Steps(
+            context, self._restarts, self._stores, self._ranks, self._versions, self._turns, self._observer,
+            self._trained,
+        )  # fmt: skip
 
     async def run(self) -> TrainingResult:
         """Make all steps. Raises the failure that explains the others."""
@@ -175,14 +180,16 @@ class Controller:
         for step in range(first, self.config.trainer.max_steps + 1):
             if self._stop or self._preemption.is_due:
                 break
-            reports, phases = (unwritten[step], {}) if step in unwritten else await self._train(step)
+            if step in unwritten:
+                counted = tasks.create_task(known(unwritten[step]))
+            else:
+                counted = await self._making.make(step, tasks)
             if finishing is not None:
                 await finishing
-            await self._observer.sample(step, reports)
-            phases |= await self._save_if_due(step, reports)
+            phases = await self._record(step, counted)
             await self.fleet.owner.renew()  # ranks that another command drives may be at the next step
             phases["publish"] = await self._versions.publish(step)
-            finishing = tasks.create_task(held_back(self._finish(step, reports, phases)))
+            finishing = tasks.create_task(held_back(self._finish(step, counted, phases)))
             if self.config.max_staleness == 0 or self._may_stop(step):
                 await finishing
             await self._observer.close(step)
@@ -224,58 +231,22 @@ class Controller:
         await self._versions.load(await self._versions.seal())
         await self._versions.tell(self._before)
 
-    async def _train(self, step: int) -> tuple[Sequence[StepReport], dict[str, float]]:
-        """Make one update by all ranks. Returns their reports, and the seconds of its phases. The ranks lease the batch
-        themselves, as soon as it is complete, and it is trained once the store has been told. If ranks or the store are
-        lost before all ranks have made it, they take the step again."""
-        while True:
-            self.progress.phase(f"step {step}")
-            incarnation = self._ranks.incarnation
-            try:
-                await self._turns.training(step)
-                if await self._stores.is_another(incarnation.store):  # it may lack samples, which engines make
-                    continue
-                reports = await self._update(step)
-                copied_s = await self._states.copy(step)
-            except PenstockError as failure:
-                await self._ranks.recovered(failure, incarnation)
-                continue
-            if not await self._counts(incarnation):
-                continue
-            await self._journal.note(step, reports)
-            await self._stores.trained(step, reports, incarnation.store)
-            tokens = sum(int(report.rows.response_tokens_N.sum()) for report in reports)
-            self._recoveries.time.trained(step, tokens, time.monotonic(), len(self.fleet.role("rollout")))
-            return reports, {"partner": copied_s} if copied_s else {}
-
-    async def _counts(self, incarnation: Incarnation) -> bool:
-        """Wait until the version of the step before is sealed: a step that all ranks of this incarnation have made
-        counts then. False: ranks were lost meanwhile, and others have the step before."""
-        await self._versions.sealed()
-        await self._ranks.when_back()
-        return self._ranks.incarnation.ranks == incarnation.ranks
-
-    async def _update(self, step: int) -> list[StepReport]:
-        self._restarts.step = step
-        due, epoch = self._observer.is_sampled(step), self.fleet.owner.epoch
-        calls = [(name, handle.step.remote(step, due, epoch)) for name, handle in self.fleet.role("trainer")]
-        try:
-            reports = await answers(calls, phase=f"step {step}", timeout_s=self.config.trainer.step_timeout_s)
-        except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"{error} The store: {await self._observer.described_store()}") from None
-        if any(report is None for report in reports):
-            raise PartnerGone(f"step {step}: the store closed while the trainers waited for their batch.")
-        end = time.time()
-        self._observer.updated(step, reports, end)
-        for problem in dict.fromkeys(report.no_memory_checkpoint for report in reports if report.no_memory_checkpoint):
-            self.directory.event("state_not_kept", step=step, reason=problem)
-            self.progress.note(problem)
-            self._states.end()
-        return reports
-
     def _no_more_copies(self, reason: str) -> None:
         self.directory.event("state_not_copied", step=self._restarts.step, reason=reason)
         self.progress.note(reason)
+
+    def _trained(self, step: int, reports: Sequence[StepReport]) -> None:
+        tokens = sum(int(report.rows.response_tokens_N.sum()) for report in reports)
+        self._recoveries.time.trained(step, tokens, time.monotonic(), len(self.fleet.role("rollout")))
+
+    async def _record(self, step: int, counted: Awaitable[Counted]) -> dict[str, float]:
+        """Write the samples of the step and begin its checkpoint, where they are due: both are of a step that counts.
+        Returns the seconds that they cost, by phase."""
+        if not (self._observer.is_sampled(step) or self._saving.is_due(step)):
+            return {}
+        reports, _ = await counted
+        await self._observer.sample(step, reports)
+        return await self._save_if_due(step, reports)
 
     async def _save_if_due(self, step: int, reports: Sequence[StepReport]) -> dict[str, float]:
         """Begin the checkpoint after step `step` if it is due. Returns the seconds that it cost, by phase."""
@@ -288,9 +259,11 @@ class Controller:
         self.directory.timeline.span("trainer", "save", start, time.time(), step=step)
         return {"checkpoint": seconds}
 
-    async def _finish(self, step: int, reports: Sequence[StepReport], phases: dict[str, float]) -> None:
-        """Bring the version that the step made to the engines, evaluate if due, tell the store, write the numbers.
-        `phases`: seconds of what the step had besides its update."""
+    async def _finish(self, step: int, counted: Awaitable[Counted], phases: dict[str, float]) -> None:
+        """Bring the version that the step made to the engines, once the step counts; evaluate if due, tell the store,
+        write the numbers. `phases`: seconds of what the step had besides its update."""
+        reports, kept = await counted
+        phases |= kept
         started = time.monotonic()
         delivery = await self._versions.seal()
         phases["publish"] += time.monotonic() - started

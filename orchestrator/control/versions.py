@@ -6,13 +6,15 @@ lost on the way: the step that a version came from is trained, so others publish
 
 With `max_staleness=0`, and where weights are streamed, `publish` waits for the seal, too. A step is not noted before
 the version of the step before is sealed. So ranks that take the place of lost ones have the step of the version that is
-not sealed, and publish it again before they make another.
+not sealed, and publish it again before they make another; or they have the step before, where that one did not count
+yet: then it is published once they have made it again (`steps.py`).
 
 The calls of the transfer are in `cluster/weight_sync.py`; ranks are replaced by `membership/trainer_recovery.py`.
 """
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from penstock.conf.errors import PenstockError
@@ -43,6 +45,8 @@ class Versions:
         self._weights, self._ranks, self._turns = weights, ranks, turns
         self._stores, self._timeline = stores, timeline
         ranks.republish = self._republish
+        self._present: Callable[[], Awaitable[None]] = ranks.when_back
+        self._counts_not_yet: Callable[[int], bool] = lambda step: False
         self._goes_on = beside and weights.goes_on_beside
         self._unsealed: int | None = None
         """The version that ranks have begun to publish."""
@@ -59,11 +63,21 @@ class Versions:
         on_its_way = self._on_its_way.version if self._on_its_way is not None else None
         return {"told": self._told, "loading": on_its_way, "serving": dict(self._weights.serving)}
 
+    def follow(self, present: Callable[[], Awaitable[None]], counts_not_yet: Callable[[int], bool]) -> None:
+        """Publish what ranks make whose steps may count later. `present`: waits until they have the state after the
+        newest. `counts_not_yet`: returns whether that is so of a step."""
+        self._present, self._counts_not_yet = present, counts_not_yet
+
     async def publish(self, version: int) -> float:
         """Publish the ranks' weights as a version. Returns the seconds for which the ranks could not go on to the next
         step."""
         start = time.time()
-        await self._ranks.with_ranks(lambda: self._weights.begin(version))
+
+        async def begin() -> None:
+            await self._present()
+            await self._weights.begin(version)
+
+        await self._ranks.with_ranks(begin)
         self._unsealed = version
         self._is_sealed.clear()
         if not self._goes_on:
@@ -80,9 +94,15 @@ class Versions:
         assert self._delivery is not None
         return self._delivery
 
-    async def sealed(self) -> None:
-        """Wait until `seal`, which another task waits for, has come to its end. At once where nothing is under way."""
-        if (version := self._unsealed) is not None:
+    async def begin_again(self, version: int) -> None:
+        """Publish a version again whose step was made again, if it had begun; `seal` waits for the rest."""
+        if version == self._unsealed:
+            await self._weights.begin(version)
+
+    async def sealed(self, before: int) -> None:
+        """Wait until `seal`, which another task waits for, has come to its end for the versions before that one. At
+        once where none is under way."""
+        if (version := self._unsealed) is not None and version < before:
             start = time.time()
             await self._is_sealed.wait()
             self._timeline.span("trainer", "wait for the version before", start, time.time(), version=version)
@@ -121,7 +141,7 @@ class Versions:
     async def _republish(self, trained: int, failure: PenstockError) -> None:
         """Publish the version of that step again, if it is not sealed, or part of the newest one is gone. Raises the
         failure where the newest is another version, which no rank has any more."""
-        if self._unsealed is not None:
+        if self._unsealed is not None and not self._counts_not_yet(self._unsealed):
             if trained != self._unsealed:
                 raise failure
             await self._weights.begin(trained)  # `seal` waits for the rest

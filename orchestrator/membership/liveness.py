@@ -32,6 +32,7 @@ from penstock.workers.processes import ProcessId
 from penstock.workers.progress import (
     COMPUTING,
     EXPORTING,
+    KEEPING,
     LOADING,
     PUBLISHING,
     RESUMING,
@@ -79,7 +80,10 @@ def deadlines_of(role: str, config: RunConfig) -> dict[str, float]:
         checkpoint_s, step_s = config.checkpoint.timeout_s, config.trainer.step_timeout_s
         saving = dict.fromkeys((SAVING, RESUMING), checkpoint_s)
         return (
-            deadlines | saving | {UPDATING: step_s, PUBLISHING: sync_s, EXPORTING: config.trainer.collective_timeout_s}
+            deadlines
+            | saving
+            | {UPDATING: step_s, PUBLISHING: sync_s}
+            | dict.fromkeys((KEEPING, EXPORTING), config.trainer.collective_timeout_s)
         )
     return deadlines | {COMPUTING: config.trainer.step_timeout_s}
 

@@ -81,7 +81,7 @@ class StoreRecovery:
     def __init__(self, context: RunContext, restarts: Restarts, journal: StepJournal) -> None:
         self.incarnation = 0
         """Number of stores before this one."""
-        self._fleet, self._store, self._restarts, self._journal = context.fleet, context.store, restarts, journal
+        self._fleet, self._store, self._restarts, self.journal = context.fleet, context.store, restarts, journal
         self._epoch = self._fleet.owner.epoch
         self._every_s = context.config.faults.store_snapshot_s
         """Seconds between snapshots; 0: none is taken, and another store begins with what the run began with."""
@@ -188,8 +188,8 @@ class StoreRecovery:
 
     async def _tell(self) -> None:
         """Tell the store of all steps that were trained and that it does not know."""
-        last = self._journal.last
-        steps = self._journal.rows_after(self._told)
+        last = self.journal.last
+        steps = self.journal.rows_after(self._told)
         await self._in_time(self._store.catch_up(steps, self._version, self._epoch))
         self._told = last
 
@@ -197,7 +197,7 @@ class StoreRecovery:
         told, place = self._told, await self._process.scratch(self._timeout_s)
         self._snapshot = await self._in_time(self._store.snapshot(place, number, is_apart=True))
         self._is_known = True
-        self._journal.forget(told)
+        self.journal.forget(told)
 
     @property
     def _process(self) -> StoreProcess:

@@ -10,6 +10,7 @@ of the step before. Ranks whose node has left start elsewhere, from the copies t
 (`orchestrator/cluster/nodes/memory_checkpoints.py`). Each rank reads its own (`workers/trainer/memory_checkpoint/`).
 """
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -57,12 +58,14 @@ class TrainerRecovery:
         """`connect`: what new ranks and the engines do before weights go between them; None where ranks cannot be
         replaced."""
         self._fleet, self._restarts, self._stores, self._supervisor = context.fleet, restarts, stores, supervisor
-        self._states, self._connect = states, connect
+        self.states, self._connect = states, connect
         self._base = self._fleet.resumed.step if self._fleet.resumed is not None else 0
         """The step that the run's actors were started after."""
         self._timeout_s = context.config.trainer.collective_timeout_s
         """Deadline for ranks to read their copies."""
         self._num_before = 0
+        self.deciding = asyncio.Lock()
+        """Held while a step comes to count, and while ranks that are to come are told the last step that does."""
         self.republish: Callable[[int, PenstockError], Awaitable[None]] = _nothing
         """Called with the step that new ranks have and the failure that they have come for, before they make another
         step: publishes a version that is not sealed or not whole again. Raises the failure where that cannot be."""
@@ -70,6 +73,10 @@ class TrainerRecovery:
     @property
     def incarnation(self) -> Incarnation:
         return Incarnation(self._stores.incarnation, self._num_before)
+
+    def are_those_of(self, incarnation: Incarnation) -> bool:
+        """Return whether the ranks are those of that incarnation, and no restart of them is under way."""
+        return incarnation.ranks == self._num_before and not self._restarts.is_under_way(RANKS)
 
     async def with_ranks(self, call: Callable[[], Awaitable[T]]) -> T:
         """The answer of the ranks, or of those that take their place."""
@@ -118,8 +125,9 @@ class TrainerRecovery:
             raise failure
         await self._fleet.owner.renew()  # the batch may be another command's
         self._fleet.kill(team)
-        trained = await self._stores.settled()
-        if trained > self._base and not await self._states.are_there(trained):
+        async with self.deciding:
+            trained = await self._stores.settled()
+        if trained > self._base and not await self.states.are_there(trained):
             self._restarts.beyond_help(ROLE, title_of(team), failure)
             raise failure
 
@@ -127,7 +135,7 @@ class TrainerRecovery:
             if trained == self._base:  # the checkpoint that the run goes on from, which may be gone later
                 await self._fleet.resume(members)
                 return
-            await self._states.bring(trained)
+            await self.states.bring(trained)
             calls = [(name, handle.restore.remote(trained, self._fleet.owner.epoch)) for name, handle in members]
             await answers(calls, phase=f"restore step {trained}", timeout_s=self._timeout_s)
 
@@ -142,7 +150,7 @@ class TrainerRecovery:
         await self._connect()
         if trained > self._base:
             with contextlib.suppress(PenstockError):  # who is gone by now is missed by the next step
-                await self._states.copy(trained)
+                await self.states.copy(trained)
         self._num_before += 1
         return trained
 

@@ -112,9 +112,13 @@ class Rounds:
         deadline: float,
         effects: Effects,
     ) -> Round | None:
-        """Form a new round if its units are ready. The train stage's has no deadline. Raises `StalenessViolation`."""
+        """Form a new round if its units are ready. The train stage's has no deadline, and none is formed before the
+        batch of the step before is known: a store that has come back may be told of that step later. Raises
+        `StalenessViolation`."""
         residents = self._residents
         if stage.unit == "batch":
+            if number > self.formed:
+                return None
             chosen = self._choose_batch(stage, effects)
             if chosen is None:
                 return None

@@ -37,7 +37,7 @@ from penstock.store.epoch import Epoch
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.progress import IDLE, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
+from penstock.workers.progress import IDLE, KEEPING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication, Sampling
@@ -156,23 +156,31 @@ class Stage(Member):
 
 
 class Trainer(Member):
-    def __init__(self, store: Any, rank: int, num_ranks: int, pause: Pause) -> None:
+    def __init__(self, store: Any, rank: int, num_ranks: int, pause: Pause, after: int = 0) -> None:
         self._client, self._rank, self._num_ranks, self._pause = StoreClient(store), rank, num_ranks, pause
         self.restored: int | None = None
-        self._after: int | None = 0
+        self._after: int | None = after
         self._epoch = Epoch()
         self._phases = Phases()
         self._phases.enter(IDLE)
         self._leasing: asyncio.Task[SharedLease | None] | None = None
         self._publishing: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._kept = 0
+        """The step whose copy was begun last."""
 
     async def progress(self) -> Progress:
         said = self._phases.progress()
-        is_free = said.phase in (IDLE, WAITING) and self._publishing is not None and not self._publishing.done()
-        return replace(said, phase=PUBLISHING) if is_free else said
+        if said.phase not in (IDLE, WAITING):
+            return said
+        for phase, task in ((PUBLISHING, self._publishing), (KEEPING, self._keeping)):
+            if task is not None and not task.done():
+                return replace(said, phase=phase)
+        return said
 
     async def step(self, step: int, records_tokens: bool, epoch: int) -> StepReport | None:
         self._epoch.check(epoch)
+        self._check(step - 1)
         with self._phases.within(WAITING):
             leasing = self._client.lease_shared("train", step - 1, self._rank, self._num_ranks, 0)
             self._leasing = asyncio.create_task(leasing)
@@ -186,11 +194,30 @@ class Trainer(Member):
             assert self.has_device
             self._after = None
             await self._pause(3.0)
+            if self._keeping is not None:
+                await asyncio.shield(self._keeping)  # weights do not change before the copy is there
             self._after = step
         return StepReport(
             step, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {}, lease.rows.row_ids,
             lease.share,
         )  # fmt: skip
+
+    def _check(self, step: int) -> None:
+        if self._after != step:
+            raise PartnerGone(f"has the state after step {self._after}, not {step}")
+
+    async def begin_keeping(self, step: int, epoch: int) -> None:
+        self._epoch.check(epoch)
+        self._check(step)
+        with self._phases.within(KEEPING):
+            await self._pause(0.2)
+        self._kept, self._keeping = step, asyncio.create_task(self._pause(2.0))  # type: ignore[arg-type]
+
+    async def finish_keeping(self, step: int, epoch: int) -> None:
+        self._epoch.check(epoch)
+        if self._keeping is None or self._kept != step:
+            raise PartnerGone(f"has not begun to copy the state after step {step}")
+        await asyncio.shield(self._keeping)
 
     async def token_values(self, step: int) -> None:
         return None
@@ -222,7 +249,7 @@ class Trainer(Member):
     async def begin_publishing(self, root: str, version: int, epoch: int) -> None:
         """The writing goes on though nobody asks for it, as a thread's does."""
         self._epoch.check(epoch)
-        assert self._after in (0, version)
+        self._check(version)
         assert self._publishing is None or self._publishing.done()
         with self._phases.within(PUBLISHING):
             await self._pause(0.5)
@@ -279,7 +306,9 @@ class ScriptedFleet(OneMachine):
             name = f"Rollout-{index}"
             self._is("rollout", name, lambda name: Rollout(name, config, size, random, pause, num_engines))
         for rank in range(num_ranks):
-            self._is("trainer", f"Trainer-{rank}", lambda _, rank=rank: Trainer(self.store, rank, num_ranks, pause))
+            after = 0 if resumed is None else resumed.step
+            rank_of = partial(self._rank, rank, num_ranks, pause, after)
+            self._is("trainer", f"Trainer-{rank}", rank_of)
         self._is("reward", "Reward-0", self._more["reward"])
         for stage in flow.stages:
             if stage.kind == "compute" and not stage.is_in_trainer:
@@ -287,6 +316,9 @@ class ScriptedFleet(OneMachine):
                 make = partial(_stage, stage.name, values, pause)
                 self._is("compute", f"Compute-{stage.name}", make)
         self._handles = {name: FakeHandle(make(), name) for name, (_, make) in self._makers.items()}
+
+    def _rank(self, rank: int, num_ranks: int, pause: Pause, after: int, _: str) -> Member:
+        return Trainer(self.store, rank, num_ranks, pause, after)
 
     def _is(self, role: str, name: str, make: Callable[[str], Member]) -> None:
         self._makers[name] = role, partial(make, name)

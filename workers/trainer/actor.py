@@ -32,6 +32,7 @@ from penstock.workers.processes import ProcessId, register
 from penstock.workers.progress import (
     EXPORTING,
     IDLE,
+    KEEPING,
     PUBLISHING,
     RESUMING,
     SAVING,
@@ -208,6 +209,23 @@ class Trainer(AdapterCalls, _Rank):
             checkpoint.restore(step)
             worker.after_step = step
 
+    def begin_keeping(self, step: int, epoch: int = 0) -> None:
+        """Begin to copy the state after step `step` into memory: forward and backward passes may be run when this
+        returns, and the next optimizer step waits for the copy. Collective. Raises `PartnerGone`."""
+        self._epoch.check(epoch)
+        with self._phases.within(KEEPING), self._together(f"copy of the state after step {step}"):
+            self._parts.worker.check_state(step)
+            if self._parts.memory_checkpoint is not None:
+                self._parts.memory_checkpoint.begin(step)
+
+    def finish_keeping(self, step: int, epoch: int = 0) -> str | None:
+        """Wait for what `begin_keeping` started; may run beside `step`. None: the copy is there; else why there are no
+        copies from now on, told once. Raises `PartnerGone`, `DeadlineExceeded`."""
+        self._epoch.check(epoch)
+        checkpoint = self._parts.memory_checkpoint
+        with self._collective(f"copy of the state after step {step}", self._parts.trainer.ranks):
+            return checkpoint.finish(step) if checkpoint is not None else None
+
     def after_step(self) -> int | None:
         """The step whose weights and optimizer this rank has. None: an update has failed, or is under way."""
         return self._parts.worker.after_step
@@ -220,9 +238,12 @@ class Trainer(AdapterCalls, _Rank):
 
     def begin_publishing(self, directory: str, version: int, epoch: int = 0) -> None:
         """Begin to write a version of the weights into shared memory, below `directory`: when this returns, they may
-        change. Collective. Raises `WeightError`."""
+        change. Collective. Raises `WeightError`, and `PartnerGone` where this rank does not have the state after that
+        step."""
         self._epoch.check(epoch)
         with self._phases.within(PUBLISHING), self._together(f"publish version {version}"):
+            if self._parts.worker.store is not None:  # else this is no run of a controller, which counts steps
+                self._parts.worker.check_state(version)
             self._parts.trainer.begin_publishing(directory, version)
 
     def finish_publishing(self, version: int, epoch: int = 0) -> Publication:
@@ -272,16 +293,20 @@ class Trainer(AdapterCalls, _Rank):
             return self._parts.trainer.export(directory)
 
     def progress(self) -> Progress:
-        """Rows trained, and rows of the present batch. A rank with nothing else to do publishes, while it does. May be
-        called at any time."""
+        """Rows trained, and rows of the present batch. A rank with nothing else to do publishes or copies its state,
+        while it does. May be called at any time."""
         if self._started is None:
             return self._phases.progress()
         worker = self._started.worker
         said = self._phases.progress(worker.num_rows, worker.num_in_flight, worker.tokens_in_flight)
-        published_s = self._started.trainer.publisher.seconds_under_way
-        if published_s is None or said.phase not in (IDLE, WAITING):
+        if said.phase not in (IDLE, WAITING):
             return said
-        return replace(said, phase=PUBLISHING, phase_s=published_s)
+        if (published_s := self._started.trainer.publisher.seconds_under_way) is not None:
+            return replace(said, phase=PUBLISHING, phase_s=published_s)
+        kept = self._started.memory_checkpoint
+        if kept is not None and (kept_s := kept.seconds_under_way) is not None:
+            return replace(said, phase=KEEPING, phase_s=kept_s)
+        return said
 
     def close(self) -> None:
         """Disconnect from engines and ranks, if there are any."""

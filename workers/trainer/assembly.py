@@ -134,6 +134,7 @@ def assemble_trainer(
     memory_checkpoint = None
     if spec.memory_checkpoint_root is not None:
         memory_checkpoint = MemoryCheckpoint(state, trainer, spec.memory_checkpoint_root, is_saved=spec.is_saved)
+    within = memory_checkpoint if not spec.keeps_beside else None
     meter = StepMeter(meters or Meters(), trainer.size, ranks.num_peers, ranks.device)
     meter.begin()
     worker = TrainerWorker(
@@ -141,7 +142,7 @@ def assemble_trainer(
         spec.loss,
         ranks,
         preparation=preparation,
-        checkpoint=memory_checkpoint.save if memory_checkpoint is not None else None,
+        checkpoint=within.save if within is not None else None,
         phases=phases,
         without_old=_without_old(spec),
         note=meter.note,

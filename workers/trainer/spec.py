@@ -51,6 +51,8 @@ class TrainerSpec(RankSpec):
     memory_checkpoint_root: str | None = None
     """Directory in shared memory below which every rank keeps a copy of its state after each update, the same on all
     nodes (`memory_checkpoint/`). None: no copies."""
+    keeps_beside: bool = False
+    """True if the copy is made when `begin_keeping` asks for it, beside the next step; else it is part of the step."""
     after_step: int = 0
     """The last step before the run's actors were started: 0, or the checkpoint's."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s

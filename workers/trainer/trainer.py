@@ -103,8 +103,9 @@ class PolicyTrainer(Publishes):
         self.publisher = Publisher(self.ranks, self._published, engine_dtype)
         self.trainable = trainable
         self._has_gradients = False
-        self.before_weights_go: Callable[[], None] | None = None
-        """Function called before weights change or leave the device: a checkpoint may still be copying them."""
+        self.before_weights_go: list[Callable[[], None]] = []
+        """Functions called before weights change or leave the device: a checkpoint, or the copy that a rank keeps, may
+        still be made of them."""
         try:
             self._make(model_path, attention)
         except BaseException:
@@ -324,8 +325,8 @@ class PolicyTrainer(Publishes):
         self.ranks.leave()
 
     def _let_weights_go(self) -> None:
-        if self.before_weights_go is not None:
-            self.before_weights_go()
+        for wait in self.before_weights_go:
+            wait()
 
     def _accumulate(
         self, batches: list[MicroBatch], share: Callable[[MicroBatch], Tensor], seconds: dict[str, float]

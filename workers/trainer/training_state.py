@@ -43,7 +43,7 @@ class TrainingState:
         self._ranks = next(iter(self.trainers.values())).ranks
         self.saver = Saver(self._ranks, timeout_s)
         for trainer in self.trainers.values():
-            trainer.before_weights_go = self.saver.wait_until_copied
+            trainer.before_weights_go.append(self.saver.wait_until_copied)
 
     def begin(self, directory: str) -> bool:
         """Save the present state; training may go on. False: an earlier one is still being written. Collective. Raises

@@ -46,9 +46,10 @@ class TrainerWorker:
         note: Callable[[StepReport, Rows], None] | None = None,
     ) -> None:
         """`preparation`: of the batch before the update; None for none. `checkpoint`: copies the state after a step
-        into memory, and says why if it does so no more (`MemoryCheckpoint.save`); None for no copies. `phases`: where
-        it notes what it does. `without_old`: returns rows without what is too old for a version; None: nothing is.
-        `note`: called after each step, with the rows that were trained (`StepMeter.note`)."""
+        into memory, and says why if it does so no more (`MemoryCheckpoint.save`); None for no copies, or where they are
+        made beside the next step. `phases`: where it notes what it does. `without_old`: returns rows without what is
+        too old for a version; None: nothing is. `note`: called after each step, with the rows that were trained
+        (`StepMeter.note`)."""
         self._note = note
         self._phases = phases or Phases()
         self.after_step: int | None = 0
@@ -78,14 +79,17 @@ class TrainerWorker:
 
     def step(self, step: int, records_tokens: bool = False) -> StepReport | None:
         """Run step number `step`, counted from 1. Waits for its batch; None when the store has closed.
-        `records_tokens`: `token_values` will be asked for. Collective.
+        `records_tokens`: `token_values` will be asked for. Collective. Raises `PartnerGone` where this rank does not
+        have the state after the step before.
 
-        The copy comes before the report, and the controller completes the round once it has all reports: so when it
-        has ended, every rank that makes copies has that of this step. And as long as it has not ended, every rank still
-        has the copy of the step before, which that of the next step is the first to write over.
+        The controller completes the round once it has all reports, and these come after the copies, or where copies are
+        made beside the next step, once it has heard of all copies: so when the round has ended, every rank that makes
+        copies has that of this step. And as long as it has not ended, every rank still has the copy of the step before,
+        which that of the next step is the first to write over.
         """
         store = self.store
         assert store is not None
+        self.check_state(step - 1)
         self._tokens = (0, None)
         recorder = TokenRecorder() if records_tokens and self._reports_rows else None
         started = time.perf_counter()
@@ -133,6 +137,12 @@ class TrainerWorker:
         if self._note is not None:
             self._note(made, leased_rows)
         return made
+
+    def check_state(self, step: int) -> None:
+        """Raise `PartnerGone` where this rank does not have the state after step `step`: others have been started since
+        the caller has heard of it."""
+        if self.after_step != step:
+            raise PartnerGone(f"a rank is to have the state after step {step}, and has that after {self.after_step}.")
 
     def token_values(self, step: int) -> TokenValues | None:
         """The values of each token in the update of `step`. None: it was not the last one, it was not recorded, or

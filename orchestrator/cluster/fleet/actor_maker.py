@@ -141,8 +141,9 @@ class ActorMaker:
         if actor.role == "compute":
             stage = self._flow.stage(str(actor.stage))
             return self._owner.make(Compute, options, actor.name, stage, self._flow.columns)
-        # A rank computes in one thread; others wait for a checkpoint and a publication, and answer heartbeats.
-        options["max_concurrency"] = 4
+        # A rank computes in one thread; others wait for a checkpoint, a publication and a copy of the state, and answer
+        # heartbeats.
+        options["max_concurrency"] = 5
         if actor.role == "scorer":
             return self._owner.make(Scorer, options, self._scorer_spec(actor))
         return self._owner.make(Trainer, options, self._trainer_spec(actor))
@@ -224,6 +225,7 @@ class ActorMaker:
             checkpoint_timeout_s=config.checkpoint.timeout_s,
             phase_timeout_s=config.weights.phase_timeout_s,
             memory_checkpoint_root=self._states_root if config.faults.keep_state and are_replaced else None,
+            keeps_beside=config.keeps_beside,
             after_step=self._resumed.step if self._resumed is not None else 0,
             slot_rank=config.serve.max_rank,
             leaves_out_beyond=config.max_staleness if config.old_turns_are_context else None,

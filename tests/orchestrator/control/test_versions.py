@@ -107,12 +107,12 @@ def test_the_timeline_tells_what_a_step_waits_for_from_what_goes_on_beside_it(*,
 
     async def body() -> None:
         await bed.versions.publish(1)
-        waiting = asyncio.ensure_future(bed.versions.sealed())
+        waiting = asyncio.ensure_future(bed.versions.sealed(2))
         await asyncio.sleep(0)
         assert waiting.done() is not beside
         await bed.versions.seal()
         await waiting
-        await bed.versions.sealed()
+        await bed.versions.sealed(2)
 
     asyncio.run(body())
     spans = [(span.lane, span.name, span.details["version"]) for span in bed.timeline.take()]

@@ -104,6 +104,31 @@ def test_a_gang_is_replaced_as_one(
     assert kinds.count("fault") == kinds.count("recovered") == 1
 
 
+def test_copies_beside_the_next_step_change_no_bit_whichever_rank_is_lost(
+    warm_python: list[str], driver_environment: dict[str, str], cluster: str, tmp_path: Path
+) -> None:
+    """Demonstrations need no engine, so what is trained does not depend on time."""
+    words = [
+        "recipe=sft", "trainer.groups_per_step=8", "trainer.num_ranks=2", "trainer.num_threads=1", "max_staleness=1",
+        f"trainer.max_steps={STEPS}", "trainer.optimizer.warmup_steps=2", "faults.pause_s=0.1",
+    ]  # fmt: skip
+    within = run(load_config([*words, f"output_dir={tmp_path}", "name=within"]), quiet=True).directory
+    started = Disturbed(
+        OneMachine(driver_environment), warm_python, [*words, "faults.keep_beside=always"], tmp_path / "beside"
+    )
+    lost = [("Trainer-policy-0", 2), ("Trainer-policy-1", 6), ("Store", 9)]
+    started.go([Fault(Target(name, KILL), step, 0.0) for name, step in lost])
+    directory = started.directory
+    lines = metrics_of(directory)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines[-1]["store/rows_trained"] == STEPS * 8
+    assert all(line["timing_s/keep"] > 0 for line in lines)
+    assert_same_model(directory, within)
+    kinds = kinds_of(directory)
+    assert kinds.count("fault") == kinds.count("recovered") == len(lost)
+    assert not {"returned", "state_not_kept"} & set(kinds)
+
+
 def test_what_cannot_be_replaced_alone_costs_the_steps_since_the_checkpoint(
     disturbed: Callable[..., Path], undisturbed: Path
 ) -> None:

@@ -25,6 +25,15 @@ def test_bytes_hold_producers_back_but_never_the_groups_of_the_next_batch() -> N
     ]  # the last batch still fills the budget, yet the next one needs its two groups
 
 
+def test_no_batch_is_formed_before_that_of_the_step_before_is_known(driver: Driver) -> None:
+    """Ranks may be at step 2 when a store comes back that has yet to be told of step 1."""
+    driver.admit(4)
+    driver.compute_all()
+    assert driver.train(1) is None
+    driver.ledger.catch_up([[0, 1, 2, 3]], 0)
+    assert driver.train(1) == [4, 5, 6, 7]
+
+
 def test_a_group_shrunk_by_drops_counts_as_a_group_of_the_batch(driver: Driver) -> None:
     driver.admit(2)
     lease = driver.lease("rollout")

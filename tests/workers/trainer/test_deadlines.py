@@ -16,7 +16,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, TakenOver, WorkerDied
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.epoch import Epoch
-from penstock.workers.progress import IDLE, PUBLISHING, UPDATING, WAITING, Phases
+from penstock.workers.progress import IDLE, KEEPING, PUBLISHING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.meeting import Meeting
 from penstock.workers.trainer.ranks import Ranks, named
@@ -24,7 +24,9 @@ from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import random_rows
 
 TIMEOUT_S = 3.0
-NAMED = ("step", "begin_saving", "begin_publishing", "finish_publishing")
+NAMED = (
+    "step", "begin_saving", "begin_keeping", "finish_keeping", "begin_publishing", "finish_publishing",
+)  # fmt: skip
 """Calls whose failures are named."""
 RESET = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:1: Connection reset by peer.")
 
@@ -123,6 +125,8 @@ def shell(cls: type) -> Any:
         ("begin_saving", ("place",)),
         ("resume", ("place", [])),
         ("plan_chunks", ("node", 2)),
+        ("begin_keeping", (7,)),
+        ("finish_keeping", (7,)),
         ("begin_publishing", ("place", 7)),
         ("finish_publishing", (7,)),
         ("export", ("place",)),
@@ -140,6 +144,8 @@ def test_a_trainers_rank_names_the_end_of_another_in_every_call(method: str, arg
         ("step", (7, False)),
         ("begin_saving", ("place",)),
         ("restore", (7,)),
+        ("begin_keeping", (7,)),
+        ("finish_keeping", (7,)),
         ("begin_publishing", ("place", 7)),
         ("finish_publishing", (7,)),
     ],
@@ -155,16 +161,21 @@ def test_nothing_is_done_for_a_command_whose_run_another_has_taken(
         getattr(rank, method)(*arguments, 1)
 
 
-def test_a_rank_with_nothing_else_to_do_says_that_it_publishes() -> None:
+def test_a_rank_with_nothing_else_to_do_says_that_it_publishes_or_copies() -> None:
     """So the next command waits for it, and a step that waits for its batch is not to blame."""
     rank, publisher = shell(Trainer), SimpleNamespace(seconds_under_way=3.0)
     worker = SimpleNamespace(num_rows=8, num_in_flight=0, tokens_in_flight=0)
-    rank._started = SimpleNamespace(worker=worker, trainer=SimpleNamespace(publisher=publisher))
+    kept = SimpleNamespace(seconds_under_way=2.0)
+    trainer = SimpleNamespace(publisher=publisher)
+    rank._started = SimpleNamespace(worker=worker, trainer=trainer, memory_checkpoint=kept)
     for phase, said in ((WAITING, PUBLISHING), (UPDATING, UPDATING), (IDLE, PUBLISHING)):
         rank._phases.enter(phase)
         assert rank.progress().phase == said
     assert rank.progress().phase_s == 3.0
     publisher.seconds_under_way = None
+    said = rank.progress()
+    assert (said.phase, said.phase_s) == (KEEPING, 2.0)
+    kept.seconds_under_way = None
     assert rank.progress().phase == IDLE
 
 

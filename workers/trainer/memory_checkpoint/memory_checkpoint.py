@@ -3,29 +3,35 @@ by the ranks that come after its death. Called on all ranks alike.
 
     save(12):  begin a slot ─▶ bytes, summed while they are in the cache, by torch's number of threads ─▶ seal
 
+    begin(12)  takes what the copy consists of: forward and backward passes may be run
+    a thread   └▶ begin a slot ─▶ bytes ─▶ seal ─▶ finish(12)      the next optimizer step waits for it
+
 One copy of the bytes at the speed of memory: slots are mapped once, and their pages written again and again. From a
 device they come through two page-locked buffers (`weights/publication/device_copies.py`): it fills one while threads
-sum the other's into the file. All of it is there when `save` returns: no optimizer step has to wait for it, and a step
-that was reported can be gone on from. A failure
-here never ends a run. Where there is no room, on any rank, none of them makes copies, and that is told once. Where the
-files vanish, the node's agent is gone, which removes them: the step has failed, as one whose node is lost.
+sum the other's into the file. All of it is there when `save` or `finish` returns: a step counts after that, so it can
+be gone on from. The thread has a stream of its own, and takes part in no collective. A failure here never ends a run.
+Where there is no room, on any rank, none of them makes copies, and that is told once. Where the files vanish, the
+node's agent is gone, which removes them: the step has failed, as one whose node is lost.
 """
 
+import threading
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from penstock.conf.errors import DataflowError, PartnerGone
+from penstock.conf.errors import DataflowError, DeadlineExceeded, PartnerGone
 from penstock.workers.trainer.memory_checkpoint.rank_copy import bytes_of, parts_of, restore
 from penstock.workers.trainer.memory_checkpoint.slots import BLOCK_BYTES, Block, Header, Slots, reserve_slots
 from penstock.workers.trainer.ranks import phase
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.device_copies import DeviceCopies
+from penstock.workers.weights.publication.device_copies import DeviceCopies, stream_beside
 from penstock.workers.weights.publication.device_copies import Part as BufferedPart
 from penstock.workers.weights.publication.layout import TensorPlace
 from penstock.workers.weights.publication.publication import copy_and_sum, needs_buffers
@@ -35,9 +41,19 @@ PUBLICATIONS = 3
 """Number of publications that may lie in shared memory at the same time: copies leave room for them."""
 
 
+@dataclass(frozen=True)
+class UnderWay:
+    """A copy that has begun."""
+
+    step: int
+    problem: "Future[str | None]" = field(default_factory=Future)
+    """The reason why there are no copies from now on; None: it is there."""
+    began: float = field(default_factory=time.monotonic)
+
+
 class MemoryCheckpoint:
-    """Lifecycle: made over a started trainer; `restore` if it goes on from others' copies; `save` after each update;
-    `close`."""
+    """Lifecycle: made over a started trainer; `restore` if it goes on from others' copies; after each update `save`, or
+    `begin` and `finish`; `close`."""
 
     def __init__(self, state: TrainingState, trainer: PolicyTrainer, root: str, *, is_saved: bool = False) -> None:
         """`root`: the directory of all ranks of the trainer. `is_saved`: checkpoints are taken, too."""
@@ -52,20 +68,70 @@ class MemoryCheckpoint:
         """Bytes that must stay free in shared memory beside the copies; known with the first copy."""
         self._is_off = False
         """True once no copies are made any more."""
+        self._last: UnderWay | None = None
+        for one in state.trainers.values():
+            one.before_weights_go.append(self.wait_until_copied)
 
     def save(self, step: int) -> str | None:
         """Copy the state after step `step`: when this returns, the copy is there, and so are those of the ranks that
         have the same rows, one of which completes them for all. None: it is there; else why there are no copies from
         now on, told once. Collective the first time. Raises `PartnerGone` where the node's agent is gone."""
-        problem = None if self._is_off else self._save(step)
+        problem = None
+        if not self._is_off and (copy := self._prepared(step)) is not None:
+            problem = copy if isinstance(copy, str) else self._tried(copy)
         if self._ranks.num_peers > 1:
             with phase(f"copy of the state after step {step}", self._ranks):
                 self._ranks.barrier()
         return problem
 
+    def begin(self, step: int) -> None:
+        """Begin to copy the state after step `step`, in a thread. Collective the first time. What it fails with is for
+        `finish` to raise."""
+        self.wait_until_copied()
+        last = self._last = UnderWay(step)
+        try:
+            copy = None if self._is_off else self._prepared(step)
+        except PartnerGone as error:
+            last.problem.set_exception(error)
+            return
+        if copy is None or isinstance(copy, str):
+            last.problem.set_result(copy)
+            return
+        stream = stream_beside(self._ranks.device)
+
+        def make() -> None:
+            try:
+                with stream:
+                    last.problem.set_result(self._tried(copy))
+            except BaseException as error:  # noqa: BLE001 - it is for `finish` to raise
+                last.problem.set_exception(error)
+
+        threading.Thread(target=make, name="copy of the state", daemon=True).start()
+
+    def finish(self, step: int) -> str | None:
+        """Wait until the copy is there that was begun last. May be called beside anything else, and again. Returns what
+        `save` returns. Raises `PartnerGone`, also for another step, and `DeadlineExceeded`."""
+        last = self._last
+        if last is None or last.step != step:
+            raise PartnerGone(f"rank {self._ranks.rank} has not begun to copy its state after step {step}.")
+        self._wait(last)
+        return last.problem.result()
+
+    def wait_until_copied(self) -> None:
+        """Wait until nothing is read that the next optimizer step changes. Raises `DeadlineExceeded`."""
+        if self._last is not None:
+            self._wait(self._last)
+
+    @property
+    def seconds_under_way(self) -> float | None:
+        """Seconds since the copy began that is under way. None: none is. May be asked at any time."""
+        last = self._last
+        return None if last is None or last.problem.done() else time.monotonic() - last.began
+
     def restore(self, step: int) -> None:
         """Go on from the copies of a step. As many ranks of the same engine must have made them, and each has its own
         on its node. Collective. Raises `MemoryCheckpointError` on all ranks alike, having changed nothing."""
+        self.wait_until_copied()
         targets = self._state.targets()
         with phase(f"restoring the state after step {step}", self._ranks):
             carried = restore(self.slots, step, targets.pieces, self._ranks)
@@ -74,15 +140,30 @@ class MemoryCheckpoint:
     def give_up(self) -> None:
         """Make no more copies, and give the memory back."""
         self._is_off = True
-        self.close()
+        self._let_go()
         self.slots.remove()
 
     def close(self) -> None:
-        """Stop making copies; those that are there stay."""
+        """Stop making copies, once the one under way is there; those that are there stay."""
+        if self._last is not None:
+            wait([self._last.problem], self._ranks.timeout.total_seconds())
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._threads.shutdown()
         self._mappings.close()
 
-    def _save(self, step: int) -> str | None:
+    def _wait(self, last: UnderWay) -> None:
+        timeout_s = self._ranks.timeout.total_seconds()
+        if wait([last.problem], timeout_s).not_done:
+            raise DeadlineExceeded(
+                f"rank {self._ranks.rank} did not copy its state after step {last.step} within {timeout_s:g} s. Raise "
+                "trainer.collective_timeout_s if it was only slow."
+            )
+
+    def _prepared(self, step: int) -> Callable[[], str | None] | str | None:
+        """What copies the state after a step, as it is now; or the reason why there are no copies from now on.
+        Collective the first time."""
         try:
             carried = self._state.carried()
         except DataflowError as error:  # on all ranks: they carry the same
@@ -91,10 +172,19 @@ class MemoryCheckpoint:
         if self._lineage is None:
             self._leave_bytes = PUBLICATIONS * self._trainer.publication_bytes
         pieces = self._state.pieces_of_rank()
+        if self._lineage is None and (problem := self._tried(lambda: self._begin(pieces))) is not None:
+            return problem
+
+        def copy() -> None:
+            self._copy(step, pieces, carried)
+
+        return copy
+
+    def _tried(self, work: Callable[[], str | None]) -> str | None:
+        """What the work returns, or the reason why it failed: then no more copies are made. Raises `PartnerGone` where
+        the run's directory is gone."""
         try:
-            problem = self._begin(pieces) if self._lineage is None else None
-            if problem is None:
-                self._copy(step, pieces, carried)
+            problem = work()
         except FileNotFoundError as error:
             raise PartnerGone(
                 f"the agent of the node of rank {self._ranks.rank} has ended, and the directory of the run there with "

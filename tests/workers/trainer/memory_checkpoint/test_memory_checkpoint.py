@@ -3,6 +3,7 @@ rank, in one process; of two, one of which is killed: `several_ranks/test_ranks_
 
 import errno
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from penstock.workers.weights.publication.device_copies import DeviceCopies
 from tests.workers.trainer.conftest import ENGINES, assert_same, random_rows
 
 Make = Callable[..., PolicyTrainer]
+NET_S = 900.0
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{engine: (engine, {}) for engine in ENGINES},
     **{f"{engine} in bfloat16": (engine, {"dtype": "bfloat16"}) for engine in ENGINES},
@@ -171,6 +173,114 @@ def test_a_copy_from_a_device_is_whole_before_the_next_optimizer_step(
     anew = make_rank()
     anew.checkpoint.restore(2)
     assert_same(anew.everything(), expected)
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies go on once it is set."""
+    go, copy = threading.Event(), memory_checkpoint.copy_and_sum
+
+    def wait_and_copy(*arguments: Any) -> str:
+        assert go.wait(NET_S)
+        return copy(*arguments)
+
+    monkeypatch.setattr(memory_checkpoint, "copy_and_sum", wait_and_copy)
+    return go
+
+
+@pytest.mark.parametrize("case", ENGINES, indirect=True)
+def test_a_copy_beside_passes_is_whole_before_the_next_optimizer_step(
+    make_rank: Callable[..., Rank], held_up: threading.Event, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Forward and backward passes of the next step are made while it is held up."""
+    rank = make_rank()
+    expected, log = rank.everything(), list[str]()
+    rank.checkpoint.begin(1)
+    assert rank.checkpoint.seconds_under_way is not None
+    backward, step = rank.policy.engine.backward, rank.policy.engine.optimizer_step
+
+    def pass_backward(loss: torch.Tensor) -> None:
+        backward(loss)
+        log.append(f"backward {steps_there(tmp_path, 0)}")
+        held_up.set()
+
+    def make_step(rate: float) -> float:
+        log.append(f"optimizer {steps_there(tmp_path, 0)}")
+        return step(rate)
+
+    monkeypatch.setattr(rank.policy.engine, "backward", pass_backward)
+    monkeypatch.setattr(rank.policy.engine, "optimizer_step", make_step)
+    rank.policy.update(random_rows(6, seed=2), ppo_clip_loss)
+    assert log == ["backward []", "optimizer [1]"]
+    assert rank.checkpoint.finish(1) is None
+    assert rank.checkpoint.finish(1) is None
+    assert rank.checkpoint.seconds_under_way is None
+    anew = make_rank()
+    anew.checkpoint.restore(1)
+    assert_same(anew.everything(), expected)
+
+
+def test_copies_beside_passes_are_those_within_steps_bit_for_bit(
+    make_rank: Callable[..., Rank], tmp_path: Path
+) -> None:
+    files = []
+    for root in (tmp_path / "within", tmp_path / "beside"):
+        rank = make_rank(root)
+        for step in (1, 2, 3):
+            torch.manual_seed(step)
+            rank.update(step)
+            if root.name == "within":
+                rank.checkpoint.save(step)
+            else:
+                rank.checkpoint.begin(step)
+        if root.name == "beside":
+            assert rank.checkpoint.finish(3) is None
+        assert steps_there(root, 0) == [2, 3]
+        files.append([(root / "rank-0" / f"slot-{slot}").read_bytes() for slot in SLOTS])
+    assert files[0] == files[1]
+
+
+def test_a_step_whose_copy_was_not_begun_is_refused(make_rank: Callable[..., Rank]) -> None:
+    rank = make_rank()
+    rank.checkpoint.begin(1)
+    with pytest.raises(PartnerGone, match="rank 0 has not begun to copy its state after step 2"):
+        rank.checkpoint.finish(2)
+
+
+def test_a_thread_whose_copy_fails_tells_it_once_and_gives_the_memory_back(
+    make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rank = make_rank()
+
+    def fail(*_: object) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(memory_checkpoint, "copy_and_sum", fail)
+    rank.checkpoint.begin(1)
+    problem = rank.checkpoint.finish(1)
+    assert problem is not None
+    assert "the state of rank 0 could not be kept there" in problem
+    rank.update(1)
+    rank.checkpoint.begin(2)
+    assert rank.checkpoint.finish(2) is None
+    assert not (tmp_path / "rank-0").exists()
+
+
+@pytest.mark.parametrize("num_copies", [0, 1])
+def test_so_it_does_where_the_runs_directory_is_gone(
+    make_rank: Callable[..., Rank], tmp_path: Path, num_copies: int
+) -> None:
+    root = tmp_path / "states" / "policy"
+    root.parent.mkdir()
+    rank = make_rank(root)
+    for step in range(1, 1 + num_copies):
+        rank.checkpoint.begin(step)
+        assert rank.checkpoint.finish(step) is None
+    shutil.rmtree(root.parent)
+    rank.checkpoint.begin(1 + num_copies)
+    with pytest.raises(PartnerGone, match=r"the agent of the node of rank 0 has ended.*/states/policy"):
+        rank.checkpoint.finish(1 + num_copies)
+    assert not root.parent.exists()
 
 
 def test_an_earlier_step_is_as_good_and_those_after_it_count_no_more(

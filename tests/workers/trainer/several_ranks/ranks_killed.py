@@ -61,7 +61,8 @@ def run(rank: int, num_ranks: int, address: str, life: str, model: str, director
             trainer.update(random_rows(12, seed=step).select(own), ppo_clip_loss)
 
         if life == "first":
-            results[scenario] = first_life(state, checkpoint, update, dies=scenario == KILLED and rank == 1)
+            is_beside, dies = scenario not in ENGINES, scenario == KILLED and rank == 1
+            results[scenario] = first_life(state, checkpoint, update, is_beside=is_beside, dies=dies)
         else:
             steps = steps_there(directory / "states" / scenario, rank)
             results[scenario] = {"steps": steps} | second_life(state, checkpoint, update)
@@ -74,15 +75,20 @@ def run(rank: int, num_ranks: int, address: str, life: str, model: str, director
 
 
 def first_life(
-    state: TrainingState, checkpoint: MemoryCheckpoint, update: Callable[[int], None], *, dies: bool
+    state: TrainingState, checkpoint: MemoryCheckpoint, update: Callable[[int], None], *, is_beside: bool, dies: bool
 ) -> dict[str, dict[str, Tensor]]:
+    """`is_beside`: copies are made while the next update's passes are."""
     states = {}
     for step in (1, 2, 3):
         update(step)
         if step == 3 and dies:
             die_within_the_next_copy()
-        assert checkpoint.save(step) is None
+        if is_beside:
+            checkpoint.begin(step)
+        else:
+            assert checkpoint.save(step) is None
         states[f"at {step}"] = everything(state)
+    assert not is_beside or checkpoint.finish(3) is None
     return states
 
 
