@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -136,5 +137,6 @@ def facts_of(started: StorelessFleet) -> ModelFacts:
 
     config, path = started.config, started.model_path
     model = AutoConfig.from_pretrained(path).get_text_config()
-    name = config.serve.model_name or (config.model.path or path).rstrip("/")
+    given = config.model.path or path
+    name = config.serve.model_name or (Path(given).name if Path(given).is_dir() else given)
     return ModelFacts(name, path, config.rollout.max_model_len, int(model.vocab_size), config.serve.max_rank)

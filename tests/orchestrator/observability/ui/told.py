@@ -1,6 +1,7 @@
 """What a run tells of itself while it goes on, with known content: spans.jsonl, state.json, logs/."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,26 @@ def write_logs(run: Path, text: str = "") -> None:
         f"2026-01-01T00:00:01Z out loading {text}\n2026-01-01T00:00:09Z err RuntimeError: out of memory\n"
     )
     (logs / "Trainer-policy-0.log").write_text("2026-01-01T00:00:05Z out step 4\n")
+
+
+def write_serving(run: Path, **more: Any) -> None:
+    """What a server says that it is doing: two tenants, one of which is paused."""
+    usage = {
+        "requests": {"forward_backward": 3, "optim_step": 2}, "failures": 0, "tokens_trained": 4780,
+        "tokens_sampled": 2790, "seconds_trained": 36.0, "seconds_sampled": 9.0,
+    }  # fmt: skip
+    client = {
+        "id": "one:train:0", "session": "one", "base_model": "small", "rank": 8, "next": 152, "waiting": 2,
+        "on_ranks": True, "snapshot": 144, "waits_for": "request 152 is being carried out",
+    }  # fmt: skip
+    tenant = {
+        "share": 2.0, "tokens_per_minute": 0, "paused_s": 0.0, "max_adapters": 16, "usage": usage,
+        "samples_waiting": 5, "sessions": [], "clients": [client],
+    }  # fmt: skip
+    paused = {"tokens_per_minute": 3000, "paused_s": 70.0, "clients": []}
+    state = {
+        "time": time.time(), "url": "http://127.0.0.1:8430", "is_ending": False, "losses_of_ranks": 1,
+        "losses_of_engines": 0, "model": {"name": "small", "max_length": 64, "max_rank": 8},
+        "tenants": {"alice": tenant, "bob": tenant | paused},
+    }  # fmt: skip
+    (run / "serving.json").write_text(json.dumps(state | more))

@@ -5,8 +5,10 @@ import { tabKeys, tabs } from "../tabs.js";
 
 const AGAIN_MS = 2000;
 const OLD_S = 15;
-const TENANT = ["tenant", "share", "clients", "on ranks", "requests", "tokens trained", "tokens sampled", "on ranks for", "samples waiting", "tokens a minute"];
+const TENANT = ["tenant", "share", "clients", "on ranks", "requests", "tokens trained", "tokens sampled", "time on ranks", "samples waiting", "tokens a minute"];
 const CLIENT = ["client", "tenant", "rank", "next request", "waiting", "where", "waits for"];
+
+const WORDS = ["tenant", "client", "where", "waits for"];
 
 export class TenantsPage {
   constructor(app, id) {
@@ -37,8 +39,8 @@ export class TenantsPage {
       h("h1", {}, serving.model.name),
       h("p", {}, h(`span.state.${line.state}`, {}, line.state), h("span.faint", {}, ` ${serving.url} · ${serving.is_ending ? "ending · " : ""}ranks lost ${number(serving.losses_of_ranks)} times, engines ${number(serving.losses_of_engines)} times`)),
       goesOn && age > OLD_S ? h("div.notice", {}, `The server has told nothing for ${elapsed(age)}.`) : "",
-      h("h2", {}, "Tenants"), table(TENANT, 1, tenants.map(([name, told]) => tenantRow(name, told))),
-      h("h2", {}, "Training clients"), clients.length ? table(CLIENT, 2, clients.map(clientRow)) : h("p.faint", {}, "Nobody trains."));
+      h("h2", {}, "Tenants"), table(TENANT, WORDS, tenants.map(([name, told]) => tenantRow(name, told))),
+      h("h2", {}, "Training clients"), clients.length ? table(CLIENT, WORDS, clients.map(clientRow)) : h("p.faint", {}, "Nobody trains."));
   }
 
   async changed(ids) {
@@ -55,9 +57,9 @@ export class TenantsPage {
   }
 }
 
-/** The first `words` columns are words, and so is the last one of a table of clients. */
+/** Titles of columns of numbers are those that are not among `words`. */
 function table(titles, words, rows) {
-  return h("div.scroll", {}, h("table", {}, h("thead", {}, h("tr", {}, titles.map((title, index) => h(index < words ? "th" : "th.number", {}, title)))), h("tbody", {}, rows)));
+  return h("div.scroll", {}, h("table", {}, h("thead", {}, h("tr", {}, titles.map((title) => h(words.includes(title) ? "th" : "th.number", {}, title)))), h("tbody", {}, rows)));
 }
 
 function tenantRow(name, { share, clients, usage, samples_waiting: samples, tokens_per_minute: limit, paused_s: paused, max_adapters: most }) {
@@ -71,5 +73,5 @@ function tenantRow(name, { share, clients, usage, samples_waiting: samples, toke
 
 function clientRow({ id, tenant, rank, next, waiting, on_ranks: here, waits_for: reason }) {
   return h("tr", { "data-client": id }, h("td", {}, id), h("td", {}, tenant), [number(rank), number(next), number(waiting)].map((value) => h("td.number", {}, value)),
-    h("td.number", {}, here ? "ranks" : "disk"), h("td.wide", {}, reason));
+    h("td", {}, here ? "ranks" : "disk"), h("td.wide", {}, reason));
 }
