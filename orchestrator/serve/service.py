@@ -214,7 +214,7 @@ class Service:
 
     def _open_client(self, facts: ClientFacts) -> TrainingClient:
         directory = self.directory / "clients" / facts.model_id.replace(":", "_")
-        client = TrainingClient(facts, directory, self.config.keep_results, self.config.max_rank)
+        client = TrainingClient(facts, directory, self.config.keep_results, self.backend.facts.max_rank)
         self.clients[facts.model_id] = client
         return client
 

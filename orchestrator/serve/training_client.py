@@ -38,7 +38,7 @@ class TooLate(PenstockError):
 
 @dataclass(frozen=True)
 class ClientFacts:
-    """What a training client is made with. `max_rank`: the server's then."""
+    """What a training client is made with."""
 
     model_id: str
     session_id: str

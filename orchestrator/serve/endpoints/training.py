@@ -74,7 +74,7 @@ async def _create(exchange: Exchange, fields: Fields, kind: str) -> Response:
     )
     asked = Asked(0, kind, exchange.body, exchange.header("content-type"))
     call = decoded(
-        asked, exchange.body, facts, service.config.max_rank
+        asked, exchange.body, facts, service.backend.facts.max_rank
     )  # refused at once: it has no number in an order
     del call
     if kind == "load_model":
@@ -98,7 +98,7 @@ async def _take(exchange: Exchange, client: TrainingClient, asked: Asked) -> Res
     call: Call | None = None
     try:
         if asked.seq not in client.log.entries:
-            max_rank = exchange.service.config.max_rank
+            max_rank = exchange.service.backend.facts.max_rank
             call = await asyncio.to_thread(decoded, asked, asked.body, client.facts, max_rank)
         if isinstance(call, LoadCall):
             Address.parse(call.path)
