@@ -1,6 +1,7 @@
 """A served model, by the SDK: what a loop is answered is the same to the bit, whatever dies meanwhile."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]  # fmt: skip
 
 
-def looped(server: Served, disturb: Callable[[int, str], None] = lambda step, place: None) -> list[Any]:
+def looped(server: Served, disturb: Callable[[int, str], None] = lambda step, place: None, key: str = KEY) -> list[Any]:
     """What a loop of a few steps is answered."""
-    with client(server) as service:
+    with client(server, key) as service:
         training = service.create_lora_training_client(base_model="model", rank=4)
         return [
             step(training, number, lambda place, number=number: disturb(number, place)) for number in range(NUM_STEPS)
@@ -56,6 +57,16 @@ def test_rank_and_engine_and_server_die_and_no_bit_changes(words: list[str], und
         assert looped(server, disturb) == undisturbed
         assert sum("ranks are replaced" in line for line in server.lines) == 1
         assert sum("Rollout-0 is replaced" in line for line in server.lines) == 1
+
+
+def test_each_of_two_clients_gets_the_bits_that_it_gets_alone(
+    words: list[str], undisturbed: Any, tmp_path: Path
+) -> None:
+    tenants = f"serve.tenants={{default: {{key: {KEY}}}, bob: {{key: tml-bob}}}}"
+    with served(tmp_path, [*words, tenants]) as server, ThreadPoolExecutor() as threads:
+        bob = threads.submit(looped, server, key="tml-bob")
+        assert looped(server) == undisturbed
+        assert len(bob.result()) == NUM_STEPS
 
 
 def test_key_of_another_is_refused(words: list[str], tmp_path: Path) -> None:
