@@ -65,7 +65,7 @@ class FakeBackend:
         self.largest_resident = 0
         self.dropped_samplers = []
 
-    async def _call(self, what, act):
+    async def called(self, what, act):
         number = len(self.calls)
         self.calls.append(what)
         await asyncio.sleep(self._delay_s)
@@ -87,7 +87,7 @@ class FakeBackend:
             self.adapters[name] = Adapter.of(spec, state)
             self.largest_resident = max(self.largest_resident, len(self.adapters))
 
-        await self._call(("create", name), act)
+        await self.called(("create", name), act)
 
     async def drop_adapter(self, name):
         self.adapters.pop(name, None)
@@ -110,7 +110,7 @@ class FakeBackend:
             self.num_backward += backward
             return ForwardOutput(outputs, {"loss": total})
 
-        return await self._call(("forward", name), act)
+        return await self.called(("forward", name), act)
 
     async def optim_step(self, name, params):
         def act():
@@ -128,10 +128,10 @@ class FakeBackend:
             adapter.gradients.clear()
             return {"grad_norm": norm}
 
-        return await self._call(("optim", name), act)
+        return await self.called(("optim", name), act)
 
     async def adapter_state(self, name):
-        return await self._call(("state", name), lambda: self.adapters[name].state())
+        return await self.called(("state", name), lambda: self.adapters[name].state())
 
     async def publish(self, sampler, state):
         assert sampler not in self.samplers

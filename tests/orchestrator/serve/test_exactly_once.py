@@ -24,11 +24,11 @@ class MortalBackend(FakeBackend):
         super().__init__(lose_at, is_late=is_late)
         self._kill_at, self.killed = set(kill_at), None
 
-    async def _call(self, what, act):
+    async def called(self, what, act):
         if len(self.calls) in self._kill_at and not self._is_late:
             await self._die()
         number = len(self.calls)
-        result = await super()._call(what, act)
+        result = await super().called(what, act)
         if number in self._kill_at and self._is_late:
             await self._die()
         return result
@@ -155,7 +155,7 @@ def test_a_request_by_which_ranks_die_again_and_again_is_given_up(tmp_path):
 
     async def forward(name, data, loss, *, backward):
         if "deadly" in loss.config:
-            await backend._call(("deadly", name), backend.lose)
+            await backend.called(("deadly", name), backend.lose)
         return await real(name, data, loss, backward=backward)
 
     backend.forward = forward

@@ -86,7 +86,7 @@ def test_the_sdk_trains_samples_saves_and_hears_what_is_refused(tmp_path, versio
 
 
 @pytest.mark.slow
-def test_two_sdk_clients_at_once_see_what_each_sees_alone_and_nothing_of_the_other(tmp_path):
+def test_two_sdk_clients_at_once_see_what_each_sees_alone(tmp_path):
     tenants = {"alice": TenantConfig(key="tml-alice"), "bob": TenantConfig(key="tml-bob", share=0.5)}
     backend = FakeBackend(lose_at={5, 17, 40})
 
