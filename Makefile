@@ -73,6 +73,7 @@ bench: bench-env ## every benchmark for CPUs, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.faults --json benchmarks/results/faults.json $(ARGS)
 	$(BIN)/python -m benchmarks.controller --json benchmarks/results/controller.json $(ARGS)
 	$(BIN)/python -m benchmarks.planner --json benchmarks/results/planner.json $(ARGS)
+	$(BIN)/python -m benchmarks.serve --json benchmarks/results/serve.json $(ARGS)
 	$(BIN)/python -m benchmarks.ui --json benchmarks/results/ui.json $(ARGS)
 	$(BIN)/python -m benchmarks.learning --json benchmarks/results/learning.json $(ARGS)
 	$(BIN)/python -m benchmarks.learning_environments --json benchmarks/results/learning_environments.json $(ARGS)

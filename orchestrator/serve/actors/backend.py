@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from penstock.conf.errors import DataError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
@@ -38,8 +36,6 @@ class ClusterBackend:
             await self.ranks.drop(name)
 
     async def forward(self, name: str, data: Sequence[Datum], loss: LossCall, *, backward: bool) -> ForwardOutput:
-        for number, datum in enumerate(data):
-            self._check(number, datum)
         async with self._turn:
             return await self.ranks.forward(name, data, loss, backward=backward)
 
@@ -59,25 +55,3 @@ class ClusterBackend:
 
     async def sample(self, sampler: str | None, call: SampleCall) -> SampleOutput:
         return await self.engines.sample(sampler, call)
-
-    def _check(self, number: int, datum: Datum) -> None:
-        """Raise `DataError` for what would fail on one rank while the others wait for it."""
-        length, facts = len(datum.token_ids), self.facts
-        if not 1 <= length <= facts.max_length:
-            raise DataError(f"data[{number}] has {length} tokens: the model takes 1 to {facts.max_length}.")
-        if datum.targets.shape[0] != length:
-            raise DataError(
-                f"data[{number}]: target_tokens have the shape {list(datum.targets.shape)}, and there are {length} "
-                "tokens. Each token has its target, or its row of targets."
-            )
-        for what, ids in (("a token", datum.token_ids), ("a target", datum.targets)):
-            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < facts.vocabulary:
-                raise DataError(f"data[{number}]: {what} is not in the vocabulary of {facts.vocabulary} tokens.")
-        for name, values in datum.columns.items():
-            if values.shape != datum.targets.shape:
-                raise DataError(
-                    f"data[{number}]: {name} has the shape {list(values.shape)}, and target_tokens "
-                    f"{list(datum.targets.shape)}. Both need the same."
-                )
-            if not np.isfinite(values).all():
-                raise DataError(f"data[{number}]: {name} has a value that is not finite.")

@@ -77,10 +77,9 @@ class ServedRanks:
         try:
             return await answers(calls, phase=method, timeout_s=self._config.trainer.step_timeout_s)
         except PenstockError as failure:
-            is_refusal = isinstance(failure, DataError | ConfigError)
-            if is_refusal and len(members) == 1:
+            if isinstance(failure, DataError | ConfigError):  # of all ranks alike, which have changed nothing
                 raise
-            await self._replace(first_line(failure))  # others may wait for the one that refused
+            await self._replace(first_line(failure))  # others may wait for the one that failed
             if kind_of(failure) is Kind.ERROR:
                 raise RequestFailed(str(failure)) from failure
             raise TrainerLost(str(failure)) from failure
