@@ -2,7 +2,7 @@
 
     python -m benchmarks.serve --json serve.json
 
-GRPO on a fresh model (4 layers, hidden 256, fp32) with adapters of rank 8: 8 prompts x 8 samples a step, at most 64 new
+GRPO on a fresh model (4 layers, hidden 256, fp32) with adapters of rank 8: 8 prompts x 8 samples a step, at most 32 new
 tokens, one engine (vLLM) and one rank. All sides run on the same cores; the processor time of the clients is in their
 figures, since they run on them, too.
 
@@ -27,7 +27,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.workers.fresh_model import build_fresh_model
 
 RANK = 8
-MAX_NEW_TOKENS = 64
+MAX_NEW_TOKENS = 32
 NUM_ROUNDS = 3
 STEPS = 6
 """Measured steps of each loop and round; loops that are many make fewer, and the same number of samples."""

@@ -139,4 +139,5 @@ def facts_of(started: StorelessFleet) -> ModelFacts:
     model = AutoConfig.from_pretrained(path).get_text_config()
     given = config.model.path or path
     name = config.serve.model_name or (Path(given).name if Path(given).is_dir() else given)
-    return ModelFacts(name, path, config.rollout.max_model_len, int(model.vocab_size), config.serve.max_rank)
+    longest = config.rollout.max_model_len - 1  # engines want room for a sampled token, also where a prompt is scored
+    return ModelFacts(name, path, longest, int(model.vocab_size), config.serve.max_rank)

@@ -81,8 +81,7 @@ class Sessions:
             known = self._by_key.get((tenant, key)) if key else None
             if known is not None:
                 return self.sessions[known]
-            number = sum(one.tenant == tenant for one in self.sessions.values())
-            session_id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{tenant}/{number}"))
+            session_id = str(uuid.uuid4())
             await self._note({
                 "event": "session", "id": session_id, "tenant": tenant, "created": now, "key": key,
                 "metadata": metadata, "display_name": display_name,

@@ -24,6 +24,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.progress import Phases
 from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer, with_slot
+from penstock.workers.trainer.datum_trainer import DatumTrainer
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.models.pictures import tower_of
 from penstock.workers.trainer.models.sight import Sight
@@ -120,8 +121,8 @@ def assemble_trainer(
     none. `phases`, `meters`: where it notes what it does, and how much. Collective. Raises `ModelError`,
     `ConfigError`."""
     config = with_slot(spec.config, spec.slot_rank) if spec.slot_rank else spec.config
-    made = SlotTrainer if spec.slot_rank else _trainer_class(spec)
-    trainer = made(config, spec.model_path, _ranks(spec, address), **_options(spec))
+    kind = SlotTrainer if spec.slot_rank else _trainer_class(spec, DatumTrainer)
+    trainer = kind(config, spec.model_path, _ranks(spec, address), **_options(spec))
     if ROUTED_EXPERTS in spec.columns:
         trainer.replay_experts()
     _give_sight(trainer, spec)
@@ -200,8 +201,8 @@ def _critic(spec: TrainerSpec, address: str | None) -> CriticTrainer | None:
     return critic
 
 
-def _trainer_class(spec: RankSpec) -> type[PolicyTrainer]:
-    return ScalarTrainer if spec.head == "scores" else PolicyTrainer
+def _trainer_class(spec: RankSpec, policy: type[PolicyTrainer] = PolicyTrainer) -> type[PolicyTrainer]:
+    return ScalarTrainer if spec.head == "scores" else policy
 
 
 def _ranks(spec: RankSpec, address: str | None) -> Ranks:

@@ -11,33 +11,24 @@ Legend: N targets of a micro-batch, B sequences of it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.algorithms.losses.summed import summed_loss
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.workers.trainer.adapters.bank import AdapterBank
 from penstock.workers.trainer.adapters.slot import Slot
+from penstock.workers.trainer.datum_trainer import DatumTrainer
 from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.engines.lora import ADAPTER
 from penstock.workers.trainer.models.output_layer import AdaptedOutputLayer
-from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trainer.update import batching, datums
-from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.minibatches import LossInputs
-from penstock.workers.trainer.update.tally import Tally
 from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
 
-T = TypeVar("T")
 
-
-class SlotTrainer(PolicyTrainer):
+class SlotTrainer(DatumTrainer):
     """A `PolicyTrainer` whose adapters are trained by name. Every method is collective. Wrong arguments raise
     `DataError` on all ranks alike, and change nothing.
 
@@ -81,35 +72,8 @@ class SlotTrainer(PolicyTrainer):
     def forward(self, name: str, data: Sequence[Datum], loss: LossCall | None, *, backward: bool) -> ForwardOutput:
         """Score the targets of this rank's data; with `backward` gradients of the summed loss are added to the
         adapter's. `loss` None: scores alone. Metrics are those of all ranks' data: `loss`."""
-        formula = _no_loss if loss is None else summed_loss(loss.name, loss.config)
         self.bank.enter(name)
-        rows = self._agreed(lambda: datums.rows_of(data, loss, self._limits))
-        inputs = LossInputs.of(formula, rows.names)
-        with self._phase(f"forward of adapter {name}, agreement on micro-batches"):
-            minibatches = self._batcher.minibatches(rows, inputs, 1)
-        tally, found = Tally(), [np.zeros(0, np.float32)] * len(data)
-
-        def share(batch: MicroBatch) -> Tensor:
-            logprobs_N = self._scores(batch, "none")[0]
-            if batch.is_dummy:
-                return logprobs_N.sum() * 0.0
-            for position, values in zip(batch.rows.tolist(), batching.split_rows(batch, logprobs_N), strict=True):
-                found[position] = values
-            value, metrics = inputs.call(batch, minibatches[0].totals, {"logprobs": batch.scatter(logprobs_N)})
-            for key, metric in metrics.items():
-                tally.add(key, metric)
-            return value
-
-        for minibatch in minibatches:
-            if backward:
-                self._accumulate(minibatch.batches, share, defaultdict(float))
-            else:
-                self._forward_alone(minibatch.batches, share)
-        with self._phase(f"forward of adapter {name}, metrics"):
-            metrics = tally.reduced(self.ranks)
-        if loss is not None:
-            metrics.setdefault("loss", 0.0)
-        return ForwardOutput(datums.shaped(found, data), metrics)
+        return self.forward_data(data, loss, backward=backward)
 
     def step(self, name: str, params: AdamParams) -> dict[str, float]:
         """Step by the gradients since the adapter's last step, and clear them. Without any it is a step of AdamW by
@@ -125,35 +89,6 @@ class SlotTrainer(PolicyTrainer):
         is_finite = math.isfinite(norm)
         known.num_steps += is_finite
         return {"grad_norm": norm, "skipped_nonfinite": float(not is_finite)}
-
-    @property
-    def _limits(self) -> datums.Limits:
-        lm = self.model.lm
-        return datums.Limits(
-            self.max_length, lm.get_input_embeddings().num_embeddings, lm.get_output_embeddings().out_features
-        )
-
-    @torch.no_grad()
-    def _forward_alone(self, batches: Sequence[MicroBatch], share: Callable[[MicroBatch], Tensor]) -> None:
-        for batch in batches:
-            with self._phase("forward without gradient"):
-                share(batch)
-        self.engine.free()
-
-    def _agreed(self, make: Callable[[], T]) -> T:
-        """Return what `make` returns on this rank. Where it raises `DataError` on any, all ranks do: none is left
-        waiting for another."""
-        made, failure = None, None
-        try:
-            made = make()
-        except DataError as error:
-            failure = str(error)
-        with self._phase("agreement on data"):
-            failures = [text for text in self.ranks.gather_ranks(failure) if text is not None]
-        if failures:
-            raise DataError(failures[0])
-        assert made is not None
-        return made
 
 
 def with_slot(config: TrainerConfig, rank: int) -> TrainerConfig:
@@ -178,7 +113,3 @@ def check_params(params: AdamParams) -> None:
             f"{params}: learning_rate, weight_decay and grad_clip_norm must be at least 0, betas from 0 to below 1, "
             "and eps above 0."
         )
-
-
-def _no_loss(logprobs: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    return logprobs.sum() * 0.0, {}
