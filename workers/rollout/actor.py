@@ -62,7 +62,8 @@ class Rollout(ServingActor):
         self._epoch = Epoch()
         self._death: WorkerDied | None = None
         """The engine's death, once a call has met it."""
-        self._dead = asyncio.Event()
+        self.has_died = asyncio.Event()
+        """Set once a call has met the death of the engine."""
         self._calls: dict[str, asyncio.Task[SampleOutput]] = {}
         """Calls of `sample` under way, by their ids."""
         meters = exported(spec.origin) if spec.origin is not None else None
@@ -95,7 +96,7 @@ class Rollout(ServingActor):
     async def _until_closed(self, store: StoreClient) -> None:
         """Serve while others ask. Raises the death of the engine: environments that have met it go on with another
         engine, and tell nobody."""
-        closing, dying = asyncio.ensure_future(store.until_closed()), asyncio.ensure_future(self._dead.wait())
+        closing, dying = asyncio.ensure_future(store.until_closed()), asyncio.ensure_future(self.has_died.wait())
         try:
             await asyncio.wait([closing, dying], return_when=asyncio.FIRST_COMPLETED)
             if self._death is not None:
@@ -169,7 +170,7 @@ class Rollout(ServingActor):
             yield
         except WorkerDied as death:
             self._death = death
-            self._dead.set()
+            self.has_died.set()
             raise
 
     @property

@@ -84,7 +84,7 @@ def test_the_death_of_an_engine_is_what_its_calls_raise_and_what_run_hears_of() 
         engine.died.set()
         with pytest.raises(WorkerDied, match="the engine is gone"):
             await call
-        assert actor._dead.is_set()
+        assert actor.has_died.is_set()
 
     asyncio.run(scenario())
 
