@@ -140,9 +140,10 @@ def test_make_looks_for_packages_before_all_else_with_several_jobs_too(tmp_path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(says.format(name, code))
         file.chmod(0o755)
-    for name in ("requirements/verifiers.lock", ".venv-verifiers/.locked"):  # made in this order
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+    for environment in ("verifiers", "tinker22", "tinker30", "tinker38"):
+        for name in (f"requirements/{environment}.lock", f".venv-{environment}/.locked"):  # made in this order
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run([make, "-j4", "test"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
     called = (tmp_path / "log").read_text().splitlines()

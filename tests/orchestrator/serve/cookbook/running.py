@@ -1,0 +1,90 @@
+"""Runs a recipe of tinker-cookbook, unmodified, in an environment of its own and without a network.
+
+made = make_directory(tmp_path)
+metrics = run_recipe("sl_loop", server.url, made)     # a line of metrics.jsonl a step
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.orchestrator.serve.cookbook.recipes import RECIPES, Recipe
+
+PYTHON = Path(__file__).parents[4] / ".venv-tinker38/bin/python"
+KEY = "tml-tests"
+NET_S = 900.0
+"""Seconds after which a recipe is ended: a net, wide enough for a busy machine."""
+LAST_LINES = 60
+
+
+class RecipeFailed(AssertionError):
+    """A recipe that has not come to its end; the message has its last lines."""
+
+
+def run_recipe(
+    recipe: str | Recipe, url: str, directory: Path, *more: str, key: str = KEY, timeout_s: float = NET_S
+) -> list[dict[str, Any]]:
+    """Run a recipe in a directory of `make_directory` against the server at `url`. Returns the lines of its
+    metrics.jsonl. `more`: further arguments. Raises `RecipeFailed`."""
+    chosen = RECIPES[recipe] if isinstance(recipe, str) else recipe
+    log = directory / "logs" / f"{chosen.module}-{len(list(directory.glob('logs/*')))}"
+    run_module([*chosen.command(str(log)), *more], url, directory, key, timeout_s)
+    return metrics_of(log)
+
+
+def run_module(words: list[str], url: str, directory: Path, key: str = KEY, timeout_s: float = NET_S) -> str:
+    """Run Python of the SDK's environment with these words. Returns what it has written. Raises `RecipeFailed`."""
+    assert PYTHON.exists(), "no environment with the SDK: type `make .venv-tinker38/.locked`"
+    (directory / "logs").mkdir(exist_ok=True)
+    command = [str(PYTHON), *words]
+    try:
+        done = subprocess.run(
+            command, cwd=directory, env=environment(url, directory, key), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        output = late.output or b""
+        told = output if isinstance(output, str) else output.decode(errors="replace")
+        raise RecipeFailed(f"{' '.join(words)}: not ended after {timeout_s:g} s.\n{_last(told)}") from None
+    if done.returncode:
+        raise RecipeFailed(f"{' '.join(words)}: ended with {done.returncode}.\n{_last(done.stdout)}")
+    return done.stdout
+
+
+def environment(url: str, directory: Path, key: str = KEY) -> Mapping[str, str]:
+    """Environment variables of a recipe: nobody is asked but the server, and nothing is sent anywhere else."""
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": str(directory),
+        "TINKER_BASE_URL": url,
+        "TINKER_API_KEY": key,
+        "TINKER_TELEMETRY": "0",
+        "TINKER_COOKBOOK_RUNS_DIR": str(directory / "runs"),
+        "HF_HOME": str(directory / ".hf"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        "WANDB_MODE": "disabled",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def metrics_of(log: Path) -> list[dict[str, Any]]:
+    """Lines of what a recipe has logged."""
+    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+
+def values_of(metrics: list[dict[str, Any]], name: str) -> list[float]:
+    """The values of one number, in the order of steps; lines without it are left out."""
+    return [float(line[name]) for line in metrics if name in line]
+
+
+def _last(output: str) -> str:
+    return "\n".join(output.splitlines()[-LAST_LINES:])
