@@ -3,20 +3,19 @@
     python -m benchmarks.serve --json serve.json
 
 GRPO on a fresh model (4 layers, hidden 256, fp32) with adapters of rank 8: 8 prompts x 8 samples a step, at most 32 new
-tokens, one engine (vLLM) and one rank. All sides run on the same cores; the processor time of the clients is in their
-figures, since they run on them, too.
+tokens, one engine (hf, then vLLM) and one rank. All sides run on the same cores; the processor time of the clients is
+in their figures, since they run on them, too.
 
     run      penstock run, max_staleness=0, trainer.lora.publish=adapter
     sdk      one loop through the SDK
-    two      two loops at the same time, each with an adapter of its own, tenants that know nothing of each other
-    sixteen  sixteen loops
+    two      two loops at the same time, each with an adapter of its own
+    sixteen  sixteen loops, of 2 prompts a step each
 
 `one thread`: engine and rank have one thread each, so that one can compute beside the other. Medians over rounds, in
 brackets the lowest and the highest; ratios are of the same round.
 """
 
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,69 +29,68 @@ RANK = 8
 MAX_NEW_TOKENS = 32
 NUM_ROUNDS = 3
 STEPS = 6
-"""Measured steps of each loop and round; loops that are many make fewer, and the same number of samples."""
+"""Measured steps of a loop and round; those of sixteen loops are smaller and fewer."""
+ENGINES = {
+    "hf": ["rollout.engine=hf", "rollout.max_model_len=128"],
+    "vllm": ["rollout.enforce_eager=true", "rollout.kv_cache_gib=0.5", "rollout.max_model_len=128"],
+}
 ONE_THREAD = ["rollout.num_threads=1", "trainer.num_threads=1"]
-ENGINE = ["rollout.enforce_eager=true", "rollout.kv_cache_gib=0.5", "rollout.max_model_len=128"]
-LOOPS = {"sdk": (1, STEPS), "two": (2, STEPS), "sixteen": (16, 2)}
-"""Loops at the same time and steps of each, by side."""
+SIXTEEN = {"clients": 16, "steps": 2, "prompts": 2}
 Round = dict[str, Any]
 
 
-def start_sides(work: Path) -> dict[str, Child]:
+def start_sides(work: Path, engine: str) -> dict[str, Child]:
     common = ["--model", str(work / "model"), "--prompts", str(work / "prompts.jsonl")]
     common += ["--max-new-tokens", str(MAX_NEW_TOKENS)]
     adapter = [f"trainer.lora.rank={RANK}", "trainer.lora.publish=adapter"]
-    run = ["--workload", "long_tailed", "--output-dir", str(work / "runs"), *ENGINE, *adapter]
-    served = ["--rank", str(RANK), *ENGINE, f"serve.max_rank={RANK}"]
-    python = Path(sys.executable)
-    return {
-        "run": Child("run", "penstock_grpo", work / "run.log", [*common, *run], python, environment=ENVIRONMENT),
-        "sdk": Child(
-            "sdk", "sdk_loops", work / "sdk.log",
-            [*common, "--output-dir", str(work / "served"), *served], python, environment=ENVIRONMENT,
-        ),
-        "one thread": Child(
-            "one thread", "sdk_loops", work / "one_thread.log",
-            [*common, "--output-dir", str(work / "one_thread"), *served, *ONE_THREAD], python, environment=ENVIRONMENT,
-        ),
+    served = ["--rank", str(RANK), *ENGINES[engine], f"serve.max_rank={RANK}"]
+    words = {
+        "run": ["--workload", "long_tailed", *ENGINES[engine], *adapter], "sdk": served,
+        "one thread": [*served, *ONE_THREAD],
     }  # fmt: skip
+    sides = {}
+    for name, own in words.items():
+        stem = f"{engine}_{name.replace(' ', '_')}"
+        peer = "penstock_grpo" if name == "run" else "sdk_loops"
+        arguments = [*common, "--output-dir", str(work / stem), *own]
+        sides[name] = Child(name, peer, work / f"{stem}.log", arguments, environment=ENVIRONMENT)
+        sides[name].ready()
+    return sides
 
 
-def measure(work: Path, num_rounds: int) -> list[Round]:
-    sides = start_sides(work)
+def measure(work: Path, engine: str, num_rounds: int) -> list[Round]:
+    sides = start_sides(work, engine)
     rounds: list[Round] = []
 
     def note(number: int, side: str, answer: dict[str, Any]) -> None:
-        rounds.append({"round": number, "side": side, **answer})
+        rounds.append({"engine": engine, "round": number, "side": side, **answer})
         rate = answer["tokens"] / answer["seconds"]
-        print(f"{side}: {answer['samples'] / answer['seconds']:.1f} samples/s, {rate:.0f} tokens/s", flush=True)
+        print(
+            f"{engine} {side}: {answer['samples'] / answer['seconds']:.1f} samples/s, {rate:.0f} tokens/s", flush=True
+        )
 
     try:
-        for child in sides.values():
-            child.ready()
-        for name, child in sides.items():  # not measured: first rounds are slower
-            child.ask({"steps": 2, "clients": 16 if name == "sdk" else 2})
+        sides["sdk"].ask(SIXTEEN | {"steps": 1})  # not measured: first rounds are slower
+        sides["one thread"].ask({"steps": 1, "clients": 2})
         for number in range(num_rounds):
             note(number, "run", sides["run"].round(STEPS))
-            for side in ("sdk", "sixteen"):
-                clients, steps = LOOPS[side]
-                note(number, side, sides["sdk"].ask({"steps": steps, "clients": clients}))
-            for side, name in (("one, one thread each", "sdk"), ("two, one thread each", "two")):
-                clients, steps = LOOPS[name]
-                note(number, side, sides["one thread"].ask({"steps": steps, "clients": clients}))
+            note(number, "sdk", sides["sdk"].ask({"steps": STEPS}))
+            note(number, "sixteen", sides["sdk"].ask(SIXTEEN))
+            note(number, "one, one thread each", sides["one thread"].ask({"steps": STEPS}))
+            note(number, "two, one thread each", sides["one thread"].ask({"steps": STEPS, "clients": 2}))
     finally:
         for child in sides.values():
             child.close()
     return rounds
 
 
-def rates(rounds: list[Round], side: str, unit: str) -> list[float]:
-    return [entry[unit] / entry["seconds"] for entry in rounds if entry["side"] == side]
+def rates(rounds: list[Round], engine: str, side: str, unit: str) -> list[float]:
+    return [entry[unit] / entry["seconds"] for entry in rounds if (entry["engine"], entry["side"]) == (engine, side)]
 
 
-def ratios(rounds: list[Round], side: str, over: str, unit: str) -> list[float]:
+def ratios(rounds: list[Round], engine: str, side: str, over: str, unit: str) -> list[float]:
     """Ratios of rates of the same round."""
-    pairs = zip(rates(rounds, side, unit), rates(rounds, over, unit), strict=True)
+    pairs = zip(rates(rounds, engine, side, unit), rates(rounds, engine, over, unit), strict=True)
     return [one / other for one, other in pairs]
 
 
@@ -105,31 +103,38 @@ COMPARED = (
 
 
 def print_table(rounds: list[Round]) -> None:
-    table = new_table(
-        "Loops against a server: medians over rounds (lowest-highest)", ["side"], ["samples/s", "tokens/s"]
-    )
-    for side in dict.fromkeys(entry["side"] for entry in rounds):
-        table.add_row(side, *(spread(rates(rounds, side, unit), 1) for unit in ("samples", "tokens")))
+    title = "Loops against a server: medians over rounds (lowest-highest)"
+    table = new_table(title, ["engine", "side"], ["samples/s", "tokens/s"])
+    for engine, side in dict.fromkeys((entry["engine"], entry["side"]) for entry in rounds):
+        values = [rates(rounds, engine, side, unit) for unit in ("samples", "tokens")]
+        table.add_row(engine, side, *(spread(one, 1) for one in values))
     show(table, 110)
-    for side, over, unit, _ in COMPARED:
-        print(f"{side} over {over}, {unit}/s: {spread(ratios(rounds, side, over, unit), 2)}")
+    for engine in dict.fromkeys(entry["engine"] for entry in rounds):
+        for side, over, unit, _ in COMPARED:
+            print(f"{engine}: {side} over {over}, {unit}/s: {spread(ratios(rounds, engine, side, over, unit), 2)}")
 
 
 def targets_of(rounds: list[Round]) -> list[Target]:
+    found = [(engine, *one) for engine in dict.fromkeys(entry["engine"] for entry in rounds) for one in COMPARED]
     return [
-        Target(f"{side}: {unit}/s over {over}", statistics.median(ratios(rounds, side, over, unit)), "x", ">=", goal)
-        for side, over, unit, goal in COMPARED
-    ]
+        Target(
+            f"{engine}: {side}, {unit}/s over {over}",
+            statistics.median(ratios(rounds, engine, side, over, unit)), "x", ">=", goal,
+        )
+        for engine, side, over, unit, goal in found
+    ]  # fmt: skip
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
+    arguments = parse_arguments(__doc__, list(ENGINES))
     num_rounds = 1 if arguments.quick else arguments.rounds or NUM_ROUNDS
+    rounds: list[Round] = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         work = Path(folder)
         build_fresh_model(work / "model", FreshModelConfig(), seed=0)
         write_prompts(work / "prompts.jsonl")
-        rounds = measure(work, num_rounds)
+        for engine in arguments.sides or ENGINES:
+            rounds += measure(work, engine, num_rounds)
     targets = targets_of(rounds)
     print_table(rounds)
     print_targets(targets)

@@ -1,7 +1,8 @@
 """GRPO loops through the SDK `tinker` against `penstock serve`, driven round by round: the same protocol as
-`penstock_grpo.py`, with `clients` in a request for the number of loops at the same time.
+`penstock_grpo.py`, with `clients` in a request for the number of loops at the same time, and `prompts` for those of a
+step.
 
-Each loop has an adapter of its own, in a thread of this process. A step samples a group for each of 8 prompts, rewards
+Each loop has an adapter of its own, in a thread of this process. A step samples a group for each prompt, rewards
 digits, trains on centred rewards by importance sampling, steps, and saves weights to sample from.
 """
 
@@ -38,17 +39,17 @@ class Loop:
         self._training = self._service.create_lora_training_client(base_model="model", rank=rank)
         self._number = 0
 
-    def steps(self, count: int) -> dict[str, float]:
+    def steps(self, count: int, num_prompts: int = NUM_PROMPTS) -> dict[str, float]:
         """Make steps. Returns samples, and the tokens that were sampled and trained."""
         samples = tokens = 0
         for _ in range(count):
-            num_samples, num_tokens = self._step()
+            num_samples, num_tokens = self._step(num_prompts)
             samples, tokens = samples + num_samples, tokens + num_tokens
         return {"samples": samples, "tokens": tokens}
 
-    def _step(self) -> tuple[int, int]:
-        types, first = self._types, self._number * NUM_PROMPTS
-        prompts = [self._prompts[(first + index) % len(self._prompts)] for index in range(NUM_PROMPTS)]
+    def _step(self, num_prompts: int) -> tuple[int, int]:
+        types, first = self._types, self._number * num_prompts
+        prompts = [self._prompts[(first + index) % len(self._prompts)] for index in range(num_prompts)]
         self._number += 1
         sampler = self._training.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=self._max_tokens, temperature=1.0)
@@ -97,16 +98,16 @@ class Served:
         self._loops: list[Loop] = []
         self._threads = ThreadPoolExecutor(64)
 
-    def round(self, num_steps: int, num_clients: int) -> dict[str, float]:
-        """Run so many loops at the same time, each for so many steps."""
+    def round(self, num_steps: int, num_clients: int, num_prompts: int) -> dict[str, float]:
+        """Run so many loops at the same time, each for so many steps of so many prompts."""
         while len(self._loops) < num_clients:
             loop = Loop(
                 self._url, self._prompts, self._arguments.rank, self._arguments.max_new_tokens, self._arguments.model
             )
-            loop.steps(1)
+            loop.steps(1, 1)
             self._loops.append(loop)
         began = time.perf_counter()
-        running = [self._threads.submit(loop.steps, num_steps) for loop in self._loops[:num_clients]]
+        running = [self._threads.submit(loop.steps, num_steps, num_prompts) for loop in self._loops[:num_clients]]
         found = [one.result() for one in running]
         seconds = time.perf_counter() - began
         return {"seconds": seconds, **{name: sum(one[name] for one in found) for name in ("samples", "tokens")}}
@@ -148,7 +149,11 @@ def main() -> None:
     try:
         channel.send({"ready": True})
         for request in channel.requests():
-            channel.send(served.round(int(request["steps"]), int(request.get("clients", 1))))
+            channel.send(
+                served.round(
+                    int(request["steps"]), int(request.get("clients", 1)), int(request.get("prompts", NUM_PROMPTS))
+                )
+            )
     finally:
         served.close()
 

@@ -16,6 +16,7 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
+from penstock.conf.trainer import LoraConfig
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.validate import MEMORY, RESOURCES, checks
 from penstock.orchestrator.observability.ui.runs.found import SERVING
@@ -76,10 +77,12 @@ def served(config: RunConfig) -> RunConfig:
         )
     if config.trainer.lora.rank:
         raise ConfigError("trainer.lora.rank: clients choose the rank of their adapters. Set serve.max_rank.")
+    rank = config.serve.max_rank or DEFAULT_RANK
     return replace(
         config,
         name=config.name or DEFAULT_NAME,
-        serve=replace(config.serve, max_rank=config.serve.max_rank or DEFAULT_RANK),
+        serve=replace(config.serve, max_rank=rank),
+        trainer=replace(config.trainer, lora=LoraConfig(rank=rank, publish="adapter")),  # what memory is counted for
     )
 
 

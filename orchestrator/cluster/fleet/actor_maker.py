@@ -150,12 +150,13 @@ class ActorMaker:
 
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self._config
+        serves = config.serve.max_rank > 0
         engine = EngineSpec(
             config.rollout, self.local(actor.name, self._model_path), self._threads_of(actor),
             transport=choose_transport(config), phase_timeout_s=config.weights.phase_timeout_s,
-            adapter=config.trainer.lora if config.trainer.lora.publishes_adapter else None,
+            adapter=config.trainer.lora if config.trainer.lora.publishes_adapter and not serves else None,
             picture_digest=self.sources.picture_digest, tower_is_frozen=config.trainer.freezes_tower,
-            adapters=AdapterLimits(config.serve.max_rank, config.serve.max_loaded) if config.serve.max_rank else None,
+            adapters=AdapterLimits(config.serve.max_rank, config.serve.max_loaded) if serves else None,
         )  # fmt: skip
         return RolloutSpec(
             actor.name, engine, config.seed, self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")),
