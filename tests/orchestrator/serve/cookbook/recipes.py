@@ -110,7 +110,7 @@ RECIPES = {
             "dataset=sciknoweval", "groups_per_batch=4", "group_size=1", "learning_rate=1e-3", "lora_rank=8", "topk=4",
             "max_tokens=12", "max_context_length=1024", *QUIET, "max_steps=2",
         ),
-        "train_mean_nll",
+        "sdft/mean_teacher_entropy",
     ),
     "rl_numerics_check": Recipe(
         "rl_numerics_check.train",
