@@ -18,17 +18,19 @@ SCRIPT = Path(__file__).parent / "sdk_loop.py"
 WAIT_S = 900
 ID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 """The id of a session, another one in each."""
-SDKS = "PENSTOCK_TINKER_SDKS"
-"""Variable with a folder of environments of other versions: FOLDER/0.22.0/bin/python."""
+ENVIRONMENTS = {"0.22.0": ".venv-tinker22", "0.30.0": ".venv-tinker30"}
+"""Environments of other versions, which `make test` brings."""
 
 
 def python_of(version):
     """The interpreter of an environment that has this version; that of the tests for the one that is installed."""
     if version == "installed":
         return sys.executable
-    python = Path(os.environ.get(SDKS, "/nowhere"), version, "bin", "python")
+    python = Path(__file__).parents[3] / ENVIRONMENTS[version] / "bin/python"
     if not python.exists():
-        pytest.skip(f"{SDKS} names no folder with an environment of tinker {version}")
+        pytest.fail(
+            f"there is no environment with tinker {version}: type `make {ENVIRONMENTS[version]}/.locked`", False
+        )
     return str(python)
 
 
