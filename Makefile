@@ -28,10 +28,10 @@ packages: # of Debian, that tests need: first of all, so that one that cannot be
 escape: setup ## attacks on the sandbox that code of models runs in; they fail where it cannot hold, and are never skipped
 	$(BIN)/python -m pytest tests/sandbox tests/workers/sandbox $(ARGS)
 
-soak: setup ## before a release: a million random events and more in the store, twenty kills of a run; about 40 minutes
+soak: setup .venv-tinker38/.locked ## before a release: a million random events and more in the store, twenty kills of a run; about 40 minutes
 	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/orchestrator/membership/test_takeovers.py \
-	  tests/workers/trainer/engines/test_layers.py tests/workers/trainer/models/test_own_logits.py \
-	  -k "histories or staleness or kills or layers or controller or kind" $(ARGS)
+	  tests/workers/trainer/engines/test_layers.py tests/workers/trainer/models/test_own_logits.py tests/orchestrator/serve/cookbook \
+	  -k "histories or staleness or kills or layers or controller or kind or recipe" $(ARGS)
 
 LEGS := 10
 SEED := 0

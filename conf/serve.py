@@ -61,8 +61,6 @@ class ServeConfig:
     """Time for requests under way when the server is asked to end; what is left goes on after its next start."""
     max_adapters: int = 64
     """Training clients that may be open at the same time where there are no tenants; each tenant has its own bound."""
-    full: bool = False
-    """Whether all weights are trained, for a single client, and not adapters."""
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
     """Tenants by name: {alice: {key: tml-…, max_adapters: 4}}. None: one tenant, whose key is that of --key."""
 

@@ -1,0 +1,42 @@
+"""Recipes of tinker-cookbook, unmodified and without a network, against a served model. `make soak` runs them all."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.orchestrator.serve.cookbook.directory import BASE, make_directory
+from tests.orchestrator.serve.cookbook.recipes import RECIPES
+from tests.orchestrator.serve.cookbook.running import run_recipe, values_of
+from tests.orchestrator.serve.served import Served, served
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+FALLS = {"sl_loop": 0.7, "sl_basic": 0.7, "prompt_distillation": 0.7}
+"""Recipes that learn from any start, and the share of the first loss that the last one is below."""
+QUICK = ("sl_loop", "rl_loop", "sdft")
+"""Recipes of every run of the tests: supervised, by samples, by targets `[N, K]`."""
+CHOSEN = tuple(RECIPES) if os.environ.get("PENSTOCK_SOAK") else QUICK
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_directory(tmp_path_factory.mktemp("cookbook") / "here")
+
+
+@pytest.fixture(scope="module")
+def server(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    words = [f"model.path={place / BASE}", "rollout.engine=hf", "rollout.max_model_len=4096", "rollout.num_threads=1"]
+    with served(tmp_path_factory.mktemp("served"), [*words, "trainer.num_threads=1"]) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_recipe_runs_unmodified(name: str, place: Path, server: Served) -> None:
+    values = values_of(run_recipe(name, server.url, place), RECIPES[name].metric)
+    assert values
+    assert all(math.isfinite(value) for value in values)
+    if name in FALLS:
+        assert values[-1] < FALLS[name] * values[0], values
