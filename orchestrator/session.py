@@ -8,8 +8,8 @@
             run.policy.publish()
             run.log(step, metrics)
 
-Each call is one line here and one SPMD program on all ranks. There is no store and no staleness: every call waits for
-its result.
+Each call is one line here and one SPMD program on all ranks. There is no store and no staleness: every call but
+`sample_async` waits for its result. `Policy` also has the verbs of `loops/verbs.py`, as a server's clients have them.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ import contextlib
 import sys
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack, overload
 
 import numpy as np
 
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.columns import PROMPT_PICTURES
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.checkpointing.export import export_model
@@ -36,6 +36,9 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actor
 from penstock.orchestrator.cluster.ray_calls import Handles, get_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.configuration.validate import check_run
+from penstock.orchestrator.loops.sampling import SampleCalls
+from penstock.orchestrator.loops.saved_states import SavedStates
+from penstock.orchestrator.loops.verbs import LoopPolicy, SampleOptions, loss_call, put_together, shares_of
 from penstock.orchestrator.membership.members import catching_up
 from penstock.orchestrator.membership.scaling import ScalableRole
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to, opened_sinks
@@ -44,13 +47,13 @@ from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.storeless import started_fleet
 from penstock.store.data.rows import Rows
-from penstock.store.ledger.batches import balance, row_cost
 from penstock.workers.pictures.placeholders import NO_PICTURES, PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.protocols import Completion, Loss, Sampling
 from penstock.workers.rollout.worker import response_columns, sample_seed
-from penstock.workers.training_calls import AdamParams
+from penstock.workers.sample_calls import SampleCall, SampleOutput
+from penstock.workers.training_calls import AdamParams, Datum, ForwardOutput, LossCall
 
 T = TypeVar("T")
 
@@ -98,10 +101,8 @@ class Model:
     def _shares(self, rows: Rows) -> list[np.ndarray]:
         """Positions of `rows` by rank, balanced by cost; ranks that split the work on a row get the same ones."""
         lengths = rows.lengths("prompt_ids") + rows.lengths("response_ids")
-        costs = [row_cost(length) for length in lengths.tolist()]
-        peers = self._config.trainer.ranks_per_row
-        shares = balance(costs, len(self._ranks) // peers)
-        return [np.asarray(sorted(share), np.int64) for share in shares for _ in range(peers)]
+        shares = shares_of(lengths.tolist(), len(self._ranks), self._config.trainer.ranks_per_row)
+        return [np.asarray(share, np.int64) for share in shares]
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """Log-probabilities of each row's response tokens under this model's weights, `[T_i]` float32."""
@@ -114,16 +115,20 @@ class Model:
         return results
 
 
-class Policy(Model):
+class Policy(Model, LoopPolicy):
     """The model that is trained, and the engines that sample from it."""
 
-    def __init__(self, fleet: Fleet, config: RunConfig, weights: WeightSync) -> None:
+    def __init__(
+        self, fleet: Fleet, config: RunConfig, weights: WeightSync, samples: SampleCalls, states: SavedStates
+    ) -> None:
         super().__init__(fleet.role("trainer"), config)
         self._fleet = fleet
-        self._weights = weights
+        self._weights, self._samples, self._states = weights, samples, states
         self._sampling = Sampling.of(config.rollout.sampling)
         self.version = 0
         """Version that the engines serve: the number of `publish` calls."""
+        self._has_gradients = False
+        """True if gradients wait for `optim_step`."""
 
     def generate(self, prompts: Sequence[Prompt], n: int = 1, sampling: Sampling | None = None) -> Rows:
         """Sample `n` responses to each prompt: columns prompt_ids, task, response_ids, response_text, finish_reason,
@@ -149,19 +154,54 @@ class Policy(Model):
     def update(self, rows: Rows, loss: Loss) -> dict[str, float]:
         """Make one policy update on the rows: `forward_backward` and `optim_step`, once for each of
         `trainer.num_minibatches`. `loss` reads columns by the names of its parameters. Returns the batch's metrics."""
-        return self._of_batch("update", rows, loss)
+        metrics = self._of_batch("update", rows, loss)
+        self._has_gradients = False
+        return metrics
 
-    def forward_backward(self, rows: Rows, loss: Loss) -> dict[str, float]:
-        """Compute gradients on the rows, and add them to those of earlier calls since the last `optim_step`. Weights
-        stay as they are. Returns the batch's metrics."""
-        return self._of_batch("forward_backward", rows, loss)
+    def forward(self, data: Sequence[Datum], loss: str | LossCall) -> ForwardOutput:
+        return self._of_data(data, loss, backward=False)
+
+    @overload
+    def forward_backward(self, data: Rows, loss: Loss) -> dict[str, float]: ...
+
+    @overload
+    def forward_backward(self, data: Sequence[Datum], loss: str | LossCall) -> ForwardOutput: ...
+
+    def forward_backward(
+        self, data: Rows | Sequence[Datum], loss: Loss | str | LossCall
+    ) -> dict[str, float] | ForwardOutput:
+        """Compute gradients, and add them to those of earlier calls since the last `optim_step`. Weights stay as they
+        are. Rows with a function: returns the batch's metrics. Data with a loss by its name: as `LoopPolicy` says it,
+        with log-probabilities at the temperature `rollout.sampling.temperature`."""
+        output: dict[str, float] | ForwardOutput
+        if isinstance(data, Rows):
+            if not callable(loss):
+                raise DataError(f"loss={loss!r}: rows are trained by a function. A name is for a list of Datum.")
+            output = self._of_batch("forward_backward", data, loss)
+        else:
+            if not isinstance(loss, str | LossCall):
+                raise DataError(
+                    "a list of Datum is trained by a loss's name, or by a LossCall. Functions are for Rows."
+                )
+            output = self._of_data(data, loss, backward=True)
+        self._has_gradients = True
+        return output
 
     def optim_step(self, params: AdamParams | None = None) -> dict[str, float]:
         """Step by the gradients since the last step. `params`: numbers of this step; None: those of
         `trainer.optimizer`, whose schedule counts steps. Returns `actor/grad_norm` and the like. Raises `DataError`
         where there are no gradients."""
         answers = self._all("optim_step", [(params,)] * len(self._ranks), self._config.trainer.step_timeout_s)
+        self._has_gradients = False
         return dict(answers[0])
+
+    def _of_data(self, data: Sequence[Datum], loss: str | LossCall, *, backward: bool) -> ForwardOutput:
+        if not data:
+            raise DataError("no data is given: pass at least one Datum.")
+        lengths = [len(datum.token_ids) for datum in data]
+        shares = shares_of(lengths, len(self._ranks), self._config.trainer.ranks_per_row)
+        arguments = [([data[position] for position in share], loss_call(loss), backward) for share in shares]
+        return put_together(shares, self._all("forward_data", arguments, self._config.trainer.step_timeout_s))
 
     def _of_batch(self, method: str, rows: Rows, loss: Loss) -> dict[str, float]:
         arguments = [(rows.select(share), loss) for share in self._shares(rows)]
@@ -169,7 +209,9 @@ class Policy(Model):
         return dict(reports[0].metrics)
 
     def publish(self) -> int:
-        """Bring the trainer's weights to the engines. Returns the new version once every engine serves it."""
+        """Bring the trainer's weights to the engines, once samples under way have ended. Returns the new version once
+        every engine serves it."""
+        self._samples.settle()
         version = self.version + 1
         _run(self._bring(version))
         self.version = version
@@ -180,6 +222,32 @@ class Policy(Model):
             await self._weights.connect()
         await self._weights.begin(version)
         await self._weights.load(await self._weights.finish(version))
+
+    def sample_async(
+        self, prompt_ids: Sequence[int], num_samples: int = 1, sampling: Sampling | None = None,
+        **options: Unpack[SampleOptions],
+    ) -> "Future[SampleOutput]":  # fmt: skip
+        """Begin to sample, as `LoopPolicy` says it; `sampling` None: `rollout.sampling`. Calls are spread over the
+        engines. Those under way hold up `publish`: a sample is of one version."""
+        return self._samples.begin(SampleCall(list(prompt_ids), num_samples, sampling or self._sampling, **options))
+
+    def save(self, name: str) -> str:
+        """Save weights, optimizer and counters as `states/NAME` of the run's directory, or of its URL. Returns the
+        path. Raises `DataError` for a name that is taken, and while gradients wait, which no state keeps;
+        `CheckpointError`, `DeadlineExceeded`."""
+        self._check_stepped("save")
+        return _run(self._states.save(name, {"samples": self._samples.num_begun}))
+
+    def load(self, path: str) -> None:
+        """Go on from what `save` has saved, in this session or another one of the same model: weights, optimizer,
+        counters, and the seeds of samples. Engines have it after `publish`. Raises `DataError` while gradients wait, or
+        where there is no state, `CheckpointError` for one that is damaged or does not fit; nothing has changed then."""
+        self._check_stepped("load")
+        self._samples.num_begun = _run(self._states.load(path))["samples"]
+
+    def _check_stepped(self, verb: str) -> None:
+        if self._has_gradients:
+            raise DataError(f"{verb}: gradients wait for their step, and are no part of a state. Call optim_step.")
 
     def export(self, directory: str | Path) -> None:
         """Write the weights as a HF model."""
@@ -297,8 +365,13 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
 
 @contextlib.contextmanager
 def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory: RunDirectory) -> Iterator[Session]:
-    with started_fleet(config, flow, plan, directory) as started, opened_sinks(config, directory) as sinks:
+    with contextlib.ExitStack() as stack:
+        started = stack.enter_context(started_fleet(config, flow, plan, directory))
+        sinks = stack.enter_context(opened_sinks(config, directory))
         config, fleet = started.config, started.fleet
+        calls = SampleCalls(lambda: fleet.role("rollout"), config.seed, config.rollout.generate_timeout_s)
+        samples = stack.enter_context(contextlib.closing(calls))
+        states = SavedStates(fleet, f"{directory.place}/{directory.states.name}", config.checkpoint.timeout_s)
         judged = {stage.name for stage in flow.of_kind("logprobs")[:1]}
         reference = {actor.name for actor in plan if actor.role == "scorer" and actor.stage in judged}
         ranks = [(name, handle) for name, handle in fleet.role("scorer") if name in reference]
@@ -307,7 +380,7 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
         yield Session(
             config,
             directory.path,
-            Policy(fleet, config, weights),
+            Policy(fleet, config, weights, samples, states),
             PromptStream(open_source(config, started.model_path)),
             Reward(fleet, config),
             Workers(

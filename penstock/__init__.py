@@ -5,7 +5,8 @@
     config = penstock.load_config(["recipe=arithmetic", "trainer.max_steps=20"])
     result = penstock.run(config)
 
-`run` executes a `Dataflow` (declarative); `session` hands out the actors for a loop of one's own (imperative).
+`run` executes a `Dataflow` (declarative); `session` hands out the actors for a loop of one's own (imperative), and
+`Client` an adapter on a server for the same loop.
 What is one's own is registered by name: `@algorithm`, `@reward`, `@environment`, `@advantage`, `@surrogate`,
 `@correction`.
 """
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.conf.errors import LimitReached as LimitReached
     from penstock.conf.errors import PenstockError as PenstockError
     from penstock.conf.run import RunConfig as RunConfig
+    from penstock.orchestrator.client import Client as Client
     from penstock.orchestrator.configuration.compose import load_config as load_config
     from penstock.orchestrator.run import run as run
     from penstock.orchestrator.session import session as session
@@ -44,19 +46,26 @@ if TYPE_CHECKING:
     from penstock.workers.protocols import Sampling as Sampling
     from penstock.workers.reward.registry import reward as reward
     from penstock.workers.sandbox.sandbox import Sandbox as Sandbox
+    from penstock.workers.training_calls import AdamParams as AdamParams
+    from penstock.workers.training_calls import Datum as Datum
+    from penstock.workers.training_calls import LossCall as LossCall
     from penstock.workers.trajectory import Trajectory as Trajectory
     from penstock.workers.trajectory import Turn as Turn
 
 _HOMES = {
+    "AdamParams": "workers.training_calls",
     "AlgorithmConfig": "conf.algorithms.base",
     "AttemptOver": "conf.errors",
     "BatchTotals": "algorithms.aggregation",
+    "Client": "orchestrator.client",
     "Column": "algorithms.graph.columns",
     "ConfigError": "conf.errors",
     "Context": "workers.environments.context",
     "DataError": "conf.errors",
     "Dataflow": "algorithms.graph.dataflow",
+    "Datum": "workers.training_calls",
     "LimitReached": "conf.errors",
+    "LossCall": "workers.training_calls",
     "Message": "workers.gateway.formats.conversation",
     "NonNegative": "algorithms.named",
     "PenstockError": "conf.errors",

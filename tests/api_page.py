@@ -26,6 +26,7 @@ MOST_SHOWN = 12
 """Most parameters of a signature that are told."""
 GROUPS = {
     "Runs": ("load_config", "run", "session", "RunConfig"),
+    "Loops of one's own": ("Client", "Datum", "LossCall", "AdamParams"),
     "Dataflows and algorithms": ("algorithm", "AlgorithmConfig", "Dataflow", "Stage", "Column"),
     "Formulas": (
         "advantage", "surrogate", "correction", "truncated_importance_weight", "aggregate", "BatchTotals", "Positive",

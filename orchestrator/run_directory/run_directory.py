@@ -10,6 +10,7 @@
     logs/           what actors printed       threads.json    numbers of actors' threads
     trackers/       their ids of the run      wandb/          files of W&B
     pictures/       those that samples name (`pictures.py`)
+    states/         those that a session's loop has saved (`loops/saved_states.py`)
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
 (`failed_writes.py`), any other file written whole (`workers/local_files.py`): a run that is killed leaves whole files,
@@ -84,7 +85,7 @@ class RunDirectory:
         self.path, self.url = path, url
         self.config_file, self.metrics_file, self.events_file = path / "config.yaml", path / METRICS, path / EVENTS
         self.report, self.plots, self.tensorboard = path / "report.html", path / "plots", path / "tensorboard"
-        self.samples, self.checkpoints = path / "samples", path / "checkpoints"
+        self.samples, self.checkpoints, self.states = path / "samples", path / "checkpoints", path / "states"
         self.model = path / "model"
         """The directory of the final weights."""
         self.initial_model = path / "initial_model"
@@ -164,7 +165,7 @@ class RunDirectory:
         if self.is_anothers or self.failed_writes.waiting["metrics"]:
             return True
         try:
-            results = (self.model, self.checkpoints, self.samples, *self.path.glob("*/config.yaml"))
+            results = (self.model, self.checkpoints, self.samples, self.states, *self.path.glob("*/config.yaml"))
             is_here = self.read_metrics() or (self.config_file.is_file() and any(path.exists() for path in results))
             return bool(is_here) or (self.url is not None and has_begun_at(self.url))
         except (OSError, CheckpointError):

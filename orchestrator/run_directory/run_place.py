@@ -18,7 +18,7 @@ from penstock.orchestrator.run_directory.mirrored import url_of
 from penstock.workers.files import exists, is_url, list_names, remove
 
 HASH_LENGTH = 16
-RESULTS = ("metrics.jsonl", "model", "checkpoints", "samples")
+RESULTS = ("metrics.jsonl", "model", "checkpoints", "samples", "states")
 """Names of results that would be costly to make again."""
 
 

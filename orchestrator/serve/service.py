@@ -16,6 +16,7 @@ from pathlib import Path
 
 from penstock.conf.errors import DataError, PenstockError
 from penstock.conf.serve import ServeConfig
+from penstock.orchestrator.loops.verbs import seed_of
 from penstock.orchestrator.serve.backend import Backend, SampleOutput
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoints
 from penstock.orchestrator.serve.journal import JournalError
@@ -29,7 +30,7 @@ from penstock.orchestrator.serve.state_file import write_state
 from penstock.orchestrator.serve.tenants import Tenants
 from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient
 from penstock.orchestrator.serve.training_work import TrainingWork
-from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request, seed_of
+from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request
 from penstock.orchestrator.serve.wire.training import ForwardCall
 from penstock.workers.concurrent_tasks import cancel_all
 from penstock.workers.gateway.http.fields import parsed

@@ -42,7 +42,7 @@ from penstock.workers.progress import (
     Progress,
 )
 from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.trainer.adapters.calls import AdapterCalls
+from penstock.workers.trainer.adapters.calls import DatumCalls
 from penstock.workers.trainer.report import StepReport, TokenValues
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.training_calls import AdamParams
@@ -107,7 +107,7 @@ class _Rank:
             self._meeting.close()
 
 
-class Trainer(AdapterCalls, _Rank):
+class Trainer(DatumCalls, _Rank):
     """Lifecycle: `address` on the first of several ranks, `start` on all with it, `attach` where there is a store, then
     `step`, `begin_publishing` and the rest, then `close`. Calls that change a run carry the `epoch` of the command that
     makes them (`store/epoch.py`), and raise `TakenOver` for an older one. Streams have none: no other command takes

@@ -238,6 +238,13 @@ class Fleet(MemberTable):
         places = await self._files.places(directory, sorted(set(nodes.values())))
         return {name: places[node] for name, node in nodes.items()}
 
+    def provided(self, directory: str) -> dict[str, str]:
+        """Bring a directory to the nodes of the trainer's ranks. Returns where each finds it, by name. Raises
+        `ResourceError`, `DeadlineExceeded`."""
+        nodes = {name: self._node_of(name) for name, _ in self.role("trainer")}
+        self._files.provide(directory, sorted(set(nodes.values())))
+        return {name: self._files.local(node, directory) for name, node in nodes.items()}
+
     async def collect(self, directory: str, places: Mapping[str, str]) -> None:
         """Bring what ranks have written to `places` to the driver's machine. Raises `ResourceError`,
         `DeadlineExceeded`."""

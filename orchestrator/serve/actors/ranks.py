@@ -8,15 +8,13 @@ What ranks have computed is gone with them. The server creates its adapters agai
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from penstock.conf.errors import ConfigError, DataError, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import Kind, first_line, kind_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers
+from penstock.orchestrator.loops.verbs import put_together, shares_of
 from penstock.orchestrator.serve.backend import RequestFailed, TrainerLost
-from penstock.store.ledger.batches import balance, row_cost
 from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
 
 
@@ -38,14 +36,10 @@ class ServedRanks:
     async def forward(self, name: str, data: Sequence[Datum], loss: LossCall, *, backward: bool) -> ForwardOutput:
         """Score the data: each rank its share, balanced by cost. Which share a datum is in depends on this call
         alone."""
-        shares = self._shares(data)
+        trainer = self._config.trainer
+        shares = shares_of([len(datum.token_ids) for datum in data], trainer.num_ranks, trainer.ranks_per_row)
         arguments = [(name, [data[position] for position in share], loss, backward) for share in shares]
-        outputs: list[ForwardOutput] = await self._all("forward_adapter", arguments)
-        logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(data)
-        for share, output in zip(shares, outputs, strict=True):
-            for position, values in zip(share, output.logprobs, strict=True):
-                logprobs[position] = values
-        return ForwardOutput(logprobs, dict(outputs[0].metrics))
+        return put_together(shares, await self._all("forward_adapter", arguments))
 
     async def step(self, name: str, params: AdamParams) -> dict[str, float]:
         return dict((await self._all("step_adapter", self._same(name, params)))[0])
@@ -56,13 +50,6 @@ class ServedRanks:
 
     def _same(self, *arguments: Any) -> list[tuple[Any, ...]]:
         return [arguments] * self._config.trainer.num_ranks
-
-    def _shares(self, data: Sequence[Datum]) -> list[list[int]]:
-        """Positions by rank; ranks that split the work on a row get the same ones."""
-        peers = self._config.trainer.ranks_per_row
-        costs = [row_cost(len(datum.token_ids)) for datum in data]
-        shares = balance(costs, self._config.trainer.num_ranks // peers)
-        return [sorted(share) for share in shares for _ in range(peers)]
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call every rank with its own arguments. Raises `DataError` and `ConfigError` of theirs, `RequestFailed` for

@@ -3,7 +3,6 @@
 What no engine here does is refused by name.
 """
 
-import hashlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,13 +55,6 @@ def sample_request(fields: Fields, max_length: int, default_seed: int) -> Sample
         _likely(fields, "topk_sample_logprobs"),
     )  # fmt: skip
     return SampleRequest(call, last, targets is not None and "sparse_crow_indices" in targets)
-
-
-def seed_of(*counters: object) -> int:
-    """A seed made of counters, from 0 to 2**31 - 1: the same whenever they are. No random id is among them, so that the
-    same loop draws the same in another session."""
-    digest = hashlib.sha256("/".join(map(str, counters)).encode()).digest()
-    return int.from_bytes(digest[:4], "little") >> 1
 
 
 def _sampling(fields: Fields, room: int, default_seed: int) -> tuple[Sampling, tuple[int, ...]]:

@@ -1,4 +1,5 @@
-"""The calls of a rank's actor that train adapters by name. Light to import: torch comes with the rank's parts."""
+"""The calls of a rank's actor that take data with targets of their own: for the weights that it trains, or for adapters
+by name. Light to import: torch comes with the rank's parts."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -11,10 +12,10 @@ if TYPE_CHECKING:
     from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer
 
 
-class AdapterCalls:
-    """Methods that `Trainer` inherits, where its specification has a `slot_rank`. All are collective: every rank gets
-    the same call with the same arguments, but for its own share of the data. Wrong arguments raise `DataError` on all
-    ranks alike, and change nothing; they raise `PartnerGone` where a rank dies."""
+class DatumCalls:
+    """Methods that `Trainer` inherits; those with a name are for a specification with a `slot_rank`. All are
+    collective: every rank gets the same call with the same arguments, but for its own share of the data. Wrong
+    arguments raise `DataError` on all ranks alike, and change nothing; they raise `PartnerGone` where a rank dies."""
 
     if TYPE_CHECKING:
 
@@ -22,6 +23,17 @@ class AdapterCalls:
         def _parts(self) -> Any: ...
 
         def _together(self, name: str) -> AbstractContextManager[None]: ...
+
+    def forward_data(self, data: Sequence[Datum], loss: LossCall | None, backward: bool) -> ForwardOutput:
+        """Score the targets of this rank's share of the data by the weights that are trained, as `forward_adapter` does
+        by an adapter's; `optim_step` steps by the gradients."""
+        from penstock.workers.trainer.datum_trainer import DatumTrainer
+
+        trainer = self._parts.trainer
+        if not isinstance(trainer, DatumTrainer):
+            raise NotStarted("this trainer trains scores, not a policy: it takes no data with targets.")
+        with self._together("forward of data"):
+            return trainer.forward_data(data, loss, backward=backward)
 
     def create_adapter(self, name: str, spec: AdapterSpec, state: AdapterState | None = None) -> None:
         """Make an adapter, in the place of one of that name: new, or of a state."""

@@ -10,10 +10,11 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
 
+from penstock.orchestrator.loops.verbs import seed_of
 from penstock.orchestrator.serve.backend import SampleCall, SampledTokens, SampleOutput, TopTokens
 from penstock.orchestrator.serve.wire.messages import JSON, PROTOBUF, unpacked, zstandard
 from penstock.orchestrator.serve.wire.results import forward_answer, sample_answer
-from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request, seed_of
+from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request
 from penstock.orchestrator.serve.wire.training import create_call, forward_address, forward_call, optim_call
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.gateway.http.fields import Fields
