@@ -7,7 +7,7 @@ import pytest
 
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.orchestrator.session import Model
+from penstock.orchestrator.loops.policy import Model
 from penstock.store.data.rows import Rows
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.algorithms.losses.summed import CLIP_HIGH, CLIP_LOW, INPUTS, check_inputs
+from penstock.algorithms.losses.summed import CLIP_HIGH, CLIP_LOW, INPUTS, check_inputs, inputs_of
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.placeholders import NO_PICTURES
@@ -45,7 +45,9 @@ def rows_of(data: Sequence[Datum], loss: LossCall | None, limits: Limits) -> Row
         "response_ids": [np.zeros(0, np.int32)] * len(data),
         TARGETS: [np.asarray(datum.targets, np.int64).reshape(-1) for datum in data],
     }
-    names = dict.fromkeys(name for datum in data for name in datum.columns) if loss is not None else {}
+    needed = inputs_of(loss.name)[0] if loss is not None else []  # of a rank without data, too
+    given = [name for datum in data for name in datum.columns] if loss is not None else []
+    names = dict.fromkeys([*needed, *given])
     absent = ABSENT | (dict(loss.config) if loss is not None else {})
     for name in names:
         columns[INPUTS.get(name, name)] = [
