@@ -69,6 +69,8 @@ class PlayedOwner(Member):
 
     async def leave(self, epoch: int) -> None: ...
 
+    async def end(self, epoch: int, name: str) -> None: ...
+
 
 class Here:
     """A stand-in for a handle, of a member of this process."""

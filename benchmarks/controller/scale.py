@@ -49,6 +49,7 @@ class Scale:
                 "checkpoint.every_steps=0",
                 "evaluation.every_steps=0",
                 "tracking.export_model=false",
+                "cluster.shutdown_timeout_s=7200",  # seconds of a clock that runs many times as fast as this machine
             )
         )
 
