@@ -130,8 +130,8 @@ class Policy(Model, LoopPolicy):
         self, data: Rows | Sequence[Datum], loss: Loss | str | LossCall
     ) -> dict[str, float] | ForwardOutput:
         """Compute gradients, and add them to those of earlier calls since the last `optim_step`. Weights stay as they
-        are. Rows with a function: returns the batch's metrics. Data with a loss by its name: as `LoopPolicy` says it,
-        with log-probabilities at the temperature `rollout.sampling.temperature`."""
+        are. Rows with a function: returns the batch's metrics. Data with a loss by its name: as `LoopPolicy` says
+        it."""
         output: dict[str, float] | ForwardOutput
         if isinstance(data, Rows):
             if not callable(loss):

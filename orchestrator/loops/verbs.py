@@ -47,7 +47,7 @@ class LoopPolicy(ABC):
 
     @abstractmethod
     def forward(self, data: Sequence[Datum], loss: str | LossCall) -> ForwardOutput:
-        """Score the data's targets without gradients. `loss`: a name, or one with its numbers
+        """Score the data's targets without gradients, at temperature 1. `loss`: a name, or one with its numbers
         (`algorithms/losses/summed.py`)."""
 
     @abstractmethod
