@@ -6,12 +6,15 @@ Legend: P tokens of the prompt, V vocabulary, K tokens that are told of at a pos
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from penstock.conf.errors import DataError, PromptRefused
 from penstock.workers.sample_calls import SampleCall, TopTokens
+
+if TYPE_CHECKING:
+    import torch
 
 ROWS = 512
 """Positions whose log-probabilities are computed at once: `ROWS * V` float32 are in memory."""
@@ -62,8 +65,10 @@ def check_call(call: SampleCall, vocabulary: int) -> None:
             raise DataError(f"target_prompt_ids: has tokens outside of the model's vocabulary of {vocabulary}.")
 
 
-def score_prompt(logits_PV: torch.Tensor, call: SampleCall) -> PromptScores:
+def score_prompt(logits_PV: "torch.Tensor", call: SampleCall) -> PromptScores:
     """Compute what is asked for. `logits_PV`: at each token of the prompt, for the next one."""
+    import torch
+
     num_tokens, num_top = len(call.prompt_ids), min(call.topk_prompt_logprobs, logits_PV.shape[-1])
     chosen = np.full(num_tokens, np.nan, np.float32)
     top_ids, top = np.zeros((num_tokens, num_top), np.int32), np.zeros((num_tokens, num_top), np.float32)

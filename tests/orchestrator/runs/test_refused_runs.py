@@ -12,6 +12,7 @@ from penstock.conf.errors import PenstockError, ResourceError, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.orchestrator import run as running
 from penstock.orchestrator import session as handles
+from penstock.orchestrator import storeless
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
@@ -50,7 +51,7 @@ def test_a_run_that_is_refused_leaves_its_name_free(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, started: str
 ) -> None:
     monkeypatch.setattr(running, "Cluster", connecting(error))
-    monkeypatch.setattr(handles, "Cluster", connecting(error))
+    monkeypatch.setattr(storeless, "Cluster", connecting(error))
     start: Any = running.run if started == "run" else lambda config: handles.session(config).__enter__()
     with pytest.raises(type(error)):
         start(load_config(words))
@@ -71,7 +72,7 @@ def test_a_run_that_is_refused_leaves_its_name_free_at_a_url_too(
 
     cluster = connecting(ResourceError("the cluster has 0 GPUs"), wait_for_upload)
     monkeypatch.setattr(running, "Cluster", cluster)
-    monkeypatch.setattr(handles, "Cluster", cluster)
+    monkeypatch.setattr(storeless, "Cluster", cluster)
     start: Any = running.run if started == "run" else lambda config: handles.session(config).__enter__()
     with pytest.raises(ResourceError):
         start(load_config([*words, f"output_dir=file://{bucket}", "tracking.upload_every_s=0.01"]))

@@ -17,7 +17,7 @@ from tests.orchestrator.serve.served import KEY, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
-GROUP, NUM_STEPS = 8, 6
+GROUP, NUM_STEPS = 32, 6
 SAMPLING = penstock.Sampling(max_tokens=6)
 
 
