@@ -7,10 +7,11 @@ all that it does.
 | `rl_loop` | gsm8k | sampling 4 of a prompt, unnamed sampler weights | importance_sampling |
 | `sl_basic` | no_robots | also `forward`, for the loss on other rows | cross_entropy |
 | `rl_basic` | gsm8k | also sampling for the test rows | importance_sampling |
-| `math_rl` | made by itself | the same; several substeps before a step | importance_sampling |
+| `math_rl` | gsm8k | the same; several substeps before a step | importance_sampling |
 | `dpo` | hh-rlhf | log-probabilities of prompts by the base, `forward_backward_custom` | custom |
 | `guess_number` | made by itself | sampling of many turns | importance_sampling |
 | `text_arena` | made by itself (textarena) | sampling for both players | importance_sampling |
+| `warm` | warm.jsonl | what `rl_loop` and `math_rl` start from: answers in their form | cross_entropy |
 | `prompt_distillation` | conversations.jsonl | as `sl_basic`, several epochs | cross_entropy |
 | `sdft` | SciKnowEval | the most likely tokens of prompts by the base; targets `[N, K]` | cross_entropy |
 | `rl_numerics_check` | wikitext | sampling of many turns with calls of a tool | importance_sampling |
@@ -33,10 +34,14 @@ class Recipe:
     metric: str
     """Name of the number in metrics.jsonl that tells whether anything was learned, or that it ran."""
     model: str = BASE
+    takes_start: bool = False
+    """True if an argument names the weights that it starts from; others take what their log says was saved last."""
 
-    def command(self, log: str) -> list[str]:
-        """Words of the command. `log`: directory for what it logs."""
+    def command(self, log: str, start: str | None = None) -> list[str]:
+        """Words of the command. `log`: directory for what it logs. `start`: path of the weights that it starts from."""
         words = [f"model_name={self.model}", f"log_path={log}", *self.arguments]
+        if start is not None and self.takes_start:
+            words.append(f"load_checkpoint_path={start}")
         return ["-m", f"{RECIPES_PACKAGE}.{self.module}", *words]
 
 
@@ -50,8 +55,8 @@ RECIPES = {
     "rl_loop": Recipe(
         "rl_loop",
         (
-            "batch_size=8", "group_size=4", "learning_rate=2e-3", "lora_rank=8", "save_every=2", "max_tokens=8",
-            "loss_fn=importance_sampling", "max_steps=4",
+            "batch_size=4", "group_size=32", "learning_rate=1e-3", "lora_rank=8", "save_every=2", "max_tokens=6",
+            "loss_fn=importance_sampling", "max_steps=8",
         ),
         "reward/total",
     ),
@@ -68,15 +73,16 @@ RECIPES = {
     "math_rl": Recipe(
         "math_rl.train",
         (
-            "env=arithmetic", "groups_per_batch=8", "group_size=4", "learning_rate=2e-3", "lora_rank=8", "max_tokens=4",
+            "env=gsm8k", "groups_per_batch=4", "group_size=32", "learning_rate=1e-3", "lora_rank=8", "max_tokens=6",
             "loss_fn=importance_sampling", "num_substeps=2", "compute_post_kl=true", "eval_every=0", "save_every=2",
-            "max_steps=3",
+            "max_steps=8",
         ),
         "env/all/reward/total",
+        takes_start=True,
     ),
     "dpo": Recipe(
         "preference.dpo.train",
-        ("dataset=hhh", "learning_rate=1e-3", "max_length=128", "batch_size=8", "max_steps=6"),
+        ("dataset=hhh", "learning_rate=5e-3", "max_length=128", "batch_size=8", "max_steps=16"),
         "dpo_loss",
     ),
     "guess_number": Recipe(
@@ -95,6 +101,14 @@ RECIPES = {
             "max_steps=2",
         ),
         "env/all/reward/total",
+    ),
+    "warm": Recipe(
+        "prompt_distillation.train",
+        (
+            "file_path=warm.jsonl", "learning_rate=5e-3", "num_epochs=2", "lora_rank=8", "max_length=256",
+            "batch_size=32", "eval_every=0", "save_every=0",
+        ),
+        "train_mean_nll",
     ),
     "prompt_distillation": Recipe(
         "prompt_distillation.train",

@@ -1,13 +1,15 @@
 """Runs a recipe of tinker-cookbook, unmodified, in an environment of its own and without a network.
 
 made = make_directory(tmp_path)
-metrics = run_recipe("sl_loop", server.url, made)     # a line of metrics.jsonl a step
+logged = run_recipe("sl_loop", server.url, made)
+logged.values("train_mean_nll")                        # one a step
 """
 
 import json
 import os
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,27 @@ KEY = "tml-tests"
 NET_S = 900.0
 """Seconds after which a recipe is ended: a net, wide enough for a busy machine."""
 LAST_LINES = 60
+SAVED = "checkpoints.jsonl"
+"""File in which recipes log what they have saved, and find what they go on from."""
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What a recipe has logged."""
+
+    log: Path
+
+    def values(self, name: str) -> list[float]:
+        """The values of one number, in the order of steps; lines without it are left out."""
+        return [float(line[name]) for line in self._lines("metrics.jsonl") if name in line]
+
+    @property
+    def saved(self) -> str:
+        """Path of the state that was saved last."""
+        return str(self._lines(SAVED)[-1]["state_path"])
+
+    def _lines(self, file: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.log / file).read_text().splitlines()]
 
 
 class RecipeFailed(AssertionError):
@@ -25,14 +48,17 @@ class RecipeFailed(AssertionError):
 
 
 def run_recipe(
-    recipe: str | Recipe, url: str, directory: Path, *more: str, key: str = KEY, timeout_s: float = NET_S
-) -> list[dict[str, Any]]:
-    """Run a recipe in a directory of `make_directory` against the server at `url`. Returns the lines of its
-    metrics.jsonl. `more`: further arguments. Raises `RecipeFailed`."""
+    recipe: str | Recipe, url: str, directory: Path, start: str | None = None, key: str = KEY, timeout_s: float = NET_S
+) -> Logged:
+    """Run a recipe in a directory of `make_directory` against the server at `url`. `start`: path of the weights that it
+    starts from; None: the base model's. Raises `RecipeFailed`."""
     chosen = RECIPES[recipe] if isinstance(recipe, str) else recipe
     log = directory / "logs" / f"{chosen.module}-{len(list(directory.glob('logs/*')))}"
-    run_module([*chosen.command(str(log)), *more], url, directory, key, timeout_s)
-    return metrics_of(log)
+    if start is not None and not chosen.takes_start:
+        log.mkdir(parents=True)
+        (log / SAVED).write_text(json.dumps({"name": "start", "batch": 0, "state_path": start}) + "\n")
+    run_module(chosen.command(str(log), start), url, directory, key, timeout_s)
+    return Logged(log)
 
 
 def run_module(words: list[str], url: str, directory: Path, key: str = KEY, timeout_s: float = NET_S) -> str:
@@ -74,16 +100,6 @@ def environment(url: str, directory: Path, key: str = KEY) -> Mapping[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def metrics_of(log: Path) -> list[dict[str, Any]]:
-    """Lines of what a recipe has logged."""
-    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-
-
-def values_of(metrics: list[dict[str, Any]], name: str) -> list[float]:
-    """The values of one number, in the order of steps; lines without it are left out."""
-    return [float(line[name]) for line in metrics if name in line]
 
 
 def _last(output: str) -> str:
