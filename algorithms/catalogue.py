@@ -15,6 +15,8 @@ __all__ = ["ALGORITHMS", "build_dataflow", "dataflow_of", "find_algorithm"]
 
 def find_algorithm(name: str) -> Algorithm:
     """The algorithm of that name. Raises `ConfigError` with the nearest known name."""
+    if name == AlgorithmConfig.name:
+        raise ConfigError("no algorithm is named: RunConfig(algorithm=GrpoConfig()), for instance, of penstock.conf.")
     if name not in ALGORITHMS:
         raise ConfigError(f"algorithm={name}: unknown{suggest(name, ALGORITHMS)}")
     return ALGORITHMS[name]

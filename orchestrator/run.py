@@ -17,13 +17,14 @@ from rich.console import Console
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, PenstockError, TakenOver
-from penstock.conf.run import RunConfig, WarmStartConfig, validate
+from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.network.machine import warning
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
 from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere, this_node
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
+from penstock.orchestrator.configuration.completed import completed
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.memory_view import settled
 from penstock.orchestrator.configuration.validate import check_run, first_runs
@@ -67,7 +68,7 @@ def run(
     Raises `ConfigError`, `DataError`, `ModelError`, `ResourceError` or `RunInUse` before any actor starts (and
     `CheckpointError` for a URL that does not answer), and other `PenstockError`s later.
     """
-    validate(config)
+    config = completed(config)
     console = Console(quiet=quiet)
     if (done := finished_run(config)) is not None:
         return _nothing_left(done, console)

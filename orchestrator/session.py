@@ -25,12 +25,13 @@ import numpy as np
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
-from penstock.conf.run import RunConfig, validate
+from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.cluster.ray_calls import get_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
+from penstock.orchestrator.configuration.completed import completed
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.loops.policy import Model, Policy, Prompt, waited_for
 from penstock.orchestrator.loops.sampling import SampleCalls
@@ -148,7 +149,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
     Raises what `penstock.run` raises before it starts. `flow` (default: the configured algorithm's) says which actors
     there are.
     """
-    validate(config)
+    config = completed(config)
     if config.environment.name is not None:
         raise ConfigError(
             "environment.name is set: a session has no attempts, it samples responses to prompts. Train in an "

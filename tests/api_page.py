@@ -15,7 +15,24 @@ from penstock.orchestrator.configuration.keys import texts_of
 HEAD = """# The Python API
 
 What `import penstock` gives; everything else may change without notice. Guides:
-[algorithms of one's own](algorithms.md), [environments](agents.md).
+[algorithms of one's own](algorithms.md), [environments](agents.md), [loops](serve.md#the-same-loop-here-and-there).
+
+A configuration is made of words, `load_config(["recipe=arithmetic", "trainer.max_steps=50"])`, or of typed sections.
+`penstock.conf` has them all, and [keys.md](keys.md) says what each field means:
+
+```python
+from penstock import conf, run
+
+config = conf.RunConfig(
+    model=conf.ModelConfig(path="MY_MODEL"),
+    data=conf.DataConfig(path="questions.jsonl"),
+    reward=conf.RewardConfig(function="my_reward.py:score"),
+    algorithm=conf.GrpoConfig(group_size=16),
+    rollout=conf.RolloutConfig(max_model_len=2048, sampling=conf.SamplingConfig(max_tokens=512)),
+    trainer=conf.TrainerConfig(max_steps=200, optimizer=conf.OptimizerConfig(lr=1e-6)),
+)
+run(config)
+```
 """
 TYPES = {
     "Message": "A message as clients of chat endpoints send it: a mapping with `role` and `content`.",

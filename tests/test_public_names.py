@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock import conf
 from tests.api_page import GROUPS, page
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,19 @@ def test_the_reference_is_what_signatures_and_docstrings_say() -> None:
     assert (ROOT / "docs" / "api.md").read_text() == page(), "write it anew: python -m tests.api_page > docs/api.md"
 
 
+def test_every_section_of_a_configuration_is_there() -> None:
+    classes = [
+        name
+        for file in (ROOT / "conf").rglob("*.py")
+        for name in re.findall(r"^class (\w+Config)\b", file.read_text(), re.MULTILINE)
+    ]
+    told = re.findall(r"import (\w+Config) as", (ROOT / "conf" / "__init__.py").read_text())
+    assert sorted(told) == sorted(classes)
+    assert all(getattr(conf, name).__name__ == name for name in classes)
+    with pytest.raises(AttributeError, match="NoSuchConfig"):
+        conf.NoSuchConfig  # noqa: B018
+
+
 def imported_from(code: str) -> list[str]:
     """Names that are imported from Penstock's own modules, as `module.name`, but for files beside another recipe's."""
     lines = re.findall(r"^from (penstock(?:\.\w+)*) import (.+)$", code, re.MULTILINE)
@@ -34,6 +48,8 @@ def imported_from(code: str) -> list[str]:
 
 
 def public(name: str) -> bool:
+    if name.startswith("penstock.conf"):
+        return name == "penstock.conf" or hasattr(conf, name.removeprefix("penstock.conf."))
     return name.removeprefix("penstock.") in penstock.__all__
 
 

@@ -7,7 +7,7 @@ objects once, here. Every fault is a `ConfigError` of one sentence.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -24,11 +24,13 @@ from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.model import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
+from penstock.orchestrator.configuration.completed import make_paths_absolute
 from penstock.orchestrator.configuration.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
 from penstock.orchestrator.configuration.recipes import Recipe, find_recipe, load_file
-from penstock.workers.user_code import with_file
 
 DEFAULT_ALGORITHM = "grpo"
+OPTIONS_OF = {"reward.function": "reward.options", "environment.name": "environment.options"}
+"""Keys that name something of a recipe's, and those of its options."""
 _LOG = logging.getLogger("penstock")
 
 
@@ -45,6 +47,7 @@ def load_config(overrides: Sequence[str] = ()) -> RunConfig:
     files = _load_imports(recipe, assignments)
     algorithm, config_class = _find_algorithm(choices.get("algorithm"), recipe, files)
     tree = _compose_groups(recipe, algorithm, config_class, choices)
+    _leave_options(tree, assignments)
     for word in assignments:
         apply(tree, word)
     tree.imports = [str(file) for file in files]
@@ -53,7 +56,7 @@ def load_config(overrides: Sequence[str] = ()) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from None
     _infer_jsonl(config, {word.key for word in words})
-    _absolute_paths(config, recipe.directory)
+    make_paths_absolute(config, recipe.directory)
     validate(config)
     return config
 
@@ -201,6 +204,13 @@ def _refuse(recipe: Recipe, values: dict[str, Any], config_class: type[Algorithm
         raise wrong_type(tree, error, key, value, where) from None
 
 
+def _leave_options(tree: DictConfig, assignments: list[Override]) -> None:
+    """Empty the recipe's options of what is replaced: they are another function's."""
+    for word in assignments:
+        if word.key in OPTIONS_OF and OmegaConf.select(tree, word.key) not in (None, word.value):
+            OmegaConf.update(tree, OPTIONS_OF[word.key], {}, merge=False)
+
+
 def _infer_jsonl(config: RunConfig, typed: set[str]) -> None:
     """Make a recipe that reads the hub read a file, if `data.path=train.jsonl` alone was given."""
     data = config.data
@@ -212,39 +222,3 @@ def _infer_jsonl(config: RunConfig, typed: set[str]) -> None:
         _LOG.warning(
             "data.path is a file: held-out evaluation is off. Name a held-out file: evaluation.path=test.jsonl"
         )
-
-
-def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
-    """Give files and directories that exist their absolute path, since actors run elsewhere. Names of the hub stay as
-    they are."""
-
-    def absolute(value: str | None) -> str | None:
-        if not value:
-            return value
-        candidates = (base / Path(value).expanduser() for base in (Path.cwd(), recipe_directory))
-        return next((str(path.resolve()) for path in candidates if path.exists()), value)
-
-    parts: list[Any] = [config.data, *config.data.mixture.values()]
-    for data in parts:
-        if (data.source or config.data.source) != "reasoning_gym":
-            data.path = absolute(data.path)
-    if config.data.source == "jsonl":
-        config.evaluation.path = absolute(config.evaluation.path)
-    config.model.path = absolute(config.model.path)
-    config.model.reference_path = absolute(config.model.reference_path)
-    config.model.paths = {name: absolute(path) or path for name, path in config.model.paths.items()}
-    for section, key in (
-        (config.reward, "function"), (config.data, "teacher"), (config.data, "rejected_teacher"),
-        (config.data, "path"), (config.evaluation, "path"), (config.environment, "name"),
-        *((part, "path") for part in config.data.mixture.values()),
-    ):  # fmt: skip
-        setattr(section, key, _of_code(getattr(section, key), absolute))
-    for reward in config.rewards:
-        reward.function = str(_of_code(reward.function, absolute))
-    options = config.environment.options
-    options |= {key: _of_code(value, absolute) for key, value in options.items() if isinstance(value, str)}
-
-
-def _of_code(name: str | None, absolute: Callable[[str], str | None]) -> str | None:
-    """The name of a function: `file.py:function` with the file's absolute path; anything else as it is."""
-    return with_file(name, absolute) if name else name
