@@ -97,5 +97,10 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     """Import on first use: `import penstock` alone costs milliseconds, not the seconds of torch and Ray."""
     if name not in _HOMES:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+        from penstock.conf.renamed import present_name
+
+        present = present_name(name)
+        if present is None:
+            raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+        return __getattr__(present)
     return getattr(importlib.import_module(f"penstock.{_HOMES[name]}"), name)

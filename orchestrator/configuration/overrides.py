@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from penstock.conf.errors import ConfigError
+from penstock.conf.renamed import present_key
 
 CHOICES = ("recipe", "algorithm", "model")
 """Keys whose plain value is a name that stands for many keys."""
@@ -50,7 +51,7 @@ def _parse_word(word: str, parser: OverridesParser) -> Override:
         value = text if parsed.is_sweep_override() else parsed.value()
     except HydraException:
         value = _list_of_words(text) or text
-    return Override(key, value, word)
+    return Override(present_key(key), value, word)
 
 
 def _list_of_words(text: str) -> list[Any] | None:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from penstock.conf.errors import ConfigError, suggest
+from penstock.conf.renamed import present_values
 from penstock.workers.user_code import import_file
 
 FILE_NAME = "recipe.yaml"
@@ -127,7 +128,7 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{file}: must hold `key: value` lines at its top, not a {type(values).__name__}.")
-    return _expand(values)
+    return present_values(_expand(values))
 
 
 def _expand(values: dict[str, Any]) -> dict[str, Any]:

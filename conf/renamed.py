@@ -1,0 +1,63 @@
+"""Keys and public names that have been renamed. The old one is taken, with a warning, for two minor versions more
+(docs/stability.md)."""
+
+import logging
+import warnings
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+_LOG = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """The present name of something, and until when its old one is taken."""
+
+    name: str
+    until: str
+    """First version that refuses the old name."""
+
+
+KEYS: dict[str, Renamed] = {}
+"""Keys of the configuration by their old names, {trainer.groups: Renamed(trainer.groups_per_step, 0.4)}."""
+NAMES: dict[str, Renamed] = {}
+"""Names of `import penstock` by their old ones."""
+
+
+def present_key(key: str) -> str:
+    """The present name of a key that a user has written; an old one is told."""
+    found = KEYS.get(key)
+    if found is None:
+        return key
+    _LOG.warning("%s is called %s now. Rename it: version %s refuses the old name.", key, found.name, found.until)
+    return found.name
+
+
+def present_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The nested values of a recipe, with old keys by their present names. A value by the present name wins."""
+    found = deepcopy(values)
+    for key in KEYS:
+        *sections, name = key.split(".")
+        node: Any = found
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if isinstance(node, dict) and name in node:
+            _put(found, present_key(key).split("."), node.pop(name))
+    return found
+
+
+def present_name(name: str) -> str | None:
+    """The present name of a public name of the package, where it is an old one; using it is a `DeprecationWarning`."""
+    found = NAMES.get(name)
+    if found is None:
+        return None
+    text = f"penstock.{name} is called {found.name} now: version {found.until} refuses the old name."
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return found.name
+
+
+def _put(values: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        values = values.setdefault(part, {})
+    values.setdefault(path[-1], value)
