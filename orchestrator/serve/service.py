@@ -198,7 +198,7 @@ class Service:
 
     def decoded_sample(self, body: bytes, sampler: Sampler, seq: int) -> SampleRequest:
         """Decode a request. Raises `BadRequest`."""
-        seed = seed_of("sample", sampler.id.rpartition(":")[2], seq)
+        seed = seed_of("sample", sampler.origin, seq)
         return sample_request(parsed(body), self.backend.facts.max_length, seed)
 
     def _refuse_at_end(self) -> None:
@@ -241,10 +241,11 @@ class Service:
     def _own_file(self, sampler: Sampler) -> Path:
         return self._samples_of(sampler.session_id) / f"weights-{sampler.id.rpartition(':')[2]}.safetensors"
 
-    async def _add_own_sampler(self, client: TrainingClient, seq: int, state: AdapterState) -> str:
-        """Make a sampling session of a client's unnamed weights."""
-        session_id = client.facts.session_id
-        sampler = Sampler(sampler_id(session_id, seq), session_id, client.facts.model_id, is_own=True)
+    async def _add_own_sampler(self, client: TrainingClient, seq: int, number: int, state: AdapterState) -> str:
+        """Make a sampling session of a client's unnamed weights. `seq`: of the request. `number`: the session's."""
+        session_id, model_id = client.facts.session_id, client.facts.model_id
+        origin = f"{model_id.rpartition(':')[2]}/{seq}/own"
+        sampler = Sampler(sampler_id(session_id, number), session_id, model_id, is_own=True, origin=origin)
         await asyncio.to_thread(write_state, self._own_file(sampler), state)
         return (await self.sessions.add_sampler(sampler)).id
 

@@ -37,6 +37,9 @@ class Sampler:
     is_own: bool
     """Whether it has unnamed weights, which go with the session."""
     num_joined: int = 0
+    origin: str = ""
+    """Where its weights come from, in counters that do not change when the SDK repeats itself: its seeds are made of
+    it. The SDK counts sampling sessions anew at every retry."""
 
 
 @dataclass
@@ -123,12 +126,15 @@ class Sessions:
     async def add_sampler(self, sampler: Sampler) -> Sampler:
         """Add a sampling session, unless it was added before. Raises `OtherContent` if that was of other weights."""
         async with self._making:
-            known = self.sessions[sampler.session_id].samplers.get(sampler.id)
+            samplers = self.sessions[sampler.session_id].samplers
+            known = samplers.get(sampler.id)
             if known is not None and (known.path, known.is_own) != (sampler.path, sampler.is_own):
                 raise OtherContent(f"{sampler.id} was made before, of other weights.")
             if known is None:
+                same = sum(not other.is_own and other.path == sampler.path for other in samplers.values())
+                sampler.origin = sampler.origin or f"{sampler.path.partition(':train:')[2]}/{same}"
                 await self._note({"event": "sampler", **asdict(sampler)})
-            return self.sessions[sampler.session_id].samplers[sampler.id]
+            return samplers[sampler.id]
 
     def sampler(self, tenant: str, sampler_id: str) -> Sampler:
         session = self.sessions.get(sampler_id.partition(":")[0])

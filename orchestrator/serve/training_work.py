@@ -21,8 +21,9 @@ from penstock.orchestrator.serve.wire.training import (
 )
 from penstock.workers.training_calls import AdapterSpec, AdapterState
 
-AddSampler = Callable[[TrainingClient, int, AdapterState], Awaitable[str]]
-"""Makes a sampling session of a client's unnamed weights, by its number in the session; returns its id."""
+AddSampler = Callable[[TrainingClient, int, int, AdapterState], Awaitable[str]]
+"""Makes a sampling session of a client's unnamed weights, by the number of the request and by its own number in the
+session; returns its id."""
 MayRead = Callable[[str, str], bool]
 """Whether a training run is a tenant's."""
 
@@ -44,7 +45,7 @@ class TrainingWork:
             case OptimCall():
                 return plain({"metrics": await self._backend.optim_step(name, call.params)})
             case SaveCall(name=None, is_sampler=True):
-                return await self._publish(client, call)
+                return await self._publish(client, entry, call)
             case SaveCall():
                 return await self._save(client, entry, call)
             case LoadCall():
@@ -89,9 +90,9 @@ class TrainingWork:
         await asyncio.to_thread(lambda: self._checkpoints.save(facts, kept, overwrite=call.overwrite))
         return plain({"path": facts.address.path, "type": entry.kind})
 
-    async def _publish(self, client: TrainingClient, call: SaveCall) -> Answer:
+    async def _publish(self, client: TrainingClient, entry: Entry, call: SaveCall) -> Answer:
         state = await self._backend.adapter_state(client.facts.model_id)
-        sampler = await self._add_sampler(client, call.sampling_seq or 0, state.for_sampling())
+        sampler = await self._add_sampler(client, entry.seq, call.sampling_seq or 0, state.for_sampling())
         told: dict[str, Any] = {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
         return plain(told)
 

@@ -1,6 +1,7 @@
 """The server over HTTP, as plain requests: keys, limits, isolation, repeated creation, restarts, gaps, deletions."""
 
 import asyncio
+import itertools
 import json
 
 import httpx
@@ -125,6 +126,28 @@ def test_tenants_see_nothing_of_each_other(tmp_path):
         assert set(server.status()["tenants"]) == {"alice", "bob"}
 
     serve(tmp_path, act, config=ServeConfig(port=0, poll_s=0.5, tenants=tenants))
+
+
+def test_samples_do_not_depend_on_how_often_the_sdk_has_asked_for_their_session(tmp_path):
+    """The SDK counts sampling sessions anew at every retry, so their numbers are no part of seeds."""
+
+    async def drawn(client, key, numbers):
+        session = await client.session(key)
+        model = (await client.result(await client.adapter(session)))["model_id"]
+        samplers = [await client.own_sampler(model, seq, number) for seq, number in enumerate(numbers[:2], 1)]
+        for number in numbers[2:]:
+            body = {"session_id": session, "sampling_session_seq_id": number, "base_model": "m"}
+            samplers.append((await client.post("create_sampling_session", body))["sampling_session_id"])
+        bodies = [sample_body(sampler, 0, num_samples=8) for sampler in samplers]
+        answers = [await client.result(await client.post("asample", body)) for body in bodies]
+        return [[one["tokens"] for one in answer["sequences"]] for answer in answers]
+
+    async def act(_, http):
+        one, other = await drawn(Client(http), "a", (0, 1, 2, 3)), await drawn(Client(http), "b", (0, 6, 7, 9))
+        assert one == other
+        assert all(first != second for first, second in itertools.combinations(one, 2))
+
+    serve(tmp_path, act)
 
 
 def test_what_was_made_goes_on_in_the_next_server(tmp_path):
