@@ -144,7 +144,7 @@ class AdapterLimits:
     """The room for adapters that an engine serves side by side, by names of their own (`sample_calls.py`)."""
 
     max_rank: int
-    """Largest rank."""
+    """Largest rank; `WHOLE`: there are whole models in the place of adapters."""
     max_loaded: int
     """Adapters that are ready to be sampled from. The others wait on disk (vLLM) or in host memory (hf)."""
     head: bool = True

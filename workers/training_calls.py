@@ -59,11 +59,17 @@ class AdamParams:
     """Norm that larger gradients are scaled down to; 0: never."""
 
 
+WHOLE = 0
+"""The rank of what is no adapter but a whole model."""
+
+
 @dataclass(frozen=True)
 class AdapterSpec:
-    """The shape of a LoRA adapter (2106.09685), and the seed of its A. B starts at zero."""
+    """The shape of a LoRA adapter (2106.09685), and the seed of its A. B starts at zero. Or `WHOLE`: all weights of the
+    model in the place of an adapter, which start as the base model's."""
 
     rank: int
+    """Rank of A and B; `WHOLE`: there are none, and the model's weights themselves are trained."""
     seed: int = 0
     alpha: int = 32
     train_attn: bool = True
@@ -80,12 +86,18 @@ class AdapterState:
     tensors: dict[str, np.ndarray]
     """Float32, by `weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and, where gradients wait for their step,
     `gradients/NAME`. NAME is PEFT's in an adapter's file (`publication/adapter.py`), shapes are of the adapter's own
-    rank: `[rank, in]` for A, `[out, rank]` for B. Without optimizer there are weights alone."""
+    rank: `[rank, in]` for A, `[out, rank]` for B. Of a whole model they are its parameters by the names of its
+    checkpoint, tied ones once. Without optimizer there are weights alone."""
     num_steps: int = 0
     """Optimizer steps so far, which AdamW's bias correction counts."""
 
+    @property
+    def is_whole(self) -> bool:
+        """True if it is a whole model, and no adapter."""
+        return self.spec.rank == WHOLE
+
     def weights(self) -> dict[str, np.ndarray]:
-        """The adapter alone, by PEFT's names."""
+        """The weights alone, by their own names."""
         return {name.removeprefix("weights/"): value for name, value in self.tensors.items() if _is_weight(name)}
 
     def for_sampling(self) -> "AdapterState":

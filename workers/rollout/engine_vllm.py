@@ -16,8 +16,8 @@ imported in `start`. Adapters: `engine_vllm_adapter.py` where they are published
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -111,7 +111,7 @@ class VllmEngine(VllmProcesses):
         check_call(call, vocabulary)
         ask = SampleAsker(call, vocabulary, self.llm.vllm_config.use_v2_model_runner)
         scores, output = PromptScores(), None
-        with self._adapter_in_use(adapter) as lora:
+        async with self._adapter_in_use(adapter) as lora:
             answer = partial(self._answer, call.prompt_ids, call.pictures, lora=lora, priority=call.sampling.priority)
             if asks_of_prompt(call):
                 output = await answer(ask.scored)
@@ -120,8 +120,8 @@ class VllmEngine(VllmProcesses):
                 output = await answer(ask.samples)
         return SampleOutput([*map(ask.sampled_of, output.outputs)], scores.logprobs, scores.top, scores.targets)
 
-    @contextmanager
-    def _adapter_in_use(self, name: str | None) -> Iterator[Any]:
+    @asynccontextmanager
+    async def _adapter_in_use(self, name: str | None) -> AsyncIterator[Any]:
         """vLLM's request for an adapter, which stays there within the block. Raises `UnknownAdapter`."""
         if name is not None:
             raise UnknownAdapter(f"adapter {name!r}: this engine was started without room for adapters by name.")

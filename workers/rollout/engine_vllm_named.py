@@ -16,8 +16,8 @@ import asyncio
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,8 +107,8 @@ class VllmNamedEngine(VllmEngine):
     def _lora_request(self) -> Any:
         return self._base
 
-    @contextmanager
-    def _adapter_in_use(self, name: str | None) -> Iterator[Any]:
+    @asynccontextmanager
+    async def _adapter_in_use(self, name: str | None) -> AsyncIterator[Any]:
         if name is None:
             yield self._base
             return

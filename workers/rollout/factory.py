@@ -7,12 +7,17 @@ from penstock.conf.rollout import ENGINES
 from penstock.metering.meters import Meters
 from penstock.workers.cpu import prepare_for_torch
 from penstock.workers.protocols import EngineSpec, RolloutEngine
+from penstock.workers.training_calls import WHOLE
 
 
 def make_engine(spec: EngineSpec, meters: Meters | None = None) -> RolloutEngine:
     """Make an engine that is not started yet. `meters`: for the engine's own statistics (vLLM). Raises `ConfigError`
     for an unknown name."""
     config = spec.config
+    if config.engine == "vllm" and spec.adapters is not None and spec.adapters.max_rank == WHOLE:
+        from penstock.workers.rollout.engine_vllm_whole import VllmWholeEngine
+
+        return VllmWholeEngine(spec, meters)
     if config.engine == "vllm" and spec.adapters is not None:
         from penstock.workers.rollout.engine_vllm_named import VllmNamedEngine
 

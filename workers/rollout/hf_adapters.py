@@ -1,4 +1,5 @@
-"""Adapters of the hf engine, by name: the one that is asked for is merged into the model's weights.
+"""Adapters of the hf engine, by name: the one that is asked for is merged into the model's weights. Or whole models, of
+which the one that is asked for stands in their place.
 
     use(a) ─▶ W of its layers stands for W + alpha / rank * B @ A ─▶ use(None) ─▶ W
 
@@ -15,7 +16,7 @@ import torch
 
 from penstock.conf.errors import UnknownAdapter
 from penstock.workers.protocols import AdapterLimits
-from penstock.workers.rollout.named_adapters import check_adapter, factors_of
+from penstock.workers.rollout.named_adapters import check_adapter, check_whole, factors_of
 from penstock.workers.training_calls import AdapterState
 
 
@@ -30,9 +31,9 @@ class HfAdapters:
         self._states: dict[str, AdapterState] = {}
         self._used: AdapterState | None = None
         self._base: dict[str, torch.nn.Parameter] = {}
-        """The model's own weights of the layers that are adapted now."""
+        """The model's own weights that others stand for now, by their names."""
         self._merged: dict[str, torch.nn.Parameter] = {}
-        """Room for merged weights, which one adapter after the other takes."""
+        """Room for other weights, which one adapter after the other takes."""
 
     def names(self) -> list[str]:
         return list(self._states)
@@ -41,7 +42,10 @@ class HfAdapters:
         """Keep an adapter; nothing for a name that is there. Raises `DataError` for layers that the model does not
         have, and for a rank beyond the limits."""
         if name not in self._states:
-            check_adapter(name, state, self._shape_of, self._limits)
+            if state.is_whole:
+                check_whole(name, state, {key: tuple(one.shape) for key, one in self._lm.named_parameters()})
+            else:
+                check_adapter(name, state, self._shape_of, self._limits)
             self._states[name] = state.for_sampling()
 
     def drop(self, name: str) -> None:
@@ -61,10 +65,12 @@ class HfAdapters:
         """Change the model's weights to those with an adapter, or to its own."""
         if state is self._used:
             return
-        for layer, weight in self._base.items():
-            self._lm.get_submodule(layer).weight = weight
+        for name, weight in self._base.items():
+            self._set(name, weight)
         self._base = {}
-        if state is not None:
+        if state is not None and state.is_whole:
+            self._replace(state)
+        elif state is not None:
             scale = state.spec.alpha / state.spec.rank
             for layer, (a, b) in factors_of(state).items():
                 self._merge(layer, scale * (torch.from_numpy(b) @ torch.from_numpy(a)))
@@ -81,13 +87,31 @@ class HfAdapters:
         self.use(used)
 
     def _merge(self, layer: str, delta: torch.Tensor) -> None:
-        module = self._lm.get_submodule(layer)
-        base = module.weight
-        if layer not in self._merged:
-            self._merged[layer] = torch.nn.Parameter(torch.empty_like(base), requires_grad=False)
-        self._merged[layer].copy_(base.float() + delta.to(base.device))
-        self._base[layer] = base
-        module.weight = self._merged[layer]
+        name = f"{layer}.weight"
+        base = self._lm.get_parameter(name)
+        self._stand_for(base, [name], base.float() + delta.to(base.device))
+
+    def _replace(self, state: AdapterState) -> None:
+        """Let a whole model's weights stand in the place of the model's own; a tied one in each of its places."""
+        places: dict[int, list[str]] = {}
+        for name, weight in self._lm.named_parameters(remove_duplicate=False):
+            places.setdefault(id(weight), []).append(name)
+        weights = dict(self._lm.named_parameters())
+        for name, values in state.weights().items():
+            self._stand_for(weights[name], places[id(weights[name])], torch.from_numpy(values))
+
+    def _stand_for(self, base: torch.nn.Parameter, names: list[str], values: torch.Tensor) -> None:
+        """Put values in the place of a weight, under all of these names of it."""
+        if names[0] not in self._merged:
+            self._merged[names[0]] = torch.nn.Parameter(torch.empty_like(base), requires_grad=False)
+        self._merged[names[0]].copy_(values)
+        for name in names:
+            self._base[name] = base
+            self._set(name, self._merged[names[0]])
+
+    def _set(self, name: str, weight: torch.nn.Parameter) -> None:
+        module, _, own = name.rpartition(".")
+        setattr(self._lm.get_submodule(module), own, weight)
 
     def _shape_of(self, layer: str) -> tuple[int, int] | None:
         try:

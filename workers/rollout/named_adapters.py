@@ -1,7 +1,7 @@
 """Adapters that come by name, as engines take them: split into A and B by layer, checked, and written for vLLM."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +53,18 @@ def check_adapter(
                 f"adapter {name!r}: A {list(a.shape)} and B {list(b.shape)} of {layer!r} do not fit its weights "
                 f"{list(shape)} at rank {rank}. Is it of another model?"
             )
+
+
+def check_whole(name: str, state: AdapterState, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a whole model's weights are those of the engine's model. Raises `DataError`."""
+    weights = state.weights()
+    wrong = sorted(
+        key for key in {*weights, *shapes} if key not in weights or shapes.get(key) != tuple(weights[key].shape)
+    )
+    if wrong:
+        raise DataError(
+            f"weights {name!r}: {wrong[0]} is not there or has another shape than the engine's. Is it of another model?"
+        )
 
 
 def write_peft(directory: Path, state: AdapterState) -> None:

@@ -22,6 +22,7 @@ from penstock.workers.pictures.families import Family
 from penstock.workers.protocols import AdapterLimits, Completion, EngineSpec, Sampled, Sampling
 from penstock.workers.rollout.vllm_pictures import picture_arguments
 from penstock.workers.routed_experts import RoutingShape
+from penstock.workers.training_calls import WHOLE
 from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.transport import Info, vllm_backend
 
@@ -92,7 +93,9 @@ def adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
 
 def room_for_adapters(limits: AdapterLimits, *, on_gpu: bool) -> dict[str, Any]:
     """Further arguments, for an engine that serves many adapters. On a CPU the base model is served by one of zeros
-    (`engine_vllm_named.py`), which takes a place of its own."""
+    (`engine_vllm_named.py`), which takes a place of its own. Whole models need no room: one is there at a time."""
+    if limits.max_rank == WHOLE:
+        return {"max_logprobs": -1}
     room = min(rank for rank in VLLM_LORA_RANKS if rank >= limits.max_rank)
     arguments: dict[str, Any] = {
         "enable_lora": True, "max_lora_rank": room, "max_loras": limits.max_loaded + (not on_gpu), "max_logprobs": -1,

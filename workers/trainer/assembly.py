@@ -120,8 +120,9 @@ def assemble_trainer(
     """Assemble a rank that trains. `address`: where the ranks meet (host:port on rank 0's node); one rank alone needs
     none. `phases`, `meters`: where it notes what it does, and how much. Collective. Raises `ModelError`,
     `ConfigError`."""
-    config = with_slot(spec.config, spec.slot_rank) if spec.slot_rank else spec.config
-    kind = SlotTrainer if spec.slot_rank else _trainer_class(spec, DatumTrainer)
+    has_slot = spec.slot_rank is not None
+    config = with_slot(spec.config, spec.slot_rank) if spec.slot_rank is not None else spec.config
+    kind = SlotTrainer if has_slot else _trainer_class(spec, DatumTrainer)
     trainer = kind(config, spec.model_path, _ranks(spec, address), **_options(spec))
     if ROUTED_EXPERTS in spec.columns:
         trainer.replay_experts()

@@ -57,9 +57,9 @@ class TrainerSpec(RankSpec):
     """The last step before the run's actors were started: 0, or the checkpoint's."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s
     """Seconds that each phase of a weight sync may take."""
-    slot_rank: int = 0
-    """Largest rank of adapters that take turns in the model (`adapters/`); 0: it has no slot for them, and is trained
-    as `config` says."""
+    slot_rank: int | None = None
+    """Largest rank of adapters that take turns in the model (`adapters/`); `WHOLE`: whole models do. None: it has no
+    slot, and is trained as `config` says."""
     leaves_out_beyond: int | None = None
     """Largest staleness of a token, in versions: turns with a staler one become context. None: there are none."""
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from penstock.conf.trainer import LoraConfig
 from penstock.workers.pictures.families import auto_class
-from penstock.workers.training_calls import AdapterSpec, AdapterState
+from penstock.workers.training_calls import WHOLE, AdapterSpec, AdapterState
 from penstock.workers.weights.publication.adapter import adapted_layers, layer_of, tensor_name
 
 
@@ -39,6 +39,17 @@ def model_with(path: Path, state: AdapterState | None) -> Any:
         assert state is not None
         lm.get_submodule(layer).weight += state.spec.alpha / state.spec.rank * (b @ a)
     return lm
+
+
+@torch.no_grad()
+def whole_state(path: Path, seed: int) -> tuple[AdapterState, Any]:
+    """All weights of a model, far off the base model's, and the model that has them."""
+    generator = torch.Generator().manual_seed(seed)
+    lm = auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=torch.float32).eval()
+    for weight in lm.parameters():
+        weight.mul_(1 + 0.3 * torch.randn(weight.shape, generator=generator))
+    weights = {f"weights/{name}": weight.numpy().copy() for name, weight in lm.named_parameters()}
+    return AdapterState(AdapterSpec(WHOLE), weights), lm
 
 
 @torch.no_grad()

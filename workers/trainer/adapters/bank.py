@@ -7,6 +7,7 @@ calls.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,8 @@ class AdapterBank:
     bank.state("mine")            # whole, on rank 0
     """
 
-    def __init__(self, slot: Slot, max_rank: int, ranks: Ranks) -> None:
+    def __init__(self, slot: Slot[Any], max_rank: int, ranks: Ranks) -> None:
+        """`max_rank`: `WHOLE` for a slot of whole models."""
         self._slot, self._max_rank, self._ranks = slot, max_rank, ranks
         self._known: dict[str, Known] = {}
         self._present: str | None = None
@@ -91,10 +93,11 @@ class AdapterBank:
             self._present = None
 
     def _check(self, spec: AdapterSpec, state: AdapterState | None) -> None:
-        if not 1 <= spec.rank <= self._max_rank:
+        lowest = min(1, self._max_rank)
+        if not lowest <= spec.rank <= self._max_rank:
             raise DataError(
-                f"an adapter of rank {spec.rank}: ranks from 1 to {self._max_rank} are served. Ask for one of them, or "
-                "raise serve.max_rank."
+                f"an adapter of rank {spec.rank}: ranks from {lowest} to {self._max_rank} are served. Ask for one of "
+                "them, or raise serve.max_rank."
             )
         parts = self._slot.parts_of(spec)
         if not parts:

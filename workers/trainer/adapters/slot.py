@@ -8,14 +8,17 @@ for a factor, and the other way round, so that both are zero while both are, and
 what an adapter leaves out (`AdapterSpec.train_attn` and the like). Every product has the same shape whichever adapter
 is there: none changes another's bits.
 
+`whole.py` has a slot of the same kind for all weights of a model.
+
 Legend: R rank of the slot, r rank of an adapter.
 """
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -35,8 +38,29 @@ KINDS = (WEIGHTS, *MOMENTS, GRADIENTS)
 """What an adapter has of every tensor; gradients only between a backward pass and the next step."""
 
 
+class Part(Protocol):
+    """A tensor of a slot."""
+
+    @property
+    def name(self) -> str:
+        """Name in `AdapterState.tensors`."""
+
+    @property
+    def parameter(self) -> Any: ...
+
+    @property
+    def is_cut_in_columns(self) -> bool:
+        """True if tensor parallelism may give this rank some columns alone."""
+
+    def shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of an adapter's own tensor."""
+
+
+P = TypeVar("P", bound=Part)
+
+
 @dataclass(frozen=True)
-class Part:
+class AdapterPart:
     """A or B of one layer in the slot."""
 
     name: str
@@ -48,8 +72,11 @@ class Part:
     group: str
     """Group of layers: attn, mlp or unembed."""
 
+    @property
+    def is_cut_in_columns(self) -> bool:
+        return self.is_a
+
     def shape(self, rank: int) -> tuple[int, int]:
-        """Shape of an adapter's own tensor."""
         rows, columns = self.parameter.shape
         return (rank, columns) if self.is_a else (rows, rank)
 
@@ -63,19 +90,18 @@ class Held:
     num_steps: int
 
 
-class Slot:
+class Slot(ABC, Generic[P]):
     """The slot of one rank. All ranks make the same calls; those that say so are collective."""
 
+    parts: list[P]
+
     def __init__(self, engine: FsdpEngine) -> None:
-        """`engine`: of a model with adapters of rank R around all layers that may have one."""
         assert engine.optimizer is not None
         self._engine, self._optimizer = engine, engine.optimizer
-        self.parts = list(_parts(engine.model.lm))
 
-    def parts_of(self, spec: AdapterSpec) -> list[Part]:
+    @abstractmethod
+    def parts_of(self, spec: AdapterSpec) -> list[P]:
         """The parts that an adapter trains, in the model's order."""
-        trained = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
-        return [part for part in self.parts if trained[part.group]]
 
     @torch.no_grad()
     def take(self, spec: AdapterSpec, num_steps: int) -> Held:
@@ -100,19 +126,15 @@ class Slot:
     @torch.no_grad()
     def fill(self, spec: AdapterSpec, whole: Mapping[str, np.ndarray], num_steps: int) -> None:
         """Bring an adapter here of whole tensors by their names in `AdapterState.tensors`. Those that it lacks are
-        zero; A's weights are drawn, where there are no weights at all."""
+        zero; where there are no weights at all, it begins anew."""
         self._clear(spec)
         is_new = not any(name.startswith(f"{WEIGHTS}/") for name in whole)
         for part in self.parts_of(spec):
+            if is_new:
+                self._begin(part, spec)
             for kind in KINDS:
-                values = whole.get(f"{kind}/{part.name}")
-                if values is None and is_new and kind == WEIGHTS and part.is_a:
-                    values = initial_a(part.name, part.shape(spec.rank), spec.seed)
-                if values is not None:
-                    rows, columns = self._engine.place(part.parameter)
-                    own = self._own(part, spec.rank, self._tensor(part, kind))
-                    cut = torch.from_numpy(values[rows.start : rows.start + len(own)].copy())
-                    own.copy_(cut[:, columns] if part.is_a else cut)
+                if (values := whole.get(f"{kind}/{part.name}")) is not None:
+                    self._cut(part, spec, self._tensor(part, kind), values)
         set_num_steps(self._optimizer, num_steps)
 
     @torch.no_grad()
@@ -130,14 +152,29 @@ class Slot:
             if part.parameter.grad is None:
                 part.parameter.grad = torch.zeros_like(part.parameter)
 
-    def _tensors(self, part: Part) -> Iterator[tuple[str, Tensor | None]]:
+    @abstractmethod
+    def _begin(self, part: P, spec: AdapterSpec) -> None:
+        """Give a part its first weights; all is zero before."""
+
+    def _own(self, part: P, rank: int, tensor: Tensor) -> Tensor:
+        """What this rank has of an adapter's own part of a tensor, a view."""
+        return local(tensor)
+
+    def _cut(self, part: P, spec: AdapterSpec, tensor: Tensor, values: np.ndarray) -> None:
+        """Copy this rank's share of a whole tensor."""
+        rows, columns = self._engine.place(part.parameter)
+        own = self._own(part, spec.rank, tensor)
+        cut = torch.from_numpy(values.reshape(-1)[rows.start] if not values.ndim else values[rows.start :][: len(own)])
+        own.copy_(cut[:, columns] if part.is_cut_in_columns else cut)
+
+    def _tensors(self, part: P) -> Iterator[tuple[str, Tensor | None]]:
         moments = moments_of(self._optimizer, part.parameter)
         yield WEIGHTS, part.parameter
         for moment in MOMENTS:
             yield moment, moments[moment]
         yield GRADIENTS, part.parameter.grad
 
-    def _tensor(self, part: Part, kind: str) -> Tensor:
+    def _tensor(self, part: P, kind: str) -> Tensor:
         """A tensor of the slot, made if it is a gradient that is not there."""
         if kind == GRADIENTS and part.parameter.grad is None:
             part.parameter.grad = torch.zeros_like(part.parameter)
@@ -145,8 +182,34 @@ class Slot:
         assert tensor is not None
         return tensor
 
-    def _own(self, part: Part, rank: int, tensor: Tensor) -> Tensor:
-        """What this rank has of the adapter's own rows of A or columns of B, a view."""
+    def _clear(self, spec: AdapterSpec) -> None:
+        """Set all to zero, and drop gradients, for the adapter that comes."""
+        self._engine.free()
+        for part in self.parts:
+            part.parameter.grad = None
+            for _, tensor in self._tensors(part):
+                if tensor is not None:
+                    local(tensor).zero_()
+
+
+class AdapterSlot(Slot[AdapterPart]):
+    """The slot of LoRA adapters."""
+
+    def __init__(self, engine: FsdpEngine) -> None:
+        """`engine`: of a model with adapters of rank R around all layers that may have one."""
+        super().__init__(engine)
+        self.parts = list(_parts(engine.model.lm))
+
+    def parts_of(self, spec: AdapterSpec) -> list[AdapterPart]:
+        trained = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
+        return [part for part in self.parts if trained[part.group]]
+
+    def _begin(self, part: AdapterPart, spec: AdapterSpec) -> None:
+        if part.is_a:
+            self._cut(part, spec, part.parameter, initial_a(part.name, part.shape(spec.rank), spec.seed))
+
+    def _own(self, part: AdapterPart, rank: int, tensor: Tensor) -> Tensor:
+        """The adapter's own rows of A or columns of B."""
         values = local(tensor)
         if not part.is_a:
             return values[:, :rank]
@@ -154,13 +217,9 @@ class Slot:
         return values[: min(max(0, rank - first), len(values))]
 
     def _clear(self, spec: AdapterSpec) -> None:
-        """Set all to zero, drop gradients, and take the scale of the adapter that comes."""
-        self._engine.free()
+        """Take the scale of the adapter that comes, too."""
+        super()._clear(spec)
         for part in self.parts:
-            part.parameter.grad = None
-            for _, tensor in self._tensors(part):
-                if tensor is not None:
-                    local(tensor).zero_()
             part.module.scaling[ADAPTER] = spec.alpha / spec.rank
             if isinstance(part.module, AdaptedOutputLayer):
                 part.module.is_adapted = spec.train_unembed
@@ -178,12 +237,12 @@ def initial_a(name: str, shape: tuple[int, int], seed: int) -> np.ndarray:
     return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator).numpy()
 
 
-def _parts(lm: Any) -> Iterator[Part]:
+def _parts(lm: Any) -> Iterator[AdapterPart]:
     for adapter in adapters(lm):
         module = lm.get_submodule(adapter.path)
         group = "unembed" if isinstance(module, AdaptedOutputLayer) else _group(adapter.path)
-        yield Part(tensor_name(adapter.path, "A"), adapter.a, True, module, group)
-        yield Part(tensor_name(adapter.path, "B"), adapter.b, False, module, group)
+        yield AdapterPart(tensor_name(adapter.path, "A"), adapter.a, True, module, group)
+        yield AdapterPart(tensor_name(adapter.path, "B"), adapter.b, False, module, group)
 
 
 def _group(path: str) -> str:

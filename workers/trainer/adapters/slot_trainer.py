@@ -20,12 +20,13 @@ from torch import Tensor
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.workers.trainer.adapters.bank import AdapterBank
-from penstock.workers.trainer.adapters.slot import Slot
+from penstock.workers.trainer.adapters.slot import AdapterSlot
+from penstock.workers.trainer.adapters.whole import WholeSlot
 from penstock.workers.trainer.datum_trainer import DatumTrainer
 from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.engines.lora import ADAPTER
 from penstock.workers.trainer.models.output_layer import AdaptedOutputLayer
-from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
+from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
 
 
 class SlotTrainer(DatumTrainer):
@@ -41,8 +42,9 @@ class SlotTrainer(DatumTrainer):
     def _make(self, model_path: str, attention: str) -> None:
         super()._make(model_path, attention)
         assert isinstance(self.engine, FsdpEngine)
-        self.slot = Slot(self.engine)
-        self.bank = AdapterBank(self.slot, self.config.lora.rank, self.ranks)
+        rank = self.config.lora.rank
+        self.slot: AdapterSlot | WholeSlot = WholeSlot(self.engine) if rank == WHOLE else AdapterSlot(self.engine)
+        self.bank = AdapterBank(self.slot, rank, self.ranks)
 
     def _add_adapters(self) -> dict[str, Tensor]:
         """Put adapters around linear layers and the output layer."""
@@ -92,14 +94,14 @@ class SlotTrainer(DatumTrainer):
 
 
 def with_slot(config: TrainerConfig, rank: int) -> TrainerConfig:
-    """The configuration of a trainer with a slot of this rank. Each adapter brings its own alpha and optimizer. Raises
-    `ConfigError` for an engine that has none."""
+    """The configuration of a trainer with a slot of this rank; `WHOLE`: of one for whole models. Each adapter brings
+    its own alpha and optimizer. Raises `ConfigError` for an engine that has none."""
     if config.engine != "fsdp":
         raise ConfigError(
             f"trainer.engine={config.engine}: adapters that take turns in a model are for trainer.engine=fsdp only. "
             "Choose that."
         )
-    return replace(config, lora=LoraConfig(rank=rank, alpha=rank), num_minibatches=1)
+    return replace(config, lora=LoraConfig(rank=rank, alpha=rank) if rank else LoraConfig(), num_minibatches=1)
 
 
 def check_params(params: AdamParams) -> None:

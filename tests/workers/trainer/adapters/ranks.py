@@ -18,7 +18,7 @@ from penstock.conf.errors import DataError
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer, with_slot
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.training_calls import AdamParams, AdapterSpec, Datum, LossCall
+from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, Datum, LossCall
 from tests.workers.trainer.adapters.conftest import MAX_RANK, data_of
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -27,8 +27,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
     "sequence": {"sequence_parallel_size": 2},
 }
-SPEC = AdapterSpec(rank=3, seed=7, alpha=12)
-OTHER = AdapterSpec(rank=MAX_RANK, seed=1, train_mlp=False)
+WHOLE_WAYS: dict[str, dict[str, Any]] = {"whole sharded": {}, "whole tensor": {"tensor_parallel_size": 2}}
+"""Ways in which whole models take turns."""
+SPECS = AdapterSpec(rank=3, seed=7, alpha=12), AdapterSpec(rank=MAX_RANK, seed=1, train_mlp=False)
 LOSS = LossCall("cross_entropy")
 PARAMS = AdamParams(learning_rate=0.1, beta1=0.0, beta2=0.0, eps=1.0)
 """AdamW whose step is -0.1 g / (|g| + 1): weights show the gradient."""
@@ -38,21 +39,24 @@ Share = Callable[[list[Datum]], list[Datum]]
 def run(rank: int, num_ranks: int, address: str | None, model: str, directory: Path) -> None:
     torch.set_num_threads(1)
     made = []
-    for way, options in WAYS.items() if num_ranks > 1 else [("alone", {})]:
-        config = with_slot(TrainerConfig(num_ranks=num_ranks, max_tokens_per_microbatch=60, **options), MAX_RANK)
+    ways = WAYS | WHOLE_WAYS if num_ranks > 1 else {"alone": {}, "whole alone": {}}
+    for way, options in ways.items():
+        is_whole = way.startswith("whole")
+        slot_rank, specs = (WHOLE, (AdapterSpec(WHOLE), AdapterSpec(WHOLE))) if is_whole else (MAX_RANK, SPECS)
+        config = with_slot(TrainerConfig(num_ranks=num_ranks, max_tokens_per_microbatch=60, **options), slot_rank)
 
         def make(config: TrainerConfig = config) -> SlotTrainer:
             made.append(SlotTrainer(config, model, Ranks.join(config, rank, num_ranks, address)))
             return made[-1]
 
-        results = results_of(make)
+        results = results_of(make, *specs)
         with open(directory / f"{way}.{rank}.pickle", "wb") as file:
             pickle.dump(results, file)
     for trainer in reversed(made):
         trainer.close()
 
 
-def results_of(make: Callable[[], SlotTrainer]) -> dict[str, Any]:
+def results_of(make: Callable[[], SlotTrainer], spec: AdapterSpec, other: AdapterSpec) -> dict[str, Any]:
     trainer = make()
     ranks = trainer.ranks
 
@@ -60,16 +64,16 @@ def results_of(make: Callable[[], SlotTrainer]) -> dict[str, Any]:
         return data[ranks.data_rank :: ranks.num_data_ranks]
 
     results: dict[str, Any] = {}
-    trainer.create("alone", SPEC)
+    trainer.create("alone", spec)
     results["first"] = train(trainer, share, ["alone"])
     results["alone"] = trainer.state("alone")
-    trainer.create("a", SPEC)
-    trainer.create("b", OTHER)
+    trainer.create("a", spec)
+    trainer.create("b", other)
     train(trainer, share, ["a", "b"])
     results["together"] = trainer.state("a")
     fresh = make()
-    fresh.create("b", OTHER)
-    fresh.create("a", SPEC, ranks.gather_ranks(results["alone"])[0])
+    fresh.create("b", other)
+    fresh.create("a", spec, ranks.gather_ranks(results["alone"])[0])
     for one, name in ((trainer, "alone"), (fresh, "a")):
         one.forward(name, share(data_of(8)), LOSS, backward=True)
         one.step(name, replace(PARAMS, weight_decay=0.1))

@@ -15,7 +15,7 @@ from tests.workers.trainer.adapters.conftest import assert_equal, data_of
 LOSS = LossCall("cross_entropy")
 
 
-@pytest.fixture(params=[0, 4])
+@pytest.fixture(params=[None, 4])
 def rank(request: pytest.FixtureRequest, model_path: str) -> Iterator[Trainer]:
     """A rank with a slot of rank 4, or without one."""
     spec = TrainerSpec(
@@ -47,7 +47,7 @@ def test_a_rank_trains_adapters_by_name(rank: Trainer) -> None:
     assert_equal(rank.adapter_state("again"), state)
 
 
-@pytest.mark.parametrize("rank", [0], indirect=True)
+@pytest.mark.parametrize("rank", [None], indirect=True)
 def test_a_rank_without_a_slot_says_so(rank: Trainer) -> None:
     with pytest.raises(NotStarted, match="no slot for adapters"):
         rank.create_adapter("a", AdapterSpec(rank=2))

@@ -1,5 +1,5 @@
-"""Adapters that take turns on two ranks over gloo, against one rank with all data: the same mathematics, and each with
-the bits that it gets alone."""
+"""Adapters, and whole models, that take turns on two ranks over gloo, against one rank with all data: the same
+mathematics, and each with the bits that it gets alone."""
 
 import pickle
 from dataclasses import replace
@@ -18,6 +18,7 @@ from tests.workers.trainer.conftest import FRESH
 
 pytestmark = pytest.mark.slow
 Results = dict[str, Any]
+ALL = [*ranks.WAYS, *ranks.WHOLE_WAYS]
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +38,15 @@ def two(path: str, tmp_path_factory: pytest.TempPathFactory, warm_python: list[s
 
 
 @pytest.fixture(scope="module")
-def one(path: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def one(path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("one")
     ranks.run(0, 1, None, path, directory)
-    return result(directory, "alone")
+    return directory
+
+
+def alone(one: Path, way: str) -> Results:
+    """What one rank with all data comes to."""
+    return result(one, "whole alone" if way in ranks.WHOLE_WAYS else "alone")
 
 
 def result(directory: Path, way: str, rank: int = 0) -> Results:
@@ -55,12 +61,12 @@ def assert_close(ours: AdapterState, expected: AdapterState) -> None:
         np.testing.assert_allclose(ours.tensors[name], values, atol=1e-4, rtol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("way", ranks.WAYS)
-def test_two_ranks_give_an_adapter_what_one_gives_it(one: Results, two: Path, way: str) -> None:
-    ours = result(two, way)
-    assert_close(ours["alone"], one["alone"])
+@pytest.mark.parametrize("way", ALL)
+def test_two_ranks_give_an_adapter_what_one_gives_it(one: Path, two: Path, way: str) -> None:
+    ours, theirs = result(two, way), alone(one, way)
+    assert_close(ours["alone"], theirs["alone"])
     assert result(two, way, 1)["alone"] is None
-    for output, expected in zip(ours["first"], one["first"], strict=True):
+    for output, expected in zip(ours["first"], theirs["first"], strict=True):
         if isinstance(expected, dict):
             assert output == pytest.approx(expected, rel=1e-4)
         else:
@@ -68,8 +74,8 @@ def test_two_ranks_give_an_adapter_what_one_gives_it(one: Results, two: Path, wa
 
 
 @pytest.mark.parametrize("way", ["sharded", "tensor"])
-def test_each_rank_gets_the_scores_of_its_own_data(one: Results, two: Path, way: str) -> None:
-    expected = one["first"][0].logprobs
+def test_each_rank_gets_the_scores_of_its_own_data(one: Path, two: Path, way: str) -> None:
+    expected = alone(one, way)["first"][0].logprobs
     num = 2 if way == "sharded" else 1
     for rank in range(2):
         ours = result(two, way, rank)["first"][0].logprobs
@@ -77,19 +83,19 @@ def test_each_rank_gets_the_scores_of_its_own_data(one: Results, two: Path, way:
             np.testing.assert_allclose(values, others, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ranks.WAYS)
+@pytest.mark.parametrize("way", ALL)
 def test_beside_others_it_gets_the_bits_that_it_gets_alone(two: Path, way: str) -> None:
     ours = result(two, way)
     assert_equal(ours["together"], ours["alone"])
 
 
-@pytest.mark.parametrize("way", ranks.WAYS)
+@pytest.mark.parametrize("way", ALL)
 def test_from_its_state_it_goes_on_bit_for_bit(two: Path, way: str) -> None:
     ours = result(two, way)
     assert_equal(ours["on of a"], ours["on of alone"])
 
 
-@pytest.mark.parametrize("way", ranks.WAYS)
+@pytest.mark.parametrize("way", ALL)
 def test_data_of_one_rank_that_do_not_fit_are_refused_on_both(two: Path, way: str) -> None:
     """Both go on: a request without data is none to wait for."""
     for rank in range(2):
