@@ -31,6 +31,10 @@ class ServeConfig:
     model_name: str = ""
     """Name that clients call the base model by. Empty: the name in model.path; any name is taken then, since there is
     one base model."""
+    full: bool = False
+    """Whether all weights are trained, by one client, in the place of adapters. The rank that a client asks for means
+    nothing then. Its state passes through rank 0's host memory and a file, 12 bytes a weight: for models up to about a
+    billion weights."""
     max_rank: int = 0
     """Largest rank of an adapter. Ranks and engines reserve room for it: smaller ones are padded with zeros. 0: 32, the
     SDK's default, in `penstock serve`; a run serves no adapters."""
@@ -64,8 +68,17 @@ class ServeConfig:
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
     """Tenants by name: {alice: {key: tml-…, max_adapters: 4}}. None: one tenant, whose key is that of --key."""
 
+    @property
+    def slot_rank(self) -> int | None:
+        """The largest rank of what ranks and engines take; 0: whole models; None: a run serves nothing."""
+        return 0 if self.full else self.max_rank or None
+
     def __post_init__(self) -> None:
         at_least("serve.max_rank", self.max_rank, 0)
+        if self.full and self.max_rank:
+            raise ConfigError(
+                f"serve.max_rank={self.max_rank}: with serve.full=true there are no adapters. Leave one of them out."
+            )
         for name in (
             "max_loaded", "max_resident", "snapshot_every", "keep_results", "max_body_mib", "max_sampling",
         ):  # fmt: skip

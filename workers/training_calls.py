@@ -77,6 +77,11 @@ class AdapterSpec:
     train_unembed: bool = True
     """True if the output layer has an adapter, too."""
 
+    @property
+    def is_whole(self) -> bool:
+        """True if it is of a whole model, and of no adapter."""
+        return self.rank == WHOLE
+
 
 @dataclass(frozen=True)
 class AdapterState:
@@ -90,11 +95,6 @@ class AdapterState:
     checkpoint, tied ones once. Without optimizer there are weights alone."""
     num_steps: int = 0
     """Optimizer steps so far, which AdamW's bias correction counts."""
-
-    @property
-    def is_whole(self) -> bool:
-        """True if it is a whole model, and no adapter."""
-        return self.spec.rank == WHOLE
 
     def weights(self) -> dict[str, np.ndarray]:
         """The weights alone, by their own names."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from penstock.conf.errors import PenstockError
 from penstock.workers.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
-from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
+from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
 
 __all__ = [
     "Backend",
@@ -48,7 +48,11 @@ class ModelFacts:
     """Tokens of the longest sequence."""
     vocabulary: int
     max_rank: int
-    """Largest rank of an adapter."""
+    """Largest rank of an adapter; `WHOLE`: all weights are trained, by one client."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.max_rank == WHOLE
 
 
 class Backend(Protocol):

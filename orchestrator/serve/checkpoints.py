@@ -23,6 +23,7 @@ from penstock.orchestrator.serve.wire.training import NAME
 from penstock.workers.local_files import write_whole
 from penstock.workers.training_calls import AdapterSpec, AdapterState
 from penstock.workers.weights.publication.adapter import CONFIG_NAME, FILE_NAME
+from penstock.workers.weights.publication.room import WHOLE_NAME
 
 SCHEME = "tinker://"
 FOLDERS = {"weights": "training", "sampler_weights": "sampler"}
@@ -143,7 +144,7 @@ class Checkpoints:
     def archive(self, address: Address) -> Iterator[bytes]:
         """A tar of a checkpoint, in parts: the adapter as PEFT reads it, and for training its whole state."""
         facts, state = self.get(address), self.state(address, with_optimizer=address.folder == "weights")
-        files = {FACTS: json.dumps(asdict(facts)).encode(), **_peft_files(state)}
+        files = {FACTS: json.dumps(asdict(facts)).encode(), **_files_of(state)}
         if address.folder == "weights":
             files[STATE] = self.file(address).read_bytes()
         for name, data in files.items():
@@ -174,10 +175,14 @@ def _safe(run: str) -> str:
     return run.replace(":", "_")
 
 
-def _peft_files(state: AdapterState) -> dict[str, bytes]:
+def _files_of(state: AdapterState) -> dict[str, bytes]:
+    """Weights as others read them: an adapter with its configuration, or a whole model's, to be put beside the base
+    model's configuration and tokenizer."""
     from safetensors.numpy import save
 
     weights = state.weights()
+    if state.spec.is_whole:
+        return {WHOLE_NAME: save(weights, {"format": "pt"})}
     layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in weights if ".lora_" in name})
     config = {"peft_type": "LORA", "r": state.spec.rank, "lora_alpha": state.spec.alpha, "bias": "none",
               "target_modules": layers}  # fmt: skip

@@ -28,6 +28,7 @@ from penstock.orchestrator.serve.server import Server
 from penstock.orchestrator.storeless import StorelessFleet, started_fleet
 from penstock.workers.files import is_url
 from penstock.workers.local_files import write_whole
+from penstock.workers.training_calls import WHOLE
 
 TOLD_EVERY_S = 2.0
 """Seconds between two times that the server writes what it is doing."""
@@ -77,10 +78,12 @@ def served(config: RunConfig) -> RunConfig:
         )
     if config.trainer.lora.rank:
         raise ConfigError("trainer.lora.rank: clients choose the rank of their adapters. Set serve.max_rank.")
+    config = replace(config, name=config.name or DEFAULT_NAME)
+    if config.serve.full:
+        return replace(config, serve=replace(config.serve, max_loaded=1, max_resident=1))
     rank = config.serve.max_rank or DEFAULT_RANK
     return replace(
         config,
-        name=config.name or DEFAULT_NAME,
         serve=replace(config.serve, max_rank=rank),
         trainer=replace(config.trainer, lora=LoraConfig(rank=rank, publish="adapter")),  # what memory is counted for
     )
@@ -143,4 +146,4 @@ def facts_of(started: StorelessFleet) -> ModelFacts:
     given = config.model.path or path
     name = config.serve.model_name or (Path(given).name if Path(given).is_dir() else given)
     longest = config.rollout.max_model_len - 1  # engines want room for a sampled token, also where a prompt is scored
-    return ModelFacts(name, path, longest, int(model.vocab_size), config.serve.max_rank)
+    return ModelFacts(name, path, longest, int(model.vocab_size), config.serve.slot_rank or WHOLE)

@@ -37,6 +37,9 @@ from penstock.workers.gateway.http.fields import parsed
 from penstock.workers.training_calls import AdapterState
 
 _LOG = logging.getLogger("penstock")
+SILENT_S = 60.0
+"""Seconds without a heartbeat after which a client of a whole model makes place for another; the SDK sends one every 10
+s."""
 SEQ_BITS = 2**64
 """Numbers of requests in one sampling session, of all its clients."""
 
@@ -118,8 +121,21 @@ class Service:
         if num_open >= bound:
             raise Refused(f"{num_open} training clients are open, and this key has {bound} (max_adapters). Finish a "
                           "session first: `with ServiceClient() as client`.")  # fmt: skip
+        if self.backend.facts.is_whole:
+            self._refuse_second(facts)
         await self.sessions.add_client(facts)
         return self.clients.get(facts.model_id) or self._open_client(facts)
+
+    def _refuse_second(self, facts: ClientFacts) -> None:
+        """Raise `Refused` while another client trains all weights. One whose session has fallen silent has left: its
+        weights rest on the disk, and come back with its next request."""
+        silent = time.time() - SILENT_S
+        there = {client.facts.session_id for client in self.clients.values()}
+        if any(self.sessions.sessions[one].last_seen > silent for one in there):
+            raise Refused(
+                "serve.full: one client trains all weights at a time, and another one is there. End its session "
+                f"(`with ServiceClient() as client`), or wait {SILENT_S:g} s after its last sign of life."
+            )
 
     async def accept(self, client: TrainingClient, asked: Asked, call: object) -> Entry:
         """Take a request of a training client. Raises `JournalError` while the server ends."""

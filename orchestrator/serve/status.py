@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.tenants import Visitor
-from penstock.orchestrator.serve.training_client import TrainingClient
+from penstock.orchestrator.serve.training_client import TrainingClient, rank_of
 
 
 def status(service: Service, visitor: Visitor) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _client(service: Service, client: TrainingClient) -> dict[str, Any]:
         "id": client.facts.model_id,
         "session": client.facts.session_id,
         "base_model": client.facts.base_model,
-        "rank": client.spec.rank if client.spec is not None else None,
+        "rank": rank_of(client.spec),
         "next": client.next_seq,
         "waiting": client.num_waiting,
         "on_ranks": client.is_resident,

@@ -194,6 +194,11 @@ def decoded(entry: Entry | Asked, body: bytes, facts: ClientFacts, max_rank: int
     raise BadRequest(f"{entry.kind} is no request of a training client.")
 
 
+def rank_of(spec: AdapterSpec | None) -> int | None:
+    """Rank of an adapter, as clients are told of it; None while it is not made, and for a whole model."""
+    return None if spec is None or spec.is_whole else spec.rank
+
+
 def seed_of_client(model_id: str) -> int:
     """Seed of an adapter whose request has none: by its number in its session, so a loop that runs again begins with
     the same adapter."""

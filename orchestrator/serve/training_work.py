@@ -105,5 +105,7 @@ class TrainingWork:
 
 
 def _shape(spec: AdapterSpec) -> str:
+    if spec.is_whole:
+        return "all weights"
     flags = [name for name in ("train_attn", "train_mlp", "train_unembed") if getattr(spec, name)]
     return f"rank {spec.rank} ({', '.join(flags)})"

@@ -42,7 +42,7 @@ class HfAdapters:
         """Keep an adapter; nothing for a name that is there. Raises `DataError` for layers that the model does not
         have, and for a rank beyond the limits."""
         if name not in self._states:
-            if state.is_whole:
+            if state.spec.is_whole:
                 check_whole(name, state, {key: tuple(one.shape) for key, one in self._lm.named_parameters()})
             else:
                 check_adapter(name, state, self._shape_of, self._limits)
@@ -68,7 +68,7 @@ class HfAdapters:
         for name, weight in self._base.items():
             self._set(name, weight)
         self._base = {}
-        if state is not None and state.is_whole:
+        if state is not None and state.spec.is_whole:
             self._replace(state)
         elif state is not None:
             scale = state.spec.alpha / state.spec.rank

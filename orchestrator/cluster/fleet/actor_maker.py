@@ -150,13 +150,13 @@ class ActorMaker:
 
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self._config
-        serves = config.serve.max_rank > 0
+        serves, largest = config.serve, config.serve.slot_rank
         engine = EngineSpec(
             config.rollout, self.local(actor.name, self._model_path), self._threads_of(actor),
             transport=choose_transport(config), phase_timeout_s=config.weights.phase_timeout_s,
-            adapter=config.trainer.lora if config.trainer.lora.publishes_adapter and not serves else None,
+            adapter=config.trainer.lora if config.trainer.lora.publishes_adapter and largest is None else None,
             picture_digest=self.sources.picture_digest, tower_is_frozen=config.trainer.freezes_tower,
-            adapters=AdapterLimits(config.serve.max_rank, config.serve.max_loaded) if serves else None,
+            adapters=None if largest is None else AdapterLimits(largest, serves.max_loaded),
         )  # fmt: skip
         return RolloutSpec(
             actor.name, engine, config.seed, self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")),
@@ -228,7 +228,7 @@ class ActorMaker:
             memory_checkpoint_root=self._states_root if config.faults.keep_state and are_replaced else None,
             keeps_beside=config.keeps_beside,
             after_step=self._resumed.step if self._resumed is not None else 0,
-            slot_rank=config.serve.max_rank,
+            slot_rank=config.serve.slot_rank,
             leaves_out_beyond=config.max_staleness if config.old_turns_are_context else None,
             **self._of_rank(actor, stage),
         )

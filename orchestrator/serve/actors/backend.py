@@ -23,7 +23,7 @@ class ClusterBackend:
         """Lock of the ranks: they make one call after the other."""
 
     async def create_adapter(self, name: str, spec: AdapterSpec, state: AdapterState | None = None) -> None:
-        if not 1 <= spec.rank <= self.facts.max_rank:
+        if not min(1, self.facts.max_rank) <= spec.rank <= self.facts.max_rank:
             raise DataError(
                 f"rank={spec.rank}: adapters have a rank of 1 to {self.facts.max_rank} here. Ask for a smaller one, or "
                 "have the server started with a larger serve.max_rank."

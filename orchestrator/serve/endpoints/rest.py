@@ -15,7 +15,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, NoCheckpoint, iso
 from penstock.orchestrator.serve.endpoints.exchange import Exchange, as_json, refused
 from penstock.orchestrator.serve.service import Service
-from penstock.orchestrator.serve.training_client import ClientFacts
+from penstock.orchestrator.serve.training_client import ClientFacts, rank_of
 
 ARCHIVE_S = 900
 """Seconds for which the address of an archive is good."""
@@ -95,8 +95,8 @@ async def weights_info(exchange: Exchange) -> Response:
     run = exchange.service.sessions.run(exchange.tenant, address.run)
     spec = await asyncio.to_thread(exchange.service.checkpoints.spec, address)
     return as_json({
-        "base_model": run.base_model, "is_lora": True, "lora_rank": spec.rank, "train_unembed": spec.train_unembed,
-        "train_mlp": spec.train_mlp, "train_attn": spec.train_attn,
+        "base_model": run.base_model, "is_lora": not spec.is_whole, "lora_rank": rank_of(spec),
+        "train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn,
     })  # fmt: skip
 
 
@@ -111,8 +111,9 @@ def _run(service: Service, run: ClientFacts) -> dict[str, Any]:
     client = service.clients.get(run.model_id)
     metadata = {key: str(value) for key, value in run.metadata.items()} if run.metadata else None
     return {
-        "training_run_id": run.model_id, "base_model": run.base_model, "model_owner": run.tenant, "is_lora": True,
-        "lora_rank": client.spec.rank if client is not None and client.spec is not None else None, "corrupted": False,
+        "training_run_id": run.model_id, "base_model": run.base_model, "model_owner": run.tenant,
+        "is_lora": not service.backend.facts.is_whole, "lora_rank": rank_of(client.spec if client else None),
+        "corrupted": False,
         "last_request_time": iso(max([run.created, *(one.time for one in found)])),
         "last_checkpoint": _last(found, "weights"), "last_sampler_checkpoint": _last(found, "sampler_weights"),
         "user_metadata": metadata,

@@ -10,7 +10,7 @@ from penstock.orchestrator.serve.endpoints.exchange import Endpoint, Exchange, a
 from penstock.orchestrator.serve.endpoints.sessions import tokenizer_of
 from penstock.orchestrator.serve.request_log import Asked
 from penstock.orchestrator.serve.service import client_id
-from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient, decoded
+from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient, decoded, rank_of
 from penstock.orchestrator.serve.wire import training
 from penstock.orchestrator.serve.wire.training import Call, LoadCall
 from penstock.workers.gateway.http.errors import BadRequest
@@ -48,7 +48,7 @@ async def get_info(exchange: Exchange) -> Response:
     data = {"arch": None, "model_name": facts.base_model, "tokenizer_id": tokenizer_of(exchange.service)}
     return as_json({
         "type": "get_info", "model_data": data, "model_id": facts.model_id, "model_name": facts.base_model,
-        "is_lora": True, "lora_rank": spec.rank if spec is not None else None,
+        "is_lora": not exchange.service.backend.facts.is_whole, "lora_rank": rank_of(spec),
     })  # fmt: skip
 
 

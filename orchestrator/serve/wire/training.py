@@ -22,7 +22,7 @@ from penstock.orchestrator.serve.wire.messages import (
 )
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.gateway.http.fields import Fields, parsed
-from penstock.workers.training_calls import AdamParams, AdapterSpec, Datum, LossCall
+from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, Datum, LossCall
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 COLUMNS = ("weights", "advantages", "logprobs", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask")
@@ -143,6 +143,10 @@ def create_call(fields: Fields, max_rank: int, seed: int) -> CreateCall:
     given = fields.object("lora_config")
     if given is None:
         raise fields.wrong("lora_config", "is missing: this server trains LoRA adapters.")
+    if max_rank == WHOLE:
+        for name in ("train_attn", "train_mlp", "train_unembed"):
+            given.refuse(name, "this server trains all weights (serve.full): leave it out.", True)
+        return CreateCall(AdapterSpec(WHOLE))
     rank = given.whole("rank", 1)
     if rank is None or rank > max_rank:
         raise given.wrong("rank", f"must be from 1 to {max_rank} (serve.max_rank), not {rank}.")

@@ -1,5 +1,5 @@
-"""One loop, over the verbs alone, in a session and on a server. A session trains all weights (or its own LoRA) and a
-server an adapter, so their bits differ: each is held against itself."""
+"""One loop, over the verbs alone, in a session and on a server. Each is held against itself: a server's adapter, its
+whole model and a session's weights differ in their bits."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,10 +119,11 @@ def test_the_loop_runs_in_a_session(small_run: list[str], tmp_path: Path, cluste
         assert (tmp_path / "own" / "states" / "kept" / "state.json").is_file()
 
 
-def test_the_loop_runs_on_a_server(model: str, tmp_path: Path) -> None:
-    words = [f"model.path={model}", "rollout.engine=hf", "rollout.max_model_len=64", "serve.max_rank=8"]
+@pytest.mark.parametrize(("trained", "rate"), [("serve.max_rank=8", 1e-2), ("serve.full=true", 6e-3)])
+def test_the_loop_runs_on_a_server(model: str, tmp_path: Path, trained: str, rate: float) -> None:
+    words = [f"model.path={model}", "rollout.engine=hf", "rollout.max_model_len=64", trained]
     with served(tmp_path, words) as server, penstock.Client(server.url, KEY, rank=8) as run:
-        check(loop(run.policy, 1e-2))
+        check(loop(run.policy, rate))
         with pytest.raises(DataError, match="min_p"):
             run.policy.sample([1], 1, penstock.Sampling(min_p=0.5))
         with pytest.raises(DataError, match="1000000"):

@@ -16,14 +16,17 @@ pytestmark = pytest.mark.ray
 NUM_STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+ADAPTERS, WHOLE = "serve.max_rank=8", "serve.full=true"
+
+
+@pytest.fixture(scope="module", params=[ADAPTERS])
+def words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Words of a server that starts within seconds."""
     folder = tmp_path_factory.mktemp("served")
     build_fresh_model(folder / "model", SMALL_MODEL, seed=3)
     return [
-        f"model.path={folder}/model", "rollout.engine=hf", "rollout.max_model_len=64", "serve.max_rank=8",
-        "serve.snapshot_every=3",
+        f"model.path={folder}/model", "rollout.engine=hf", "rollout.max_model_len=64", "serve.snapshot_every=3",
+        request.param,
     ]  # fmt: skip
 
 
@@ -42,6 +45,7 @@ def undisturbed(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> l
         return looped(server)
 
 
+@pytest.mark.parametrize("words", [ADAPTERS, WHOLE], indirect=True)
 def test_rank_and_engine_and_server_die_and_no_bit_changes(words: list[str], undisturbed: Any, tmp_path: Path) -> None:
     with served(tmp_path, words) as server:
 

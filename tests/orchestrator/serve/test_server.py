@@ -3,14 +3,17 @@
 import asyncio
 import itertools
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.serve import ServeConfig, TenantConfig
+from penstock.orchestrator.serve import service
 from penstock.orchestrator.serve.server import Server
 from penstock.orchestrator.serve.wire.messages import messages
+from penstock.workers.training_calls import WHOLE
 from tests.orchestrator.serve.fake_backend import FakeBackend
 from tests.orchestrator.serve.scripted_client import forward_body
 
@@ -148,6 +151,26 @@ def test_samples_do_not_depend_on_how_often_the_sdk_has_asked_for_their_session(
         assert all(first != second for first, second in itertools.combinations(one, 2))
 
     serve(tmp_path, act)
+
+
+def test_a_whole_model_has_one_client_at_a_time(tmp_path, monkeypatch):
+    backend = FakeBackend()
+    backend.facts = replace(backend.facts, max_rank=WHOLE)
+
+    async def act(_, http):
+        client = Client(http)
+        first, second = await client.session("a"), await client.session("b")
+        model = (await client.result(await client.adapter(first)))["model_id"]
+        info = await client.post("get_info", {"model_id": model})
+        assert (info["is_lora"], info["lora_rank"]) == (False, None)
+        refusal = await client.adapter(second, status=403)
+        assert "one client trains all weights at a time" in refusal["error"]
+        with monkeypatch.context() as patch:
+            patch.setattr(service, "SILENT_S", 0.0)  # the first has fallen silent
+            assert (await client.result(await client.adapter(second)))["model_id"] != model
+        await client.adapter(first, number=1, status=403)
+
+    serve(tmp_path, act, backend)
 
 
 def test_what_was_made_goes_on_in_the_next_server(tmp_path):

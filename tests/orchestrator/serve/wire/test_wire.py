@@ -19,7 +19,7 @@ from penstock.orchestrator.serve.wire.training import create_call, forward_addre
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.gateway.http.fields import Fields
 from penstock.workers.protocols import Sampling
-from penstock.workers.training_calls import AdamParams, AdapterSpec, ForwardOutput
+from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, ForwardOutput
 
 SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5)
 
@@ -115,6 +115,10 @@ def test_an_adapter_has_the_seed_and_parts_that_it_is_asked_for():
     assert made.spec == AdapterSpec(8, 5, train_unembed=False)
     with pytest.raises(BadRequest, match="max_rank"):
         create_call(Fields({"lora_config": {"rank": 64}}), 32, seed=5)
+    whole = create_call(Fields({"lora_config": {"rank": 64, "train_mlp": True}}), WHOLE, seed=5)
+    assert whole.spec == AdapterSpec(WHOLE)
+    with pytest.raises(BadRequest, match="this server trains all weights"):
+        create_call(Fields({"lora_config": {"rank": 8, "train_mlp": False}}), WHOLE, seed=5)
 
 
 def test_samples_have_a_seed_and_room():
