@@ -9,7 +9,8 @@
             run.log(step, metrics)
 
 Each call is one line here and one SPMD program on all ranks. There is no store and no staleness: every call but
-`sample_async` waits for its result. `Policy` also has the verbs of `loops/verbs.py`, as a server's clients have them.
+`sample_async` waits for its result. In an environment `run.environment.play` takes the place of `generate` and
+`reward`. `Policy` also has the verbs of `loops/verbs.py`, as a server's clients have them.
 """
 
 import contextlib
@@ -33,6 +34,7 @@ from penstock.orchestrator.cluster.ray_calls import get_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.configuration.completed import completed
 from penstock.orchestrator.configuration.validate import check_run
+from penstock.orchestrator.loops.attempts import Attempts
 from penstock.orchestrator.loops.policy import Model, Policy, Prompt, waited_for
 from penstock.orchestrator.loops.sampling import SampleCalls
 from penstock.orchestrator.loops.saved_states import SavedStates
@@ -57,10 +59,11 @@ class PromptStream:
         self._drawn = 0
 
     def next(self, count: int) -> list[Prompt]:
+        """The next prompts, or tasks of an environment."""
         groups = self._source.next_groups(count)
         first, self._drawn = self._drawn, self._drawn + count
         return [
-            Prompt(first + i, list(group["prompt_ids"]), str(group["task"]), PromptPictures.of(group))
+            Prompt(first + i, list(group.get("prompt_ids", [])), str(group["task"]), PromptPictures.of(group))
             for i, group in enumerate(groups)
         ]
 
@@ -77,6 +80,8 @@ class Reward:
     def __call__(self, rows: Rows) -> np.ndarray:
         """Rewards of the rows, `[len(rows)]` float32; NaN where the reward failed (see `last_errors`)."""
         actors = self._fleet.role("reward", self._fleet.first_stage("reward"))
+        if not actors:
+            raise ConfigError("no stage of the dataflow gives rewards: the environment does, with the rows of `play`.")
         tasks, texts, num = rows.strings("task"), rows.strings("response_text"), len(actors)
         calls = [
             (name, handle.score.remote(tasks[index::num], texts[index::num]))
@@ -119,6 +124,8 @@ class Session:
     policy: Policy
     prompts: PromptStream
     reward: Reward
+    environment: Attempts | None
+    """Plays attempts at tasks, where `environment.name` is set."""
     rollouts: Workers
     """The engines: `add` and `remove` some."""
     rewards: Workers
@@ -150,11 +157,6 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
     there are.
     """
     config = completed(config)
-    if config.environment.name is not None:
-        raise ConfigError(
-            "environment.name is set: a session has no attempts, it samples responses to prompts. Train in an "
-            "environment with penstock.run."
-        )
     flow = dataflow_of(config, flow)
     if not flow.of_kind("rollout"):
         raise ConfigError(f"algorithm={config.algorithm.name} samples nothing; a session needs a rollout stage.")
@@ -192,8 +194,9 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
             config,
             directory.path,
             Policy(fleet, config, weights, samples, states),
-            PromptStream(open_source(config, started.model_path)),
+            PromptStream(open_source(config, started.model_path, rows_are=flow.rows_are)),
             Reward(fleet, config),
+            Attempts(fleet, config, flow) if flow.has_environment else None,
             Workers(
                 ScalableRole("rollout", fleet, config, catch_up.get("rollout") if takes_newcomers(config) else None)
             ),

@@ -11,6 +11,10 @@ from typing import Any
 
 import penstock
 from penstock.orchestrator.configuration.keys import texts_of
+from penstock.orchestrator.loops.attempts import Attempts
+from penstock.orchestrator.loops.policy import Model, Policy
+from penstock.orchestrator.loops.verbs import LoopPolicy
+from penstock.orchestrator.session import PromptStream, Reward, Session, Workers
 
 HEAD = """# The Python API
 
@@ -39,6 +43,8 @@ TYPES = {
     "Positive": "The annotation of a formula's setting that has to be above 0.",
     "NonNegative": "The annotation of a formula's setting that has to be 0 or more.",
 }
+SHOWN = ("__getitem__", "__call__")
+"""Methods with a name of Python's own that are told."""
 MOST_SHOWN = 12
 """Most parameters of a signature that are told."""
 GROUPS = {
@@ -55,12 +61,21 @@ GROUPS = {
 }  # fmt: skip
 
 
+HANDLES = {
+    "run": Session, "run.policy": Policy, "run.prompts": PromptStream, "run.reward": Reward,
+    "run.environment": Attempts, "run.rollouts, run.rewards": Workers, "run.reference": Model,
+}  # fmt: skip
+"""What a session gives, `with penstock.session(config) as run`; a `Client`'s `run.policy` has `LoopPolicy`'s verbs."""
+
+
 def page() -> str:
     lines = [HEAD]
     for title, names in GROUPS.items():
         lines.append(f"## {title}\n")
         for name in names:
             lines += _told(name, getattr(penstock, name))
+        if "Client" in names:
+            lines += [line for name, kind in HANDLES.items() for line in _handle(name, kind)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -74,13 +89,21 @@ def _told(name: str, value: Any) -> list[str]:
     return lines
 
 
+def _handle(name: str, kind: type) -> list[str]:
+    text = [line for line in _paragraphs(inspect.getdoc(kind) or "") if not line.startswith("Lifecycle")]
+    verbs = [*_members(LoopPolicy), *_members(Model)] if kind is Policy else []
+    own = _members(kind)
+    told = {one.partition("(")[0] for one in own}
+    return [f"### `{name}`\n", *text, *own, *(one for one in verbs if one.partition("(")[0] not in told), ""]
+
+
 def _members(kind: type) -> list[str]:
     found = []
     if dataclasses.is_dataclass(kind) and kind is not penstock.RunConfig:
         texts = texts_of(kind)
         found = [f"- `{one.name}`: {texts[one.name]}" for one in dataclasses.fields(kind) if texts.get(one.name)]
     for name, member in vars(kind).items():
-        text = inspect.getdoc(member) if not name.startswith("_") or name == "__getitem__" else None
+        text = inspect.getdoc(member) if not name.startswith("_") or name in SHOWN else None
         inner = getattr(member, "__func__", member)
         if text and (inspect.isfunction(inner) or isinstance(member, property)):
             signature = _signature(inner) if inspect.isfunction(inner) else ""

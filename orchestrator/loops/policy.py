@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, ready to be sampled from. `index` counts the prompts of the session and seeds the samples."""
+    """A prompt, ready to be sampled from; or a task of an environment, which has no `prompt_ids`. `index` counts the
+    prompts of the session and seeds the samples."""
 
     index: int
     prompt_ids: list[int]
@@ -59,7 +60,8 @@ class Model:
 
     def _shares(self, rows: Rows) -> list[np.ndarray]:
         """Positions of `rows` by rank, balanced by cost; ranks that split the work on a row get the same ones."""
-        lengths = rows.lengths("prompt_ids") + rows.lengths("response_ids")
+        read = "context_ids" if "context_ids" in rows else "prompt_ids"  # of attempts in an environment
+        lengths = rows.lengths(read) + rows.lengths("response_ids")
         shares = shares_of(lengths.tolist(), len(self._ranks), self._config.trainer.ranks_per_row)
         return [np.asarray(share, np.int64) for share in shares]
 
@@ -90,9 +92,11 @@ class Policy(Model, LoopPolicy):
         """True if gradients wait for `optim_step`."""
 
     def generate(self, prompts: Sequence[Prompt], n: int = 1, sampling: Sampling | None = None) -> Rows:
-        """Sample `n` responses to each prompt: columns prompt_ids, task, response_ids, response_text, finish_reason,
-        behavior_logprobs, token_versions, and pictures and picture_ranges with `rollout.max_pictures`; `group_ids` are
-        the prompts' indices."""
+        """Sample `n` responses to each prompt, without an environment: columns prompt_ids, task, response_ids,
+        response_text, finish_reason, behavior_logprobs, token_versions, and pictures and picture_ranges with
+        `rollout.max_pictures`; `group_ids` are the prompts' indices."""
+        if self._config.environment.name is not None:
+            raise DataError("environment.name is set: tasks are played, by `run.environment.play`.")
         chosen = sampling or self._sampling
         seeded = self._config.rollout.sampling.seeded and chosen.temperature > 0
         samplings = [

@@ -19,7 +19,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
 from penstock.workers.attempts.runner import AttemptRunner, Played
-from penstock.workers.attempts.worker import AttemptColumns, EnvironmentWorker
+from penstock.workers.attempts.worker import ERROR_WINDOW, AttemptColumns, EnvironmentWorker
 from penstock.workers.contained import containing
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
@@ -36,9 +36,7 @@ from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.reward.result import ErrorShare
 from penstock.workers.rollout.worker import GroupIntake
 from penstock.workers.serving import ServingActor
-
-ERROR_WINDOW = 100
-"""Number of attempts over which the share of failures is taken."""
+from penstock.workers.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -123,15 +121,26 @@ class Environments(ServingActor):
         samplings: Sequence[Sequence[Sampling]],
         pictures: Sequence[PromptPictures | None] = (),
     ) -> list[list[Played]]:
+        """Play a group of attempts at each task, as `trajectories` does. Returns of each what evaluation looks at."""
+        groups = await self.trajectories(engines, tasks, samplings, pictures)
+        return [[Played.of(attempt) for attempt in group] for group in groups]
+
+    async def trajectories(
+        self,
+        engines: Sequence[tuple[str, Any]],
+        tasks: Sequence[str],
+        samplings: Sequence[Sequence[Sampling]],
+        pictures: Sequence[PromptPictures | None] = (),
+    ) -> list[list[Trajectory]]:
         """Play a group of attempts at each task (the `task` column), one for each of its samplings. `pictures`: of each
-        task; none in a run of text. For evaluation."""
+        task; none in a run of text."""
         assert self.runner is not None
         runner = self.runner
         await self.engines(engines)
         seen = [() if one is None else one.encoded for one in pictures or [None] * len(tasks)]
         found = map(Task.from_json, tasks, seen)
         groups = (runner.group(task, own) for task, own in zip(found, samplings, strict=True))
-        return [[Played.of(attempt) for attempt in group] for group in await asyncio.gather(*groups)]
+        return list(await asyncio.gather(*groups))
 
     async def progress(self) -> Progress:
         """Attempts played, and those under way. May be called at any time."""

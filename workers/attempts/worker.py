@@ -23,6 +23,8 @@ from penstock.workers.rollout.worker import STAGE, GroupIntake, GroupLoop, Writt
 from penstock.workers.trajectory import FAILED, Trajectory, row_columns
 
 PICTURES = PROMPT_PICTURES[0]
+ERROR_WINDOW = 100
+"""Number of attempts over which the share of failures is taken."""
 
 
 @dataclass(frozen=True)
