@@ -1,4 +1,5 @@
-"""An update of the policy: memory and time with logits whole and in tiles, tokens a second with buckets and packed.
+"""An update of the policy: memory and time with logits whole and in tiles, tokens a second with buckets and packed, and
+samples a second where rows begin alike.
 
     python -m benchmarks.training --json training.json
 
@@ -6,7 +7,9 @@
 own, whose peak of resident memory above what it had before the update is counted. *Lengths*: rows of long-tailed
 lengths, cut by Penstock into micro-batches of similar length, or packed without padding, and by a plain loop into 8
 rows each as they come, padded to the longest. *Short*: the same with few tokens a row. *Pairs*: of rows that stay
-together two by two, whatever their lengths, as a preference loss wants them. Sides alternate; medians over rounds.
+together two by two, whatever their lengths, as a preference loss wants them. *Prompts*: groups of 8 samples of 128
+tokens to a prompt of 1,024, as trees that have it once, or each row alone. *Turns*: groups of 4 attempts of 8 turns
+whose histories are rewritten. *Unlike*: as *prompts*, but no two rows begin alike. Sides alternate; medians of rounds.
 Processor seconds are counted beside the clock's, since they do not depend on other work. Linux only: it reads /proc.
 """
 
@@ -27,11 +30,24 @@ LENGTHS = {"count": 64, "response_tokens": 150, "longest": 2048, "spread": 1.0, 
 """`spread`: the standard deviation of the logarithm of lengths."""
 SHORT = LENGTHS | {"response_tokens": 20, "longest": 512}
 PAIRS = LENGTHS | {"loss": "simpo"}
+TREES_MODEL = {"hidden": 512, "layers": 4, "vocabulary": 4096}
+PROMPTS = {
+    "kind": "groups", "num_groups": 2, "size": 8, "prompt_tokens": 1024, "response_tokens": 128, "is_shared": True,
+    "loss": "ppo_clip",
+}  # fmt: skip
+TURNS = {
+    "kind": "attempts", "num_groups": 1, "size": 4, "num_turns": 8, "prompt_tokens": 512, "message_tokens": 64,
+    "thought_tokens": 96, "answer_tokens": 32, "loss": "ppo_clip",
+}  # fmt: skip
+UNLIKE = PROMPTS | {"is_shared": False}
+TREES, TREE_SIDES = ("prompts", "turns", "unlike"), ("alone", "shared")
+"""Cases in which rows are trees where that pays."""
 PACKED = ("lengths", "short", "pairs")
 """Cases in which rows are packed."""
 QUICK_MODEL = {"vocabulary": 60_000}
 QUICK_LOGITS = {"count": 4, "response_tokens": 64}
 QUICK_LENGTHS = {"count": 8, "response_tokens": 40, "longest": 256}
+QUICK_TREES = {"prompt_tokens": 128}
 COPIES = 5
 """Number of copies of [tokens, vocabulary] in float32 that fit in memory before whole logits are tried: four, and
 room."""
@@ -129,20 +145,39 @@ def print_packed(rounds: list[Round]) -> None:
     """Print what packing is worth: ratios of rounds that followed one another, by the clock and by the processor."""
     table = new_table("Buckets' time over packed rows': median, least and most", ["case"], ["seconds", "CPU seconds"])
     for name in PACKED:
-        ratios = [packed_ratios(rounds, name, key) for key in ("seconds", "cpu_seconds")]
+        ratios = [ratios_of(rounds, name, key, ("bucketed", "packed")) for key in ("seconds", "cpu_seconds")]
         table.add_row(name, *(f"{statistics.median(some):.2f} ({min(some):.2f}-{max(some):.2f})" for some in ratios))
     show(table, 110)
 
 
-def packed_ratios(rounds: list[Round], name: str, key: str) -> list[float]:
-    bucketed, packed = (
-        [entry[key] for entry in rounds if (entry["case"], entry["side"]) == (name, side)]
-        for side in ("bucketed", "packed")
+def print_trees(rounds: list[Round]) -> None:
+    """Print what trees are worth: ratios of rounds that followed one another, and memory."""
+    table = new_table(
+        "Rows alone over trees: median, least and most", ["case"], ["seconds", "CPU seconds", "peak memory"]
     )
-    return [before / after for before, after in zip(bucketed, packed, strict=True)]
+    for name in TREES:
+        ratios = [ratios_of(rounds, name, key, TREE_SIDES) for key in ("seconds", "cpu_seconds", "peak_bytes")]
+        table.add_row(name, *(f"{statistics.median(some):.2f} ({min(some):.2f}-{max(some):.2f})" for some in ratios))
+    show(table, 110)
+
+
+def ratios_of(rounds: list[Round], name: str, key: str, sides: tuple[str, str]) -> list[float]:
+    """Ratios of rounds that followed one another: the first side's value over the second's."""
+    before, after = (
+        [entry[key] for entry in rounds if (entry["case"], entry["side"]) == (name, side)] for side in sides
+    )
+    return [one / other for one, other in zip(before, after, strict=True)]
 
 
 def targets_of(rounds: list[Round]) -> list[Target]:
+    speeds = {name: statistics.median(ratios_of(rounds, name, "seconds", TREE_SIDES)) for name in TREES}
+    memory_of_trees = 1 / statistics.median(ratios_of(rounds, "prompts", "peak_bytes", TREE_SIDES))
+    of_trees = [
+        Target("samples a second, prompts once over rows alone", speeds["prompts"], "x", ">=", 3.0),
+        Target("samples a second, turns and rewritten histories once over rows alone", speeds["turns"], "x", ">=", 3.0),
+        Target("samples a second where nothing is shared, over rows alone", speeds["unlike"], "x", ">=", 0.97),
+        Target("peak memory, prompts once over rows alone", memory_of_trees, "x", "<=", 1.0),
+    ]
     rounds = [entry for entry in rounds if entry["case"] in ("logits", "lengths")]
     memory = median(rounds, "whole", "peak_bytes") / median(rounds, "tiled", "peak_bytes")
     time = median(rounds, "tiled", "seconds") / median(rounds, "whole", "seconds")
@@ -152,6 +187,7 @@ def targets_of(rounds: list[Round]) -> list[Target]:
         Target("tiles' time over whole logits'", time, "x", "<=", 1.0),
         Target("tokens a second in buckets over fixed rows'", speed, "x", ">=", 2.0),
         Target("padding in buckets", 100 * median(rounds, "bucketed", "padding"), "%", "<=", 5.0),
+        *of_trees,
     ]
 
 
@@ -170,8 +206,12 @@ def main() -> None:
             "pairs": (("bucketed", "packed"), pairs),
         }
         rounds += measure(LENGTHS_MODEL, cases, Path(folder), num_rounds)
+        some = QUICK_TREES if arguments.quick else {}
+        trees = {name: (TREE_SIDES, case | some) for name, case in zip(TREES, (PROMPTS, TURNS, UNLIKE), strict=True)}
+        rounds += measure(TREES_MODEL, trees, Path(folder), num_rounds)
     print_rounds(rounds)
     print_packed(rounds)
+    print_trees(rounds)
     targets = targets_of(rounds)
     print_targets(targets)
     write_json(

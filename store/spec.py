@@ -47,6 +47,8 @@ class StoreSpec:
     spill_dir: str | None = None
     straggler_factor: float = 0.0
     """A factor of the median time: a group that an engine has for longer is offered to another; 0: never."""
+    shares_prefixes: bool = False
+    """True if ranks compute the prompt of a group once, so that its rows go to one of them."""
     old_turns_are_context: bool = False
     """True if a row may have tokens that are too old as long as it has others: the trainer leaves them out."""
     strict: bool = True
@@ -81,6 +83,7 @@ class StoreSpec:
             shared_bytes=config.store.shared_memory_mib * 2**20,
             spill_dir=config.store.spill_dir,
             straggler_factor=config.faults.straggler_factor,
+            shares_prefixes=config.trainer.share_prefixes != "never",
             old_turns_are_context=config.old_turns_are_context,
             strict=strict,
         )

@@ -2,8 +2,9 @@
 `penstock_grpo.py`, with `clients` in a request for the number of loops at the same time, and `prompts` for those of a
 step.
 
-Each loop has an adapter of its own, in a thread of this process. A step samples a group for each prompt, rewards
-digits, trains on centred rewards by importance sampling, steps, and saves weights to sample from.
+Each loop has an adapter of its own, in a thread of this process, of the layers that `penstock run` adapts: not of the
+output layer. A step samples a group for each prompt, rewards digits, trains on centred rewards by importance sampling,
+steps, and saves weights to sample from.
 """
 
 import argparse
@@ -36,7 +37,7 @@ class Loop:
         self._types, self._prompts, self._max_tokens = types, prompts, max_tokens
         self._digits = {token for token, text in _texts(model).items() if text.isdigit()}
         self._service = tinker.ServiceClient(base_url=url, api_key=KEY)
-        self._training = self._service.create_lora_training_client(base_model="model", rank=rank)
+        self._training = self._service.create_lora_training_client(base_model="model", rank=rank, train_unembed=False)
         self._number = 0
 
     def steps(self, count: int, num_prompts: int = NUM_PROMPTS) -> dict[str, float]:

@@ -1,16 +1,18 @@
 """A side of the training benchmark: updates of one model on one rank, in a process whose memory is its own.
 
-    in   {"count": N, "seed": s, "response_tokens": n, "spread": x, "longest": n, "loss": name}
-    out  {"seconds": s, "cpu_seconds": s, "tokens": n, "padding": share, "peak_bytes": n}
+    in   {"kind": name, "seed": s, "loss": name, ...}: a kind of rows (`training_rows.py`), and what it is asked for
+    out  {"seconds": s, "cpu_seconds": s, "samples": n, "tokens": n, "padding": share, "peak_bytes": n}
 
 whole      Penstock's trainer, logits of the whole micro-batch kept for backward
 tiled      the same, logits within its default budget
 bucketed   Penstock's trainer, micro-batches of rows of similar length within its default budget of tokens
 packed     the same, micro-batches of any rows without padding
+alone      Penstock's trainer, each row alone (`trainer.share_prefixes=never`)
+shared     the same, rows of a group as trees where that pays (its default)
 fixed      a straight-line loop, micro-batches of 8 rows as they come, padded to the longest of them
 
-`tokens`: of prompts and responses. `padding`: share of what goes through the model. `peak_bytes`: the process's
-resident memory at its highest during the update, above what it was before.
+`tokens`: of all sequences; `samples`: rows. `padding`: share of what goes through the model. `peak_bytes`: the
+process's resident memory at its highest during the update, above what it was before.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.peers.channel import Channel
+from benchmarks.peers.training_rows import KINDS, make_rows
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.algorithms.preference.pair_losses import simpo_loss
@@ -32,7 +35,6 @@ from penstock.workers.trainer.models.language_model import PolicyModel, load_cau
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 
-PROMPT_TOKENS = 16
 FIXED_ROWS = 8
 PAGE_BYTES = 4096
 COLUMNS = ("advantage", "behavior_logprobs")
@@ -74,22 +76,6 @@ class Penstock:
         return self._trainer.update(rows, loss).metrics["actor/padding_share"]
 
 
-def make_rows(count: int, seed: int, response_tokens: int, spread: float, longest: int, vocabulary: int) -> Rows:
-    """Make responses of a median of `response_tokens` tokens, lognormal with that spread (0: all alike)."""
-    random = np.random.default_rng(seed)
-    lengths = np.clip(response_tokens * random.lognormal(0, spread, count), 1, longest).astype(int)
-    return Rows.from_lists(
-        {
-            "prompt_ids": [random.integers(3, vocabulary, PROMPT_TOKENS).tolist() for _ in lengths],
-            "response_ids": [random.integers(3, vocabulary, length).tolist() for length in lengths],
-            "behavior_logprobs": [(-np.log(vocabulary) + np.zeros(length)).tolist() for length in lengths],
-            "advantage": random.normal(size=count).tolist(),
-            "preferred": (2 * (np.arange(count) % 2) - 1).tolist(),
-        },
-        group_ids=(np.arange(count) // 2).tolist(),
-    )
-
-
 def memory_bytes(key: str) -> int:
     """Read VmRSS or VmHWM of this process."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
@@ -97,7 +83,7 @@ def memory_bytes(key: str) -> int:
 
 
 def measure(side: "Fixed | Penstock", rows: Rows, loss: Loss) -> dict[str, float]:
-    lengths = batching.row_shapes(rows).longest
+    num_tokens = int(batching.row_shapes(rows).num_tokens.sum())
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = memory_bytes("VmRSS")
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -106,7 +92,8 @@ def measure(side: "Fixed | Penstock", rows: Rows, loss: Loss) -> dict[str, float
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
-        "tokens": int(lengths.sum()),
+        "samples": len(rows),
+        "tokens": num_tokens,
         "padding": padding,
         "peak_bytes": max(PAGE_BYTES, memory_bytes("VmHWM") - before),  # memory that was free may do for all of it
     }
@@ -114,7 +101,7 @@ def measure(side: "Fixed | Penstock", rows: Rows, loss: Loss) -> dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("whole", "tiled", "bucketed", "packed", "fixed"))
+    parser.add_argument("side", choices=("whole", "tiled", "bucketed", "packed", "alone", "shared", "fixed"))
     parser.add_argument("model")
     parser.add_argument("--vocabulary", type=int, required=True)
     arguments = parser.parse_args()
@@ -122,6 +109,8 @@ def main() -> None:
     side: Fixed | Penstock
     if arguments.side == "fixed":
         side = Fixed(arguments.model)
+    elif arguments.side in ("alone", "shared"):
+        side = Penstock(arguments.model, share_prefixes="auto" if arguments.side == "shared" else "never")
     elif arguments.side in ("bucketed", "packed"):
         side = Penstock(arguments.model, packing="always" if arguments.side == "packed" else "never")
     else:
@@ -129,11 +118,11 @@ def main() -> None:
         budget = {"logprob_chunk_mib": ALL_MIB} if arguments.side == "whole" else {}
         side = Penstock(arguments.model, max_tokens_per_microbatch=10**9, **budget)
     # The optimizer's state exists from here on.
-    side.update(make_rows(2, 0, 8, 0.0, 8, arguments.vocabulary), ppo_clip_loss)
+    side.update(make_rows(0, arguments.vocabulary, count=2, response_tokens=8, spread=0.0, longest=8), ppo_clip_loss)
     channel.send({"ready": True})
     for request in channel.requests():
-        loss = LOSSES[request.pop("loss")]
-        channel.send(measure(side, make_rows(**request, vocabulary=arguments.vocabulary), loss))
+        loss, make, seed = LOSSES[request.pop("loss")], KINDS[request.pop("kind", "rows")], request.pop("seed")
+        channel.send(measure(side, make(seed, arguments.vocabulary, **request), loss))
 
 
 if __name__ == "__main__":

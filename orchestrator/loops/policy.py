@@ -5,6 +5,7 @@ policy.sample(prompt_ids, 8)                data with a loss by its name: the ve
 """
 
 import asyncio
+import inspect
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, TypeVar, Unpack, overload
 import numpy as np
 
 from penstock.algorithms.graph.columns import PROMPT_PICTURES
+from penstock.algorithms.graph.stage import GROUP_IDS
 from penstock.conf.errors import DataError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.export import export_model
@@ -24,6 +26,7 @@ from penstock.orchestrator.loops.sampling import SampleCalls
 from penstock.orchestrator.loops.saved_states import SavedStates
 from penstock.orchestrator.loops.verbs import LoopPolicy, SampleOptions, loss_call, put_together, shares_of
 from penstock.store.data.rows import Rows
+from penstock.store.ledger.batches import GroupLoad, spread
 from penstock.workers.pictures.placeholders import NO_PICTURES, PromptPictures
 from penstock.workers.protocols import Completion, Loss, Sampling
 from penstock.workers.rollout.worker import response_columns, sample_seed
@@ -58,12 +61,18 @@ class Model:
         ]
         return get_all(calls, phase=method, timeout_s=timeout_s)
 
-    def _shares(self, rows: Rows) -> list[np.ndarray]:
+    def _shares(self, rows: Rows, *, whole_groups: bool = False) -> list[np.ndarray]:
         """Positions of `rows` by rank, balanced by cost; ranks that split the work on a row get the same ones."""
-        read = "context_ids" if "context_ids" in rows else "prompt_ids"  # of attempts in an environment
-        lengths = rows.lengths(read) + rows.lengths("response_ids")
-        shares = shares_of(lengths.tolist(), len(self._ranks), self._config.trainer.ranks_per_row)
-        return [np.asarray(share, np.int64) for share in shares]
+        are_attempts = "context_ids" in rows  # in an environment; what they begin with is not told apart
+        read = rows.lengths("context_ids" if are_attempts else "prompt_ids")
+        lengths = read + rows.lengths("response_ids")
+        members = [np.flatnonzero(rows.group_ids == group) for group in np.unique(rows.group_ids)]
+        loads = [GroupLoad(0 if are_attempts else int(read[some].min()), lengths[some].tolist()) for some in members]
+        trainer = self._config.trainer
+        shares = trainer.share_prefixes != "never"
+        parts = spread(loads, len(self._ranks) // trainer.ranks_per_row, whole_groups=whole_groups, shares=shares)
+        order = np.concatenate([np.zeros(0, np.int64), *members])
+        return [np.sort(order[np.asarray(part, np.int64)]) for part in parts for _ in range(trainer.ranks_per_row)]
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """Log-probabilities of each row's response tokens under this model's weights, `[T_i]` float32."""
@@ -167,7 +176,8 @@ class Policy(Model, LoopPolicy):
         return put_together(shares, self._all("forward_data", arguments, self._config.trainer.step_timeout_s))
 
     def _of_batch(self, method: str, rows: Rows, loss: Loss) -> dict[str, float]:
-        arguments = [(rows.select(share), loss) for share in self._shares(rows)]
+        compares = GROUP_IDS in inspect.signature(loss).parameters
+        arguments = [(rows.select(share), loss) for share in self._shares(rows, whole_groups=compares)]
         reports = self._all(method, arguments, self._config.trainer.step_timeout_s)
         return dict(reports[0].metrics)
 

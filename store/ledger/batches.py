@@ -5,7 +5,7 @@ data-parallel ranks, so that no rank waits long for another. Pure and determinis
 import heapq
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 SUM = itemgetter(0)
 QUADRATIC_TOKENS = 4096
@@ -13,6 +13,24 @@ QUADRATIC_TOKENS = 4096
 large vocabulary. Where it is really 2,000 tokens, or infinitely many, the heaviest of ranks with 64 long-tailed rows
 each costs some 2% more than their mean; counting tokens only, it was up to 8%.
 """
+SAVED_TOKENS, SAVED_SHARE = 256, 0.2
+"""Tokens of a group that must be saved, and their share of all of its tokens, for it to be worth a tree's masks and
+calls (`trainer.share_prefixes`)."""
+
+
+class GroupLoad(NamedTuple):
+    """The tokens of a group."""
+
+    prompt: int
+    """Those that all of its rows begin with."""
+    rows: Sequence[int]
+    """Those of each row, the prompt's among them."""
+
+    @property
+    def shared_cost(self) -> int:
+        """The cost of its rows where the prompt is computed once."""
+        of_prompt = row_cost(self.prompt)
+        return of_prompt + sum(row_cost(tokens) - of_prompt for tokens in self.rows)
 
 
 def choose_groups(
@@ -44,6 +62,35 @@ def choose_groups(
 def row_cost(num_tokens: int) -> int:
     """The cost of a forward and backward pass of a row of this length, in tokens of a short one."""
     return num_tokens + num_tokens * num_tokens // QUADRATIC_TOKENS
+
+
+def pays_to_share(num_tokens: int, num_saved: int) -> bool:
+    """True if a group of so many tokens is to be computed as a tree, which saves so many of them."""
+    return num_saved >= max(SAVED_TOKENS, SAVED_SHARE * num_tokens)
+
+
+def spread(
+    groups: Sequence[GroupLoad], num_parts: int, *, whole_groups: bool = False, shares: bool = False
+) -> list[list[int]]:
+    """Spread the rows of groups over parts, balanced by cost: positions of rows, counted through all groups, each part
+    ascending. `whole_groups`: none is cut apart. `shares`: prompts are computed once a part, so that a group which is
+    worth it is not cut apart, unless there are fewer groups than parts."""
+    units: list[list[int]] = []
+    costs: list[int] = []
+    shares = shares and len(groups) >= num_parts
+    first = 0
+    for group in groups:
+        rows = list(range(first, first + len(group.rows)))
+        first += len(rows)
+        is_tree = shares and pays_to_share(sum(group.rows), (len(rows) - 1) * group.prompt)
+        row_costs = [row_cost(tokens) for tokens in group.rows]
+        if is_tree or whole_groups:
+            units.append(rows)
+            costs.append(group.shared_cost if is_tree else sum(row_costs))
+        else:
+            units.extend([row] for row in rows)
+            costs.extend(row_costs)
+    return [[row for unit in part for row in units[unit]] for part in balance(costs, num_parts)]
 
 
 def balance(costs: Sequence[int], num_parts: int) -> list[list[int]]:

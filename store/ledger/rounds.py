@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 
 from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
-from penstock.store.ledger.batches import balance, choose_groups, row_cost
+from penstock.store.ledger.batches import GroupLoad, choose_groups, spread
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import NO_VERSION, Group, masks_of, row_ids, spans_of
 from penstock.store.ledger.lost_values import begin_again
@@ -283,23 +283,18 @@ class Rounds:
         """Split rows (whole groups where the stage's unit is the group) over ranks, balanced by what prompt and
         response cost."""
         residents = self._residents
-        if num_ranks == 1:
-            return [[row for group, mask in sorted(granted.items()) for row in row_ids(group, mask, residents.size)]]
-        units: list[list[int]] = []
-        costs: list[int] = []
+        ids: list[int] = []
+        loads: list[GroupLoad] = []
         for group_id, mask in sorted(granted.items()):
-            group = residents.groups[group_id]
-            rows = row_ids(group_id, mask, residents.size)
-            prompt, first = group.prompt_tokens, group_id * residents.size
-            tokens = [read + said for read, said in zip(group.context_tokens, group.response_tokens, strict=True)]
-            row_costs = [row_cost(prompt + tokens[row - first]) for row in rows]
-            if stage.unit == "group" or stage.spec.whole_groups:
-                units.append(rows)
-                costs.append(sum(row_costs))
-            else:
-                units.extend([row] for row in rows)
-                costs.extend(row_costs)
-        return [[row for unit in part for row in units[unit]] for part in balance(costs, num_ranks)]
+            group, rows = residents.groups[group_id], row_ids(group_id, mask, residents.size)
+            indices = [row - group_id * residents.size for row in rows]
+            read = [group.prompt_tokens + group.context_tokens[index] for index in indices]
+            said = [group.response_tokens[index] for index in indices]
+            ids.extend(rows)
+            loads.append(GroupLoad(group.prompt_tokens, [sum(pair) for pair in zip(read, said, strict=True)]))
+        is_whole = stage.unit == "group" or stage.spec.whole_groups
+        parts = spread(loads, num_ranks, whole_groups=is_whole, shares=residents.spec.shares_prefixes)
+        return [[ids[position] for position in part] for part in parts]
 
     def _consume(self, made: Round, effects: Effects) -> None:
         """Consume a trained batch: its rows end, those of the batch before are forgotten, credits fall due."""

@@ -51,7 +51,7 @@ class ScalarTrainer(PolicyTrainer):
         `DataError`."""
         results = np.zeros(len(rows), np.float32)
         for batch in self._all_batches(rows):
-            scores_B = self._numbers(batch, last_tokens(batch))
+            scores_B = self._numbers(batch, batch.last_B)
             if not batch.is_dummy:
                 results[batch.rows] = scores_B.cpu().numpy()
         self.engine.free()
@@ -63,7 +63,7 @@ class ScalarTrainer(PolicyTrainer):
 
     def _contribution(self, minibatch: Minibatch, shared: UpdateParts, is_first: bool, batch: MicroBatch) -> Tensor:
         whole = "scores" in shared.inputs.provided
-        positions = last_tokens(batch) if whole else batch.positions_N
+        positions = batch.last_B if whole else batch.positions_N
         numbers = self._numbers(batch, positions)
         if batch.is_dummy:
             return numbers.sum() * 0.0
@@ -83,11 +83,3 @@ class CriticTrainer(ScalarTrainer):
     """
 
     metrics_prefix = "critic"
-
-
-def last_tokens(batch: MicroBatch) -> Tensor:
-    """Places of the last response token of each row, into the flattened `[B * L]`. Every row has at least one."""
-    ends_B = batch.mask_BT.sum(dim=1).cumsum(0) - 1
-    if batch.is_dummy:
-        return batch.positions_N
-    return batch.positions_N.index_select(0, ends_B) + 1

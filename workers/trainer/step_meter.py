@@ -22,6 +22,7 @@ from penstock.workers.trainer.update.sequences import context_column
 from penstock.workers.weights.checkpoint_form import stacked_experts
 
 MISMATCH = "mismatch/logprob_abs_mean"
+SHARED = "actor/shared_share"
 WHOLE = "update"
 """Key in `UpdateReport.seconds` for the whole update: all others together."""
 PEAKS = {"H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
@@ -116,7 +117,7 @@ class StepMeter:
         meters.put(table.TRAINER_MEMORY, self._peak_memory())
         if MISMATCH in report.metrics:
             meters.put(table.TRAINER_MISMATCH, report.metrics[MISMATCH])
-        self._note_flops(rows, report.seconds.get(WHOLE, 0.0))
+        self._note_flops(rows, report.seconds.get(WHOLE, 0.0), report.metrics.get(SHARED, 0.0))
 
     def _note_phases(self, wait_s: float, train_s: float, seconds: Mapping[str, float]) -> None:
         parts = {name: value for name, value in seconds.items() if name != WHOLE}
@@ -124,12 +125,13 @@ class StepMeter:
         for phase, value in {"wait": wait_s, "prepare": prepare_s, **parts}.items():
             self._meters.observe(table.TRAINER_PHASES, value, phase=phase)
 
-    def _note_flops(self, rows: Rows, seconds: float) -> None:
-        """Note the rate of an update. A row of several segments counts as one sequence: an upper bound."""
+    def _note_flops(self, rows: Rows, seconds: float, shared: float) -> None:
+        """Note the rate of an update. `shared`: share of tokens that were computed with others. A row of several
+        segments counts as one sequence: an upper bound."""
         if self._size is None or not seconds:
             return
         lengths = (rows.lengths(context_column(rows)) + rows.lengths("response_ids")).tolist() if len(rows) else []
-        rate = self._size.update_flops(lengths) / self._num_peers / seconds
+        rate = (1 - shared) * self._size.update_flops(lengths) / self._num_peers / seconds
         self._meters.put(table.TRAINER_FLOPS, rate)
         if self._peak is not None:
             self._meters.put(table.TRAINER_MFU, rate / self._peak)

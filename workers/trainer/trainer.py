@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.conf.errors import DataError
+from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import VISION, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, UpdateReport
@@ -54,7 +54,7 @@ from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Batcher, LossInputs, Minibatch
 from penstock.workers.trainer.update.pictures import Pictures
-from penstock.workers.trainer.update.tally import Tally, with_padding_share
+from penstock.workers.trainer.update.tally import Tally, with_shares
 from penstock.workers.training_calls import AdamParams
 
 
@@ -111,7 +111,7 @@ class PolicyTrainer(Publishes):
         except BaseException:
             self.ranks.leave()
             raise
-        self._batcher = Batcher(self.ranks, self.config, self.max_length, rows_alone, self.packs)
+        self._batcher = Batcher(self.ranks, self.config, self.max_length, rows_alone, self.packs, sharing=self.sharing)
 
     def _make(self, model_path: str, attention: str) -> None:
         """Make the model, and the engine that trains it."""
@@ -123,6 +123,8 @@ class PolicyTrainer(Publishes):
         """Size of the whole model, whatever part of it this rank has."""
         self.packs = packed_attention.choose(self.model.lm, config.packing)
         """True if rows of a micro-batch are packed (`trainer.packing`)."""
+        self.sharing = packed_attention.choose_trees(self.model.lm, config.share_prefixes, is_compiled=config.compile)
+        """Whether rows of a group are trees: never, auto or always."""
         self.model.requires_grad_(self.trainable)
         check_sees(self.model.lm)
         if VISION in config.freeze:
@@ -153,7 +155,14 @@ class PolicyTrainer(Publishes):
 
     def replay_experts(self) -> None:
         """Send the tokens of rows that have `routed_experts` where the engine sent them (`rollout.router_replay`). Call
-        it before `check_scores`, which looks at the routers' weights then. Raises `ConfigError` for a dense model."""
+        it before `check_scores`, which looks at the routers' weights then. Rows share nothing then, as each has records
+        of its own. Raises `ConfigError` for a dense model, and where trees are asked for."""
+        if self.sharing == "always":
+            raise ConfigError(
+                f"{packed_attention.TREES_KEY}=always: with {REPLAY_KEY} each row has records of its own for what it "
+                "shares. Leave out one of them."
+            )
+        self._batcher = replace(self._batcher, sharing="never")
         self.routers = self.routers or Routers(self.model.lm, REPLAY_KEY)
         self.routers.check_weights()
 
@@ -291,7 +300,7 @@ class PolicyTrainer(Publishes):
         """What the micro-batches have told, over all ranks. Collective."""
         with self._phase(f"update {self.num_updates}, metrics"):
             shared.tally.add_padding(minibatches)
-            return with_padding_share(shared.tally.reduced(self.ranks), self.metrics_prefix)
+            return with_shares(shared.tally.reduced(self.ranks), self.metrics_prefix)
 
     def _step_metrics(self, params: AdamParams, norms: list[float]) -> dict[str, float]:
         return {

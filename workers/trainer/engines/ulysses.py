@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.trainer.models import packed_attention
-from penstock.workers.trainer.update.batching import PAD_ID
+from penstock.workers.trainer.update.layout import PAD_ID
 from penstock.workers.trainer.update.pictures import Pictures
 
 KEY = "trainer.sequence_parallel_size"

@@ -1,6 +1,8 @@
-"""Attention over packed rows (`update/blocks.py`): the models that can be called so, and the function that they call.
+"""Attention over packed rows (`update/blocks.py`) and trees (`update/trees.py`): the models that can be called so, and
+the function that they call.
 
-    model.attention=sdpa               `attention`, below: one call of sdpa for all blocks of one length
+    model.attention=sdpa               `attention`, below: one call of sdpa for all blocks of one length, or a tree's
+                                       (`tree_attention.py`)
     model.attention=flash_attention_2  its kernel for sequences of different lengths, which transformers calls
 
 transformers calls both by name, and hands on what the model was called with: so nothing of the model is changed.
@@ -15,14 +17,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.conf.errors import ConfigError
+from penstock.workers.trainer.models.tree_attention import TreeAttention
 from penstock.workers.trainer.update.blocks import Blocks, mask_of
+from penstock.workers.trainer.update.trees import Trees
 
-KEY = "trainer.packing"
+KEY, TREES_KEY = "trainer.packing", "trainer.share_prefixes"
 PACKED = "penstock_packed"
 """Name under which transformers knows `attention`."""
 FLASH = "flash_attention_2"
 BLOCKS = "blocks"
-"""Keyword argument that passes the blocks from the model's call to `attention`."""
+"""Keyword argument that passes blocks or a `TreeAttention` from the model's call to `attention`; None: padded rows."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Names that transformers has for kinds of layers."""
 
@@ -41,6 +45,19 @@ def choose(lm: Any, packing: str) -> bool:
     return reason is None
 
 
+def choose_trees(lm: Any, sharing: str, *, is_compiled: bool) -> str:
+    """Decide whether a model is called with trees, and prepare it for them: `sharing` (`trainer.share_prefixes`), or
+    never. `is_compiled`: its layers are, and attention would cut them apart. Raises `ConfigError` where sharing is
+    asked for by name and the model cannot be called so."""
+    reason = reason_against_trees(lm)
+    if sharing == "always" and reason is not None:
+        raise ConfigError(f"{TREES_KEY}=always: {reason}. Set {TREES_KEY}=never.")
+    if sharing == "never" or reason is not None or (sharing == "auto" and is_compiled):
+        return "never"
+    text_model(lm).set_attn_implementation(PACKED)
+    return sharing
+
+
 def text_model(lm: Any) -> Any:
     """The part of a model that reads text: all of it, if it does not see."""
     return getattr(lm.base_model, "language_model", lm)
@@ -49,7 +66,7 @@ def text_model(lm: Any) -> Any:
 def reason_against(lm: Any) -> str | None:
     """Why rows of this model cannot be packed; None: they can."""
     config = lm.config
-    if config._attn_implementation not in ("sdpa", FLASH):
+    if config._attn_implementation not in ("sdpa", PACKED, FLASH):
         return f"rows are packed for sdpa and {FLASH}, and model.attention={config._attn_implementation}"
     kinds = set(getattr(config, "layer_types", None) or [FULL])
     if lm._is_stateful or not kinds <= {FULL, SLIDING}:
@@ -61,10 +78,27 @@ def reason_against(lm: Any) -> str | None:
     return None
 
 
-def keywords(lm: Any, blocks: Blocks | None) -> dict[str, Any]:
-    """Keyword arguments that call the base model with packed rows; none where they are padded."""
+def reason_against_trees(lm: Any) -> str | None:
+    """Why rows of this model cannot be computed as trees; None: they can."""
+    config = lm.config
+    if config._attn_implementation not in ("sdpa", PACKED):
+        return f"trees are for model.attention=sdpa, and it is {config._attn_implementation}"
+    if text_model(lm) is not lm:
+        return f"{config.model_type} sees, and rows with pictures share nothing"
+    windowed = SLIDING if getattr(config, "sliding_window", None) else FULL
+    kinds = set(getattr(config, "layer_types", None) or [windowed])
+    if kinds - {FULL}:
+        return f"{config.model_type} has layers of {', '.join(sorted(kinds - {FULL}))}, and a tree wants full attention"
+    return reason_against(lm)
+
+
+def keywords(lm: Any, blocks: Blocks | Trees | None) -> dict[str, Any]:
+    """Keyword arguments that call the base model with packed rows or trees; none where they are padded, for a model
+    that is always called so."""
     if blocks is None:
-        return {}
+        return {BLOCKS: None} if lm.config._attn_implementation == PACKED else {}
+    if isinstance(blocks, Trees):
+        return {"position_ids": blocks.position_ids_1T, BLOCKS: TreeAttention(blocks)}
     if lm.config._attn_implementation != FLASH:
         return {"position_ids": blocks.position_ids_1T, BLOCKS: blocks}
     longest = max(blocks.lengths)
@@ -80,13 +114,20 @@ def keywords(lm: Any, blocks: Blocks | None) -> dict[str, Any]:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None, **keywords: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention within each block. query, key, value: `[1, heads, T, D]`; returns `[1, T, heads, D]`. `window`:
-    what `window_of` said of this layer. Raises `ConfigError` where the model keeps the blocks to itself."""
-    blocks = keywords.pop(BLOCKS, None)
-    if blocks is None:
+    """Causal attention within each block, or tree, or padded row. query, key, value: `[1, heads, T, D]`, of padded rows
+    `[B, heads, T, D]`; returns `[1, T, heads, D]`. `window`: what `window_of` said of this layer. Raises `ConfigError`
+    where the model keeps the blocks to itself."""
+    if BLOCKS not in keywords:
         raise ConfigError(
-            f"{KEY}: {type(module).__name__} does not hand on what its attention function is to know. Set {KEY}=never."
+            f"{KEY}, {TREES_KEY}: {type(module).__name__} does not hand on what its attention function is to know. Set "
+            f"{KEY}=never and {TREES_KEY}=never."
         )
+    blocks = keywords.pop(BLOCKS)
+    if isinstance(blocks, TreeAttention):
+        return blocks(module, query, key, value, **keywords)
+    if blocks is None:
+        mask = mask_of(query.shape[2], window, query.device)
+        return sdpa_attention_forward(module, query, key, value, mask, **(keywords | {"is_causal": True}))
     runs = list(blocks.runs(query.shape[2]))
     # One split, whose gradient is one concatenation: that of a slice is as large as what it was cut from.
     sizes = [count * length for count, length in runs]

@@ -3,8 +3,9 @@
     rows ──split_minibatches──▶ whole groups an optimizer step ──plan──▶ positions a micro-batch ──collate──▶ MicroBatch
 
 A micro-batch holds rows of similar length, padded on the right to its longest, or any rows one after the other without
-padding (`trainer.packing`, `blocks.py`). A row is one sequence, or if it is a trajectory several (`sequences.py`); none
-is cut apart from the others of its row.
+padding (`trainer.packing`, `blocks.py`), or the rows of groups as trees (`trainer.share_prefixes`, `trees.py`):
+`layout.py` says where their tokens stand. A row is one sequence, or if it is a trajectory several (`sequences.py`);
+none is cut apart from the others of its row.
 
 Legend: B rows of the micro-batch, S their sequences (S = B where none is a trajectory), L tokens of the longest one, T
 of the longest response, N response tokens. Packed, S is 1 and L the tokens of all sequences. W bytes of a token's
@@ -23,19 +24,29 @@ from penstock.algorithms.graph.columns import ROUTED_EXPERTS
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update.blocks import Blocks
+from penstock.workers.trainer.update.layout import PAD_ID, Layout
 from penstock.workers.trainer.update.pictures import Eyes, Pictures, pictures_of, place
 from penstock.workers.trainer.update.sequences import TARGETS, TEMPERATURES, Shapes, select, sequences_of, shapes_of
+from penstock.workers.trainer.update.trees import Trees
 
 MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
 few large ones, which rows of thousands of tokens give anyway.
 """
-HELD_HERE = ("rows", "columns", "num_tokens", "temperature", "temperatures_N", "blocks", "experts_SLW", "pictures")
+HELD_HERE = (
+    "rows",
+    "columns",
+    "num_tokens",
+    "num_shared",
+    "temperature",
+    "temperatures_N",
+    "blocks",
+    "experts_SLW",
+    "pictures",
+)
 UNKNOWN = -1
 """Byte of the record of a token that no engine has read: the last of a sequence, and padding."""
 """Fields of a micro-batch that are no tensors of its own, or need not be."""
-PAD_ID = 0
-"""Id of padding; any that exists: attention is causal, so what pads on the right is never seen."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +62,20 @@ class MicroBatch:
     """Places into `[B * T]` where each response token belongs."""
     mask_BT: Tensor
     """Mask (bool): True for response tokens."""
+    last_B: Tensor
+    """Place into `[S * L]` of the last response token of each row, which has at least one; of a dummy, of any."""
     group_ids_B: Tensor
     """Group of each row, int64."""
     num_tokens: int = 0
-    """Tokens of all sequences; what is left of `[S, L]` is padding."""
+    """Tokens of all sequences, less those that are shared; what is left of `[S, L]` is padding."""
+    num_shared: int = 0
+    """Tokens of sequences that others of them have, too, and that are computed there (`trees.py`)."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     temperature: float | None = None
     """Temperature at which all response tokens were sampled; None: the run's, or one of `temperatures_N` for each."""
     temperatures_N: Tensor | None = None
-    blocks: Blocks | None = None
-    """Blocks of `input_ids_SL`, one a sequence; None: sequences are padded."""
+    blocks: Blocks | Trees | None = None
+    """Blocks of `input_ids_SL`, one a sequence, or trees of them; None: sequences are padded."""
     experts_SLW: Tensor | None = None
     """Records of the experts that the engine chose, `[S * L, W]` int16, `UNKNOWN` where it has not read the token;
     None: not recorded."""
@@ -227,43 +242,43 @@ def collate(
     columns: Sequence[str] = (),
     *,
     packed: bool = False,
+    shared: bool = False,
     eyes: Eyes | None = None,
 ) -> MicroBatch:
     """Make one micro-batch of the rows at these positions; `columns`: names of further columns to hand to the loss.
-    `packed`: without padding, the longest sequence first. `eyes`: of a model that sees.
+    `packed`: without padding, the longest sequence first. `shared`: as trees of each group's sequences, without records
+    of experts and pictures. `eyes`: of a model that sees.
 
     Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding. Rows with `target_ids`
     are scored for these, at temperature 1; T is then their largest number. Raises `DataError` for a token column that
     is not as long as the response, or records of experts that are not one a token.
     """
     sequences = sequences_of(rows, positions)
-    lengths_S = np.array([len(ids) for ids in sequences.token_ids], np.int64)
-    width, blocks = max(1, int(lengths_S.max())), None
-    starts_S = np.arange(len(lengths_S)) * width
-    if packed:
-        order = np.argsort(-lengths_S, kind="stable")
-        blocks = Blocks.of(lengths_S[order])
-        starts_S[order], width = np.cumsum(lengths_S[order]) - lengths_S[order], int(lengths_S.sum())
-    ids_flat = np.full(width if packed else len(lengths_S) * width, PAD_ID, dtype=np.int64)
-    for start, ids in zip(starts_S.tolist(), sequences.token_ids, strict=True):
-        ids_flat[start : start + len(ids)] = ids
-    place_N = starts_S[sequences.sequence_N] + sequences.place_N
-    width_response = max(1, int(sequences.num_sampled_B.max()))
-    mask_BT = np.arange(width_response) < sequences.num_sampled_B[:, None]
+    if shared:
+        layout = Layout.trees(sequences.token_ids, rows.group_ids[positions][sequences.row_S])
+    else:
+        layout = Layout.packed(sequences.token_ids) if packed else Layout.padded(sequences.token_ids)
+    place_N = layout.places(sequences.sequence_N, sequences.place_N)
+    num_sampled_B = sequences.num_sampled_B
+    width_response = max(1, int(num_sampled_B.max()))
+    mask_BT = np.arange(width_response) < num_sampled_B[:, None]
     row_N, token_N = np.nonzero(mask_BT)
-    ids_SL = ids_flat.reshape(-1, width)
+    ids_SL, targets_N = layout.ids_SL, sequences.targets_N
+    lengths_S, starts_S = layout.lengths_S, layout.starts_S
     seen = None if eyes is None else pictures_of(rows, positions, lengths_S, starts_S, ids_SL.shape, eyes)
     batch = MicroBatch(
         rows=np.asarray(positions),
         input_ids_SL=torch.from_numpy(ids_SL),
-        positions_N=torch.from_numpy(place_N - 1),
-        targets_N=torch.from_numpy(ids_flat[place_N] if sequences.targets_N is None else sequences.targets_N),
+        positions_N=torch.from_numpy(layout.places(sequences.sequence_N, sequences.place_N - 1)),
+        targets_N=torch.from_numpy(ids_SL.reshape(-1)[place_N] if targets_N is None else targets_N),
         slots_N=torch.from_numpy(row_N * width_response + token_N),
         mask_BT=torch.from_numpy(mask_BT),
+        last_B=torch.from_numpy(place_N[np.cumsum(num_sampled_B) - 1] if len(place_N) else num_sampled_B),
         group_ids_B=torch.from_numpy(rows.group_ids[positions]),
-        num_tokens=int(lengths_S.sum()),
-        blocks=blocks,
-        experts_SLW=_experts(rows, positions, starts_S, lengths_S, len(ids_flat)),
+        num_tokens=layout.num_tokens,
+        num_shared=layout.num_shared,
+        blocks=layout.blocks,
+        experts_SLW=_experts(rows, positions, starts_S, lengths_S, ids_SL.size),
         pictures=seen,
         **_temperatures(rows, positions),
     )
@@ -284,7 +299,7 @@ def dummy(device: torch.device | None = None, *, packed: bool = False, eyes: Eye
     if eyes is not None:
         pictures = place([[]], np.array([2]), np.array([0]), (1, 2), eyes.merge, eyes.blank)
     batch = MicroBatch(
-        np.zeros(0, np.int64), ids_SL, zero, zero + PAD_ID, zero, mask_BT, zero, blocks=blocks, pictures=pictures
+        np.zeros(0, np.int64), ids_SL, zero, zero + PAD_ID, zero, mask_BT, zero, zero, blocks=blocks, pictures=pictures
     )
     return batch.to(device) if device else batch
 

@@ -28,6 +28,7 @@ from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.pictures import Eyes, picture_weights
 from penstock.workers.trainer.update.sequences import Shapes
+from penstock.workers.trainer.update.sharing import plan_trees
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class Batcher:
     """True if rows of a micro-batch lie one after the other, without padding."""
     eyes: Eyes | None = None
     """The processor of a model that sees; None: it reads text only."""
+    sharing: str = "never"
+    """Whether rows of a group are computed as trees: never, auto (where it pays), or always. Rows alone never are."""
 
     def microbatches(self, rows: Rows) -> list[MicroBatch]:
         """Cut all rows for a pass without a loss."""
@@ -145,7 +148,20 @@ class Batcher:
         self, rows: Rows, positions: np.ndarray, columns: tuple[str, ...], *, whole_groups: bool = False
     ) -> list[MicroBatch]:
         """Cut these rows and move them to the device."""
-        shapes = Shapes(*(of_rows[positions] for of_rows in batching.row_shapes(rows, self.max_length)))
+        shapes = batching.row_shapes(rows, self.max_length)
+        trees: list[np.ndarray] = []
+        if self.sharing != "never" and not self.rows_alone:
+            trees, positions = plan_trees(
+                rows, positions, self.config.microbatch_tokens, whole_groups=whole_groups,
+                always=self.sharing == "always",
+            )  # fmt: skip
+        cuts = self._plan(rows, positions, Shapes(*(of_rows[positions] for of_rows in shapes)), whole_groups)
+        batches = [batching.collate(rows, cut, columns, shared=True) for cut in trees]
+        batches += [batching.collate(rows, cut, columns, packed=self.packed, eyes=self.eyes) for cut in cuts]
+        return [batch.to(self.ranks.device) for batch in batches]
+
+    def _plan(self, rows: Rows, positions: np.ndarray, shapes: Shapes, whole_groups: bool) -> list[np.ndarray]:
+        """Positions of each micro-batch of rows that share nothing. `shapes`: theirs."""
         budget, groups = self.config.microbatch_tokens, rows.group_ids[positions] if whole_groups else None
         seen = None if self.eyes is None else picture_weights(rows, positions, self.eyes)
         if self.packed:
@@ -154,8 +170,7 @@ class Batcher:
             cuts = batching.plan_groups(shapes.longest, groups, budget, shapes.num_sequences, seen)
         else:
             cuts = batching.plan(shapes.longest, budget, shapes.num_sequences, seen)
-        ways: dict[str, Any] = {"packed": self.packed, "eyes": self.eyes}
-        return [batching.collate(rows, positions[cut], columns, **ways).to(self.ranks.device) for cut in cuts]
+        return [positions[cut] for cut in cuts]
 
     def _pad(self, batches: list[MicroBatch], count: int) -> list[MicroBatch]:
         return batching.pad_plan(batches, count, self.ranks.device, packed=self.packed, eyes=self.eyes)

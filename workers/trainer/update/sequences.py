@@ -46,6 +46,8 @@ class Sequences:
     """The sequence in which each sampled token stands, row by row."""
     place_N: np.ndarray
     """Place of each sampled token in its sequence; the token one place before predicts it."""
+    row_S: np.ndarray
+    """The row that each sequence is of."""
     targets_N: np.ndarray | None = None
     """Tokens to be scored in the place of the sampled ones; None: those are."""
 
@@ -102,14 +104,19 @@ def sequences_of(rows: Rows, positions: np.ndarray) -> Sequences:
         row_N = np.repeat(np.arange(len(positions)), num_sampled_B)
         first_N = np.repeat(np.cumsum(num_sampled_B) - num_sampled_B, num_sampled_B)
         token_ids = [np.concatenate(pair) for pair in zip(contexts, responses, strict=True)]
-        return Sequences(token_ids, num_sampled_B, row_N, num_prompt[row_N] + np.arange(len(row_N)) - first_N)
+        place_N = num_prompt[row_N] + np.arange(len(row_N)) - first_N
+        return Sequences(token_ids, num_sampled_B, row_N, place_N, np.arange(len(positions)))
     token_ids, sequences, places = [], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for context, response, spans in zip(contexts, responses, select(rows.arrays(SPANS), positions), strict=True):
+    row_S: list[int] = []
+    spans_B = select(rows.arrays(SPANS), positions)
+    for row, (context, response, spans) in enumerate(zip(contexts, responses, spans_B, strict=True)):
         for ids, sampled in _segments(context, response, spans):
             sequences.append(np.full(len(sampled), len(token_ids), np.int64))
             places.append(sampled)
             token_ids.append(ids)
-    return Sequences(token_ids, num_sampled_B, np.concatenate(sequences), np.concatenate(places))
+            row_S.append(row)
+    all_sequences, all_places = np.concatenate(sequences), np.concatenate(places)
+    return Sequences(token_ids, num_sampled_B, all_sequences, all_places, np.asarray(row_S, np.int64))
 
 
 def _with_targets(rows: Rows, positions: np.ndarray, contexts: list[np.ndarray]) -> Sequences:
@@ -126,7 +133,8 @@ def _with_targets(rows: Rows, positions: np.ndarray, contexts: list[np.ndarray])
         places.append(np.repeat(np.arange(1, len(context) + 1), len(of_row) // len(context)))
     num_targets_B = np.array([len(of_row) for of_row in targets], np.int64)
     row_N = np.repeat(np.arange(len(positions)), num_targets_B)
-    return Sequences(contexts, num_targets_B, row_N, np.concatenate(places), np.concatenate(targets).astype(np.int64))
+    targets_N = np.concatenate(targets).astype(np.int64)
+    return Sequences(contexts, num_targets_B, row_N, np.concatenate(places), np.arange(len(positions)), targets_N)
 
 
 def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -> Rows:

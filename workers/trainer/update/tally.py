@@ -16,8 +16,9 @@ SQUARES = ("return_square_mean", "value_error_square_mean")
 """Metrics of `value_loss` that are there for the explained variance alone."""
 
 
-PLACES, TOKENS = "padding/places", "padding/tokens"
-"""Sums over all micro-batches: tokens that there was room for, and tokens that there were."""
+PLACES, TOKENS, SHARED = "padding/places", "padding/tokens", "padding/shared"
+"""Sums over all micro-batches: tokens that there was room for, tokens that there were, and tokens of sequences that
+others of them have computed."""
 
 
 class Tally:
@@ -49,10 +50,11 @@ class Tally:
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def add_padding(self, minibatches: Sequence[Minibatch]) -> None:
-        """Add how much of the micro-batches is padding: `with_padding_share` makes a share of it."""
+        """Add how much of the micro-batches is padding, and how much is shared: `with_shares` makes shares of it."""
         batches = [batch for minibatch in minibatches for batch in minibatch.batches if not batch.is_dummy]
         self._sums[PLACES] = torch.tensor(float(sum(batch.input_ids_SL.numel() for batch in batches)))
         self._sums[TOKENS] = torch.tensor(float(sum(batch.num_tokens for batch in batches)))
+        self._sums[SHARED] = torch.tensor(float(sum(batch.num_shared for batch in batches)))
 
     def reduced(self, ranks: Ranks) -> dict[str, float]:
         """Metrics over all ranks. A rank that had no rows knows no names, so names are sent too. Collective."""
@@ -79,10 +81,13 @@ def add_mismatch(tally: Tally, trainer_BT: Tensor, behavior_BT: Tensor, mask_BT:
     tally.add_maximum("mismatch/logprob_abs_max", absolute_N.max())
 
 
-def with_padding_share(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The metrics with `<prefix>/padding_share` in the place of the sums that it is made of."""
+def with_shares(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The metrics with shares in the place of the sums that they are made of: `<prefix>/padding_share` of places, and
+    `<prefix>/shared_share` of the sequences' tokens, where some are shared."""
     result = dict(metrics)
-    places, tokens = result.pop(PLACES, 0.0), result.pop(TOKENS, 0.0)
+    places, tokens, shared = (result.pop(name, 0.0) for name in (PLACES, TOKENS, SHARED))
+    if shared:
+        result[f"{prefix}/shared_share"] = shared / (tokens + shared)
     return result | {f"{prefix}/padding_share": 1.0 - tokens / places} if places else result
 
 

@@ -1,6 +1,6 @@
 """Metrics of an update that are no sums."""
 
-from penstock.workers.trainer.update.tally import with_explained_variance, with_padding_share
+from penstock.workers.trainer.update.tally import with_explained_variance, with_shares
 
 MOMENTS = {"return_mean": 2.0, "return_square_mean": 5.0, "value_error_mean": 0.5, "value_error_square_mean": 0.5}
 
@@ -33,5 +33,5 @@ def test_metrics_of_another_loss_stay_as_they_are():
 
 def test_padding_is_a_share_of_the_places_that_there_were():
     sums = {"padding/places": 200.0, "padding/tokens": 150.0, "actor/lr": 0.1}
-    assert with_padding_share(sums, "actor") == {"actor/lr": 0.1, "actor/padding_share": 0.25}
-    assert with_padding_share({"padding/places": 0.0, "padding/tokens": 0.0}, "actor") == {}
+    assert with_shares(sums, "actor") == {"actor/lr": 0.1, "actor/padding_share": 0.25}
+    assert with_shares({"padding/places": 0.0, "padding/tokens": 0.0}, "actor") == {}

@@ -1,0 +1,56 @@
+"""Rows over ranks: every row once, in even parts, and groups whole where that is asked for or worth it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.store.ledger.batches import GroupLoad, pays_to_share, row_cost, spread
+
+LOADS = st.lists(
+    st.builds(
+        lambda prompt, said: GroupLoad(prompt, [prompt + tokens for tokens in said]),
+        st.integers(0, 3000), st.lists(st.integers(1, 500), min_size=1, max_size=8),
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+@given(LOADS, st.integers(1, 5), st.booleans(), st.booleans())
+def test_every_row_is_in_one_part(loads: list[GroupLoad], parts: int, whole: bool, shares: bool) -> None:
+    found = spread(loads, parts, whole_groups=whole, shares=shares)
+    assert len(found) == parts
+    assert sorted(row for part in found for row in part) == list(range(sum(len(load.rows) for load in loads)))
+    assert all(part == sorted(part) for part in found)
+
+
+@given(LOADS, st.integers(1, 5))
+def test_groups_that_are_worth_a_tree_are_not_cut_apart(loads: list[GroupLoad], parts: int) -> None:
+    found = spread(loads, parts, shares=True)
+    if len(loads) < parts:
+        return
+    first = 0
+    for load in loads:
+        rows = set(range(first, first + len(load.rows)))
+        first += len(rows)
+        if pays_to_share(sum(load.rows), (len(rows) - 1) * load.prompt):
+            assert sum(bool(rows & set(part)) for part in found) == 1
+
+
+def test_a_tree_costs_its_prompt_once() -> None:
+    assert GroupLoad(4096, [4096, 4096]).shared_cost == row_cost(4096)
+    assert GroupLoad(0, [100, 300]).shared_cost == row_cost(100) + row_cost(300)
+    # A group of a long prompt and short responses weighs as much as one and a half of the other rows.
+    loads = [GroupLoad(2000, [2010] * 8), GroupLoad(2000, [2010] * 8), GroupLoad(0, [1500] * 4)]
+    parts = spread(loads, 3, shares=True)
+    assert [sum(row // 8 == 0 for row in part) for part in parts].count(8) == 1
+    assert sorted(map(len, parts)) == [2, 9, 9]
+
+
+def test_fewer_groups_than_ranks_are_cut_apart() -> None:
+    parts = spread([GroupLoad(1000, [1100] * 8)], 4, shares=True)
+    assert [len(part) for part in parts] == [2] * 4
+
+
+@pytest.mark.parametrize(("tokens", "saved", "pays"), [(1000, 256, True), (1000, 255, False), (2000, 399, False)])
+def test_little_is_not_worth_a_tree(tokens: int, saved: int, pays: bool) -> None:
+    assert pays_to_share(tokens, saved) is pays

@@ -1,0 +1,111 @@
+"""Attention over trees of sequences (`update/trees.py`): each token attends to its ancestors and itself.
+
+    CPUs  a call of sdpa for each block of queries, with the keys that they read and a mask
+    GPUs  one call of FlexAttention (its backward is for GPUs alone), whose kernel passes over what nobody reads
+
+Unseen on a GPU: what the CPU shows of FlexAttention is its forward pass.
+"""
+
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from penstock.workers.trainer.update.trees import Trees
+
+
+class TreeAttention:
+    """Attention of one forward pass and its backward, all of whose layers share the masks.
+
+    TreeAttention(trees)(module, query, key, value)
+    """
+
+    def __init__(self, trees: Trees) -> None:
+        self._trees = trees
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any
+    ) -> tuple[Tensor, None]:
+        """Attend. query, key, value: `[1, heads, T, D]`; returns `[1, T, heads, D]`. What T has beyond the trees'
+        tokens is padding, and 0."""
+        num_tokens = self._trees.num_tokens
+        padding = query.shape[2] - num_tokens
+        if padding:
+            query, key, value = (one[:, :, :num_tokens] for one in (query, key, value))
+        attend = self.by_flex if query.is_cuda else self.by_blocks
+        output = attend(module, query, key, value, **keywords)
+        return nn.functional.pad(output, (0, 0, 0, 0, 0, padding)) if padding else output, None
+
+    def by_blocks(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
+        """Attend block by block: `[1, T, heads, D]`."""
+        # One split, whose gradient is one concatenation: that of a slice is as large as what it was cut from.
+        keys, values = (one.split(self._sizes, dim=2) for one in (key, value))
+        queries = query.split([block.end - block.start for block in self._trees.blocks], dim=2)
+        outputs = []
+        for of_block, pieces, mask in zip(queries, self._pieces, self.masks, strict=True):
+            k, v = (torch.cat([one[piece] for piece in pieces], dim=2) for one in (keys, values))
+            ways = keywords | {"is_causal": mask is None}
+            outputs.append(sdpa_attention_forward(module, of_block, k, v, mask, **ways)[0])
+        return torch.cat(outputs, dim=1)
+
+    def by_flex(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None = None,
+        **keywords: Any,
+    ) -> Tensor:
+        """Attend by FlexAttention: `[1, T, heads, D]`."""
+        output = _flex(query.is_cuda)(
+            query, key, value, block_mask=self.block_mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return output.transpose(1, 2).contiguous()
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """The mask of all trees as FlexAttention takes it."""
+        ends_T = self._trees.ends_T
+
+        def descends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (query < ends_T[key])
+
+        return create_block_mask(
+            descends, None, None, self._trees.num_tokens, self._trees.num_tokens, device=ends_T.device
+        )
+
+    @cached_property
+    def masks(self) -> list[Tensor | None]:
+        """Masks of the blocks, `[1, 1, queries, keys]`; None: causal."""
+        ends_T = self._trees.ends_T
+        return [None if block.is_causal else block.mask(ends_T)[None, None] for block in self._trees.blocks]
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """Bounds of the pieces of which every block reads some whole."""
+        return sorted({bound for block in self._trees.blocks for one in block.reads for bound in one})
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [end - start for start, end in pairwise(self._bounds)]
+
+    @cached_property
+    def _pieces(self) -> list[list[int]]:
+        """Pieces that each block reads."""
+        numbers = {bound: number for number, bound in enumerate(self._bounds)}
+        return [
+            [piece for start, end in block.reads for piece in range(numbers[start], numbers[end])]
+            for block in self._trees.blocks
+        ]
+
+
+@lru_cache(maxsize=2)
+def _flex(is_compiled: bool) -> Any:
+    """FlexAttention, compiled where there is a kernel to be made of it."""
+    return torch.compile(flex_attention, dynamic=True) if is_compiled else flex_attention

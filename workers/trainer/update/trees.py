@@ -1,0 +1,145 @@
+"""Sequences of a micro-batch that begin alike, as trees: what several of them share is there, and computed, once. Pure.
+
+    a b c d e             a b c d e f h     tokens, `[1, T]`
+    a b c f        ─▶     0 1 2 3 4 3 2     position of each in its sequences
+    a b h                 7 7 6 5 5 6 7     its end: the first place that does not descend from it
+
+Tokens stand in depth-first order, so that a token attends to those places up to its own whose ends lie beyond it: its
+ancestors and itself. Queries are cut into blocks, each of which reads the keys of its ancestors and its own alone:
+attention costs what it costs the tokens that are there.
+
+Legend: S sequences, T tokens that are left of them, R runs of tokens between two branches.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LEAST_SHARED = 16
+"""Tokens of the shortest beginning that makes sequences a tree: a first token that all prompts have is not worth it."""
+QUERY_TOKENS = 256
+"""Tokens of subtrees that are computed together. Of fewer a call is dear; of more, they would look at one another in
+vain."""
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """Tokens that are computed together, and those that they read."""
+
+    start: int
+    end: int
+    reads: tuple[Range, ...]
+    """Places of the keys, ascending. The last are its own."""
+    is_causal: bool
+    """True if each reads all of `reads` up to itself."""
+
+    def mask(self, ends_T: Tensor) -> Tensor:
+        """What each of its tokens attends to, `[queries, keys]` bool."""
+        keys = torch.cat([torch.arange(*one, device=ends_T.device) for one in self.reads])
+        queries = torch.arange(self.start, self.end, device=ends_T.device).unsqueeze(1)
+        return (keys <= queries) & (queries < ends_T.index_select(0, keys))
+
+
+@dataclass(frozen=True)
+class Trees:
+    """The trees of a row `[1, T]`, one after the other.
+
+    trees, places = Trees.of([ids, others], np.array([0, 0]))
+    places[1][3]    # where the fourth token of the second sequence stands
+    """
+
+    position_ids_1T: Tensor
+    """Position of each token in its sequences, int64."""
+    ends_T: Tensor
+    """End of each place, int64."""
+    blocks: tuple[QueryBlock, ...]
+    """Blocks of all tokens, in their order."""
+
+    @classmethod
+    def of(cls, token_ids: Sequence[np.ndarray], group_S: np.ndarray) -> tuple[Self, list[np.ndarray]]:
+        """Trees of sequences, and the places of the tokens of each. `group_S`: sequences of one group alone share."""
+        order, shared_S = alike(token_ids, group_S)
+        num_new = [len(token_ids[number]) - shared for number, shared in zip(order, shared_S, strict=True)]
+        starts = np.concatenate([[0], np.cumsum(num_new)]).astype(np.int64)
+        num_tokens = int(starts[-1])
+        positions, ends = np.zeros(num_tokens, np.int64), np.full(num_tokens, num_tokens, np.int64)
+        places: list[np.ndarray] = [np.zeros(0, np.int64)] * len(token_ids)
+        before, bounds = np.zeros(0, np.int64), set(starts.tolist())
+        for number, shared, start, end in zip(order, shared_S, starts[:-1], starts[1:], strict=True):
+            places[number] = np.concatenate([before[:shared], np.arange(start, end)])
+            positions[start:end] = np.arange(shared, shared + end - start)
+            ends[before[shared:]] = np.minimum(ends[before[shared:]], start)
+            if shared:
+                bounds.add(int(before[shared - 1]) + 1)
+            before = places[number]
+        blocks = tuple(_blocks(sorted(bounds), ends))
+        return cls(torch.from_numpy(positions).unsqueeze(0), torch.from_numpy(ends), blocks), places
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ends_T)
+
+    def to(self, device: torch.device) -> "Trees":
+        positions, ends = (one.to(device, non_blocking=True) for one in (self.position_ids_1T, self.ends_T))
+        return Trees(positions, ends, self.blocks)
+
+
+def alike(token_ids: Sequence[np.ndarray], group_S: np.ndarray) -> tuple[list[int], list[int]]:
+    """The sequences in an order in which those that begin alike are neighbours, and how many tokens each shares with
+    the one before it: none with one of another group, nor fewer than `LEAST_SHARED`."""
+    keys = [(int(group), ids.astype(">u4").tobytes()) for group, ids in zip(group_S, token_ids, strict=True)]
+    order = sorted(range(len(token_ids)), key=keys.__getitem__)
+    shared = [0] * min(1, len(order))
+    for one, other in pairwise(order):
+        same = _common(token_ids[one], token_ids[other]) if group_S[one] == group_S[other] else 0
+        shared.append(same if same >= LEAST_SHARED else 0)
+    return order, shared
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _blocks(bounds: list[int], ends_T: np.ndarray) -> Iterator[QueryBlock]:
+    """Cut the tokens between bounds of runs. A subtree of few tokens is one block, together with the next ones on the
+    same branch; a longer one begins with its run."""
+    above: list[Range] = []  # the runs that the next one descends from
+    index, bound_of = 0, {bound: number for number, bound in enumerate(bounds)}
+    while index < len(bounds) - 1:
+        start, run_end = bounds[index], bounds[index + 1]
+        while above and ends_T[above[-1][0]] <= start:
+            above.pop()
+        limit = int(ends_T[above[-1][0]]) if above else 0  # trees of their own are not computed together
+        end = int(ends_T[start])
+        if end - start > QUERY_TOKENS:
+            # A run that descends from nothing reads itself alone, which costs half of its square.
+            step = QUERY_TOKENS if above else run_end - start
+            for first in range(start, run_end, step):
+                last = min(first + step, run_end)
+                yield QueryBlock(first, last, _merged([*above, (start, last)]), not above)
+            above.append((start, run_end))
+            index += 1
+            continue
+        while end < limit and int(ends_T[end]) - start <= QUERY_TOKENS:
+            end = int(ends_T[end])
+        yield QueryBlock(start, end, _merged([*above, (start, end)]), not above and end == run_end)
+        index = bound_of[end]
+
+
+def _merged(ranges: list[Range]) -> tuple[Range, ...]:
+    """The ranges, with those that touch put together."""
+    merged: list[Range] = []
+    for start, end in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return tuple(merged)
