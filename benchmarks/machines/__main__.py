@@ -10,9 +10,9 @@ and `targets_of`.
 from types import ModuleType
 
 from benchmarks.harness import parse_arguments, print_targets, write_json
-from benchmarks.machines import calls, rows, weights
+from benchmarks.machines import calls, changes, rows, weights
 
-PARTS: dict[str, ModuleType] = {"weights": weights, "rows": rows, "calls": calls}
+PARTS: dict[str, ModuleType] = {"weights": weights, "changes": changes, "rows": rows, "calls": calls}
 
 
 def main() -> None:

@@ -76,16 +76,18 @@ def plan_of(tensors: dict[str, tuple[int, ...]], case: Case) -> ChunkPlan:
 class Nodes:
     """A relay on each machine that takes part. Lifecycle: a context; `send` a version after the other."""
 
-    def __init__(self, cluster: Cluster, case: Case, plan: ChunkPlan, logs: Path) -> None:
+    def __init__(
+        self, cluster: Cluster, case: Case, plan: ChunkPlan, logs: Path, root: str = "", arguments: Sequence[str] = ()
+    ) -> None:
+        """`root`: what the root's name ends with. `arguments`: of each relay."""
         self._cluster, self._case, self.plan = cluster, case, plan
+        self._root = f"{ROOT}{root}"
         self.children: dict[int, Child] = {}
         for number in sorted({*case.sources, *case.receivers}):
             machine = cluster[number]
-            arguments = ["--name", str(number), "--host", machine.address, "--root", ROOT]
-            log = logs / f"relay_{number}.log"
-            self.children[number] = Child(
-                f"relay {number}", "relay_node", log, arguments, sys.executable, machine.start
-            )  # fmt: skip
+            words = ["--name", str(number), "--host", machine.address, "--root", self._root, *arguments]
+            log = logs / f"relay_{number}{root}.log"
+            self.children[number] = Child(f"relay {number}", "relay_node", log, words, sys.executable, machine.start)
         self._addresses = {str(number): child.ready()["address"] for number, child in self.children.items()}
         for child in self.children.values():
             child.ask({"op": "plan", "plan": msgspec.json.encode(plan).decode()})
@@ -99,11 +101,21 @@ class Nodes:
             child.close()
         for machine in self._cluster:
             if machine.alive:
-                machine.run(["rm", "-rf", ROOT])
+                machine.run(["rm", "-rf", self._root])
 
-    def send(self, is_star: bool = False, await_of: Sequence[int] | None = None) -> dict[str, Any]:
-        """Send one version. `await_of`: the nodes to wait for. Returns seconds, from the first rank's first byte to the
-        last node's last."""
+    def step(self, rate: float) -> None:
+        """Have every rank's weights move by so much."""
+        with ThreadPoolExecutor() as threads:
+            list(
+                threads.map(lambda number: self.children[number].ask({"op": "step", "rate": rate}), self._case.sources)
+            )
+
+    def send(
+        self, is_star: bool = False, await_of: Sequence[int] | None = None, *, anew: bool = True
+    ) -> dict[str, Any]:
+        """Send one version. `await_of`: the nodes to wait for. `anew`: no weight is as it was. Returns seconds, from
+        the first rank's first byte to the last node's last."""
+        self._anew = anew
         self._number += 1
         receivers = [str(number) for number in self._case.receivers]
         for number, child in self.children.items():
@@ -130,7 +142,7 @@ class Nodes:
 
     def _write(self, which: tuple[int, int]) -> None:
         rank, number = which
-        self.children[number].ask({"op": "write", "version": self._number, "rank": rank})
+        self.children[number].ask({"op": "write", "version": self._number, "rank": rank, "anew": self._anew})
 
     def _wait(self, number: int) -> dict[str, Any]:
         return self.children[number].ask({"op": "wait", "version": self._number})

@@ -2,7 +2,8 @@
 
     in   {"op": "plan", "plan": JSON}                                 of `ChunkPlan`
     in   {"op": "begin", "number": n, "version": v, "receivers": [...], "addresses": {node: [host, port]}}
-    in   {"op": "write", "version": v, "rank": r}                     as a rank publishes: reported while it writes
+    in   {"op": "step", "rate": x}                                    values move by so much, this way or that
+    in   {"op": "write", "version": v, "rank": r, "anew": true}       as a rank publishes: reported while it writes
     in   {"op": "wait", "version": v}                                 until all of it is here
     in   {"op": "stats"}
     in   {"op": "usage"}                                              processor time of this process so far, in s
@@ -31,12 +32,14 @@ from penstock.workers.weights.publication.publication import PublicationWriter
 TOKEN = bytes(32)
 """Token of no run: everything here ends with its machines."""
 WAIT_S = 300.0
+SPREAD = 0.02
+"""Standard deviation of weights, as models begin."""
 
 
 class Node:
-    def __init__(self, name: str, host: str, root: Path, lanes: int | None = None) -> None:
+    def __init__(self, name: str, host: str, root: Path, lanes: int | None = None, *, whole: bool = False) -> None:
         self._root = root
-        self.relay = Relay(root, name, TOKEN, CHUNKS, most_lanes=lanes)
+        self.relay = Relay(root, name, TOKEN, CHUNKS, most_lanes=lanes, sends_differences=not whole)
         self.listener = Listener(host, TOKEN, {CHUNKS: self.relay.serve})
         self._plan: ChunkPlan | None = None
         self._values: dict[int, torch.Tensor] = {}
@@ -58,9 +61,16 @@ class Node:
             writer = PublicationWriter(self._root, version, plan.layout, rank, outlet=reporter.outlet)
             for chunk in plan.chunks:
                 if chunk.rank == rank:
-                    writer.write_elements(chunk.name, chunk.first_element, self._random(chunk.num_elements, version))
+                    values = self._random(chunk.num_elements, version if request.get("anew", True) else 0)
+                    writer.write_elements(chunk.name, chunk.first_element, values)
             writer.close()
             reporter.finish()
+        return {}
+
+    def step(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Move each value by a learning rate: as far as the first step of Adam goes; later ones go less far."""
+        for values in self._values.values():
+            values += request["rate"] * (2 * torch.randint(2, values.shape) - 1)
         return {}
 
     def wait(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +88,7 @@ class Node:
         """Values that are the same for all chunks of a size, and others in each version: making them is not what is
         measured."""
         if count not in self._values:
-            self._values[count] = torch.randn(count)
+            self._values[count] = SPREAD * torch.randn(count)
         return self._values[count].add_(version)
 
 
@@ -89,9 +99,10 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--lanes", type=int)
+    parser.add_argument("--whole", action="store_true", help="send no differences")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    node = Node(arguments.name, arguments.host, arguments.root, arguments.lanes)
+    node = Node(arguments.name, arguments.host, arguments.root, arguments.lanes, whole=arguments.whole)
     channel.send({"ready": True, "address": [node.listener.address.host, node.listener.address.port]})
     for request in channel.requests():
         channel.send(getattr(node, request["op"])(request))

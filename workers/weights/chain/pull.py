@@ -61,11 +61,16 @@ class ChunkTimes:
         if num_bytes >= LEAST_SAMPLE_BYTES:
             self._seconds_per_byte.append(seconds / num_bytes)
 
+    @property
+    def seconds_per_byte(self) -> float:
+        """The median; 0: none has been timed."""
+        return statistics.median(self._seconds_per_byte) if self._seconds_per_byte else 0.0
+
     def silence_s(self, chunk_bytes: int) -> float:
         """Seconds for which nothing may come where chunks of at most `chunk_bytes` are sent."""
         if not self._seconds_per_byte:
             return self._timeouts.first_s
-        median = statistics.median(self._seconds_per_byte) * chunk_bytes
+        median = self.seconds_per_byte * chunk_bytes
         return max(self._timeouts.floor_s, self._timeouts.factor * median)
 
 
@@ -118,6 +123,11 @@ class Pull:
         are slow, one of them must get the time to answer."""
         timeout_s = self._silence_s * 2 ** min(self._in_vain, 6)
         return min(self._heard + timeout_s, self._told + self._timeouts.slow * timeout_s)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Time of a byte of whole chunks on the way here; 0: not known."""
+        return self._chunk_times.seconds_per_byte
 
     def source_age_s(self, now: float) -> float:
         """Seconds since the trainer's node was heard of: for the downstreams that wait for this node."""

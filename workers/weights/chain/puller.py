@@ -9,9 +9,11 @@ import time
 import xxhash
 
 from penstock.network.connection import Connection, Frame, connect
+from penstock.workers.weights.chain.difference import apply
 from penstock.workers.weights.chain.plan import Lane
 from penstock.workers.weights.chain.subscription import (
     DIGEST_BYTES,
+    Change,
     Ended,
     Failed,
     Gone,
@@ -38,6 +40,8 @@ class Puller:
     def __init__(self, transfer: Transfer, lane: Lane, token: bytes, service: int, counters: Counters) -> None:
         self._transfer, self._source, self._pull = transfer, lane.source, transfer.pulls[lane]
         self._token, self._service, self._counters = token, service, counters
+        self._base = transfer.differences.name(lane.source)
+        """Name of the version that differences may be to; empty: chunks are to come whole."""
 
     def run(self) -> None:
         try:
@@ -77,13 +81,17 @@ class Puller:
     def _follow(self, connection: Connection) -> None:
         pull, transfer, turn = self._pull, self._transfer, self._pull.turn
         wanted = to_bits(pull.missing, len(transfer.plan.chunks))
-        send(connection, Subscribe(transfer.broadcast.number, transfer.plan.digest, self._source, wanted))
+        send(connection, Subscribe(
+            transfer.broadcast.number, transfer.plan.digest, self._source, wanted, self._base, pull.seconds_per_byte
+        ))  # fmt: skip
         while pull.turn == turn and not pull.is_complete and not transfer.is_over and pull.failure is None:
             connection.socket.settimeout(self._remaining_s())
             frame = connection.receive()
             message = read(frame)
             if isinstance(message, Parcel):
                 self._receive(connection, message, frame)
+            elif isinstance(message, Change):
+                self._receive_change(connection, message, frame)
             elif isinstance(message, Waiting):
                 pull.waiting(message.source_age_s, time.monotonic())
             elif isinstance(message, Ended):
@@ -120,8 +128,37 @@ class Puller:
                     good.append((chunk, digest))
                 began = now
         finally:
-            self._counters.add(chunks=len(good), bytes_in=num_bytes)
+            self._counters.add(chunks=len(good), bytes_in=num_bytes, bytes_whole=num_bytes)
             self._transfer.add(self._source, good)
+
+    def _receive_change(self, connection: Connection, change: Change, frame: Frame) -> None:
+        """Receive the difference of a chunk to the base, and make the chunk of it. Where its digest is another, the
+        chunks that are missing are asked for whole."""
+        transfer, chunk, base = self._transfer, change.chunk, self._transfer.differences.base
+        spans = transfer.plan.spans
+        if base is None or chunk >= len(spans) or len(change.digest) != DIGEST_BYTES:
+            raise ConnectionAbortedError("a difference of a chunk that is not in the plan, or to no version.")
+        size = spans[chunk][1] - spans[chunk][0]
+        if frame.num_bytes > size:
+            raise ConnectionAbortedError(f"a difference of {frame.num_bytes} bytes to a chunk of {size}.")
+        received = bytearray(frame.num_bytes)
+        self._fill(connection, memoryview(received))
+        target = self._target(chunk, size)
+        try:
+            apply(received, base.bytes_of(chunk), target)
+            is_right = xxhash.xxh3_128_digest(target) == change.digest
+        except ValueError:
+            is_right = False
+        now = time.monotonic()
+        self._counters.add(bytes_in=len(received), bytes_whole=size, differences=1)
+        if not is_right:
+            self._base = b""
+            self._counters.add(damaged=1)
+            self._pull.damaged(chunk, now)
+        elif self._pull.arrived(chunk, 0, 0.0, now):  # its time says nothing of the link
+            transfer.differences.keep(chunk, bytes(received))
+            self._counters.add(chunks=1)
+            transfer.add(self._source, [(chunk, change.digest)])
 
     def _target(self, chunk: int, size: int) -> memoryview:
         """The memory that a chunk is received into. A chunk that is here already is not written again: others may be

@@ -16,17 +16,20 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.conf.errors import NotStarted, WeightError
 from penstock.network.connection import Connection
 from penstock.workers.protocols import Publication
+from penstock.workers.weights.chain.base import Base
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, Lane, chain, lanes_of, upstreams
 from penstock.workers.weights.chain.pull import ChunkTimes, Pull, Timeouts
 from penstock.workers.weights.chain.puller import Puller
 from penstock.workers.weights.chain.reports import ReportServer
+from penstock.workers.weights.chain.slot import Slot
 from penstock.workers.weights.chain.subscription import Failed, Gone, Server, Subscribe, Waiting, read, send
-from penstock.workers.weights.chain.transfer import Counters, Slot, Transfer, TransferOver
+from penstock.workers.weights.chain.transfer import Counters, Transfer, TransferOver
 from penstock.workers.weights.publication.reused_files import WritableMappings, reclaim
 
 PUBLICATIONS_KEPT = 2
@@ -54,10 +57,14 @@ class Relay:
         service: int,
         timeouts: Timeouts | None = None,
         most_lanes: int | None = None,
+        *,
+        sends_differences: bool = True,
     ) -> None:
         """`root`: of publications, the same path on every node. `node`: name of this one in plans and broadcasts.
         `service`: number of `serve` in the nodes' listeners, the same on every node. `most_lanes`: of all chains; None:
-        one a core, `MOST_LANES` at most."""
+        one a core, `MOST_LANES` at most. `sends_differences`: to the version before, where they are shorter; False: all
+        chunks go whole, and come whole."""
+        self._sends_differences = sends_differences
         self._most_lanes = most_lanes or min(MOST_LANES, len(os.sched_getaffinity(0)))
         self._root, self._node, self._token, self._service = root, node, token, service
         self._timeouts = timeouts or Timeouts()
@@ -92,9 +99,7 @@ class Relay:
                 f"node {self._node}: broadcast {broadcast.number} of version {broadcast.version} comes after "
                 f"{older.broadcast.number} of version {older.broadcast.version}."
             )
-        if older is not None:
-            older.give_up()
-        transfer = self._make_transfer(broadcast, plan)
+        transfer = self._make_transfer(broadcast, plan, None if older is None else older.give_up())
         self._counters.add(versions=1)
         with self._changed:
             self._transfer = transfer
@@ -125,11 +130,14 @@ class Relay:
                 return  # the subscriber is gone, or does not want it any more
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start; seconds that the newest whole version took."""
+        """Counters since the start; seconds that the newest whole version took; bytes that came of those of the chunks,
+        of which the others had not changed."""
         with self._changed:
             transfer = self._transfer
         seconds = transfer.seconds if transfer is not None else 0.0
-        return {**self._counters.read(), "seconds": seconds}
+        counts = self._counters.read()
+        share = counts["bytes_in"] / counts["bytes_whole"] if counts["bytes_whole"] else 0.0
+        return {**counts, "seconds": seconds, "received_share": share}
 
     def close(self) -> None:
         """Close everything. A second call changes nothing."""
@@ -140,13 +148,14 @@ class Relay:
             self._changed.notify_all()
         self._reports.close()
         if self._transfer is not None:
-            self._transfer.give_up()
+            self._transfer.give_up().close()
         self._mappings.close()
 
-    def _make_transfer(self, broadcast: Broadcast, plan: ChunkPlan) -> Transfer:
+    def _make_transfer(self, broadcast: Broadcast, plan: ChunkPlan, base: Base | None) -> Transfer:
         receives = self._node in broadcast.receivers
-        spans = None if receives else plan.spans_of_node(self._node)
-        slot = Slot(self._root, broadcast.version, plan, spans, self._mappings)
+        slot, base = self._make_slot(
+            broadcast.version, plan, None if receives else plan.spans_of_node(self._node), base
+        )
         pulls: dict[Lane, Pull] = {}
         sources = [source for source in plan.sources if receives and source != self._node]
         for source in sources:
@@ -157,7 +166,22 @@ class Relay:
                     chunks, upstreams(order, source, self._node), plan.chunk_bytes, chunk_times, self._timeouts,
                     time.monotonic(),
                 )  # fmt: skip
-        return Transfer(broadcast, plan, self._node, slot, pulls)
+        return Transfer(broadcast, plan, self._node, slot, pulls, base)
+
+    def _make_slot(
+        self, version: int, plan: ChunkPlan, spans: Sequence[tuple[int, int]] | None, base: Base | None
+    ) -> tuple[Slot, Base | None]:
+        """The file of a version, and the base that is left: none of another plan, or where both do not fit."""
+        if base is not None and (base.plan.digest != plan.digest or not self._sends_differences):
+            base.close()
+            base = None
+        try:
+            return Slot(self._root, version, plan, spans, self._mappings), base
+        except WeightError:
+            if base is None:
+                raise
+            base.close()
+            return Slot(self._root, version, plan, spans, self._mappings), None
 
     def _serve(self, connection: Connection) -> None:
         message = read(connection.receive())

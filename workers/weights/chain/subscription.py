@@ -3,6 +3,7 @@ node.
 
     downstream ─ Subscribe ─▶ upstream        these chunks of this version, please
     downstream ◀─ Parcel, bytes ─ upstream    some of them, as soon as they are here; a digest for each
+    downstream ◀─ Change, bytes ─ upstream    one of them, as its difference to the version that both have
     downstream ◀─ Waiting ─ upstream          nothing new
     downstream ◀─ Ended | Gone | Failed       all sent | that version is no longer here | it will never be whole
 
@@ -37,6 +38,10 @@ class Subscribe(msgspec.Struct, frozen=True, tag=1):
     """The node where the chain begins."""
     wanted: bytes
     """Bits of the wanted chunks; bit i: chunk i."""
+    base: bytes = b""
+    """Name of the version before that the subscriber has (`base.py`); empty: chunks are to come whole."""
+    seconds_per_byte: float = 0.0
+    """Time of a byte on the link; 0: not known."""
 
 
 class Parcel(msgspec.Struct, frozen=True, tag=2):
@@ -63,7 +68,15 @@ class Failed(msgspec.Struct, frozen=True, tag=6):
     reason: str
 
 
-Message = Subscribe | Parcel | Waiting | Ended | Gone | Failed
+class Change(msgspec.Struct, frozen=True, tag=7):
+    """Announcement of a chunk whose difference to the base follows."""
+
+    chunk: int
+    digest: bytes
+    """xxh3-128 of the chunk's bytes as the rank wrote them."""
+
+
+Message = Subscribe | Parcel | Waiting | Ended | Gone | Failed | Change
 KIND = 1
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -104,6 +117,8 @@ class Server:
         self._counters = counters
         wanted = from_bits(subscribe.wanted, len(transfer.plan.chunks))
         self._feed = Feed(transfer.logs[subscribe.source], wanted, transfer.plan.spans)
+        self._has_base = bool(subscribe.base) and subscribe.base == transfer.differences.name(subscribe.source)
+        self._seconds_per_byte = subscribe.seconds_per_byte
 
     def run(self, connection: Connection) -> None:
         """Send until all is sent or the transfer is over. Raises `OSError` when the subscriber is gone."""
@@ -141,12 +156,25 @@ class Server:
         transfer = self._transfer
         spans = [transfer.plan.spans[chunk] for chunk in parcel]
         num_bytes = sum(end - start for start, end in spans)
+        change = self.difference(parcel[0], num_bytes) if len(parcel) == 1 else None
+        if change is not None:
+            send(connection, Change(parcel[0], transfer.digests[parcel[0]]), len(change))
+            connection.send_bytes(change)
+            self._counters.add(bytes_out=len(change))
+            return
         send(connection, Parcel([(chunk, transfer.digests[chunk]) for chunk in parcel]), num_bytes)
         if len(parcel) == 1:
             connection.send_file(transfer.slot.file, spans[0][0], num_bytes)
         else:
             connection.send_bytes(transfer.slot.bytes_of(parcel))
         self._counters.add(bytes_out=num_bytes)
+
+    def difference(self, chunk: int, num_bytes: int) -> bytes | None:
+        """The bytes to be sent in the place of a large chunk; None: it is sent whole."""
+        if not self._has_base or num_bytes <= SMALL_BYTES:
+            return None
+        transfer = self._transfer
+        return transfer.differences.of(chunk, transfer.slot.memory(chunk), self._seconds_per_byte)
 
 
 class Feed:

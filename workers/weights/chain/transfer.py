@@ -4,41 +4,29 @@
                                       ├─ add ─▶ Transfer ─▶ subscription.py ─▶ other nodes
     other nodes ─▶ puller.py ─────────┘            └─ all of it, where it is received ─▶ manifest
 
-Threads share it; `condition` is notified of every change. The bytes are in a `Slot`, the file of the version, which
-ranks or the relay write. It is locked like one that is read, for as long as the relay has it: no writer takes it
-meanwhile for another version (`publication/reused_files.py`).
+Threads share it; `condition` is notified of every change. The bytes are in a `Slot`.
 """
 
-import fcntl
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import BinaryIO
 
 from penstock.conf.errors import DeadlineExceeded, WeightError
 from penstock.network.connection import Connection
-from penstock.workers.local_files import write_whole
 from penstock.workers.protocols import Publication
+from penstock.workers.weights.chain.base import Base, Differences
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, Lane
 from penstock.workers.weights.chain.pull import Pull
-from penstock.workers.weights.publication.layout import ElementRange
-from penstock.workers.weights.publication.reading import Manifest, manifest_to_json
-from penstock.workers.weights.publication.reused_files import (
-    MANIFEST_NAME,
-    WritableMappings,
-    prepare_slot,
-    publication_directory,
-)
+from penstock.workers.weights.chain.slot import Slot
 
 LEAVING_S = 5.0
 """Seconds for which `give_up` waits until no connection uses the file."""
-COUNTERS = ("versions", "chunks", "bytes_in", "bytes_out", "damaged", "reparented")
-"""Names of counters: versions that have begun; chunks and bytes that came from other nodes or went there; chunks that
-came damaged; upstreams that were given up."""
+COUNTERS = ("versions", "chunks", "bytes_in", "bytes_out", "bytes_whole", "differences", "damaged", "reparented")
+"""Names of counters: versions that have begun; chunks and bytes that came from other nodes or went there; bytes of the
+chunks that came, and how many of these came as differences to the version before; chunks that came damaged; upstreams
+that were given up."""
 
 
 class Counters:
@@ -57,57 +45,6 @@ class Counters:
             return dict(self._counts)
 
 
-class Slot:
-    """The file of one version on one node. Lifecycle: made when the version begins; `target` and `seal` where the node
-    receives; `close`."""
-
-    def __init__(
-        self,
-        root: Path,
-        version: int,
-        plan: ChunkPlan,
-        spans: Sequence[tuple[int, int]] | None,
-        mappings: WritableMappings,
-    ) -> None:
-        """`spans`: byte ranges that are written on this node; None: all of it. Raises `WeightError` if there is no
-        room."""
-        self._plan, self._version = plan, version
-        self.path = publication_directory(root, version)
-        mappings.let_go(root)
-        file = prepare_slot(root, version, plan.layout.num_bytes, spans)
-        self.file: BinaryIO = file.open("rb")
-        fcntl.flock(self.file, fcntl.LOCK_SH)
-        if os.fstat(self.file.fileno()).st_ino != file.stat().st_ino:
-            self.file.close()
-            raise WeightError(f"{file}: taken for another version meanwhile. Publish again.")
-        self._mapped = mappings.map(file, root)
-
-    def target(self, chunk: int) -> memoryview:
-        """The memory where a chunk's bytes belong."""
-        start, end = self._plan.spans[chunk]
-        return self._mapped.window(start, end)
-
-    def bytes_of(self, chunks: Sequence[int]) -> bytes:
-        """Bytes of a few small chunks, one behind the other."""
-        return b"".join(self._mapped.memory[start:end] for start, end in (self._plan.spans[chunk] for chunk in chunks))
-
-    def seal(self, digests: dict[int, bytes]) -> Publication:
-        """Write header and manifest, once all chunks are here: the engines of this node then see the version."""
-        layout = self._plan.layout
-        self._mapped.memory[: len(layout.header)] = layout.header
-        ranges = (
-            ElementRange(chunk.name, chunk.first_element, chunk.num_elements, digests[number].hex(), chunk.rank)
-            for number, chunk in enumerate(self._plan.chunks)
-        )
-        manifest = Manifest(self.path, self._version, layout, tuple(ranges))
-        write_whole(self.path / MANIFEST_NAME, manifest_to_json(manifest))
-        return Publication(str(self.path), self._version, layout.num_bytes)
-
-    def close(self) -> None:
-        """Unlock the file: another version may be written into it."""
-        self.file.close()
-
-
 class TransferOver(Exception):
     """The transfer is given up, for a newer version or for good: every thread that works on it stops."""
 
@@ -115,8 +52,18 @@ class TransferOver(Exception):
 class Transfer:
     """Lifecycle: `add` chunks until `publication` is there, or `fail`; then, or before, `give_up`."""
 
-    def __init__(self, broadcast: Broadcast, plan: ChunkPlan, node: str, slot: Slot, pulls: dict[Lane, Pull]) -> None:
-        """`pulls`: one for each lane that this node receives. Empty: the node only sends."""
+    def __init__(
+        self,
+        broadcast: Broadcast,
+        plan: ChunkPlan,
+        node: str,
+        slot: Slot,
+        pulls: dict[Lane, Pull],
+        base: Base | None = None,
+    ) -> None:
+        """`pulls`: one for each lane that this node receives. Empty: the node only sends. `base`: the version before,
+        where it is here."""
+        self.differences = Differences(base)
         self.broadcast, self.plan, self.node, self.slot, self.pulls = broadcast, plan, node, slot, pulls
         self.condition = threading.Condition()
         self.receives = node in broadcast.receivers
@@ -168,15 +115,17 @@ class Transfer:
                 self.failure = reason
             self.condition.notify_all()
 
-    def give_up(self) -> None:
-        """End everything that goes on, and unlock the file. Returns when no connection uses it any more."""
+    def give_up(self) -> Base:
+        """End everything that goes on, for good. Returns when no connection uses the file any more: as the base of the
+        next version, to be closed."""
         with self.condition:
             self.is_given_up = True
             for connection in self._connections:
                 connection.hang_up()
             self.condition.notify_all()
             self.condition.wait_for(lambda: not self._connections and not self._is_sealing, LEAVING_S)
-        self.slot.close()
+        self.differences.close()
+        return Base(self.slot, self.plan, self.digests if not self._connections else {})
 
     @contextmanager
     def using(self, connection: Connection) -> Iterator[Connection]:

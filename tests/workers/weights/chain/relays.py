@@ -2,6 +2,7 @@
 bytes."""
 
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -53,8 +54,10 @@ class Cluster:
         receivers: list[str],
         timeouts: Timeouts | None = None,
         lanes: int | None = None,
+        values: Callable[[int], dict[str, torch.Tensor]] = values_of,
     ) -> None:
-        """`lanes`: most of each node."""
+        """`lanes`: most of each node. `values`: those of a version."""
+        self._values = values
         self.plan, self.receivers, self._lanes = plan, receivers, lanes
         self.relays: dict[str, Relay] = {}
         self.roots: dict[str, Path] = {}
@@ -103,7 +106,7 @@ class Cluster:
 
     def write_rank(self, version: int, rank: int) -> None:
         root = self.roots[self.plan.nodes[rank]]
-        values = values_of(version)
+        values = self._values(version)
         with Reporter(root, self.plan, version, rank) as reporter:
             writer = PublicationWriter(root, version, self.plan.layout, rank, outlet=reporter.outlet)
             for name in SHAPES:
@@ -118,5 +121,5 @@ class Cluster:
             publication = self.relays[node].wait(version, 20)
             mapped = MappedWeights(open_publication(publication))
             mapped.verify()
-            for name, values in values_of(version).items():
+            for name, values in self._values(version).items():
                 assert torch.equal(mapped.tensor(name), values.bfloat16())
