@@ -1,4 +1,5 @@
-"""A server of tools in a process of its own, which speaks the Model Context Protocol over its stdin and stdout.
+"""A server of tools, which speaks the Model Context Protocol: in a process of its own, over its stdin and stdout, or
+elsewhere, over HTTP (`mcp_connection.py`).
 
 server = McpServer("files", McpCommand("python", ("files.py",)), start_timeout_s=30)
 await server.start()
@@ -17,6 +18,7 @@ import anyio
 
 from penstock.workers.contained import retrieve_failure
 from penstock.workers.environments.child import LEAVE_S, SOON_S, Child
+from penstock.workers.environments.mcp_connection import McpAddress, McpConnection, cause_of
 from penstock.workers.environments.toolbox import as_text
 
 
@@ -97,13 +99,14 @@ class McpServer:
     """Lifecycle: `start`, `stop`, once. The server may end by itself meanwhile; every later call then fails."""
 
     def __init__(
-        self, name: str, command: McpCommand, start_timeout_s: float, count: Callable[[str], None] = lambda what: None
-    ) -> None:
+        self, name: str, command: McpCommand | McpAddress, start_timeout_s: float,
+        count: Callable[[str], None] = lambda what: None,
+    ) -> None:  # fmt: skip
         """`count`: takes the name of an event, for metrics."""
         self.name = name
         self.tools: Sequence[McpTool] = ()
         self._command, self._start_timeout_s, self._count = command, start_timeout_s, count
-        self._process: McpProcess | None = None
+        self._process: McpProcess | McpConnection | None = None
         self._client: Any = None
         self._ready, self._stop = asyncio.Event(), asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
@@ -121,7 +124,8 @@ class McpServer:
         self._count("mcp_not_started")
         why = f"it did not say within {self._start_timeout_s:g} s which tools it has"
         if self._serving.done():
-            why = str(self._serving.exception())
+            error = self._serving.exception()
+            why = str(error) if not isinstance(error, BaseExceptionGroup) else cause_of(error)
         if self._process is not None:
             why += f"; {await self._process.ending()}"
         await self.stop()
@@ -170,7 +174,10 @@ class McpServer:
     async def _serve(self) -> None:
         """Run the client, in a task of its own, as scopes of anyio are left where they were entered."""
         client = importlib.import_module("mcp").Client
-        self._process = await McpProcess.started(self._command)
+        if isinstance(self._command, McpAddress):
+            self._process = await McpConnection.started(self._command)
+        else:
+            self._process = await McpProcess.started(self._command)
         try:
             async with client(self._process.messages()) as self._client:
                 self.tools = [_described(self, tool) for tool in await _all_tools(self._client)]

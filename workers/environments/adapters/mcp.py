@@ -1,4 +1,4 @@
-"""Tasks that are solved with the tools of MCP servers, which run over stdio, each in a process of its own."""
+"""Tasks that are solved with the tools of MCP servers: over stdio, each in a process of its own, or over HTTP."""
 
 import asyncio
 import importlib
@@ -12,9 +12,13 @@ from penstock.conf.errors import ConfigError, suggest
 from penstock.workers.environments.adapters.tools import Tools
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
+from penstock.workers.environments.mcp_connection import McpAddress
 from penstock.workers.environments.mcp_server import McpCommand, McpServer, McpTool
 from penstock.workers.environments.task import Task
 from penstock.workers.environments.toolbox import DescribedFunction
+
+COMMAND = ("command", "args", "env")
+"""Options of a server of one's own."""
 
 
 @environment("mcp")
@@ -24,7 +28,9 @@ class Mcp(Tools):
     environment:
       name: mcp
       options:
-        servers: {files: {command: python, args: [files_server.py], env: {ROOT: /data}}}
+        servers:
+          files: {command: python, args: [files_server.py], env: {ROOT: /data}}
+          search: {url: https://tools.example/mcp, headers: {Authorization: $SEARCH_KEY}}
         reward: math_verify
     data: {source: jsonl, path: questions.jsonl}
     """
@@ -36,7 +42,8 @@ class Mcp(Tools):
         start_timeout_s: float = 30.0,
         **options: Any,
     ) -> None:
-        """`servers`: {name: {command, args, env}}. Each attempt has servers of its own, and with them their state;
+        """`servers`: {name: {command, args, env}}, or {name: {url, headers}} for one that runs elsewhere; a header of
+        `$NAME` is taken from the environment. Each attempt has servers, or sessions, of its own, and their state;
         `shared`: all attempts of an environment actor have the same servers, which are started again when they die.
         `start_timeout_s`: until a server lists its tools; an attempt whose servers do not has failed. `options`: of
         `tools`. Raises `ConfigError`."""
@@ -97,11 +104,15 @@ async def _stop(servers: Sequence[McpServer]) -> None:
     await asyncio.gather(*(server.stop() for server in servers))
 
 
-def _command(name: str, given: Mapping[str, Any]) -> McpCommand:
-    key, known = f"environment.options.servers.{name}", ("command", "args", "env")
+def _command(name: str, given: Mapping[str, Any]) -> McpCommand | McpAddress:
+    key, known = f"environment.options.servers.{name}", ("url", "headers") if "url" in given else COMMAND
     for option in given:
         if option not in known:
             raise ConfigError(f"{key}.{option}: a server has no such option{suggest(option, known)}")
+    if "url" in given:
+        if not str(given["url"]).startswith(("http://", "https://")):
+            raise ConfigError(f"{key}.url={given['url']}: an MCP server's address begins with http:// or https://.")
+        return McpAddress(str(given["url"]), {str(one): str(two) for one, two in (given.get("headers") or {}).items()})
     if shutil.which(str(given.get("command"))) is None:
         raise ConfigError(
             f"{key}.command={given.get('command')}: there is no such program. Install it, or name its path."

@@ -20,6 +20,8 @@ def plan_trees(
     Tokens that are left <= `max_tokens`; a group with more is cut into trees that have fewer, unless groups must stay
     whole, or a single row has more. `always`: all rows are trees, whether it pays or not.
     """
+    if not len(positions):
+        return [], positions
     sequences = sequences_of(rows, positions)
     of_row = np.searchsorted(sequences.row_S, np.arange(len(positions) + 1)).tolist()
     trees: list[list[int]] = []

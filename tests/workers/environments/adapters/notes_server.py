@@ -1,6 +1,7 @@
 """A small server of the `mcp` package."""
 
 import os
+import sys
 
 from mcp.server.mcpserver import Image, MCPServer
 
@@ -34,4 +35,7 @@ def secret(name: str) -> str:
 
 
 if __name__ == "__main__":
-    server.run()
+    if sys.argv[1:]:
+        server.run(transport="streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    else:
+        server.run()

@@ -42,6 +42,7 @@ SEQUENCE = {"sequence_parallel_size": 2}
 COPIES = {"shard_size": 2}
 BALANCED = {"router_aux_loss_coef": 0.5}
 PACKED = {"packing": "always"}
+SHARED = {"share_prefixes": "always"}
 SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "lora": LORA,
@@ -68,9 +69,14 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "packed_tensor_lora": TENSOR | LORA | PACKED,
         "packed_sequence_checkpointed": SEQUENCE | PACKED | {"activation_checkpointing": True},
         "packed_critic_sequence": SEQUENCE | PACKED,
+        "shared": SHARED,
+        "shared_tensor_lora": TENSOR | LORA | SHARED,
+        "shared_sequence_checkpointed": SEQUENCE | SHARED | {"activation_checkpointing": True},
+        "shared_critic_sequence": SEQUENCE | SHARED,
     },
     4: {
         "packed_tensor_and_sequence": TENSOR | SEQUENCE | PACKED,
+        "shared_tensor_and_sequence": TENSOR | SEQUENCE | SHARED,
         "tensor_and_data": TENSOR,
         "tensor_and_data_lora": TENSOR | LORA,
         "tensor_and_data_gathered_by_layer": TENSOR,
@@ -87,10 +93,12 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     8: {"copies_and_shards_and_tensor_lora": TENSOR | LORA | {"shard_size": 4}},
 }
 """Scenarios by number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3).
-"experts": of a mixture. "replayed": whose tokens go to experts that are not its routers' choice."""
+"experts": of a mixture. "replayed": whose tokens go to experts that are not its routers' choice. "shared": of groups
+that begin with 24 tokens."""
 LARGE = {"large": {}, "large_tensor": TENSOR, "large_lora": LORA}
 """Ways of loading a model whose memory is measured, on four ranks."""
 SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
+OF_SEVERAL = ("shard_size", "packing", "share_prefixes")
 NUM_ROWS = 12
 State = list[Piece]
 
@@ -116,6 +124,13 @@ def with_experts(rows: Rows) -> Rows:
     return rows.with_column(ROUTED_EXPERTS, [one[:, :2].reshape(-1) for one in chosen])
 
 
+def with_beginnings(rows: Rows) -> Rows:
+    """The rows as if all of a group began with the same 24 tokens."""
+    beginnings = np.random.default_rng(7).integers(3, 90, (NUM_ROWS, 24))
+    prompts = zip(rows.group_ids, rows.arrays("prompt_ids"), strict=True)
+    return rows.with_column("prompt_ids", [np.concatenate([beginnings[group], prompt]) for group, prompt in prompts])
+
+
 def share_of(rank: int, num_ranks: int, options: dict[str, Any]) -> list[int]:
     """Positions of a rank's rows: those that split one another's work have the same."""
     peers = 1
@@ -131,7 +146,7 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
     trainers = []
     for scenario, options in scenarios.items():
         if num_ranks == 1:
-            options = {name: value for name, value in options.items() if name not in (*SPLITS, "shard_size", "packing")}
+            options = {name: value for name, value in options.items() if name not in (*SPLITS, *OF_SEVERAL)}
         budget = 8192 if num_ranks == 1 else 60
         config = TrainerConfig(
             num_ranks=num_ranks, max_tokens_per_microbatch=budget, optimizer=OptimizerConfig(**LINEAR), **options
@@ -145,6 +160,8 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         if "replayed" in scenario:
             trainers[-1].replay_experts()
             every_row = with_experts(every_row)
+        if "shared" in scenario:
+            every_row = with_beginnings(every_row)
         refusal = refused(trainers[-1]) if kind is PolicyTrainer else ""
         result = one_update(trainers[-1], every_row.select(share_of(rank, num_ranks, options)))
         result["refusal"] = refusal

@@ -30,6 +30,7 @@ FRESH = FreshModelConfig(
 LARGE = FreshModelConfig(num_layers=10, hidden_size=640, intermediate_size=1760, num_heads=10, num_kv_heads=2)
 EVERY = [(number, scenario) for number, some in ranks.SCENARIOS.items() for scenario in some]
 CASES = [case for case in EVERY if "bfloat16" not in case[1]]
+SHARE = "actor/shared_share"
 Several = Callable[[int], Path]
 
 
@@ -125,6 +126,8 @@ def test_metrics_are_those_of_one_rank_on_every_rank(
     expected = result(one, scenario)["metrics"]
     for rank in range(num_ranks):
         metrics = result(several(num_ranks), scenario, rank)["metrics"]
+        assert (metrics.pop(SHARE, 0.0) > 0.1) == ("shared" in scenario and "critic" not in scenario)
+        metrics.pop("critic/shared_share", None)
         assert metrics.keys() == expected.keys()
         for name, value in expected.items():
             if not name.endswith("/padding_share"):  # more ranks, smaller micro-batches
