@@ -89,7 +89,7 @@ class Node:
         measured."""
         if count not in self._values:
             self._values[count] = SPREAD * torch.randn(count)
-        return self._values[count].add_(version)
+        return self._values[count].add_(version) if version else self._values[count]
 
 
 def main() -> None:
