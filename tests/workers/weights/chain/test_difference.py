@@ -25,7 +25,7 @@ def applied(made: bytes, base: np.ndarray) -> bytes:
     st.lists(st.tuples(st.integers(0, 4999), WORDS), max_size=12),
 )  # fmt: skip
 def test_base_and_difference_make_the_chunk_bit_for_bit(count: int, seed: int, changed: list[tuple[int, int]]) -> None:
-    base = np.random.default_rng(seed).integers(0, 2**16, count, dtype=np.uint16)
+    base = np.random.default_rng(seed).integers(0, 2**16, count + count % 2, dtype=np.uint16)
     chunk = base.copy()
     for place, word in changed:
         chunk[place % count] = word
@@ -39,9 +39,9 @@ def test_base_and_difference_make_the_chunk_bit_for_bit(count: int, seed: int, c
 
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 510, 511, 70_000])
 def test_gaps_of_every_length_come_back(gap: int) -> None:
-    base = np.zeros(80_000, np.uint16)
+    base = np.zeros(160_000, np.uint16)
     chunk = base.copy()
-    chunk[[3, 4 + gap]] = 65_535, 1
+    chunk[[6, 8 + 2 * gap]] = 65_535, 1
     made = made_of(base, chunk)
     assert made is not None
     assert applied(made, base) == chunk.tobytes()
@@ -53,7 +53,7 @@ def test_a_step_of_small_learning_rate_is_a_few_percent() -> None:
     chunk = base + np.where(random.random(2**20) < 0.042, random.choice([1, 65_535], 2**20), 0).astype(np.uint16)
     made = made_of(base, chunk)
     assert made is not None
-    assert len(made) < 0.025 * chunk.nbytes
+    assert len(made) < 0.03 * chunk.nbytes
     assert applied(made, base) == chunk.tobytes()
 
 
@@ -67,7 +67,7 @@ def test_a_chunk_that_is_all_new_or_has_an_odd_size_has_no_difference() -> None:
     random = np.random.default_rng(0)
     one, other = (random.integers(0, 2**16, 1000, dtype=np.uint16) for _ in range(2))
     assert made_of(one, other) is None
-    assert difference(memoryview(bytes(3)), memoryview(bytes(3))) is None
+    assert difference(memoryview(bytes(6)), memoryview(bytes(6))) is None
 
 
 @given(st.binary(min_size=8, max_size=60), st.integers(0, 2**32 - 1))

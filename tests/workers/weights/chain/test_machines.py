@@ -57,3 +57,19 @@ def test_a_machine_cut_off_for_good_costs_the_others_two_seconds_at_most(cluster
     sent = nodes.send(await_of=[other])
     assert sent["seconds"] < undisturbed + 2
     assert time.monotonic() - began < 60
+
+
+def test_after_a_small_step_links_carry_what_changed(cluster: Cluster, nodes: Nodes) -> None:
+    """Also where a machine is cut off meanwhile."""
+    payload = nodes.plan.layout.num_bytes
+    nodes.send(anew=False)
+    nodes.step(1e-6)
+    sent = nodes.send(anew=False)
+    assert sent["most_link_bytes"] < 0.06 * payload + 200_000
+    nodes.step(1e-6)
+    first = nodes.first_of_next()
+    cluster[first].cut()
+    at(3.0, cluster[first].mend)
+    sent = nodes.send(anew=False)
+    assert sent["seconds"] > 2
+    assert all(stats["damaged"] == 0 and stats["differences"] > 0 for stats in sent["stats"])
