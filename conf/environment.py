@@ -15,7 +15,12 @@ class GatewayConfig:
     """The endpoint at which agents reach the policy, and how conversations become tokens."""
 
     host: str = "127.0.0.1"
-    """Interface that the HTTP server listens at. Loopback: agents outside of this machine do not reach it."""
+    """Interface that the HTTP server listens at. Loopback: agents outside of this machine do not reach it. 0.0.0.0 or
+    :: is every interface, for agents and sandboxes elsewhere; each attempt has a key of its own, but nothing is
+    encrypted."""
+    address: str | None = None
+    """Host that agents are told, where they see this node under another name, such as that of a proxy, which keeps the
+    port. `null`: host, or where that is every interface the address at which other nodes reach this one."""
     port: int = 0
     """Port of the first environment actor; the next has the next one. 0: any that is free, as agents are told it."""
     format: str = "template"

@@ -25,7 +25,7 @@ from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.gateway.formats.rendered import make_format
-from penstock.workers.gateway.http.server import AttemptKeys, HttpServer
+from penstock.workers.gateway.http.server import AttemptKeys, HttpServer, told_address
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor
@@ -97,7 +97,8 @@ class Environments(ServingActor):
 
         environment = make_environment(config, spec.imports)
         port = config.gateway.port + spec.index if config.gateway.port else 0
-        self._keys.base_url = await self._server.start(config.gateway.host, port)
+        told = told_address(config.gateway, ray.util.get_node_ip_address())
+        self._keys.base_url = await self._server.start(config.gateway.host, port, told)
         self.runner = AttemptRunner(
             environment, config, make_sampler, self._keys, counts=self._counts, meters=exported(spec.origin)
         )  # fmt: skip

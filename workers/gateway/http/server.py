@@ -33,6 +33,7 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
+from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import AttemptOver
 from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http.chat import CHAT
@@ -60,6 +61,7 @@ PROTOCOLS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/mess
 """Protocols by their paths."""
 COUNT = "/v1/messages/count_tokens"
 RETRIES = "x-stainless-retry-count"
+EVERY_INTERFACE = ("0.0.0.0", "::")
 
 
 class AttemptKeys:
@@ -115,14 +117,15 @@ class HttpServer:
         self._app.router.add_get("/v1/models", self._models)
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int) -> str:
+    async def start(self, host: str, port: int, address: str = "") -> str:
         """Start listening; return the address for clients, such as http://127.0.0.1:41234/v1. `port`: 0 for any that is
-        free."""
+        free. `address`: the host that clients are told; empty: `host`."""
         self._runner = web.AppRunner(self._app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=BACKLOG)
         await site.start()
-        return f"http://{host}:{self._runner.addresses[0][1]}/v1"
+        told = address or host
+        return f"http://{f'[{told}]' if ':' in told else told}:{self._runner.addresses[0][1]}/v1"
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -294,3 +297,8 @@ def _model_list(created: int) -> dict[str, Any]:
         "type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
     }  # fmt: skip
     return {"object": "list", "data": [model], "has_more": False, "first_id": "policy", "last_id": "policy"}
+
+
+def told_address(gateway: GatewayConfig, node: str) -> str:
+    """The host by which agents reach the gateway. `node`: the address of this node for others."""
+    return gateway.address or (node if gateway.host in EVERY_INTERFACE else gateway.host)

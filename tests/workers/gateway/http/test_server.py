@@ -9,7 +9,9 @@ import anthropic
 import openai
 import pytest
 
+from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import AttemptOver, DataError, DeadlineExceeded
+from penstock.workers.gateway.http.server import AttemptKeys, HttpServer, told_address
 from penstock.workers.trajectory import Trajectory, row_columns, segments_of
 from tests.workers.gateway.chat_models import text_of
 from tests.workers.gateway.http.serving import USER, Gateway, gateway, play, until
@@ -30,6 +32,35 @@ async def refused(asking: Any, kind: type[Exception]) -> Any:
     with pytest.raises(kind) as error:
         await asking
     return error.value
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({}, "127.0.0.1"),
+    ({"host": "0.0.0.0"}, "10.1.2.3"),
+    ({"host": "::"}, "10.1.2.3"),
+    ({"host": "10.9.9.9"}, "10.9.9.9"),
+    ({"host": "0.0.0.0", "address": "gateway.example"}, "gateway.example"),
+])  # fmt: skip
+def test_agents_are_told_an_address_that_they_can_reach(given: dict[str, str], told: str) -> None:
+    assert told_address(GatewayConfig(**given), "10.1.2.3") == told
+
+
+def test_a_server_on_every_interface_tells_another_host_and_answers_there() -> None:
+    async def scenario() -> None:
+        for address, url in (
+            ("127.0.0.1", "http://127.0.0.1:"),
+            ("", "http://0.0.0.0:"),
+            ("fd00::1", "http://[fd00::1]:"),
+        ):
+            server = HttpServer(AttemptKeys())
+            found = await server.start("0.0.0.0", 0, address)
+            assert found.startswith(url)
+            port = found.removesuffix("/v1").rpartition(":")[2]
+            async with aiohttp.ClientSession() as client, client.get(f"http://127.0.0.1:{port}/v1/models") as got:
+                assert got.status == 401
+            await server.stop()
+
+    asyncio.run(scenario())
 
 
 def test_a_request_without_a_key_or_with_one_that_nobody_has_is_told_what_to_do() -> None:
