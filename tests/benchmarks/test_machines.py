@@ -13,14 +13,19 @@ def test_the_simulated_chain_is_that_of_the_model_and_leaves_no_node_behind(run_
 @pytest.mark.slow
 def test_the_quick_run_measures_every_way_between_machines(run_quickly):
     written, _ = run_quickly("machines")
-    parts = {name: [one for one in written["rounds"] if one["part"] == name] for name in ("weights", "rows", "calls")}
+    names = ("weights", "changes", "rows", "calls")
+    parts = {name: [one for one in written["rounds"] if one["part"] == name] for name in names}
     assert [one["way"] for one in parts["weights"]] == ["chain", "star", "process killed", "machine lost", "Ray"]
     assert all(one["seconds"] > 0.5 * one["model_s"] for one in parts["weights"])
+    assert [(one["way"], one["side"]) for one in parts["changes"]] == [
+        ("steps", "whole"), ("steps", "as a run"), ("anew", "whole"), ("anew", "as a run"),
+    ]  # fmt: skip
+    assert all(0 < one["received_share"] <= 1 for one in parts["changes"])
     assert [one["reader"] for one in parts["rows"]] == ["far", "near"]
     assert sorted((one["way"], one["in_flight"]) for one in parts["calls"]) == [
         ("connection", 1), ("connection", 32), ("ray", 1), ("ray", 32),
     ]  # fmt: skip
-    assert len(written["targets"]) == 9
+    assert len(written["targets"]) == 11
 
 
 @pytest.mark.slow

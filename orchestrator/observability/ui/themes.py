@@ -176,6 +176,11 @@ def _time(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
         "padding", "Padding", padding, percent=True, bottom=0, top=1,
         about="Of the tokens that micro-batches have room for, those that pad shorter rows.",
     )  # fmt: skip
+    shared = names.of({"actor/shared_share": "policy", "critic/shared_share": "critic"})
+    yield Chart(
+        "shared", "Shared beginnings", shared, percent=True, bottom=0, top=1,
+        about="Of the tokens of all sequences, those that are computed with another of their group.",
+    )  # fmt: skip
     yield Chart("checkpoint_time", "Time of a checkpoint", names.of({"timing_s/checkpoint": "write"}), "s", bottom=0)
 
 

@@ -63,14 +63,14 @@ class ChunkTimes:
 
     @property
     def seconds_per_byte(self) -> float:
-        """The median; 0: none has been timed."""
-        return statistics.median(self._seconds_per_byte) if self._seconds_per_byte else 0.0
+        """The mean, as what is quickly there has come while another was received; 0: none has been timed."""
+        return statistics.fmean(self._seconds_per_byte) if self._seconds_per_byte else 0.0
 
     def silence_s(self, chunk_bytes: int) -> float:
         """Seconds for which nothing may come where chunks of at most `chunk_bytes` are sent."""
         if not self._seconds_per_byte:
             return self._timeouts.first_s
-        median = self.seconds_per_byte * chunk_bytes
+        median = statistics.median(self._seconds_per_byte) * chunk_bytes
         return max(self._timeouts.floor_s, self._timeouts.factor * median)
 
 
