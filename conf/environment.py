@@ -117,6 +117,10 @@ class EnvironmentConfig:
     call whose time is over leaves its place to the next."""
     max_tool_characters: int = 16_384
     """Most characters of a tool's result. The rest is cut, and the model is told."""
+    retries: int = 2
+    """Times that an attempt is played again from its start, by the same seed, after `setup` raised or anything raised
+    `InfrastructureError`, with pauses of 1, 2, 4, … s. 2: a container or service that fails once seldom fails thrice,
+    and one that is down should be told soon. Each try has all of timeout_s."""
     max_error_share: float = 0.2
     """Share of the last 100 attempts that may fail; the run ends when more do."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
@@ -127,6 +131,7 @@ class EnvironmentConfig:
         one_of("environment.old_turns", self.old_turns, OLD_TURNS)
         for key in ("num_workers", "max_attempts", "max_turns", "max_tokens", "tool_threads", "max_tool_characters"):
             at_least(f"environment.{key}", getattr(self, key), 1)
-        at_least("environment.cpus_per_worker", self.cpus_per_worker, 0)
+        for key in ("cpus_per_worker", "retries"):
+            at_least(f"environment.{key}", getattr(self, key), 0)
         for key in ("timeout_s", "tool_timeout_s"):
             above(f"environment.{key}", getattr(self, key), 0)

@@ -169,6 +169,11 @@ class Rejected(PenstockError):
         return Rejected, (self.reason, str(self))
 
 
+class InfrastructureError(PenstockError):
+    """A failure of what an attempt needs, such as a container or a service: not the policy's doing. The attempt is
+    played again from its start, `environment.retries` times at most."""
+
+
 class AttemptOver(PenstockError):
     """An attempt that has ended: nothing more is sampled for it."""
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.conf.errors import AttemptOver as AttemptOver
     from penstock.conf.errors import ConfigError as ConfigError
     from penstock.conf.errors import DataError as DataError
+    from penstock.conf.errors import InfrastructureError as InfrastructureError
     from penstock.conf.errors import LimitReached as LimitReached
     from penstock.conf.errors import PenstockError as PenstockError
     from penstock.conf.run import RunConfig as RunConfig
@@ -64,6 +65,7 @@ _HOMES = {
     "DataError": "conf.errors",
     "Dataflow": "algorithms.graph.dataflow",
     "Datum": "workers.training_calls",
+    "InfrastructureError": "conf.errors",
     "LimitReached": "conf.errors",
     "LossCall": "workers.training_calls",
     "Message": "workers.gateway.formats.conversation",

@@ -57,7 +57,7 @@ GROUPS = {
     ),
     "Rows and rewards": ("Rows", "reward", "Sandbox"),
     "Environments": ("environment", "Task", "Context", "Message", "Turn", "Trajectory", "Sampling"),
-    "Errors": ("PenstockError", "ConfigError", "DataError", "LimitReached", "AttemptOver"),
+    "Errors": ("PenstockError", "ConfigError", "DataError", "LimitReached", "AttemptOver", "InfrastructureError"),
 }  # fmt: skip
 
 

@@ -5,6 +5,8 @@
     rejected    the environment did not want it to count
     failed      it raised, had the policy sample nothing, or its time was over while its answer was scored
 
+What fails for something that is not the policy's doing (`InfrastructureError`) is played again before it counts.
+
 Truncated attempts are trained as far as they went. Rejected and failed attempts are not trained, and never count as a
 reward of zero.
 """
@@ -18,7 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.environment import EnvironmentConfig
-from penstock.conf.errors import AttemptOver, DataError, LimitReached, PenstockError, Rejected
+from penstock.conf.errors import (
+    AttemptOver,
+    DataError,
+    InfrastructureError,
+    LimitReached,
+    PenstockError,
+    Rejected,
+)
 from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.workers.contained import CodeEnded, OwnTime, called, contained, result_of, retrieve_failure, started
@@ -35,6 +44,11 @@ from penstock.workers.trajectory import FAILED, REJECTED, TRUNCATED, AttemptOutc
 
 GRACE_S = 5.0
 """Seconds for an attempt that is cancelled to end; after that it is left running."""
+TEARDOWN_S = 30.0
+PAUSE_S = 1.0
+"""Seconds before an attempt is played again the first time; each further pause is twice as long."""
+INFRASTRUCTURE = "infrastructure"
+"""Reason of a failure that is tried again."""
 MakeSampler = Callable[[Sampling], TurnSampler]
 
 
@@ -86,9 +100,17 @@ class AttemptRunner:
         """Play an attempt. `sampling`: with the attempt's seed. It waits while the largest number is under way. Raises
         what ends a run: engines that are gone for good."""
         async with self._places:
-            return await self._attempt(task, sampling)
+            for number in range(self._config.retries):
+                if (found := await self._attempt(task, sampling, is_last=False)) is not None:
+                    return found
+                self.counts["attempts_retried"] += 1
+                await asyncio.sleep(PAUSE_S * 2**number)
+            found = await self._attempt(task, sampling, is_last=True)
+            assert found is not None
+            return found
 
-    async def _attempt(self, task: Task, sampling: Sampling) -> Trajectory:
+    async def _attempt(self, task: Task, sampling: Sampling, *, is_last: bool) -> Trajectory | None:
+        """Play it once. None: it is to be played again, unless this was the last time."""
         sampler = self.make_sampler(sampling)
         base_url, key = self._keys.admit(sampler)
         ctx = Context(sampler, base_url, key, self._toolbox, self._sandbox, self.counts)
@@ -97,10 +119,13 @@ class AttemptRunner:
         try:
             outcome = await self._played(task, ctx, sampler)
         finally:
+            sampler.end(AttemptOver("the attempt has ended"))
+            await self._torn_down(task, ctx)
             self.num_in_flight -= 1
             self.num_done += 1
-            sampler.end(AttemptOver("the attempt has ended"))
             self._keys.dismiss(key)
+        if outcome.reason == INFRASTRUCTURE and not is_last:
+            return None
         if outcome.is_trained and not sampler.turns:
             why = outcome.detail or "the environment had the policy sample nothing"
             outcome = AttemptOutcome(FAILED, "no_turn", why)
@@ -138,7 +163,7 @@ class AttemptRunner:
 
     async def _played(self, task: Task, ctx: Context, sampler: TurnSampler) -> AttemptOutcome:
         own_time = OwnTime(self._config.timeout_s)
-        playing = started(called(self.environment.run, task, ctx), own_time)
+        playing = started(self._set_up_and_run(task, ctx), own_time)
         try:
             in_time = await own_time.suffices(playing)
         except asyncio.CancelledError:
@@ -153,6 +178,8 @@ class AttemptRunner:
                 return AttemptOutcome(FAILED, "timeout_in_reward", f"{text}, and its answer was not scored yet")
             return AttemptOutcome(TRUNCATED, "time", text) if sampler.turns else AttemptOutcome(FAILED, "timeout", text)
         error = _raised(playing)
+        if isinstance(error, InfrastructureError):
+            return AttemptOutcome(FAILED, INFRASTRUCTURE, str(error))
         if isinstance(error, LimitReached) or (error is None and sampler.limit):
             return AttemptOutcome(
                 TRUNCATED, error.limit if isinstance(error, LimitReached) else sampler.limit, str(error)
@@ -166,6 +193,24 @@ class AttemptRunner:
         if isinstance(error, PenstockError) and not isinstance(error, AttemptOver | DataError):
             raise error
         return _failure(error)
+
+    async def _set_up_and_run(self, task: Task, ctx: Context) -> None:
+        if hasattr(self.environment, "setup"):
+            try:
+                await called(self.environment.setup, task, ctx)
+            except PenstockError:
+                raise
+            except Exception as error:
+                raise InfrastructureError(f"setup: {type(error).__name__}: {error}") from error
+        await called(self.environment.run, task, ctx)
+
+    async def _torn_down(self, task: Task, ctx: Context) -> None:
+        if not hasattr(self.environment, "setup") or not hasattr(self.environment, "teardown"):
+            return
+        try:
+            await contained(called(self.environment.teardown, task, ctx), TEARDOWN_S)
+        except Exception:  # noqa: BLE001 - it is the environment's, whatever it raises
+            self.counts["teardown_failed"] += 1
 
     def _completed(self, sampler: TurnSampler) -> AttemptOutcome:
         """The outcome after `run` has returned. Where a limit cut the last turn, its answer is not complete."""

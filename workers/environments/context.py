@@ -50,6 +50,8 @@ class Context:
         trained as turns of this attempt."""
         self.api_key = api_key
         """Key for that address, and for this attempt alone."""
+        self.surroundings: Any = None
+        """What the environment's `setup` has made for this attempt."""
         self.total_reward = 0.0
         self._num_scoring = 0
         self.turn_rewards: dict[int, float] = {}

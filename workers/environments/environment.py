@@ -38,8 +38,8 @@ ENVIRONMENTS: dict[str, Callable[..., Any]] = {}
 
 
 class Environment(Protocol):
-    """An environment; made once in each environment actor, and on the driver for its tasks. Optional: `score_group`,
-    below; and `aclose()`, an async method called at the end."""
+    """An environment; made once in each environment actor, and on the driver for its tasks. Optional: `score_group` and
+    `setup`, below; and `aclose()`, an async method called at the end."""
 
     def tasks(self, seed: int) -> Iterable[Task]:
         """The tasks in an order that depends on `seed` alone: a list, which is used whole, or a generator, endless or
@@ -53,6 +53,18 @@ class Environment(Protocol):
 class ScoresGroups(Protocol):
     async def score_group(self, task: Task, attempts: Sequence[Trajectory]) -> Sequence[float]:
         """Return a reward for each attempt of a group, in the place of its own: for comparisons."""
+
+
+class HasSurroundings(Protocol):
+    """An environment whose attempts need something of their own, such as a container. What is made may be kept in
+    `ctx.surroundings`."""
+
+    async def setup(self, task: Task, ctx: Context) -> None:
+        """Make what the attempt needs, before `run`. What it raises is an `InfrastructureError`."""
+
+    async def teardown(self, task: Task, ctx: Context) -> None:
+        """Give it back; called after every `setup`, however it and the attempt have ended, for 30 s at most. What it
+        raises is counted (`environment/teardown_failed`) and changes nothing."""
 
 
 def environment(name: str) -> Callable[[F], F]:

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, create_model
 from pydantic.errors import PydanticUserError
 
 from penstock.conf.environment import SandboxConfig
-from penstock.conf.errors import ConfigError, ResourceError
+from penstock.conf.errors import ConfigError, InfrastructureError, ResourceError
 from penstock.workers.contained import CodeEnded, TookTooLong, contained
 from penstock.workers.environments.tool_threads import ToolThreads
 from penstock.workers.gateway.formats.conversation import Message, Tools
@@ -132,7 +132,7 @@ class Toolbox:
         self._counts["tools"] += 1
         try:
             value = await make(call.arguments)
-        except ResourceError:
+        except (ResourceError, InfrastructureError):
             raise
         except TookTooLong:
             self._counts["tools_timeout"] += 1
