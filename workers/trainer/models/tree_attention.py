@@ -1,9 +1,9 @@
 """Attention over trees of sequences (`update/trees.py`): each token attends to its ancestors and itself.
 
     CPUs  a call of sdpa for each block of queries, with the keys that they read and a mask
-    GPUs  one call of FlexAttention (its backward is for GPUs alone), whose kernel passes over what nobody reads
+    GPUs  one call of FlexAttention, whose kernel skips blocks that are masked; its backward needs a GPU
 
-Unseen on a GPU: what the CPU shows of FlexAttention is its forward pass.
+Unseen on a GPU. Tests on CPUs show FlexAttention's forward pass.
 """
 
 from functools import cached_property, lru_cache
@@ -30,8 +30,8 @@ class TreeAttention:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any
     ) -> tuple[Tensor, None]:
-        """Attend. query, key, value: `[1, heads, T, D]`; returns `[1, T, heads, D]`. What T has beyond the trees'
-        tokens is padding, and 0."""
+        """Attend. query, key, value: `[1, heads, T, D]`; returns `[1, T, heads, D]`. Places beyond the trees' tokens
+        are padding; their output is 0."""
         num_tokens = self._trees.num_tokens
         padding = query.shape[2] - num_tokens
         if padding:
@@ -42,7 +42,7 @@ class TreeAttention:
 
     def by_blocks(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
         """Attend block by block: `[1, T, heads, D]`."""
-        # One split, whose gradient is one concatenation: that of a slice is as large as what it was cut from.
+        # The gradient of one split is one concatenation; that of each slice would be as large as the whole tensor.
         keys, values = (one.split(self._sizes, dim=2) for one in (key, value))
         queries = query.split([block.end - block.start for block in self._trees.blocks], dim=2)
         outputs = []
@@ -88,7 +88,7 @@ class TreeAttention:
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """Bounds of the pieces of which every block reads some whole."""
+        """Bounds of pieces of keys, such that every block reads whole pieces."""
         return sorted({bound for block in self._trees.blocks for one in block.reads for bound in one})
 
     @cached_property
@@ -107,5 +107,5 @@ class TreeAttention:
 
 @lru_cache(maxsize=2)
 def _flex(is_compiled: bool) -> Any:
-    """FlexAttention, compiled where there is a kernel to be made of it."""
+    """FlexAttention, compiled to a kernel or not."""
     return torch.compile(flex_attention, dynamic=True) if is_compiled else flex_attention

@@ -1,4 +1,5 @@
-"""The rows that are computed as trees (`trees.py`): whose sequences begin alike, and for whom that pays. Pure."""
+"""The choice of the rows that are computed as trees (`trees.py`): those whose sequences begin alike, where it pays.
+Pure."""
 
 from collections.abc import Iterator
 
@@ -14,11 +15,11 @@ from penstock.workers.trainer.update.trees import alike
 def plan_trees(
     rows: Rows, positions: np.ndarray, max_tokens: int, *, whole_groups: bool = False, always: bool = False
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Choose which of the rows at these positions are trees, and which trees share a micro-batch: positions a
-    micro-batch, and those of the other rows.
+    """Choose which of the rows at these positions become trees, and which trees share a micro-batch. Returns the
+    positions of each micro-batch, and the positions of the other rows.
 
-    Tokens that are left <= `max_tokens`; a group with more is cut into trees that have fewer, unless groups must stay
-    whole, or a single row has more. `always`: all rows are trees, whether it pays or not.
+    A micro-batch has `max_tokens` tokens at most, counted as trees. A group with more is cut into several trees, unless
+    groups must stay whole or a single row has more. `always`: all rows become trees, whether it pays or not.
     """
     if not len(positions):
         return [], positions

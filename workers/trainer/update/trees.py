@@ -21,26 +21,27 @@ import torch
 from torch import Tensor
 
 LEAST_SHARED = 16
-"""Tokens of the shortest beginning that makes sequences a tree: a first token that all prompts have is not worth it."""
+"""Tokens of the shortest beginning that is shared. The first tokens that a chat template gives all prompts are not
+worth a tree."""
 QUERY_TOKENS = 256
-"""Tokens of subtrees that are computed together. Of fewer a call is dear; of more, they would look at one another in
-vain."""
+"""Most tokens of small subtrees that one call computes together. With fewer there are more calls; with more, masks hide
+more of what is computed."""
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Tokens that are computed together, and those that they read."""
+    """Tokens that one call computes, and the tokens that they read."""
 
     start: int
     end: int
     reads: tuple[Range, ...]
-    """Places of the keys, ascending. The last are its own."""
+    """Places of the keys, ascending. The last ones are the block's own."""
     is_causal: bool
-    """True if each reads all of `reads` up to itself."""
+    """True if each token reads all of `reads` up to itself, so that no mask is needed."""
 
     def mask(self, ends_T: Tensor) -> Tensor:
-        """What each of its tokens attends to, `[queries, keys]` bool."""
+        """The keys that each token attends to, `[queries, keys]` bool."""
         keys = torch.cat([torch.arange(*one, device=ends_T.device) for one in self.reads])
         queries = torch.arange(self.start, self.end, device=ends_T.device).unsqueeze(1)
         return (keys <= queries) & (queries < ends_T.index_select(0, keys))

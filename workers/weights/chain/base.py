@@ -5,8 +5,8 @@
     X ─ the difference of chunk 7 to v11, digest of chunk 7 in v12 ─▶ a, which checks what it makes of it, and sends on
                                                                       the same bytes to a node that has v11 too
 
-Nobody has to trust a base: nodes name it by the digests of its chunks, and what becomes of a difference has to have the
-digest that the rank reported.
+A base need not be trusted: nodes name it by the digests of its chunks, and a chunk that is made of a difference must
+have the digest that the rank reported.
 """
 
 import threading
@@ -26,14 +26,15 @@ UNKNOWN_S = 8e-9
 
 
 class Base:
-    """Lifecycle: made when the next version begins, of the slot that it keeps locked; `close`."""
+    """The chunks of the version before. Lifecycle: made when the next version begins, from the slot, which stays
+    locked; `close`."""
 
     def __init__(self, slot: Slot, plan: ChunkPlan, digests: Mapping[int, bytes]) -> None:
         """`digests`: of the chunks that are there."""
         self._slot, self.plan, self._digests = slot, plan, dict(digests)
 
     def name(self, source: str) -> bytes:
-        """The name of what it has of a chain: the same on all nodes that have the same bytes. Empty: not all of it."""
+        """The name of the chunks of a chain: the same on all nodes with the same bytes. Empty: some are missing."""
         digests = [self._digests.get(chunk, b"") for chunk in self.plan.of_node(source)]
         return xxhash.xxh3_128_digest(b"".join(digests)) if all(digests) else b""
 
@@ -48,7 +49,7 @@ class Differences:
     """Differences of the chunks of one version to its base, made as they are asked for, each once. Threads share it."""
 
     def __init__(self, base: Base | None) -> None:
-        """`base`: None where the node has none; differences that it receives are then none that it can pass on."""
+        """`base`: None where the node has no version before; it then sends whole chunks."""
         self.base = base
         self._made: dict[int, bytes | None] = {}
         self._lock = threading.Lock()
@@ -65,7 +66,7 @@ class Differences:
         with self._lock:
             if chunk in self._made or not self._pays:
                 return self._made.get(chunk)
-        began = time.thread_time()  # what others do on this core meanwhile says nothing of the next chunk
+        began = time.thread_time()  # not the clock: other work on this core says nothing of the next chunk
         made = difference(self.base.bytes_of(chunk), new)
         seconds = time.thread_time() - began
         if made is not None and len(made) > WORTH * len(new):
@@ -77,7 +78,7 @@ class Differences:
         return made
 
     def keep(self, chunk: int, made: bytes) -> None:
-        """Keep one that has come from another node, for those that ask this one."""
+        """Keep a difference that came from another node, for the nodes that ask this one."""
         with self._lock:
             self._made[chunk] = made
 

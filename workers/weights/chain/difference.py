@@ -29,7 +29,7 @@ _codec = pa.Codec("zstd", compression_level=1)
 
 
 def difference(base: memoryview, chunk: memoryview) -> bytes | None:
-    """Make the difference. None: it would not be shorter. Both have the same size."""
+    """Make the difference of a chunk to its base, which has the same size. None: it would not be shorter."""
     if len(chunk) % PAIR_BYTES:
         return None
     before, after = (np.frombuffer(one, np.uint32) for one in (base, chunk))
