@@ -123,6 +123,15 @@ class RunConfig:
         return self.trainer.num_gpus_per_rank > 0 if wanted == "auto" else wanted == "always"
 
     @property
+    def shares_prefixes(self) -> bool:
+        """True if ranks may compute once what the rows of a group begin with, so that they go to one rank. Whether they
+        do depends on the model, too."""
+        sharing, rollout = self.trainer.share_prefixes, self.rollout
+        if sharing == "never" or self.model.attention != "sdpa" or rollout.max_pictures or rollout.router_replay:
+            return False
+        return sharing == "always" or not self.trainer.compile
+
+    @property
     def old_turns_are_context(self) -> bool:
         return self.environment.name is not None and self.environment.old_turns == "context"
 

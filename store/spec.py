@@ -83,7 +83,7 @@ class StoreSpec:
             shared_bytes=config.store.shared_memory_mib * 2**20,
             spill_dir=config.store.spill_dir,
             straggler_factor=config.faults.straggler_factor,
-            shares_prefixes=config.trainer.share_prefixes != "never",
+            shares_prefixes=config.shares_prefixes,
             old_turns_are_context=config.old_turns_are_context,
             strict=strict,
         )

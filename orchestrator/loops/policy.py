@@ -69,8 +69,8 @@ class Model:
         members = [np.flatnonzero(rows.group_ids == group) for group in np.unique(rows.group_ids)]
         loads = [GroupLoad(0 if are_attempts else int(read[some].min()), lengths[some].tolist()) for some in members]
         trainer = self._config.trainer
-        shares = trainer.share_prefixes != "never"
-        parts = spread(loads, len(self._ranks) // trainer.ranks_per_row, whole_groups=whole_groups, shares=shares)
+        num_parts, shares = len(self._ranks) // trainer.ranks_per_row, self._config.shares_prefixes
+        parts = spread(loads, num_parts, whole_groups=whole_groups, shares=shares)
         order = np.concatenate([np.zeros(0, np.int64), *members])
         return [np.sort(order[np.asarray(part, np.int64)]) for part in parts for _ in range(trainer.ranks_per_row)]
 

@@ -21,6 +21,7 @@ from penstock.workers.trainer.update.sharing import plan_trees
 from penstock.workers.trajectory import Trajectory, row_columns
 from tests.workers.histories import turn
 from tests.workers.trainer.conftest import ENGINES, copy_of_weights
+from tests.workers.trainer.models.test_own_logits import HEADS, tiny
 from tests.workers.trainer.models.test_packed_attention import MODELS, make
 from tests.workers.trainer.test_packing import LINEAR, LOSSES, assert_near, rows_of
 
@@ -162,10 +163,38 @@ def test_models_with_full_attention_compute_trees_to_rounding(kind: str) -> None
         torch.testing.assert_close(gradients[1][name], gradient, atol=tolerance, rtol=tolerance, msg=name)
 
 
+@pytest.mark.parametrize("kind", sorted(packed_attention.SHARING))
+def test_kinds_that_may_share_score_trees_as_rows_alone(kind: str) -> None:
+    lm = tiny(kind, **(HEADS[0] if kind.startswith(("hunyuan", "ministral3", "glm4_moe")) else {})).eval()
+    lm.set_attn_implementation("sdpa")
+    model, prompt = PolicyModel(lm), np.random.default_rng(4).integers(3, 60, 18).tolist()
+    responses = [[5, 6, 7], [5, 8], [9, 9, 4, 3]]
+    rows = Rows.from_lists({"prompt_ids": [prompt] * 3, "response_ids": responses}, group_ids=[0] * 3)
+    alone, tree = (batching.collate(rows, np.arange(3), shared=shared) for shared in (False, True))
+    scores = []
+    for batch in (alone, None, tree):
+        if batch is None:
+            assert packed_attention.choose_trees(lm, "always", is_compiled=False) == "always"
+            batch = alone
+        with torch.no_grad():
+            read = batch.input_ids_SL, batch.positions_N, batch.targets_N, "none", None, batch.blocks
+            scores.append(model(*read)[0])
+    assert torch.equal(scores[1], scores[0])
+    torch.testing.assert_close(scores[2], scores[0], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "why"), [("roberta", "none of the models"), ("nemotron", "none of the models")])
+def test_kinds_that_were_not_compared_are_refused_by_name(kind: str, why: str) -> None:
+    lm = tiny(kind)
+    lm.set_attn_implementation("sdpa")
+    with pytest.raises(ConfigError, match=rf"share_prefixes=always: {kind} is {why}"):
+        packed_attention.choose_trees(lm, "always", is_compiled=False)
+
+
 @pytest.mark.parametrize("kind", ["Mistral", "Gemma3", "Phi3"])
 def test_sliding_attention_is_refused_by_name(kind: str) -> None:
     lm = make(kind, MODELS[kind])
-    with pytest.raises(ConfigError, match=r"trainer\.share_prefixes=always: .*sliding_attention.*=never"):
+    with pytest.raises(ConfigError, match=r"trainer\.share_prefixes=always: .*=never"):
         packed_attention.choose_trees(lm, "always", is_compiled=False)
     assert packed_attention.choose_trees(lm, "auto", is_compiled=False) == "never"
 

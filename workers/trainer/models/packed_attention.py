@@ -27,6 +27,14 @@ PACKED = "penstock_packed"
 FLASH = "flash_attention_2"
 BLOCKS = "blocks"
 """Keyword argument that passes blocks or a `TreeAttention` from the model's call to `attention`; None: padded rows."""
+SHARING = frozenset({
+    "apertus", "arcee", "bitnet", "cohere", "diffllama", "ernie4_5", "flex_olmo", "gemma", "glm", "glm4", "glm4_moe",
+    "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "granitemoeshared", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "jais2", "llama", "minimax_m2", "ministral3", "mixtral", "nanochat", "olmo", "olmo2", "olmoe",
+    "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+})  # fmt: skip
+"""Kinds of models whose trees a test compares with rows alone. Others may count positions from elsewhere (RoBERTa), or
+keep to themselves what their attention is told (Nemotron)."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Names that transformers has for kinds of layers."""
 
@@ -85,6 +93,8 @@ def reason_against_trees(lm: Any) -> str | None:
         return f"trees are for model.attention=sdpa, and it is {config._attn_implementation}"
     if text_model(lm) is not lm:
         return f"{config.model_type} sees, and rows with pictures share nothing"
+    if config.model_type not in SHARING:
+        return f"{config.model_type} is none of the models whose trees were compared with rows alone"
     windowed = SLIDING if getattr(config, "sliding_window", None) else FULL
     kinds = set(getattr(config, "layer_types", None) or [windowed])
     if kinds - {FULL}:
