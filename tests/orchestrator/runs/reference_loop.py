@@ -185,16 +185,12 @@ def backward_seeing(policy: Any, rows: list, totals: BatchTotals, processor: Pic
     input_ids, positions = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(3, len(rows), width).long()
     mask, behavior = torch.zeros(len(rows), longest, dtype=torch.bool), torch.zeros(len(rows), longest)
     distinct = list(dict.fromkeys(one for read, _, _, _ in rows if read.pictures for one in read.pictures.encoded))
-    found = processor.features(distinct)
-    parts = policy.model.visual(torch.from_numpy(found.pixel_values), grid_thw=torch.from_numpy(found.grid_thw))
-    features = dict(
-        zip(
-            distinct,
-            parts.pooler_output.split([number // 4 for number in found.grid_thw.prod(-1).tolist()]),
-            strict=True,
-        )
-    )
-    grids = dict(zip(distinct, torch.from_numpy(found.grid_thw), strict=True))
+    features, grids = {}, {}
+    for one in distinct:  # alone: on some CPUs sums depend on what else is multiplied
+        found = processor.features([one])
+        grids[one] = torch.from_numpy(found.grid_thw)[0]
+        seen_in = policy.model.visual(torch.from_numpy(found.pixel_values), grid_thw=torch.from_numpy(found.grid_thw))
+        features[one] = seen_in.pooler_output
     placed = []
     for i, (read, last, logprobs, _) in enumerate(rows):
         ids, seen = torch.tensor([read.ids + last]), read.pictures.encoded if read.pictures else ()
