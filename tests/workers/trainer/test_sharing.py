@@ -112,6 +112,9 @@ def test_turns_and_rewritten_histories_of_attempts_are_shared(make_trainer: Make
     batch = batching.collate(rows, np.array([0, 1]), shared=True)
     assert batch.num_tokens == 20 + (2 + 2 + 1) + (2 + 2) + (1 + 2 + 2)
     assert batch.num_shared == rows.lengths("response_ids").sum() + rows.lengths("context_ids").sum() - batch.num_tokens
+    moved = batch.to(torch.device("meta"))
+    assert (moved.num_tokens, moved.num_shared) == (batch.num_tokens, batch.num_shared)
+    assert moved.blocks.position_ids_1T.is_meta
 
 
 FULL = [name for name, options in MODELS.items() if "sliding_window" not in options]

@@ -131,7 +131,8 @@ class PolicyModel(nn.Module):
 def check_scores(
     model: PolicyModel, forward: Callable[..., Any], dtype: torch.dtype, ranks: Ranks, packs: bool = False
 ) -> None:
-    """Compare a few tokens' log-probabilities with those by the logits of the model's own forward. Collective.
+    """Compare a few tokens' log-probabilities with those by the logits of the model's own forward, in rows as the model
+    itself takes them. Collective.
 
     `forward`: the engine's, around the model. `dtype`: that it computes in. `packs`: its rows are packed. Layers that
     were to be compiled are not. Raises `ModelError` where they differ, or where random numbers were drawn for them, on
@@ -142,13 +143,16 @@ def check_scores(
     positions_N = torch.arange(2 * 8, device=ranks.device).view(2, 8)[:, :-1].flatten()
     targets_N = ids_BL[:, 1:].flatten()
     blocks = Blocks.of([8, 8]).to(ranks.device) if packs else None
-    rows = ids_BL.view(1, -1) if packs else ids_BL
-    pictures = eyes.nothing_to_see(model.lm, [8, 8], rows.shape, ranks.device)
     before = _random_state(ranks.device)
+
+    def scores(rows: Tensor, blocks: Blocks | None, own: bool) -> Tensor:
+        pictures = eyes.nothing_to_see(model.lm, [8, 8], rows.shape, ranks.device)
+        logprobs_N: Tensor = forward(rows, positions_N, targets_N, "none", None, blocks, own, pictures)[0]
+        return logprobs_N
+
     with torch.compiler.set_stance("force_eager"):
-        ours_N, own_N = (
-            forward(rows, positions_N, targets_N, "none", None, blocks, own, pictures)[0] for own in (False, True)
-        )
+        ours_N = scores(ids_BL.view(1, -1) if packs else ids_BL, blocks, own=False)
+        own_N = scores(ids_BL, None, own=True)
     # Models that can leave out layers draw a number for each, also where they leave out none.
     may_draw = any("layerdrop" in name for name in model.lm.config.to_dict())
     if any(ranks.gather_ranks(not may_draw and not torch.equal(before, _random_state(ranks.device)))):
@@ -160,10 +164,11 @@ def check_scores(
     gap = float((ours_N - own_N).abs().mean())
     if not all(gap <= GAP_NATS + rounding for gap in ranks.gather_ranks(gap)):
         known = ", ".join((*FACTORS, *DIVISORS, *CAPS))
+        way_out = f", or set {packed_attention.KEY}=never, if it is packed rows that differ." if packs else "."
         raise ModelError(
             f"model.path: the trainer's log-probabilities of {type(model.lm).__name__} are {gap:.3g} nats a token away "
             "from those by the logits of its own forward: it does something to its hidden states or logits that the "
-            f"trainer does not do. The trainer knows {known}. Choose another model.path."
+            f"trainer does not do. The trainer knows {known}. Choose another model.path{way_out}"
         )
 
 

@@ -106,7 +106,7 @@ def keywords(lm: Any, blocks: Blocks | Trees | None) -> dict[str, Any]:
     """Keyword arguments that call the base model with packed rows or trees; none where they are padded, for a model
     that is always called so."""
     if blocks is None:
-        return {BLOCKS: None} if lm.config._attn_implementation == PACKED else {}
+        return {BLOCKS: None} if text_model(lm).config._attn_implementation == PACKED else {}
     if isinstance(blocks, Trees):
         return {"position_ids": blocks.position_ids_1T, BLOCKS: TreeAttention(blocks)}
     if lm.config._attn_implementation != FLASH:
@@ -122,12 +122,12 @@ def keywords(lm: Any, blocks: Blocks | Trees | None) -> dict[str, Any]:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None, **keywords: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: int | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     """Causal attention within each block, or tree, or padded row. query, key, value: `[1, heads, T, D]`, of padded rows
-    `[B, heads, T, D]`; returns `[1, T, heads, D]`. `window`: what `window_of` said of this layer. Raises `ConfigError`
-    where the model keeps the blocks to itself."""
-    if BLOCKS not in keywords:
+    `[B, heads, T, D]`; returns `[1, T, heads, D]`. `attention_mask`: what `window_of` said of this layer. Raises
+    `ConfigError` where the model keeps the blocks to itself, or makes a mask of its own."""
+    if BLOCKS not in keywords or isinstance(attention_mask, Tensor):
         raise ConfigError(
             f"{KEY}, {TREES_KEY}: {type(module).__name__} does not hand on what its attention function is to know. Set "
             f"{KEY}=never and {TREES_KEY}=never."
@@ -136,14 +136,14 @@ def attention(
     if isinstance(blocks, TreeAttention):
         return blocks(module, query, key, value, **keywords)
     if blocks is None:
-        mask = mask_of(query.shape[2], window, query.device)
+        mask = mask_of(query.shape[2], attention_mask, query.device)
         return sdpa_attention_forward(module, query, key, value, mask, **(keywords | {"is_causal": True}))
     runs = list(blocks.runs(query.shape[2]))
     # One split, whose gradient is one concatenation: that of a slice is as large as what it was cut from.
     sizes = [count * length for count, length in runs]
     parts = []
     for (count, length), *of_run in zip(runs, *(one.split(sizes, dim=2) for one in (query, key, value)), strict=True):
-        mask = mask_of(length, window, query.device)
+        mask = mask_of(length, attention_mask, query.device)
         q, k, v = (one.squeeze(0).unflatten(1, (count, length)).transpose(0, 1) for one in of_run)
         output, _ = sdpa_attention_forward(module, q, k, v, mask, **(keywords | {"is_causal": True}))
         parts.append(output.flatten(0, 1))

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from penstock.conf.errors import ModelError
+from penstock.conf.errors import ConfigError, ModelError
+from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel, check_scores, logit_change, without_dropout
 from penstock.workers.trainer.models.output_layer import LogitChange
 from penstock.workers.trainer.ranks import Ranks
@@ -117,6 +118,36 @@ def test_logits_that_the_model_scales_or_caps_are_so_here_and_refused_if_not(kin
 def test_models_that_do_something_else_are_refused_by_name(kind: str, ranks: Ranks) -> None:
     with pytest.raises(ModelError, match=rf"(?s)(ForCausalLM|LMHeadModel).*{REFUSED[kind]}"):
         assert_same_or_refused(tiny(kind, head_dim=8), ranks)
+
+
+@pytest.mark.parametrize("kind", ["afmoe", "cohere2", "deepseek_v3", "gemma2", "phi3"])
+def test_packed_rows_have_the_logprobs_of_rows_as_the_model_takes_them(kind: str, ranks: Ranks) -> None:
+    assert packed_and_checked(kind, ranks)
+
+
+def test_a_model_that_would_compute_packed_rows_otherwise_is_refused(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for what a kind of model may do of its own: it counts positions through the whole row."""
+    taken = packed_attention.keywords
+    monkeypatch.setattr(packed_attention, "keywords", lambda *these: taken(*these) | {"position_ids": None})
+    with pytest.raises(ModelError, match=r"set trainer\.packing=never, if it is packed rows that differ"):
+        packed_and_checked("gpt2", ranks)
+
+
+@pytest.mark.parametrize("kind", ["doge", "nemotron"])
+def test_a_model_that_makes_masks_of_its_own_is_refused_by_name(kind: str, ranks: Ranks) -> None:
+    with pytest.raises(ConfigError, match=r"Attention does not hand on .* Set trainer\.packing=never"):
+        packed_and_checked(kind, ranks)
+
+
+def packed_and_checked(kind: str, ranks: Ranks) -> bool:
+    lm = tiny(kind, **HEADS[kind == "deepseek_v3"])
+    lm.set_attn_implementation("sdpa")
+    model = PolicyModel(lm)
+    packs = packed_attention.choose(lm, "always")
+    check_scores(model, model, torch.float32, ranks, packs)
+    return packs
 
 
 def test_a_model_that_draws_at_random_while_it_trains_is_refused(ranks: Ranks) -> None:
