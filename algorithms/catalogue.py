@@ -4,7 +4,14 @@
 from penstock.algorithms.builtin import grpo, imitation, policy_gradient, ppo, preferences  # noqa: F401
 from penstock.algorithms.graph.columns import PROMPT_PICTURES, ROUTED_EXPERTS
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.rewrites import in_environment, with_pictures, with_rewards, with_router_replay
+from penstock.algorithms.graph.rewrites import (
+    MASKED,
+    in_environment,
+    with_masked,
+    with_pictures,
+    with_rewards,
+    with_router_replay,
+)
 from penstock.algorithms.registry import ALGORITHMS, Algorithm
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
@@ -35,6 +42,9 @@ def dataflow_of(config: RunConfig, flow: Dataflow | None = None) -> Dataflow:
         flow = with_rewards(flow.check(), config.rewards)
     if config.environment.name is not None and not flow.has_environment:
         flow = in_environment(flow.check())
+    masked = config.rollout.truncated_to("mask")
+    if masked and MASKED not in flow.columns:
+        flow = with_masked(flow.check(), masked)
     if config.rollout.router_replay and ROUTED_EXPERTS not in flow.columns:
         flow = with_router_replay(flow.check())
     if config.rollout.max_pictures and PROMPT_PICTURES[0] not in flow.columns:

@@ -8,6 +8,9 @@ from penstock.conf.checks import AUTO, above, at_least, auto_or_number, is_utf8,
 from penstock.conf.errors import ConfigError
 
 ENGINES = ("vllm", "hf", "scripted")
+LIMITS = ("length", "turns", "tokens", "context", "time")
+"""Limits that truncate: a response by its longest length, and attempts in environments by any of them."""
+TRUNCATED = ("train", "mask", "drop")
 HIGHEST_TEMPERATURE = 2.0
 """Highest temperature that vLLM takes."""
 LOWEST_TEMPERATURE = 0.01
@@ -171,6 +174,12 @@ class RolloutConfig:
     reads them from a disk within it. Bounds how long a member that hangs at the start goes unnoticed."""
     generate_timeout_s: float = 1800.0
     """Deadline of one group. Bounds how long a dead engine goes unnoticed."""
+    truncated: dict[str, str] = field(default_factory=dict)
+    """What becomes of samples that a limit has truncated, by the limit: {length: mask, time: drop}. length: a response,
+    or the last turn of an attempt, was cut at max_tokens; turns, tokens, context, time: the attempt was, by a limit of
+    `environment`. train: as far as it went, with its reward. mask: the group is compared with it, but its tokens are
+    not trained; counted as dropped/masked. drop: as if it had not been sampled; counted as dropped/truncated_by_LIMIT.
+    {}: all are trained, as a length that never counts is never learned. Evaluation counts all of them."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, such as {kv_cache_dtype: fp8, max_num_batched_tokens: 8192} or a
     speculative_config. Those that a key here sets, or that would break a promise, are refused by name. With
@@ -184,6 +193,9 @@ class RolloutConfig:
         one_of("rollout.engine", self.engine, ENGINES)
         check_engine_options(self.engine_options, self.engine, bool(self.num_gpus_per_worker))
         self._check_router_replay()
+        for limit, treatment in self.truncated.items():
+            one_of("rollout.truncated", limit, LIMITS)
+            one_of(f"rollout.truncated.{limit}", treatment, TRUNCATED)
         one_of("rollout.dtype", self.dtype, ("float32", "bfloat16"))
         if isinstance(self.num_workers, str):
             one_of("rollout.num_workers", self.num_workers, (AUTO,))
@@ -209,6 +221,10 @@ class RolloutConfig:
             )
         if self.router_replay and self.engine == "scripted":
             raise ConfigError("rollout.router_replay=true: rollout.engine=scripted has no experts. Leave it out.")
+
+    def truncated_to(self, treatment: str) -> frozenset[str]:
+        """The limits whose samples are treated so: `mask` or `drop`."""
+        return frozenset(limit for limit, chosen in self.truncated.items() if chosen == treatment)
 
     @property
     def follows_cluster(self) -> bool:

@@ -11,7 +11,7 @@ Every sampled token is trained in one segment, its turn's: where a later segment
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,6 +86,11 @@ class Turn:
         return self.finish == "length" and (wanted is None or len(self.output_ids) < wanted)
 
 
+def truncated_by(limit: str) -> str:
+    """The name under which samples are counted that a limit has truncated."""
+    return f"truncated_by_{limit}"
+
+
 @dataclass(frozen=True)
 class AttemptOutcome:
     """The way an attempt ended, and why."""
@@ -125,6 +130,13 @@ class Trajectory:
     def text(self) -> str:
         """Text of the last answer, for reward functions: without thinking and calls."""
         return self.turns[-1].answer
+
+    def without(self, limits: Collection[str]) -> "Trajectory":
+        """The same trajectory, rejected if one of these limits has truncated it (`rollout.truncated`)."""
+        outcome = self.outcome
+        if outcome.kind != TRUNCATED or outcome.reason not in limits:
+            return self
+        return self.ended(AttemptOutcome(REJECTED, truncated_by(outcome.reason), outcome.detail))
 
     def with_reward(self, reward: float) -> "Trajectory":
         """The same trajectory, with another reward for the whole."""

@@ -11,6 +11,10 @@ trajectory, a sample column one for each trajectory:
 
     source ─ task ─▶ rollout ─ response_ids, context_ids, spans, …, reward ─▶ compute ─ advantage ─▶ train
 
+With `rollout.truncated` samples that a limit has cut can leave once the others have been compared with them:
+
+    compute ─ advantage ─▶ masked ─▶ train
+
 With `rollout.router_replay` the experts that the engine chose go from the rollout to the trainers as a column. With
 `rollout.max_pictures` pictures go wherever the tokens go that have places for them:
 
@@ -18,9 +22,10 @@ With `rollout.router_replay` the experts that the engine chose go from the rollo
     source ─ task, pictures ─▶ rollout ─ context_ids, spans, seen_pictures, seen_ranges ─▶ logprobs, train
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +43,8 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.errors import ConfigError, DataflowError
 from penstock.conf.reward import ENVIRONMENT_REWARD, WeightedRewardConfig
+
+FINISH, MASKED = "finish_reason", "masked_kept"
 
 
 def with_rewards(flow: Dataflow, rewards: Sequence[WeightedRewardConfig]) -> Dataflow:
@@ -103,6 +110,37 @@ def in_environment(flow: Dataflow) -> Dataflow:
     given = [column for stage in rewards for column in stage.writes]
     stages = [_in_environment(stage, given) for stage in flow.stages if stage not in rewards]
     return Dataflow(stages, flow.samples_per_prompt)
+
+
+def with_masked(flow: Dataflow, limits: Collection[str]) -> Dataflow:
+    """The graph of `flow` where samples that one of these limits has truncated are compared with the others of their
+    group, and are not trained. Raises `DataflowError` for one that samples nothing, or in which what the loss reads of
+    them is not there before the step's batch is, or depends on all of the group."""
+    (train,), key = flow.of_kind("train"), "rollout.truncated: mask"
+    written = {column.name: stage for stage in flow.of_kind("compute") for column in stage.writes}
+    made = [name for name in flow.reads_of(train) if name in written]
+    if not flow.of_kind("rollout"):
+        raise DataflowError(f"{key}, and the algorithm samples nothing. Leave it out.")
+    if late := [name for name in made if written[name].is_in_trainer]:
+        raise DataflowError(f"{key}: the algorithm makes {late[0]!r} of the step's whole batch. Take drop or train.")
+    if train.takes_groups:
+        raise DataflowError(f"{key}: the algorithm's loss compares the samples of a group. Take drop or train.")
+    kept = Column(MASKED, "bool")
+    masked = Stage("masked", "filter", "sample", (FINISH, *made), (kept,), function=Unmasked(limits), reason="masked")
+    stages = [one for stage in flow.stages for one in ((masked, stage) if stage is train else (stage,))]
+    return Dataflow(stages, flow.samples_per_prompt)
+
+
+class Unmasked:
+    """True for samples that no limit has truncated whose samples are masked. A filter; what it reads beside the reason
+    of the end is what has to be there before a sample may leave."""
+
+    def __init__(self, limits: Collection[str]) -> None:
+        self._limits = limits
+        self.__name__ = "masked"
+
+    def __call__(self, **columns: Any) -> Tensor:
+        return torch.tensor([reason not in self._limits for reason in columns[FINISH]])
 
 
 def with_router_replay(flow: Dataflow) -> Dataflow:

@@ -50,7 +50,8 @@ class Attempts:
         self.lost = Counter()
         kept: list[tuple[Prompt, Trajectory]] = []
         for prompt, group in zip(prompts, groups, strict=True):
-            for attempt in group:
+            for played in group:
+                attempt = played.without(self._config.rollout.truncated_to("drop"))
                 outcome = attempt.outcome
                 self._errors.add(outcome.detail if outcome.kind == FAILED else None)
                 if outcome.is_trained:

@@ -105,7 +105,7 @@ class Environments(ServingActor):
         sampling = spec.rollout.sampling
         intake = GroupIntake(
             spec.name, Sampling.of(sampling), spec.seed if sampling.seeded else None,
-            spec.group_size, config.max_attempts, spec.num_peers,
+            spec.group_size, config.max_attempts, spec.num_peers, spec.rollout.truncated_to("drop"),
         )  # fmt: skip
         errors = ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment")
         self._worker = EnvironmentWorker(self.runner, intake, errors, spec.columns)

@@ -7,8 +7,8 @@
 
 What fails for something that is not the policy's doing (`InfrastructureError`) is played again before it counts.
 
-Truncated attempts are trained as far as they went. Rejected and failed attempts are not trained, and never count as a
-reward of zero.
+Truncated attempts are trained as far as they went, unless `rollout.truncated` says otherwise. Rejected and failed
+attempts are not trained, and never count as a reward of zero.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.protocols import Sampling
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.trajectory import FAILED, REJECTED, TRUNCATED, AttemptOutcome, Trajectory
+from penstock.workers.trajectory import FAILED, REJECTED, TRUNCATED, AttemptOutcome, Trajectory, truncated_by
 
 GRACE_S = 5.0
 """Seconds for an attempt that is cancelled to end; after that it is left running."""
@@ -135,7 +135,7 @@ class AttemptRunner:
         self._meters.add(table.ENVIRONMENT_TURNS, len(sampler.turns))
         self._meters.observe(table.ENVIRONMENT_ATTEMPT, time.perf_counter() - began)
         if outcome.kind == TRUNCATED:
-            self.counts[f"truncated_by_{outcome.reason}"] += 1
+            self.counts[truncated_by(outcome.reason)] += 1
         return Trajectory(
             sampler.turns, outcome, ctx.total_reward, dict(ctx.turn_rewards), _said(sampler, outcome, ctx.total_reward)
         )

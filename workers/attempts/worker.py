@@ -61,7 +61,8 @@ class EnvironmentWorker:
     async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> Written:
         """Play all attempts of a group, then write."""
         task = Task.from_json(rows.strings("task")[0], rows.blobs(PICTURES)[0] if PICTURES in rows else ())
-        attempts = await self._runner.group(task, self._samplings(group_id, len(rows)))
+        played = await self._runner.group(task, self._samplings(group_id, len(rows)))
+        attempts = [attempt.without(self._intake.dropped) for attempt in played]
         kept = [position for position, attempt in enumerate(attempts) if attempt.outcome.is_trained]
         await self._drop(store, lease, rows, attempts)
         if kept:

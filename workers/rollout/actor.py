@@ -76,6 +76,7 @@ class Rollout(ServingActor):
         intake = GroupIntake(
             spec.name, Sampling.of(config.sampling), spec.seed if config.sampling.seeded else None,
             1 if greedy else spec.group_size, config.max_concurrent_samples, spec.num_peers,
+            frozenset() if greedy else config.truncated_to("drop"),
         )  # fmt: skip
         return RolloutWorker(self._engine, intake, timeout_s=config.generate_timeout_s, greedy=greedy)
 

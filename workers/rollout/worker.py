@@ -26,6 +26,7 @@ from penstock.store.errors import LeaseSuperseded
 from penstock.workers.concurrent_tasks import BusyClock, cancel_all
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
+from penstock.workers.trajectory import truncated_by
 
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
 Place = tuple[int, int]
@@ -59,6 +60,8 @@ class GroupIntake:
     """Largest number of samples under way."""
     num_workers: int = 1
     """Number of workers of this kind, which share the groups."""
+    dropped: frozenset[str] = frozenset()
+    """Limits whose truncated samples are dropped (`rollout.truncated`)."""
 
     @property
     def max_groups(self) -> int:
@@ -100,13 +103,20 @@ class RolloutWorker:
             with suppress(LeaseExpired):
                 await store.write(lease, rows.row_ids, {"greedy_text": [completions[0].text] * len(rows)})
             return None
-        kept = [position for position, completion in enumerate(completions) if completion.token_ids]
-        empty = [position for position, completion in enumerate(completions) if not completion.token_ids]
-        if empty:
-            await store.drop(lease, rows.row_ids[empty], "empty_response", f"group {group_id}: no token was sampled")
+        reasons = [self._reason_against(completion) for completion in completions]
+        for reason in sorted({*reasons} - {""}):
+            lost = [position for position, found in enumerate(reasons) if found == reason]
+            await store.drop(lease, rows.row_ids[lost], reason, f"group {group_id}: {len(lost)} of {len(reasons)}")
+        kept = [position for position, reason in enumerate(reasons) if not reason]
         if kept:
             await store.write(lease, rows.row_ids[kept], response_columns([completions[i] for i in kept]))
         return len(kept), sum(len(completion.token_ids) for completion in completions)
+
+    def _reason_against(self, completion: Completion) -> str:
+        """The reason to drop a response; empty for one that counts."""
+        if not completion.token_ids:
+            return "empty_response"
+        return truncated_by(completion.finish_reason) if completion.finish_reason in self._intake.dropped else ""
 
     async def _generate(self, group_id: int, rows: Rows, num_samples: int) -> list[Completion]:
         prompt_ids, pictures = rows.arrays("prompt_ids")[0].tolist(), prompt_pictures(rows)

@@ -57,6 +57,11 @@ def clipping(low: float | None, high: float | None) -> Values:
     return {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
 
 
+@rule("mask_truncated_completions", "`rollout.truncated`", "{length: mask}.")
+def truncation(masks: bool) -> Values:
+    return {"rollout.truncated": {"length": "mask"}} if masks else {}
+
+
 @rule("scale_rewards", "`algorithm.normalize_std`", "Of `algorithm=grpo`.")
 def scale(by: Any) -> Values:
     if by not in SCALES:
@@ -156,8 +161,9 @@ RULES: tuple[Rule, ...] = (
     same("dataset_config", "data.subset"), same("dataset_train_split", "data.split"),
     same("dataset_test_split", "evaluation.path"), same("shuffle_dataset", "data.shuffle"), batch, lengths,
     same("chat_template_kwargs", "model.chat_template_kwargs"), same("beta", "algorithm.kl_coef"), clipping, scale,
-    iterations, same("temperature", "rollout.sampling.temperature"), same("top_p", "rollout.sampling.top_p"),
-    same("top_k", "rollout.sampling.top_k"), same("min_p", "rollout.sampling.min_p"),
+    iterations, truncation, same("temperature", "rollout.sampling.temperature"),
+    same("top_p", "rollout.sampling.top_p"), same("top_k", "rollout.sampling.top_k"),
+    same("min_p", "rollout.sampling.min_p"),
     same("learning_rate", "trainer.optimizer.lr"), same("weight_decay", "trainer.optimizer.weight_decay"),
     same("max_grad_norm", "trainer.optimizer.clip_norm"), betas, same("adam_epsilon", "trainer.optimizer.eps"),
     schedule, steps, epochs, dtype, same("gradient_checkpointing", "trainer.activation_checkpointing"),
@@ -174,8 +180,7 @@ WITHOUT = {
     "remove_unused_columns": "rewards get the columns that their parameters name", "dataloader_": CHOSEN,
     "ddp_": CHOSEN, "fsdp": CHOSEN, "deepspeed": "trainer.engine=deepspeed with trainer.deepspeed.zero_stage",
     "ds3_": CHOSEN, "sync_ref_model": "the reference stays as it was at the start", "disable_dropout": "it is off",
-    "importance_sampling_level": "sequence: algorithm=gspo", "mask_truncated_completions":
-    "algorithm=dapo punishes long responses; a filter of one's own can drop them (docs/algorithms.md)",
+    "importance_sampling_level": "sequence: algorithm=gspo",
     "repetition_penalty": "the trainer cannot reproduce its log-probabilities",
     "generation_": CHOSEN, "push_to_hub": "a run ends with a model directory; `penstock export` writes others",
     "hub_": "a run ends with a model directory; `penstock export` writes others",

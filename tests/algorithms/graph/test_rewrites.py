@@ -5,7 +5,13 @@ from penstock.algorithms.builtin.imitation import sft
 from penstock.algorithms.catalogue import ALGORITHMS, dataflow_of
 from penstock.algorithms.graph.columns import PROMPT_PICTURES, SEEN_PICTURES, Column
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.rewrites import in_environment, weighted_sum, with_rewards, with_router_replay
+from penstock.algorithms.graph.rewrites import (
+    in_environment,
+    weighted_sum,
+    with_masked,
+    with_rewards,
+    with_router_replay,
+)
 from penstock.conf.algorithms.base import SftConfig
 from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig
 from penstock.conf.environment import EnvironmentConfig
@@ -50,6 +56,29 @@ def test_experts_go_from_the_rollout_to_the_trainers_and_nowhere_else(environmen
     assert dataflow_of(config, flow).columns == flow.columns
     with pytest.raises(DataflowError, match=r"rollout\.router_replay=true, and the algorithm samples nothing"):
         with_router_replay(sft(SftConfig()))
+
+
+@pytest.mark.parametrize("environment", [None, "any"])
+def test_masked_samples_are_compared_and_leave_before_they_are_trained(environment: str | None) -> None:
+    config = run_config(environment=environment)
+    config.rollout = RolloutConfig(truncated={"length": "mask", "turns": "mask", "time": "drop"})
+    flow = dataflow_of(config)
+    assert [stage.name for stage in flow.stages][-3:] == ["advantage", "masked", "train"]
+    masked = flow.stage("masked")
+    assert masked.reads == ("finish_reason", "advantage")
+    reasons = ["stop", "length", "time", "turns"]
+    rows = Rows.from_lists({"finish_reason": reasons, "advantage": [1.0, -1.0, 2.0, -2.0]})
+    assert ComputeWorker(masked, flow.columns).apply(rows) == {"masked_kept": [True, False, True, False]}
+    assert dataflow_of(config, flow).stages == flow.stages
+
+
+@pytest.mark.parametrize(("name", "why"), [
+    ("sft", "samples nothing"), ("ppo", "'token_advantage' of the step's whole batch"), ("online_dpo", "compares the"),
+])  # fmt: skip
+def test_an_algorithm_that_cannot_spare_single_samples_is_refused(name: str, why: str) -> None:
+    algorithm = ALGORITHMS[name]
+    with pytest.raises(DataflowError, match=rf"rollout\.truncated: mask.*{why}"):
+        with_masked(algorithm.build(algorithm.config_class()), ["length"])
 
 
 def test_pictures_go_wherever_their_tokens_go() -> None:

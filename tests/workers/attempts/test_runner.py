@@ -63,6 +63,13 @@ def test_an_attempt_that_never_ends_is_truncated_by_its_turns() -> None:
     assert (counts["attempts_truncated"], counts["truncated_by_turns"]) == (1, 1)
 
 
+def test_an_attempt_is_rejected_by_the_limits_that_a_run_drops() -> None:
+    attempt, _ = play(Played(lambda ctx: talk(ctx, 1000)), say("y"), max_turns=3)
+    assert attempt.without({"time", "length"}) is attempt
+    outcome = attempt.without({"turns"}).outcome
+    assert (outcome.kind, outcome.reason, outcome.is_trained) == (REJECTED, "truncated_by_turns", False)
+
+
 def test_sampled_tokens_are_limited_too() -> None:
     attempt, _ = play(Played(lambda ctx: talk(ctx, 1000)), say("yes"), max_tokens=10)
     assert (attempt.outcome.kind, attempt.outcome.reason) == (TRUNCATED, "tokens")

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,8 +38,10 @@ def make_store(**changes: Any) -> Store:
     return Store(StoreSpec(**options))
 
 
-def make_worker(engine: Any, *, max_samples: int = 12, **options: Any) -> RolloutWorker:
-    intake = GroupIntake("Rollout-0", Sampling(max_tokens=5), 17, GROUP_SIZE, max_samples)
+def make_worker(
+    engine: Any, *, max_samples: int = 12, dropped: frozenset[str] = frozenset(), **options: Any
+) -> RolloutWorker:
+    intake = GroupIntake("Rollout-0", Sampling(max_tokens=5), 17, GROUP_SIZE, max_samples, dropped=dropped)
     return RolloutWorker(engine, intake, **options)
 
 
@@ -144,6 +147,24 @@ def test_counters_tell_samples_tokens_and_busy_time() -> None:
         assert stats["busy_s"] >= 0.05
 
     asyncio.run(scenario())
+
+
+def test_responses_that_were_cut_are_dropped_where_the_run_wants_it() -> None:
+    class Cutting(ScriptedEngine):
+        async def generate(self, *arguments: Any) -> list[Completion]:
+            found = await super().generate(*arguments)
+            return [
+                replace(found[0], finish_reason="length"),
+                *(replace(one, finish_reason="stop") for one in found[1:]),
+            ]
+
+    async def scenario() -> dict[str, Any]:
+        client = StoreClient(make_store())
+        rows = await run_until_written(make_worker(Cutting(), dropped=frozenset({"length"})), client)
+        assert set(rows.strings("finish_reason")) == {"stop"}
+        return await client.stats()
+
+    assert asyncio.run(scenario())["dropped/truncated_by_length"] == 4
 
 
 def test_empty_responses_are_dropped_and_counted() -> None:
