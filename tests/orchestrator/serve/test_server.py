@@ -329,6 +329,43 @@ def test_sampling_options_that_no_engine_has_are_refused_by_name(tmp_path, more,
     serve(tmp_path, act)
 
 
+def test_samples_are_cancelled_under_way_or_waiting_and_stay_so(tmp_path):
+    config, seen = ServeConfig(port=0, poll_s=0.5, max_sampling=1), {}
+
+    class Held(FakeBackend):
+        async def sample(self, sampler, call):
+            seen.setdefault("asked", []).append(call.num_samples)
+            if call.num_samples == 2:
+                seen["is_drawing"].set()
+                await asyncio.Event().wait()
+            return await super().sample(sampler, call)
+
+    async def act(_, http):
+        client, seen["is_drawing"] = Client(http), asyncio.Event()
+        model = (await client.result(await client.adapter(await client.session())))["model_id"]
+        sampler = await client.own_sampler(model, 1)
+        asked = [
+            await client.post("asample", sample_body(sampler, seq, num_samples=n)) for seq, n in enumerate([2, 3, 4])
+        ]
+        await asyncio.wait_for(seen["is_drawing"].wait(), 30)
+        for future in (asked[1], asked[0], asked[0]):  # one that waits, the one under way, one that has ended
+            await client.post("cancel_future", {"request_id": future["request_id"]}, 204)
+        seen["futures"] = asked
+        seen["answers"] = [await client.result(future) for future in asked]
+        assert [one.get("error") for one in seen["answers"]] == ["the request was cancelled."] * 2 + [None]
+        await client.post("cancel_future", {"request_id": asked[2]["request_id"]}, 204)
+        trained = await client.post("cancel_future", {"request_id": f"{model}:1"}, 422)
+        assert "the ones after it count on it" in trained["error"]
+
+    async def again(_, http):
+        client = Client(http)
+        assert [await client.result(future) for future in seen["futures"]] == seen["answers"]
+        assert seen["asked"] == [2, 4]
+
+    serve(tmp_path, act, Held(), config)
+    serve(tmp_path, again, Held(), config)
+
+
 def test_two_servers_do_not_share_a_directory_or_a_port(tmp_path):
     async def act(server, http):
         with pytest.raises(ConfigError, match="another server runs on this directory"):
