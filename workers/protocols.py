@@ -26,7 +26,7 @@ from penstock.conf.weights import WeightsConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.placeholders import PromptPictures
 
-STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Sampling:
     seed: int | None = None
     """Seed of the request; sample i uses seed + i. None: not reproducible."""
     structure: Mapping[str, Any] | None = None
-    """Required form of a response: {json: a schema}, {json_object: true}, {regex: …}, {choice: […]} or {grammar: …}.
-    Tokens that would break it are left out of the distribution, and so out of their log-probabilities. vLLM alone does
-    it."""
+    """Required form of a response: {json: a schema}, {json_object: true}, {regex: …}, {choice: […]}, {grammar: …}, or
+    vLLM's {structural_tag: JSON text}. Tokens that would break it are left out of the distribution, and so out of their
+    log-probabilities. vLLM alone does it."""
     priority: int = 0
     """Priority among requests that wait for an engine: lower ones are served first."""
 

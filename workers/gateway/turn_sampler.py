@@ -23,6 +23,8 @@ from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import Turn
 
+MUST_CALL = "must_call"
+"""Option that names the tool which an answer has to call, or is `ANY` of them: a structure is made of it."""
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "structure")
 """Options in which a request may differ from the run."""
 DISTRIBUTION = OPTIONS[:4]
@@ -112,13 +114,18 @@ class TurnSampler:
     ) -> Turn:
         """Sample the policy's answer to a conversation, with pictures in any form that `formats/pictures.py` reads.
 
-        `options`: temperature, top_p, top_k, min_p, max_tokens, stop, structure: other than the run's. `train=False`:
-        it is no turn of the attempt (an opponent that the policy plays). `is_client`: the request came over HTTP, from
-        a client that may not know of the run. `is_retry`: the client asks again, and gets the answer that it missed, if
-        there is one. Raises `LimitReached`, `AttemptOver`, `DataError` (`SamplingError`, which is a `ValueError`, for
-        options that no engine can take), `DeadlineExceeded`.
+        `options`: temperature, top_p, top_k, min_p, max_tokens, stop, structure: other than the run's; must_call: the
+        name of a tool that the answer has to call, "*" for any, in the formats of `forced.py`. `train=False`: it is no
+        turn of the attempt (an opponent that the policy plays). `is_client`: the request came over HTTP, from a client
+        that may not know of the run. `is_retry`: the client asks again, and gets the answer that it missed, if there is
+        one. Raises `LimitReached`, `AttemptOver`, `DataError` (`SamplingError`, which is a `ValueError`, for options
+        that no engine can take), `DeadlineExceeded`.
         """
         messages = kept(messages)
+        if name := options.pop(MUST_CALL, None):
+            if options.get("structure") is not None:
+                raise SamplingError("structure: a call has to be made, which has a structure of its own.", "structure")
+            options["structure"] = self._form.forced(tools, name)
         request = history_key(messages, tools) + repr(sorted(options.items())).encode()
         if is_retry and request in self._by_request:
             self.counts["retries_answered"] += 1

@@ -27,6 +27,8 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.meters import Meters
 from penstock.workers.fresh_model import build_fresh_model
+from penstock.workers.gateway.formats.answers import READERS
+from penstock.workers.gateway.formats.forced import ANY, forced_call
 from penstock.workers.protocols import EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.vllm_conversion import completion_of, engine_arguments, vllm_environment
@@ -266,13 +268,15 @@ def test_a_response_has_the_structure_that_was_asked_for(tmp_path: Path) -> None
     build_fresh_model(tmp_path, fresh, seed=0)
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     asked: list[dict[str, Any]] = [{"regex": "[a-c]{3}"}, {"choice": ["yes", "no"]}, {"json": schema}]
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("add", "end")]
+    asked += [forced_call("hermes", tools, ANY), forced_call("llama3_json", tools, "end")]
 
     async def scenario() -> tuple[list[Any], list[str]]:
-        config = RolloutConfig(kv_cache_gib=0.1, max_model_len=128)
+        config = RolloutConfig(kv_cache_gib=0.1, max_model_len=512)
         engine = VllmEngine(EngineSpec(config, str(tmp_path), by_priority=True))
         await engine.start()
         try:
-            sampling = Sampling(max_tokens=100, seed=1, priority=3)
+            sampling = Sampling(max_tokens=500, seed=1, priority=3)
             found = [await engine.generate([5, 6], 1, replace(sampling, structure=one)) for one in asked]
             refused = []
             for wrong in ({"nonsense": 1}, {"regex": "(("}):
@@ -289,10 +293,15 @@ def test_a_response_has_the_structure_that_was_asked_for(tmp_path: Path) -> None
         finally:
             await engine.close()
 
-    (letters, choice, value), refused = asyncio.run(scenario())
+    (letters, choice, value, tagged, bare), refused = asyncio.run(scenario())
     assert re.fullmatch("[a-c]{3}", letters.text)
     assert choice.text in ("yes", "no")
     assert isinstance(json.loads(value.text)["a"], bool)
+    for tool_format, completion, names in (("hermes", tagged, ("add", "end")), ("llama3_json", bare, ("end",))):
+        said, (call,), problem = READERS[tool_format](completion.text, tools)
+        assert (said, problem) == ("", "")
+        assert call.name in names
+        assert isinstance(call.arguments["a"], bool)
     assert letters.logprobs[-1] == pytest.approx(0.0, abs=1e-6)  # nothing but the end was possible
     assert "nonsense" in refused[0]
     assert "vLLM refuses the request" in refused[1]

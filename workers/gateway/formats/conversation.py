@@ -66,6 +66,9 @@ class Format(Protocol):
         answer. `before`: the messages that the turn has answered. None: the conversation cannot go on so, because the
         template now writes the earlier messages in another way."""
 
+    def forced(self, tools: Tools, name: str) -> Mapping[str, Any]:
+        """The structure of an answer that calls the tool of this name (`forced.py`). Raises `SamplingError`."""
+
     def read(
         self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0
     ) -> ParsedAnswer:

@@ -14,6 +14,7 @@ from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, DataError, suggest
 from penstock.workers.gateway.formats.answers import Unreadable, checked_calls, split_thinking, strict_json, with_ids
 from penstock.workers.gateway.formats.conversation import Format, Message, ParsedAnswer, Tools, tool_call
+from penstock.workers.gateway.formats.forced import forced_call
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.trajectory import Turn, encodable
 
@@ -44,7 +45,7 @@ class RenderedFormat:
     def __init__(self, tokenizer: Any, family: str, template_kwargs: Mapping[str, Any] | None = None) -> None:
         """`template_kwargs`: of the family, such as enable_thinking. Raises `ConfigError` for a family that is not
         known or is not the tokenizer's, or has no such arguments."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._family = tokenizer, family
         self._renderer = _renderer(tokenizer, family, template_kwargs or {})
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -60,6 +61,9 @@ class RenderedFormat:
             return None
         ids = list(rendered.token_ids)
         return ids if ids[: len(so_far)] == so_far else None  # it cuts what was sampled after the end of an answer
+
+    def forced(self, tools: Tools, name: str) -> Mapping[str, Any]:
+        return forced_call(self._family, tools, name)
 
     def read(
         self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0

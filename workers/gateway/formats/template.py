@@ -23,6 +23,7 @@ from jinja2 import TemplateError
 from penstock.conf.errors import DataError, ModelError
 from penstock.workers.gateway.formats.answers import EMPTY, READERS, Call, begins_thinking, split_thinking, with_ids
 from penstock.workers.gateway.formats.conversation import SHORT_ID, Message, ParsedAnswer, Tools, tool_call
+from penstock.workers.gateway.formats.forced import forced_call
 from penstock.workers.gateway.formats.pictures import written_for_template
 from penstock.workers.trajectory import Turn, encodable
 
@@ -76,6 +77,9 @@ class TemplateFormat:
         if more and has_ended:
             more = more[1:]
         return [*turn.prompt_ids, *turn.output_ids, *more]
+
+    def forced(self, tools: Tools, name: str) -> Mapping[str, Any]:
+        return forced_call(self._tool_format, tools, name)
 
     def read(
         self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0

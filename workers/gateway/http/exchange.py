@@ -3,8 +3,7 @@ share, and the server-sent events by which an answer is streamed; and the interf
 
 A request may contain some fields that have no effect: seed (the attempt has its own), user, metadata, store,
 service_tier, effort and cache settings, parallel_tool_calls. Fields that would change the answer and are not supported
-are refused: penalties, logit_bias, audio and files, several answers at once, tools that a provider runs, calls that are
-forced.
+are refused: penalties, logit_bias, audio and files, several answers at once, tools that a provider runs.
 """
 
 import json
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.workers.gateway.formats.conversation import Message
+from penstock.workers.gateway.formats.forced import ANY
 from penstock.workers.gateway.http.errors import Failure, as_openai
 from penstock.workers.gateway.http.fields import Fields
 from penstock.workers.gateway.http.pictures import PictureReader, in_order
@@ -60,6 +60,7 @@ def sampling_options(body: Fields, *, length: Sequence[str], stop: str) -> dict[
         "max_tokens": next((number for number in lengths if number is not None), None),
         "stop": body.texts(stop) or None,
         "structure": guided(body),
+        "must_call": forced(body),
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -101,15 +102,27 @@ def function_tool(described: Fields) -> dict[str, Any]:
 
 def chosen(tools: Sequence[Mapping[str, Any]], body: Fields) -> Sequence[Mapping[str, Any]]:
     """The tools that a request leaves the policy to choose from: all of them, or none."""
+    return () if _choice(body)[0] == "none" else tools
+
+
+def forced(body: Fields) -> str | None:
+    """The name of the tool that the answer has to call, or `ANY`; None: it may call none."""
+    kind, choice = _choice(body)
+    if kind in (None, "auto", "none"):
+        return None
+    if kind in ("required", "any"):
+        return ANY
+    named = choice.get("function", choice) if kind in ("function", "tool") else None
+    name = named.get("name") if isinstance(named, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise body.wrong("tool_choice", 'is not known: "auto", "none", "required", or a function by its name.')
+    return name
+
+
+def _choice(body: Fields) -> tuple[Any, Mapping[str, Any]]:
+    """What a request says of the call: its kind in the protocol's word, and the whole."""
     choice = body.raw("tool_choice")
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind in (None, "auto"):
-        return tools
-    if kind == "none":
-        return ()
-    raise body.wrong(
-        "tool_choice", 'a call cannot be forced: whether to make one is the policy\'s to learn. Say "auto".'
-    )
+    return (choice.get("type"), choice) if isinstance(choice, Mapping) else (choice, {})
 
 
 def arguments_of(call: Fields, name: str) -> Mapping[str, Any]:

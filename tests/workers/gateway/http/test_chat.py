@@ -5,6 +5,7 @@ import json
 import openai
 import pytest
 
+from penstock.workers.gateway.formats.forced import ANY, forced_call
 from penstock.workers.protocols import Sampling
 from tests.workers.gateway.chat_models import ADD, call_text, ids_of, text_of
 from tests.workers.gateway.http.serving import USER, gateway, play
@@ -205,7 +206,8 @@ CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": 
         ({"logit_bias": {"5": 1}}, "logit_bias: is not supported"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs: only the log-probabilities of sampled tokens"),
         ({"modalities": ["text", "audio"]}, "modalities: the policy answers in text alone"),
-        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice: a call cannot be forced"),
+        ({"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, "tool_choice: is not known"),
+        ({"tool_choice": "required"}, "tool_choice: a call is asked for, and there are no tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type: web_search cannot be offered"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: is missing"),
         ({"response_format": {"type": "xml"}}, "response_format.type: xml is not known"),
@@ -220,6 +222,18 @@ def test_what_cannot_be_done_is_refused_by_the_name_of_its_field(body: dict, nam
                 )
             assert named in error.value.body["message"]
             assert open_gateway.engines.prompts == []
+
+    play(scenario())
+
+
+def test_a_call_that_is_required_is_the_structure_of_the_turn() -> None:
+    async def scenario() -> None:
+        async with gateway([call_text("add", '{"a": 1, "b": 2}')]) as open_gateway:
+            answer = await open_gateway.chat(USER, tools=[ADD], tool_choice="required")
+            assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["add"]
+            (turn,) = open_gateway.sampler.turns
+            assert turn.sampling == {"structure": forced_call("hermes", [ADD], ANY)}
+            assert open_gateway.sampler.counts["turns_structured"] == 1
 
     play(scenario())
 

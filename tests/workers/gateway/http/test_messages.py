@@ -154,7 +154,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"system": 5}, "system: must be a list"),
         ({"max_tokens": "many"}, "max_tokens: must be a whole number"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: web_search_20250305"),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice: a call cannot be forced"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice: is not known"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_the_name_of_its_field(body: dict, named: str) -> None:

@@ -136,7 +136,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,"}
         ({"background": True}, "background: is not supported"),
         ({"truncation": "auto"}, "truncation: the conversation is not cut"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type: web_search cannot be offered"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "add"}}, "tool_choice: a call cannot be forced"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "ad"}}, "tool_choice=ad: there is no such tool"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_the_name_of_its_field(body: dict, named: str) -> None:

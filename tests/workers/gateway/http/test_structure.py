@@ -30,3 +30,26 @@ USER = [{"role": "user", "content": "?"}]
 def test_structure_is_passed_on_only_if_it_was_asked_for(module: Any, body: dict, structure: Any) -> None:
     options = module.request_of(Fields({"messages": USER, "input": "?"} | body), {}).options
     assert options == ({"structure": structure} if structure else {})
+
+
+ADD = {"name": "add", "parameters": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("module", "tool", "choice", "must_call"),
+    [
+        (chat, {"type": "function", "function": ADD}, "required", "*"),
+        (chat, {"type": "function", "function": ADD}, {"type": "function", "function": {"name": "add"}}, "add"),
+        (chat, {"type": "function", "function": ADD}, "auto", None),
+        (responses, {"type": "function", **ADD}, "required", "*"),
+        (responses, {"type": "function", **ADD}, {"type": "function", "name": "add"}, "add"),
+        (messages, {"name": "add", "input_schema": SCHEMA}, {"type": "any"}, "*"),
+        (messages, {"name": "add", "input_schema": SCHEMA}, {"type": "tool", "name": "add"}, "add"),
+        (messages, {"name": "add", "input_schema": SCHEMA}, {"type": "auto"}, None),
+    ],
+)
+def test_a_call_is_forced_as_each_protocol_asks_for_it(module: Any, tool: dict, choice: Any, must_call: Any) -> None:
+    body = {"messages": USER, "input": "?", "tools": [tool], "tool_choice": choice}
+    asked = module.request_of(Fields(body), {})
+    assert asked.options == ({"must_call": must_call} if must_call else {})
+    assert len(asked.tools) == 1
