@@ -117,7 +117,8 @@ def with_masked(flow: Dataflow, limits: Collection[str]) -> Dataflow:
     group, and are not trained. Raises `DataflowError` for one that samples nothing, or in which what the loss reads of
     them is not there before the step's batch is, or depends on all of the group."""
     (train,), key = flow.of_kind("train"), "rollout.truncated: mask"
-    written = {column.name: stage for stage in flow.of_kind("compute") for column in stage.writes}
+    deciding = (*flow.of_kind("compute"), *flow.of_kind("filter"))  # a group is judged whole before a sample leaves it
+    written = {column.name: stage for stage in deciding for column in stage.writes}
     made = [name for name in flow.reads_of(train) if name in written]
     if not flow.of_kind("rollout"):
         raise DataflowError(f"{key}, and the algorithm samples nothing. Leave it out.")

@@ -72,6 +72,15 @@ def test_masked_samples_are_compared_and_leave_before_they_are_trained(environme
     assert dataflow_of(config, flow).stages == flow.stages
 
 
+def test_a_masked_sample_stays_until_its_group_has_been_judged() -> None:
+    config = run_config()
+    config.algorithm.drop_uniform_groups = True
+    config.rollout = RolloutConfig(truncated={"length": "mask"})
+    flow = dataflow_of(config)
+    assert flow.stage("masked").reads == ("finish_reason", "advantage", flow.stage("has_signal").writes[0].name)
+    assert flow.stage("has_signal").reads == ("reward",)
+
+
 @pytest.mark.parametrize(("name", "why"), [
     ("sft", "samples nothing"), ("ppo", "'token_advantage' of the step's whole batch"), ("online_dpo", "compares the"),
 ])  # fmt: skip
