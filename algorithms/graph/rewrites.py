@@ -45,6 +45,7 @@ from penstock.conf.errors import ConfigError, DataflowError
 from penstock.conf.reward import ENVIRONMENT_REWARD, WeightedRewardConfig
 
 FINISH, MASKED = "finish_reason", "masked_kept"
+"""Column that says which limit has truncated a sample, and that of the filter which masks some of them."""
 
 
 def with_rewards(flow: Dataflow, rewards: Sequence[WeightedRewardConfig]) -> Dataflow:

@@ -48,10 +48,11 @@ class Attempts:
         """
         groups = self._played(prompts, [self._samplings(prompt, n, sampling) for prompt in prompts])
         self.lost = Counter()
+        dropped = self._config.rollout.truncated_to("drop")
         kept: list[tuple[Prompt, Trajectory]] = []
         for prompt, group in zip(prompts, groups, strict=True):
             for played in group:
-                attempt = played.without(self._config.rollout.truncated_to("drop"))
+                attempt = played.without(dropped)
                 outcome = attempt.outcome
                 self._errors.add(outcome.detail if outcome.kind == FAILED else None)
                 if outcome.is_trained:

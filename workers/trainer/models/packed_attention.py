@@ -122,7 +122,7 @@ def keywords(lm: Any, blocks: Blocks | Trees | None) -> dict[str, Any]:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: int | None, **keywords: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | int | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     """Causal attention within each block, or tree, or padded row. query, key, value: `[1, heads, T, D]`, of padded rows
     `[B, heads, T, D]`; returns `[1, T, heads, D]`. `attention_mask`: what `window_of` said of this layer. Raises

@@ -89,9 +89,9 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         if self.slots_N.device == device:
             return self
-        held = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "pictures"}
+        held = ((item.name, getattr(self, item.name)) for item in fields(self))
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in held.items() if isinstance(value, Tensor)
+            name: value.to(device, non_blocking=True) for name, value in held if isinstance(value, Tensor)
         }
         moved["blocks"] = None if self.blocks is None else self.blocks.to(device)
         moved["columns"] = {name: value.to(device) for name, value in self.columns.items()}
