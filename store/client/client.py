@@ -387,9 +387,9 @@ class StoreClient:
         when it is known which of them are equal."""
         has_blobs = any(self._columns[name].dtype == "binary" for name in columns)
         slot = None if has_blobs else await self._reserved(spec, size_of(columns))
-        allocate, by_newest = None if slot is None else slot.take, spec.old_turns_are_context
+        allocate = None if slot is None else slot.take
         try:
-            batch, facts = encode(self._columns, columns, rows, allocate, by_newest=by_newest)
+            batch, facts = encode(self._columns, columns, rows, allocate, by_turn=spec.old_turns_are_context)
         except StoreError:
             if slot is not None:
                 slot.give_back()

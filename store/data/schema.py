@@ -57,14 +57,14 @@ def encode(
     row_ids: Sequence[int],
     allocate: Allocate | None = None,
     *,
-    by_newest: bool = False,
+    by_turn: bool = False,
 ) -> tuple[pa.RecordBatch, Facts]:
     """Encode `values`: one Arrow column for each, in the declared type.
 
     `values`: by column name one value a row: a list, a `[N]` array, or for ragged columns a list of lists or `[T_i]`
     arrays. `columns`: the declared ones, of which `values` are some. `allocate`: for joined ragged columns;
-    None: in Arrow's memory. `by_newest`: a row is as old as its newest token. Raises `WrongType`, `WrongLength`,
-    `NotFinite`.
+    None: in Arrow's memory. `by_turn`: a row is as old as the oldest token of its newest turn (`turn_tokens`).
+    Raises `WrongType`, `WrongLength`, `NotFinite`.
     """
     allocate = _arrow_memory if allocate is None else allocate
     arrays: dict[str, pa.Array] = {}
@@ -76,7 +76,7 @@ def encode(
         arrays[name] = _encode_column(columns[name], given, row_ids, allocate)
     _check_token_lengths(columns, arrays, row_ids)
     batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
-    return batch, _facts(columns, arrays, len(row_ids), np.maximum if by_newest else np.minimum)
+    return batch, _facts(columns, arrays, len(row_ids), arrays.get("turn_tokens") if by_turn else None)
 
 
 def check_types(columns: dict[str, Column], types: Iterable[tuple[str, str]], num_came: int, num_rows: int) -> None:
@@ -231,14 +231,14 @@ def _check_token_lengths(columns: dict[str, Column], arrays: dict[str, pa.Array]
             )
 
 
-def _facts(columns: dict[str, Column], arrays: dict[str, pa.Array], num_rows: int, age: np.ufunc) -> Facts:
+def _facts(columns: dict[str, Column], arrays: dict[str, pa.Array], num_rows: int, turns: pa.Array | None) -> Facts:
     row_bytes = np.zeros(num_rows, dtype=np.int64)
     for array in arrays.values():
         row_bytes += _row_bytes(array)
     token_column = next((name for name in arrays if columns[name].shape == "token"), "")
     return Facts(
         row_bytes=row_bytes.tolist(),
-        oldest_version=_oldest(arrays.get("token_versions"), age),
+        oldest_version=_oldest(arrays.get("token_versions"), turns),
         response_tokens=_tokens(arrays, "response_ids"),
         prompt_tokens=_tokens(arrays, "prompt_ids"),
         token_column=token_column,
@@ -273,17 +273,22 @@ def _lengths(array: pa.Array) -> np.ndarray:
     return lengths
 
 
-def _oldest(versions: pa.Array | None, age: np.ufunc) -> list[int] | None:
-    """The smallest entry of each row, or with `np.maximum` the largest; `NO_VERSION` for rows without tokens."""
+def _oldest(versions: pa.Array | None, turns: pa.Array | None) -> list[int] | None:
+    """The oldest version of each row's tokens, or with `turns`, which has the lengths of its turns, of its newest turn;
+    `NO_VERSION` for rows without tokens."""
     if versions is None:
         return None
-    offsets = versions.offsets.to_numpy()
-    oldest = np.full(len(versions), NO_VERSION, dtype=np.int64)
-    filled = np.flatnonzero(np.diff(offsets))
-    if len(filled):
-        oldest[filled] = age.reduceat(versions.values.to_numpy(), offsets[filled])
-    smallest: list[int] = oldest.tolist()
-    return smallest
+    lengths, rows = _lengths(versions), np.arange(len(versions))
+    if turns is not None:
+        lengths, rows = turns.values.to_numpy(), np.repeat(rows, _lengths(turns))
+    is_filled = lengths > 0
+    oldest = np.full(len(versions), -1, np.int64)
+    if is_filled.any():
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        np.maximum.at(oldest, rows[is_filled], np.minimum.reduceat(versions.values.to_numpy(), starts[is_filled]))
+    oldest[oldest < 0] = NO_VERSION
+    found: list[int] = oldest.tolist()
+    return found
 
 
 def _short(value: Iterable[Any] | Any) -> str:

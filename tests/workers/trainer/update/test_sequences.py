@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.algorithms.graph.columns import SEEN_PICTURES
+from penstock.algorithms.graph.columns import SEEN_PICTURES, STANDARD_COLUMNS
 from penstock.algorithms.losses.policy import policy_loss
 from penstock.conf.errors import DataError
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.store.data.schema import encode
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
@@ -195,3 +196,21 @@ def test_the_model_reads_the_same_before_every_token_that_is_left(seed: int) -> 
         for place, target in zip(batch.positions_N.tolist(), batch.targets_N.tolist(), strict=True)
     ]
     assert found == expected
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_row_that_the_store_takes_for_young_has_a_turn_that_is_trained(seed: int) -> None:
+    """Weights change within turns: of the newest turn only the end may be young."""
+    rng = random.Random(seed)
+    histories = []
+    for _ in range(20):
+        turns = [replace(one, versions=[rng.randrange(3) for _ in one.output_ids]) for one in random_turns(rng, 3)]
+        histories.append(turns)
+    columns = row_columns([Trajectory(turns) for turns in histories])
+    given = {name: columns[name] for name in COLUMNS}
+    _, facts = encode(STANDARD_COLUMNS, given, range(len(histories)), by_turn=True)
+    found = without_old_turns(Rows.from_lists(given), 1, TOKENS)
+    assert facts.oldest_version is not None
+    is_young = [oldest >= 1 for oldest in facts.oldest_version]
+    assert is_young == [len(spans) > 0 for spans in found.lists("spans")]
+    assert {True, False} <= set(is_young)
