@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.conf.checks import above, at_least, one_of
+from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.errors import ConfigError
 
 ENVIRONMENT = "environment"
@@ -59,6 +59,43 @@ class PartConfig:
 
 
 @dataclass
+class PhaseConfig:
+    """A phase of a curriculum, in which rows of some levels alone are drawn."""
+
+    levels: list[str] = field(default_factory=list)
+    """Levels that are drawn, as text: ["2", "3"]. Empty: all."""
+    steps: int | None = None
+    """Steps that it lasts. `null`: to the end of the run."""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None:
+            at_least("data.curriculum.phases.NAME.steps", self.steps, 1)
+
+
+@dataclass
+class CurriculumConfig:
+    """Rows are taken in their order, each with a probability that is that of its level: the spread of the rewards
+    within its groups, beside the largest of any level. A level that is solved, or hopeless, is taken at `floor`."""
+
+    by: str | None = None
+    """What levels are told apart by: a column, or a field of one such as `metadata.level`, or of reasoning_gym's own
+    metadata such as num_terms; `data_source` for the parts of data.mixture; `row` for every row by itself, for data of
+    which a run draws several epochs. `null`: no curriculum, all rows are taken."""
+    floor: float = 0.1
+    """Least probability that a row is taken; 1: all are. Levels that teach nothing now are looked at again by it, at a
+    tenth of the cost of the others."""
+    memory: int = 32
+    """Groups of a level that its spread is a mean of, the newest ones weigh most. About a step's."""
+    phases: dict[str, PhaseConfig] = field(default_factory=dict)
+    """Phases by name, one after the other: {easy: {levels: ["2"], steps: 40}, all: {}}. After the last one all levels
+    are drawn."""
+
+    def __post_init__(self) -> None:
+        within("data.curriculum.floor", self.floor, 0, 1)
+        at_least("data.curriculum.memory", self.memory, 1)
+
+
+@dataclass
 class DataConfig:
     source: str = "jsonl"
     """Kind of the source: jsonl (one object a line), huggingface (a dataset id), reasoning_gym (procedural tasks with
@@ -83,6 +120,7 @@ class DataConfig:
     mixture: dict[str, PartConfig] = field(default_factory=dict)
     """Several datasets by name, in the place of one: {gsm8k: {path: a.jsonl, weight: 3}, code: {path: b.jsonl}}. Their
     rows are drawn in these shares. Held-out problems are those of `evaluation`, by the first part's columns."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     teacher: str | None = None
     """Function that writes the demonstration, for SFT: `file.py:function` or `package.module:function`, `(task: dict)
     -> str`. `null`: the dataset's own column, or the answer."""

@@ -160,6 +160,11 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
     flow = dataflow_of(config, flow)
     if not flow.of_kind("rollout"):
         raise ConfigError(f"algorithm={config.algorithm.name} samples nothing; a session needs a rollout stage.")
+    if config.data.curriculum.by is not None:
+        raise ConfigError(
+            f"data.curriculum.by={config.data.curriculum.by}: a session draws its prompts itself, and tells nobody how "
+            "they ended. Leave it out, or use penstock.run."
+        )
     plan = plan_actors(flow, config)
     check_run(config, flow, plan)
     directory = RunDirectory.create(config)

@@ -51,6 +51,8 @@ class StoreSpec:
     """True if ranks compute the prompt of a group once, so that its rows go to one of them."""
     old_turns_are_context: bool = False
     """True if a row may have tokens that are too old as long as it has others: the trainer leaves them out."""
+    keeps_outcomes: bool = False
+    """True if the source of groups asks how they ended (`data.curriculum`)."""
     strict: bool = True
     """True if a staleness violation raises (tests), False if it evicts the group (production)."""
 
@@ -85,5 +87,6 @@ class StoreSpec:
             straggler_factor=config.faults.straggler_factor,
             shares_prefixes=config.shares_prefixes,
             old_turns_are_context=config.old_turns_are_context,
+            keeps_outcomes=config.data.curriculum.by is not None,
             strict=strict,
         )

@@ -42,6 +42,7 @@ from penstock.workers.files import (
     write_text,
 )
 from penstock.workers.local_files import replacing
+from penstock.workers.prompts.curriculum import CurriculumState
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 
@@ -203,7 +204,8 @@ def open_checkpoint(place: str) -> Checkpoint:
             )
         prompts = values.pop("prompts")
         cursor = PromptCursor.from_dict(prompts["cursor"])
-        start = PromptStart(cursor, int(prompts["first_group"]))
+        state = CurriculumState.from_dict(prompts["curriculum"]) if prompts.get("curriculum") else None
+        start = PromptStart(cursor, int(prompts["first_group"]), state)
         files = [SavedFile(**entry) for entry in values.pop("files")]
         checkpoint = Checkpoint(directory=place, prompts=start, files=files, **values)
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:

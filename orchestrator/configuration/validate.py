@@ -4,6 +4,7 @@
 shows the same checks one by one, with the resolved configuration, the dataflow and the plan of actors.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.files import is_url, list_names
 from penstock.workers.gateway.formats.rendered import make_format
+from penstock.workers.prompts.curriculum import MOST_SHOWN, level_of
 from penstock.workers.prompts.dataset_row import is_cut
 from penstock.workers.prompts.opening import check_prompts, encoder_of, open_held_out, open_rows, rows_to_read
 from penstock.workers.prompts.tokenization import load_tokenizer
@@ -82,6 +84,8 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     if flow.has_environment:
         yield Check("environment", lambda: _environment(config))
     yield Check("data", lambda: _data(config, flow))
+    if config.data.curriculum.by is not None:
+        yield Check("curriculum", lambda: _curriculum(config, flow))
     yield Check("not trained on", lambda: _left_out(config), is_told=True)
     others = [str(stage.model) for stage in flow.stages if _needs_path(stage)]
     if others:
@@ -201,6 +205,31 @@ def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
     if report.longest_response:
         found += f", longest response {report.longest_response}"
     return found + (f"; {report.skipped} too long and left out" if report.skipped else "")
+
+
+def _curriculum(config: RunConfig, flow: Dataflow) -> str:
+    """Describe the levels of the first rows. Raises `ConfigError` where nothing is rewarded, or for a phase without
+    rows, `DataError` for a row without a level."""
+    chosen, dataset = config.data.curriculum, open_rows(config)
+    if "reward" not in flow.stored_columns:
+        raise ConfigError(
+            f"data.curriculum.by={chosen.by}: algorithm={config.algorithm.name} rewards nothing that it could go by. "
+            "Leave it out."
+        )
+    assert dataset is not None
+    assert chosen.by is not None
+    num_read = rows_to_read(dataset, config)
+    levels = Counter(level_of(dataset.row(index), chosen.by) for index in range(num_read))
+    for name, phase in chosen.phases.items():
+        if phase.levels and not levels.keys() & set(phase.levels):
+            raise ConfigError(
+                f"data.curriculum.phases.{name}.levels={phase.levels}: none of {num_read:,} rows is of these levels. "
+                f"Known: {', '.join(sorted(levels)[:MOST_SHOWN])}."
+            )
+    shown = ", ".join(f"{name} ({count:,})" for name, count in sorted(levels.items())[:MOST_SHOWN])
+    return f"{len(levels):,} level(s) of {chosen.by} in {num_read:,} rows: {shown}" + (
+        ", …" if len(levels) > MOST_SHOWN else ""
+    )
 
 
 def _left_out(config: RunConfig) -> str:

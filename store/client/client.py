@@ -25,7 +25,7 @@ import pyarrow as pa
 from msgspec.structs import replace
 
 from penstock.algorithms.graph.columns import Column
-from penstock.conf.errors import WorkerDied, suggest
+from penstock.conf.errors import WorkerDied
 from penstock.store.client.batchers import CallBatcher, PutBatcher, by_column
 from penstock.store.client.heartbeat import Heartbeat
 from penstock.store.client.lease import Lease, LeaseStream, Share, SharedLease, Values, ids_of
@@ -33,10 +33,11 @@ from penstock.store.client.links import link_to
 from penstock.store.data.arena import OVERHEAD_BYTES, Slot
 from penstock.store.data.payload import assemble
 from penstock.store.data.rows import Rows
-from penstock.store.data.schema import encode, size_of
-from penstock.store.errors import LeaseExpired, LeaseSuperseded, RowsLost, RowsUnreachable, StoreError, UnknownColumn
+from penstock.store.data.schema import check_declared, encode, size_of
+from penstock.store.errors import LeaseExpired, LeaseSuperseded, RowsLost, RowsUnreachable, StoreError
 from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.facts import Facts
+from penstock.store.ledger.outcomes import Outcome
 from penstock.store.service.messages import Granted, LeaseRequest, Write
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
@@ -107,9 +108,14 @@ class StoreClient:
         return await put[0] if len(put) == 1 else list(itertools.chain.from_iterable(await asyncio.gather(*put)))
 
     async def become_source(self) -> int:
-        """Make this client the only source of groups. A client that put groups before is refused from now on, and its
-        groups that wait are withdrawn. Returns how many groups were put so far: the number of the next one."""
+        """Make this client the only source of groups: another's are refused from now on, those that wait withdrawn.
+        Returns how many groups were put so far: the number of the next one."""
         return int(await self.link.call("become_source", self.name))
+
+    async def outcomes(self, first: int, end: int) -> list[Outcome | None] | None:
+        """Wait for outcomes of the groups from `first` to before `end`: see `Store.outcomes`. None when closed."""
+        outcomes: list[Outcome | None] | None = await self.link.call("outcomes", first, end)
+        return outcomes
 
     async def lease(
         self, stage: str, max_units: int, owner: str, *, max_held: int = 0, num_peers: int = 1
@@ -275,12 +281,11 @@ class StoreClient:
         return dict(await self.link.call("stats"))
 
     async def describe(self) -> dict[str, Any]:
-        """Return rows by stage and state, the oldest group, the owner of each lease, waiting requests, and the last
-        drops."""
+        """Return rows by stage and state, the oldest group, owners of leases, waiting requests, and the last drops."""
         return dict(await self.link.call("describe"))
 
     async def work(self) -> dict[str, Any]:
-        """Return which worker has worked on what since the last call of any client: see `WorkLog.take`."""
+        """Return which worker has worked on what since any client's last call: see `WorkLog.take`."""
         work = dict(await self.link.call("work"))
         while work.pop("more"):
             told = dict(await self.link.call("work"))
@@ -314,9 +319,8 @@ class StoreClient:
         return self._known
 
     async def _ask(self, request: LeaseRequest) -> list[Lease] | None:
-        """Ask for leases; None when the store has closed. Rows on a node that does not answer go back and are asked for
-        again, for as long as a lease lasts: until the store learns that the node is gone they may be the next ones once
-        more."""
+        """Ask for leases; None when the store has closed. Rows on a node that does not answer go back, and are asked
+        for again for as long as a lease lasts: the store may not know yet that it is gone."""
         spec, unreadable_since = await self.spec(), 0.0
         while True:
             try:
@@ -372,10 +376,7 @@ class StoreClient:
     async def _prepare(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> Write:
         spec = await self.spec()
         rows = ids_of(row_ids)
-        for name in columns:
-            if name not in self._columns:
-                said = f"stage {lease.stage!r} writes column {name!r}, which the dataflow lacks"
-                raise UnknownColumn(f"{said}{suggest(name, self._columns)}")
+        check_declared(self._columns, columns, lease.stage)
         batch, facts, slot = await self._encode(spec, columns, rows)
         sent = await self.link.ship(batch, spec.inline_bytes, slot)
         return Write(lease.id, lease.stage, rows, batch.schema.names, sent, facts)

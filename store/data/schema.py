@@ -79,6 +79,14 @@ def encode(
     return batch, _facts(columns, arrays, len(row_ids), arrays.get("turn_tokens") if by_turn else None)
 
 
+def check_declared(columns: dict[str, Column], names: Iterable[str], stage: str) -> None:
+    """Raise `UnknownColumn` for the first of the names that a stage writes, and no column has."""
+    for name in names:
+        if name not in columns:
+            said = f"stage {stage!r} writes column {name!r}, which the dataflow lacks"
+            raise UnknownColumn(f"{said}{suggest(name, columns)}")
+
+
 def check_types(columns: dict[str, Column], types: Iterable[tuple[str, str]], num_came: int, num_rows: int) -> None:
     """Check on the store's side what came: types, as Arrow prints them, and number of rows, not values. Raises
     `UnknownColumn`, `WrongType`, `WrongLength`."""
@@ -244,6 +252,7 @@ def _facts(columns: dict[str, Column], arrays: dict[str, pa.Array], num_rows: in
         token_column=token_column,
         token_lengths=_tokens(arrays, token_column),
         context_tokens=_tokens(arrays, "context_ids"),
+        rewards=arrays["reward"].to_pylist() if "reward" in arrays else None,
     )
 
 

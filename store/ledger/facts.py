@@ -27,6 +27,7 @@ class Facts:
     """Entries of each row of `token_column`, any of the token columns written."""
     context_tokens: list[int] | None = None
     """Tokens of a trajectory that were read and not sampled."""
+    rewards: list[float] | None = None
 
 
 def columns_written(residents: Residents, stage: StageQueue, columns: Sequence[str]) -> Sequence[int]:
@@ -131,6 +132,9 @@ def _note_span(
     earlier = group.row_bytes[of_stage]
     group.row_bytes[of_stage] = map(operator.add, earlier, row_bytes) if any(earlier) else row_bytes
     residents.credits.bytes += sum(row_bytes)
+    if residents.outcomes is not None and facts.rewards is not None:
+        for index, reward in zip(indices, facts.rewards[position:end], strict=True):
+            residents.outcomes.note(group.id, index, reward)
     if versions and facts.oldest_version is not None:
         group.oldest[where] = facts.oldest_version[position:end]
     if lengths and facts.response_tokens is not None:

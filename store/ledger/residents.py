@@ -13,6 +13,7 @@ from penstock.store.ledger.admission import Credits
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import Group, Span, bits, masks_of, untouched
 from penstock.store.ledger.leases import HeldLease, LeaseBook
+from penstock.store.ledger.outcomes import Outcomes
 from penstock.store.ledger.readiness import Readiness, StageQueue
 from penstock.store.ledger.stragglers import Stragglers
 from penstock.store.spec import StoreSpec
@@ -46,6 +47,7 @@ class Residents:
         self.sampling = next((stage for stage in self.readiness.stages if "response_ids" in stage.spec.writes), None)
         """The stage of the engines."""
         self.stragglers = Stragglers(spec.straggler_factor, self.sampling, self.leases)
+        self.outcomes = Outcomes(spec.group_size) if spec.keeps_outcomes else None
         index = self.readiness.column_index
         self.source = [index[name] for name in spec.source_columns]
         """Columns that are there from the admission on."""
@@ -236,6 +238,8 @@ class Residents:
         """Remove a group that nothing refers to any more."""
         self.credits.bytes -= group.nbytes
         self.stragglers.forget(group.id)
+        if self.outcomes is not None:
+            self.outcomes.ended(group.id)
         del self.groups[group.id]
         effects.freed.append((group.id, self.all_rows))
         effects.credits = True

@@ -83,8 +83,15 @@ def scalars(ledger: Ledger) -> dict[str, Any]:
         "staleness_max": rounds.staleness_max,
         "counters": dict(residents.counters),
         "past": {str(group): list(ended) for group, ended in residents.past.items()},
+        "outcomes": None if residents.outcomes is None else residents.outcomes.as_values(_first_asked(residents)),
         "waits": {stage.name: [stage.waited_s, stage.num_taken] for stage in residents.readiness.stages},
     }
+
+
+def _first_asked(residents: Residents) -> int:
+    """The oldest group whose outcome a source may still ask for: it asks a step before it draws, and may lag."""
+    spec = residents.spec
+    return residents.next_group - spec.max_active_groups - 2 * spec.groups_per_step - spec.window
 
 
 def values_of(group: Group, size: int) -> dict[str, Any]:
@@ -110,6 +117,8 @@ def restore(ledger: Ledger, values: dict[str, Any], groups: Iterable[dict[str, A
     residents.next_group, residents.leases.next_id = values["next_group"], values["next_lease"]
     residents.counters = ledger.counters = Counter(values["counters"])
     residents.past = {int(group): (mask, version) for group, (mask, version) in values.get("past", {}).items()}
+    if residents.outcomes is not None and values.get("outcomes"):
+        residents.outcomes.restore(values["outcomes"])
     residents.credits.served_version = values["served" if "served" in values else "published"]  # so in older ones
     residents.credits.due = {int(version): groups for version, groups in values["credits_due"].items()}
     residents.credits.active = sum(residents.credits.due.values())

@@ -26,7 +26,7 @@ from penstock.store.ledger.facts import Facts
 CALLS = (
     "spec", "put", "withdraw_put", "lease", "withdraw", "lease_shared", "batch_ready", "complete_shared", "write",
     "drop", "release", "renew", "abandon", "settle", "lost", "served", "last_batch", "cut", "snapshot", "stats",
-    "describe", "work", "close", "become_source", "catch_up", "retire", "superseded",
+    "describe", "work", "close", "become_source", "catch_up", "retire", "superseded", "outcomes",
 )  # fmt: skip
 """Methods that clients call."""
 MANY = "many"

@@ -26,6 +26,7 @@ from penstock.store.epoch import Epoch
 from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger
+from penstock.store.ledger.outcomes import Outcome
 from penstock.store.service import snapshot
 from penstock.store.service.clients import Clients
 from penstock.store.service.messages import Call, Granted, LeaseRequest, Result, Write, calls_of
@@ -155,6 +156,11 @@ class Store:
         Returns how many groups were put so far, which is final."""
         self.puts.become_source(client)
         return self.ledger.residents.next_group
+
+    async def outcomes(self, first: int, end: int) -> list[Outcome | None] | None:
+        """Wait for the outcomes of the groups from `first` to before `end`: None for one without rewards, or of long
+        ago. None when the store is closed. Raises `StoreError` in a run without a curriculum."""
+        return await self._waiters.outcomes.wait(first, end)
 
     async def lease(self, request: LeaseRequest) -> list[Granted] | None:
         """Wait for at least one free unit, and lease it. None when the store is closed, or the request was

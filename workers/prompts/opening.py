@@ -15,6 +15,7 @@ from penstock.conf.run import RunConfig
 from penstock.workers.environments import task as environments
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.pictures.processor import PictureProcessor
+from penstock.workers.prompts.curriculum import Curriculum, CurriculumState
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DatasetRow, PromptDataset
 from penstock.workers.prompts.held_out import HeldOutProblems
@@ -47,10 +48,21 @@ def open_source(
         raise DataError("evaluation.path=null: there are no held-out problems to evaluate on.")
     processor = PictureProcessor.of(model_path, picture_digest) if config.rollout.max_pictures else None
     encoder = encoder_of(config, load_tokenizer(model_path), processor, rows_are)
+    if held_out:
+        return PromptSource(dataset, encoder, config.data, start, rows_are=rows_are, once=True)
     return PromptSource(
         dataset, encoder, config.data, start,
-        rows_are=rows_are, once=held_out, held_out=None if held_out else open_held_out(config),
+        rows_are=rows_are, held_out=open_held_out(config), curriculum=_curriculum(config, start or PromptStart()),
     )  # fmt: skip
+
+
+def _curriculum(config: RunConfig, start: PromptStart) -> Curriculum | None:
+    """The curriculum at the run's start. It does not wait for groups that may be under way, whatever the timing."""
+    if config.data.curriculum.by is None:
+        return None
+    groups, state = config.trainer.groups_per_step, start.curriculum or CurriculumState(start.first_group)
+    lag = config.max_active_groups - groups + config.store.window - 1
+    return Curriculum(config.data.curriculum, config.data.seed, groups, lag, state)
 
 
 def encoder_of(

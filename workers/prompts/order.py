@@ -45,6 +45,13 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> n
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
+def chance(seed: int, cursor: PromptCursor) -> float:
+    """A number in [0, 1) for the row after this cursor, that depends on nothing but the arguments."""
+    golden = 0x9E3779B97F4A7C15
+    start = _mixed(np.array([(seed * golden + cursor.epoch + 1) % 2**64], dtype=np.uint64))
+    return float(_mixed(start ^ _mixed(np.array([cursor.position + 1], dtype=np.uint64)))[0] >> np.uint64(11)) / 2**53
+
+
 class PromptOrder:
     """Row numbers in order, from a cursor on.
 

@@ -16,6 +16,7 @@ from penstock.conf.errors import DataError
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.workers.environments.task import KEY, MESSAGES
+from penstock.workers.prompts.curriculum import Curriculum, CurriculumState
 from penstock.workers.prompts.dataset_row import DatasetRow, PromptDataset
 from penstock.workers.prompts.held_out import HeldOutProblems
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
@@ -35,6 +36,8 @@ class PromptStart:
     """Cursor before group `first_group`."""
     first_group: int = 0
     """Number of the first group that the store has not had."""
+    curriculum: CurriculumState | None = None
+    """What the curriculum knows then; None: there was none."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,11 @@ class PromptSource:
         rows_are: str = "prompts",
         once: bool = False,
         held_out: HeldOutProblems | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         """`rows_are`: "prompts", "tasks", or rows with responses: "demonstrations", "preferences". `once`: one epoch,
-        in the dataset's own order. `held_out`: problems that are left out."""
+        in the dataset's own order. `held_out`: problems that are left out. `curriculum`: at the same start; None: all
+        rows are taken."""
         self.dataset, self.encoder, self.rows_are = dataset, encoder, rows_are
         self.skips = data.too_long == "skip"
         self.num_too_long = 0
@@ -76,7 +81,7 @@ class PromptSource:
         self._held_out = held_out or HeldOutProblems()
         start = start or PromptStart()
         self._order = PromptOrder(len(dataset), data.seed, start.cursor, shuffle=data.shuffle and not once)
-        self._once = once
+        self._once, self._curriculum = once, curriculum
         self._start = Drawn(start.first_group, start.cursor)
         self._drawn: deque[Drawn] = deque([self._start], maxlen=REMEMBERED_CURSORS)
 
@@ -104,7 +109,8 @@ class PromptSource:
         yet were put by another source; and a store that replaces another has had fewer."""
         if not self._drawn[0].num_groups <= num_groups <= self._drawn[-1].num_groups:
             self.go_to(num_groups)
-        return PromptStart(self.cursor_after(num_groups), num_groups)
+        curriculum = None if self._curriculum is None else self._curriculum.state_before(num_groups)
+        return PromptStart(self.cursor_after(num_groups), num_groups, curriculum)
 
     def go_to(self, num_groups: int) -> None:
         """Go on as if the first `num_groups` groups of the run, and no more, had been drawn. Raises `DataError` if the
@@ -114,7 +120,7 @@ class PromptSource:
                 f"the store has {num_groups} groups, and the prompts begin after {self._start.num_groups}: they are of "
                 "different checkpoints."
             )
-        if num_groups < self._drawn[0].num_groups:  # so long ago that it was forgotten
+        if not self._remembers(num_groups):
             self._go_back(self._start)
         while self._drawn[-1].num_groups > num_groups:
             self._drawn.pop()
@@ -134,14 +140,27 @@ class PromptSource:
         now on the groups come from this source alone, beginning with the first that the store has not had."""
         had = await store.become_source()
         while had - self._drawn[-1].num_groups > PASSED_AT_ONCE:  # others may ask meanwhile
+            if not await self._hear(store, self.num_drawn + PASSED_AT_ONCE):
+                return
             self._pass(PASSED_AT_ONCE)
             await asyncio.sleep(0)
+        if not await self._hear(store, had):
+            return
         self.go_to(had)
         try:
-            while True:
-                await store.put_groups(self.next_groups(batch))
+            while await self._hear(store, self.num_drawn):
+                await store.put_groups(self.next_groups(batch if self._curriculum is None else self._curriculum.left))
         except StoreClosed:
             return
+
+    async def _hear(self, store: StoreClient, group: int) -> bool:
+        """Have the curriculum hear what it draws this group by. Returns False when the store is closed."""
+        missing = range(0) if self._curriculum is None else self._curriculum.missing(group)
+        if self._curriculum is None or not missing:
+            return True
+        outcomes = await store.outcomes(missing.start, missing.stop)
+        self._curriculum.hear(outcomes or ())
+        return outcomes is not None
 
     def __len__(self) -> int:
         """Number of rows of the dataset."""
@@ -149,13 +168,16 @@ class PromptSource:
 
     def stats(self) -> dict[str, float]:
         dropped = {"dropped/prompt_too_long": self.num_too_long, "dropped/held_out": self.num_held_out}
-        return {"groups": self.num_drawn, "epoch": self.cursor.epoch, **dropped}
+        by_level = {} if self._curriculum is None else self._curriculum.stats()
+        return {"groups": self.num_drawn, "epoch": self.cursor.epoch, **dropped, **by_level}
 
     def _next_group(self) -> dict[str, Any] | None:
-        for _ in range(2 * len(self.dataset)):
+        if self._curriculum is not None:
+            self._curriculum.begin()
+        for tried in range(2 * len(self.dataset)):
             if self._once and self.cursor.position >= len(self.dataset):
                 return None
-            row = self._next_row()
+            row = self._next_row(tried)
             if row is None:
                 continue
             try:
@@ -165,21 +187,39 @@ class PromptSource:
                     raise
                 self.num_too_long += 1
                 continue
+            if self._curriculum is not None:
+                self._curriculum.drew(row)
             drawn = self._drawn[-1].num_groups + 1
             self._drawn.append(Drawn(drawn, self._order.cursor, self.num_too_long, self.num_held_out))
             return group
         raise self._nothing_left()
 
-    def _next_row(self) -> DatasetRow | None:
-        """The next row; None: it is one that evaluation measures."""
+    def _next_row(self, tried: int) -> DatasetRow | None:
+        """The next row; None: it is one that evaluation measures, or that the curriculum passes over. `tried`: rows
+        since the last group."""
         row = self.dataset.row(self._order.next())
-        if row not in self._held_out:
-            return row
-        self.num_held_out += 1
-        return None
+        if row in self._held_out:
+            self.num_held_out += 1
+            return None
+        if self._curriculum is not None and not self._curriculum.takes(
+            row, self._order.cursor, tried < len(self.dataset)
+        ):
+            return None
+        return row
+
+    def _remembers(self, num_groups: int) -> bool:
+        """Return whether drawing can go back to after so many groups without beginning at the start."""
+        is_near = self._drawn[0].num_groups <= num_groups
+        return is_near and (self._curriculum is None or self._curriculum.remembers(num_groups))
 
     def _nothing_left(self) -> DataError:
         limits = self.encoder.limits
+        if self._curriculum is not None and self._curriculum.phase:
+            return DataError(
+                f"none of the {len(self.dataset)} rows is of the levels that this phase draws "
+                f"({', '.join(self._curriculum.phase)}). Mend data.curriculum.phases, whose levels are values of "
+                "data.curriculum.by."
+            )
         if self._held_out:
             return DataError(
                 f"none of the {len(self.dataset)} rows is left to train on: {len(self._held_out)} problems are held "
@@ -194,13 +234,15 @@ class PromptSource:
     def _go_back(self, drawn: Drawn) -> None:
         self._order.go_to(drawn.cursor)
         self.num_too_long, self.num_held_out = drawn.num_too_long, drawn.num_held_out
+        if self._curriculum is not None:
+            self._curriculum.go_to(drawn.num_groups)
         if drawn is not self._drawn[-1]:
             self._drawn.clear()
             self._drawn.append(drawn)
 
     def _pass(self, count: int) -> None:
         """Draw and drop so many groups."""
-        if self.skips:  # which of the rows are too long is found out by their tokens alone
+        if self.skips or self._curriculum is not None:  # which rows are too long is found out by their tokens alone
             self.next_groups(count)
         elif count:
             self._pass_rows(count)
@@ -214,7 +256,7 @@ class PromptSource:
             self._order.skip(count)
             return
         for _ in range(count):
-            if all(self._next_row() is None for _ in range(2 * len(self.dataset))):
+            if all(self._next_row(tried) is None for tried in range(2 * len(self.dataset))):
                 raise self._nothing_left()
 
     def _group(self, row: DatasetRow) -> dict[str, Any]:

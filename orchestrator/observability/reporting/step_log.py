@@ -136,7 +136,7 @@ class Usage:
                     raise now
                 continue
             if role == "prompts":
-                dropped |= {key: value for key, value in now.items() if key.startswith("dropped/")}
+                dropped |= {key: value for key, value in now.items() if key.startswith(("dropped/", "curriculum/"))}
                 continue
             gained = gained_since(self._last[name], now)
             self._last[name] = now

@@ -17,6 +17,7 @@ from penstock.store.data.blocks import Blocks
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.clients import Clients
+from penstock.store.service.waiting.asked_outcomes import AskedOutcomes
 from penstock.store.service.waiting.consumers import Consumers, Locality, StragglerTimer
 from penstock.store.service.waiting.puts import Puts
 from penstock.store.service.waiting.wait_queue import WaitQueue
@@ -42,13 +43,13 @@ class Pump:
         consumers: Sequence[Consumers],
         ranks: "Sequence[WaitingRanks]",
         wake_puts: Callable[[], None],
-        arm_timers: Callable[[], None],
+        after_events: Callable[[], None],
         superseded: Callable[[list[Superseded]], None],
     ) -> None:
-        """Connect the waiting callers. `consumers`, `ranks`: in the order of the stages. `arm_timers`: called after
+        """Connect the waiting callers. `consumers`, `ranks`: in the order of the stages. `after_events`: called after
         each wake-up. `superseded`: told of leases that are superseded."""
         self._consumers, self._ranks = consumers, ranks
-        self._wake_puts, self._arm_timers, self._superseded = wake_puts, arm_timers, superseded
+        self._wake_puts, self._after_events, self._superseded = wake_puts, after_events, superseded
         self.every_stage = (1 << len(consumers)) - 1
 
     def carry_out(self, effects: Effects) -> None:
@@ -92,7 +93,7 @@ class Pump:
                 ranks.wake(moved=moved)
         if due.credits:
             self._wake_puts()
-        self._arm_timers()
+        self._after_events()
 
 
 class Expiry:
@@ -158,6 +159,7 @@ class Waiters:
         self._stragglers = StragglerTimer(ledger, clock, pump.wake_stage)
         self._is_closed = False
         self.superseded = SupersededLeases(clients)
+        self.outcomes = AskedOutcomes(ledger)
         self.consumers: dict[str, Consumers] = {}
         self.ranks: dict[str, WaitingRanks] = {}
         for index, stage in enumerate(ledger.spec.stages):
@@ -166,7 +168,7 @@ class Waiters:
             self.ranks[stage.name] = WaitingRanks(stage.name, ledger, schedule)
         consumers, ranks = list(self.consumers.values()), list(self.ranks.values())
         self._queues: list[Consumers | WaitingRanks] = [*consumers, *ranks]
-        pump.connect(consumers, ranks, puts.wake, self._arm_timers, self.superseded.tell)
+        pump.connect(consumers, ranks, puts.wake, self._after_events, self.superseded.tell)
 
     def __len__(self) -> int:
         """Number of calls that wait for leases and rounds."""
@@ -192,7 +194,8 @@ class Waiters:
         who = {name: [owners.get(one, "?") for one in some.waiting] for name, some in self.consumers.items()}
         return {"waiting": waiting | {"put": len(self._puts)}, "waiters": who}
 
-    def _arm_timers(self) -> None:
+    def _after_events(self) -> None:
+        self.outcomes.wake()
         if not self._is_closed:
             self._expiry.arm()
             self._stragglers.arm()
@@ -203,6 +206,7 @@ class Waiters:
         self._stragglers.cancel()
         self._puts.close(reason)
         self.superseded.close()
+        self.outcomes.close()
         for queue in self._queues:
             queue.close()
 
