@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from penstock.conf.algorithms.preference import RewardModelConfig as RewardModelConfig
     from penstock.conf.cluster import ClusterConfig as ClusterConfig
     from penstock.conf.data import ColumnsConfig as ColumnsConfig
+    from penstock.conf.data import CurriculumConfig as CurriculumConfig
     from penstock.conf.data import DataConfig as DataConfig
     from penstock.conf.data import EvaluationConfig as EvaluationConfig
     from penstock.conf.data import EvaluationSetConfig as EvaluationSetConfig
     from penstock.conf.data import PartConfig as PartConfig
+    from penstock.conf.data import PhaseConfig as PhaseConfig
     from penstock.conf.diagnosis import DiagnosisConfig as DiagnosisConfig
     from penstock.conf.environment import EnvironmentConfig as EnvironmentConfig
     from penstock.conf.environment import GatewayConfig as GatewayConfig

@@ -78,9 +78,9 @@ class CurriculumConfig:
     within its groups, beside the largest of any level. A level that is solved, or hopeless, is taken at `floor`."""
 
     by: str | None = None
-    """What levels are told apart by: a column, or a field of one such as `metadata.level`, or of reasoning_gym's own
-    metadata such as num_terms; `data_source` for the parts of data.mixture; `row` for every row by itself, for data of
-    which a run draws several epochs. `null`: no curriculum, all rows are taken."""
+    """What levels are told apart by: a column, or a field of one such as `metadata.level`, of reasoning_gym's own
+    metadata such as num_terms, or of an environment's task; `data_source` for the parts of data.mixture; `row` for
+    every row by itself, for data of which a run draws several epochs. `null`: no curriculum, all rows are taken."""
     floor: float = 0.1
     """Least probability that a row is taken; 1: all are. Levels that teach nothing now are looked at again by it, at a
     tenth of the cost of the others."""

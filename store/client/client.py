@@ -244,8 +244,7 @@ class StoreClient:
         await self.link.call("catch_up", [list(map(int, rows)) for rows in steps], version, epoch)
 
     async def lost(self, node: str) -> None:
-        """Report that a node, by Ray's id, is gone, with the large batches that were written there: they are made
-        again."""
+        """Report that a node, by Ray's id, is gone: the large batches that were written there are made again."""
         await self.link.call("lost", node)
 
     async def served(self, version: int, epoch: int = 0) -> None:

@@ -17,6 +17,7 @@ from penstock.conf.errors import DataError
 from penstock.store.client.client import StoreClient
 from penstock.store.ledger.outcomes import Outcome
 from penstock.store.service.store import Store
+from penstock.workers.environments.task import Task
 from penstock.workers.prompts.curriculum import Curriculum, CurriculumState, Level, level_of, phase_of
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DatasetRow
@@ -101,6 +102,8 @@ def test_levels_are_columns_fields_rows_or_fields_of_what_reasoning_gym_says() -
     assert level_of(row_of("easy"), "level") == level_of(row_of("easy"), "about.kind") == "easy"
     assert level_of(row_of("easy", 7), "row") == "7"
     assert level_of(DatasetRow("", "", 0, "", extra=problem), "num_terms") == "3"
+    game = DatasetRow("", None, 3, "", extra=Task("g3", 3, {"size": 5}).as_columns())
+    assert level_of(game, "size") == "5"
     with pytest.raises(DataError, match=r"row 0: no value of 'lvel', which data\.curriculum\.by names.*level"):
         level_of(row_of("easy"), "lvel")
 
