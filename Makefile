@@ -20,7 +20,7 @@ WORKERS := 3
 SLOWEST := --durations=10 --durations-min=1
 OTHERS := verifiers tinker22 tinker30 tinker38
 test: packages setup $(OTHERS:%=.venv-%/.locked) ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick run, WORKERS=0 for one process
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu and not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)
 
 packages: # of Debian, that tests need: first of all, so that one that cannot be had is told before anything runs
 	@requirements/debian.sh test $(PYTHON)
@@ -28,10 +28,11 @@ packages: # of Debian, that tests need: first of all, so that one that cannot be
 escape: setup ## attacks on the sandbox that code of models runs in; they fail where it cannot hold, and are never skipped
 	$(BIN)/python -m pytest tests/sandbox tests/workers/sandbox $(ARGS)
 
-soak: setup .venv-tinker38/.locked ## before a release: a million random events and more in the store, twenty kills of a run; about 40 minutes
+soak: setup .venv-tinker38/.locked ## before a release: a million random events and more in the store, twenty kills of a run; about 50 minutes
 	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/orchestrator/membership/test_takeovers.py \
 	  tests/workers/trainer/engines/test_layers.py tests/workers/trainer/models/test_own_logits.py tests/orchestrator/serve/cookbook \
 	  -k "histories or staleness or kills or layers or controller or kind or recipe" $(ARGS)
+	$(BIN)/python -m pytest tests -m soak $(ARGS)
 
 LEGS := 10
 SEED := 0

@@ -5,6 +5,7 @@ boundaries, so each is built from its message alone and pickles as such.
 """
 
 import difflib
+import signal
 from collections.abc import Iterable
 from typing import Any
 
@@ -194,6 +195,15 @@ def is_device_failure(error: BaseException) -> bool:
     text = str(error).lower()
     failed, own = (any(word in text for word in words) for words in (DEVICE_FAILED, USERS_OWN))
     return isinstance(error, RuntimeError) and failed and not own
+
+
+def how_ended(code: int) -> str:
+    """The exit code of a process, or the signal that killed it.
+
+    >>> how_ended(2), how_ended(-9)
+    ('exit code 2', 'killed by SIGKILL')
+    """
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

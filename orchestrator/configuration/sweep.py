@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.algorithms.catalogue import dataflow_of
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, how_ended
 from penstock.orchestrator.cluster.cluster import count_local_gpus, join
 from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
@@ -135,14 +135,8 @@ class Sweep:
                 )
                 self._console.print(f"[bold]{point.name}[/] is finished: {said}", highlight=False)
             else:
-                why = (
-                    f"exit code {process.returncode}"
-                    if process.returncode > 0
-                    else signal.Signals(-process.returncode).name
-                )
-                self._console.print(
-                    f"[red]{point.name}[/] has ended ({why}): {self._directory}/{point.name}.log", highlight=False
-                )
+                how, log = how_ended(process.returncode), f"{self._directory}/{point.name}.log"
+                self._console.print(f"[red]{point.name}[/] has ended ({how}): {log}", highlight=False)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         """Interrupt the runs, which then end in order; kill them at a second signal."""

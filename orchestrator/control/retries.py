@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from types import FrameType
 
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, how_ended
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -38,8 +38,8 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
         if code == 0 or is_wanted or not left or not _may_help(config, code):
             return code
         print(
-            f"{config.name} has ended ({_how(code)}); going on with it in {pause_s:g} s, {left} of --retries {retries} "
-            "left.",
+            f"{config.name} has ended ({how_ended(code)}); going on with it in {pause_s:g} s, {left} of "
+            f"--retries {retries} left.",
             file=sys.stderr,
         )
         time.sleep(pause_s)
@@ -79,7 +79,3 @@ def _may_help(config: RunConfig, code: int) -> bool:
     except ConfigError:
         return False
     return bool(events) and events[-1]["kind"] == "failed" and bool(events[-1].get("may_recover"))
-
-
-def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

@@ -18,7 +18,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from penstock.conf.errors import ConfigError, PenstockError
+from penstock.conf.errors import ConfigError, PenstockError, how_ended
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.planning.calibration import SETTLED
 from penstock.orchestrator.planning.search import Plan
@@ -172,7 +172,7 @@ def why_failed(place: Path, log: Path, code: int) -> str:
     """The name of a run's failure: of its events, else how it ended, with the last line that it printed."""
     if told := told_failure(place):
         return told
-    how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    how = how_ended(code)
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.is_file() else []
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f"{how}: {last}" if last and code else f"{how}, fewer than {STEPS} steps that count"

@@ -11,6 +11,7 @@ def test_the_simulated_chain_is_that_of_the_model_and_leaves_no_node_behind(run_
 
 @pytest.mark.machines
 @pytest.mark.slow
+@pytest.mark.soak("the other quick runs of this folder")
 def test_the_quick_run_measures_every_way_between_machines(run_quickly):
     written, _ = run_quickly("machines")
     names = ("weights", "changes", "rows", "calls")
@@ -29,6 +30,7 @@ def test_the_quick_run_measures_every_way_between_machines(run_quickly):
 
 
 @pytest.mark.slow
+@pytest.mark.soak("the other quick runs of this folder")
 def test_the_quick_run_brings_a_version_over_each_number_of_lanes(run_quickly):
     written, _ = run_quickly("relay")
     assert [one["lanes"] for one in written["rounds"]] == [1, 2, 4]

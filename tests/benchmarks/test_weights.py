@@ -16,6 +16,7 @@ def test_buckets_keep_the_order_and_hold_at_least_one_tensor():
 @pytest.mark.ray
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.soak("the other quick runs of this folder")
 def test_a_quick_run_measures_both_sides(run_quickly):
     pytest.importorskip("vllm", reason="vLLM is not installed: the benchmark needs its engine")
     content, _ = run_quickly("weights")

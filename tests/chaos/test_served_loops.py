@@ -106,6 +106,7 @@ def undisturbed(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> l
         return looped(server)
 
 
+@pytest.mark.soak("test_served_model.py, where each of them dies once")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_loop_whose_server_ranks_and_engines_die_is_answered_the_same(
     seed: int, words: list[str], undisturbed: list[Any], tmp_path: Path

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.conf.errors import ConfigError, DeadlineExceeded, WorkerDied
+from penstock.conf.errors import ConfigError, DeadlineExceeded, WorkerDied, how_ended
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.result import MAX_BYTES, BadMessageError, RewardResult, answer_of, result_of
 
@@ -143,6 +143,6 @@ class RewardProcess:
         """The way the process ended, as text. Its socket closes a moment before the process can be waited for."""
         for _ in range(100):
             if (code := self.child.poll()) is not None:
-                return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                return how_ended(code)
             await asyncio.sleep(0.01)
         return "it closed its connection"

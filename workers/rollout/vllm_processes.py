@@ -8,6 +8,7 @@ long as a process has the other end open. The end of the output is kept for the 
 
 import asyncio
 import gc
+import multiprocessing
 import os
 import re
 import select
@@ -15,9 +16,10 @@ import sys
 import threading
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
+from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied, how_ended
 from penstock.metering.meters import Meters
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.protocols import EngineSpec
@@ -53,9 +55,11 @@ class VllmProcesses:
         self._broken: str | None = None
         """The reason why the engine is broken."""
         self._output = EngineOutput()
+        self._children: list[BaseProcess] = []
 
     def _build(self) -> None:
         """Start them. Raises `ResourceError`."""
+        others = multiprocessing.active_children()
         with self._output.captured(), vllm_environment(self._spec):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -71,6 +75,7 @@ class VllmProcesses:
                     f"the vLLM engine for {self._spec.model_path} did not start: {told}\nIts memory is set by "
                     "rollout.kv_cache_gib and rollout.max_model_len, on a GPU by rollout.gpu_memory_utilization."
                 ) from None
+        self._children = [child for child in multiprocessing.active_children() if child not in others]
 
     def _stat_loggers(self) -> list[Any]:
         """The factories of stat loggers; vLLM gathers its statistics only where there is one."""
@@ -112,7 +117,8 @@ class VllmProcesses:
 
     def _died(self, reason: object) -> WorkerDied:
         self._broken = self._broken or str(reason)
-        told = explained(str(reason), self._output.tail())
+        codes = [child.exitcode for child in self._children if child.exitcode]
+        told = explained(str(reason), self._output.tail(), ", ".join(map(how_ended, codes)))
         return WorkerDied(f"the vLLM engine for {self._spec.model_path} is gone: {told}")
 
     def check_alive(self) -> None:
@@ -182,14 +188,14 @@ class EngineOutput:
             return False
 
 
-def explained(reason: str, output: str) -> str:
+def explained(reason: str, output: str, ended: str = "") -> str:
     """The message for an engine that failed with `reason`: the cause in its output, if it has one, and the output's
-    last lines."""
+    last lines. `ended`: how its processes did."""
     lines = [line for line in map(_bare, output.splitlines()) if line]
     cause = cause_in(lines)
     if cause is None and not _POINTS_ELSEWHERE.search(reason):
         return reason
-    told = cause or "it ended without saying why"
+    told = cause or (f"its process ended: {ended}" if ended else "it ended without saying why")
     if not lines:
         return f"{told} ({reason})"
     return "\n".join([told, "The end of its output:", *(f"  {line}" for line in lines[-SHOWN_LINES:]), reason])

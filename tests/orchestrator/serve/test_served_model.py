@@ -45,7 +45,10 @@ def undisturbed(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> l
         return looped(server)
 
 
-@pytest.mark.parametrize("words", [ADAPTERS, WHOLE], indirect=True)
+@pytest.mark.parametrize(
+    "words", [ADAPTERS, pytest.param(WHOLE, marks=pytest.mark.soak("this test of adapters, test_same_loop.py"))],
+    indirect=True,
+)  # fmt: skip
 def test_rank_and_engine_and_server_die_and_no_bit_changes(words: list[str], undisturbed: Any, tmp_path: Path) -> None:
     with served(tmp_path, words) as server:
 

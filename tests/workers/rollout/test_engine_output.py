@@ -94,6 +94,7 @@ def test_a_process_that_was_killed_is_told_by_its_last_lines() -> None:
     told = explained("EngineCore encountered an issue. See stack trace (above) for the root cause.", "a\n\nb\n")
     assert told.startswith("it ended without saying why\nThe end of its output:\n  a\n  b\n")
     assert explained(ABOVE, "").startswith("it ended without saying why (Engine core")
+    assert explained(ABOVE, "a", "killed by SIGKILL").startswith("its process ended: killed by SIGKILL\n")
 
 
 def test_a_reason_that_needs_no_output_is_told_alone() -> None:

@@ -223,7 +223,7 @@ def test_a_killed_engine_process_ends_requests_with_worker_died(tiny_model: Path
         await asyncio.sleep(0.2)
         for pid in started:
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="is gone"):
+        with pytest.raises(WorkerDied, match="is gone: its process ended: killed by SIGKILL"):
             await asyncio.wait_for(group, 60)
         with pytest.raises(WorkerDied):
             await engine.generate([5], 1, Sampling())

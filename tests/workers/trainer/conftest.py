@@ -55,6 +55,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def without_inductor() -> Iterator[None]:
+    """Graphs are made as always, forward and backward, and run without the code of inductor, which takes minutes."""
+    torch.compiler.reset()
+    torch.compiler.set_default_backend("aot_eager")
+    yield
+    torch.compiler.set_default_backend("inductor")
+    torch.compiler.reset()
+
+
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model")

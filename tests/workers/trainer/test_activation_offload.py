@@ -2,7 +2,7 @@
 that is not the CPU: `on_a_device/claims.py`."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,14 +45,7 @@ def engine(case: str) -> str:
     return CASES[case][0]
 
 
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    """Graphs are made as always, forward and backward, and run without the code of inductor."""
-    torch.compiler.reset()
-    torch.compiler.set_default_backend("aot_eager")
-    yield
-    torch.compiler.set_default_backend("inductor")
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("without_inductor")
 
 
 @pytest.fixture
@@ -72,7 +65,14 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return copies
 
 
-@pytest.mark.parametrize("case", CASES, indirect=True)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.soak("compiled, packed, recomputed") if case == "compiled" else [])
+        for case in CASES
+    ],
+    indirect=True,
+)
 def test_an_update_is_the_same_bit_for_bit(
     make_trainer: Make, make_rows: Callable[..., Rows], kept: list[Tensor], case: str
 ) -> None:

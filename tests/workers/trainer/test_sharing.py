@@ -66,6 +66,7 @@ def test_every_loss_has_the_gradient_of_rows_alone(make_trainer: Make, group_row
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(("engine", "options"), OF_ENGINES, indirect=["engine"])
 def test_every_engine_has_the_answers_of_rows_alone(
     make_trainer: Make, group_rows: Rows, options: dict[str, Any]

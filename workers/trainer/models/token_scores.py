@@ -10,7 +10,8 @@ that saves the second multiplication.
 An adapter of the output layer adds a second product to each tile: of A's, `[N, K]`, with B, `[V, K]`. The weight is not
 copied, and not changed, since it may be the embedding's, too.
 
-Legend: N tokens, H hidden size, V vocabulary, K rank of an adapter, R x C tokens and words of one tile.
+Legend: N tokens, J targets of each (mostly one), H hidden size, V vocabulary, K rank of an adapter, R x C tokens and
+words of one tile.
 """
 
 import math
@@ -46,8 +47,8 @@ def token_scores(
     cap: float | None = None,
     addend: Addend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities `[N]` of `targets_N` (int64) and entropies `[N]`, float32, in nats, of
-    softmax((hidden weight^T + bias) / temperature), which is one number or `[N]`.
+    """Log-probabilities of `targets_N` (int64, `[N]`, or `[N, J]` for J candidates of each token) in their shape, and
+    entropies `[N]`, float32, in nats, of softmax((hidden weight^T + bias) / temperature), which is one number or `[N]`.
 
     `entropy`: "none" (None is returned); "value", without gradient; "gradient". `budget_bytes`: of logits and
     what is made of them, at once; changes no result but for rounding. `cap`: logits z become cap * tanh(z / cap)
@@ -79,7 +80,7 @@ def whole_scores(
         logits_NV = logits_NV.float() / temperature
     all_logprobs_NV = torch.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
     # A clone and no view: in-place operations on a view would bypass FSDP's backward hook on what forward returns.
-    logprobs_N = all_logprobs_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1).clone()
+    logprobs_N = all_logprobs_NV.gather(1, _by_token(targets_N)).view(targets_N.shape).clone()
     if entropy == "none":
         return logprobs_N, None
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
@@ -133,18 +134,18 @@ class _TokenScores(torch.autograd.Function):
         sums = GradientSums(ctx.needs_input_grad[:3], hidden_NH, weight_VH, bias_V)
         low_sums = None if addend is None else GradientSums((*ctx.needs_input_grad[-2:], False), *addend, None)
         # The logits' gradient is wanted before the temperature.
-        grad_logprobs_N1, grad_entropy_N1 = (
-            (grad * ctx.scale).unsqueeze(1) for grad in (grad_logprobs_N, grad_entropy_N)
-        )
+        scale = _by_token(ctx.scale) if isinstance(ctx.scale, Tensor) else ctx.scale
+        grad_logprobs_NJ, grad_entropy_N1 = _by_token(grad_logprobs_N) * scale, _by_token(grad_entropy_N) * scale
+        grad_sum_N1, targets_NJ = grad_logprobs_NJ.sum(dim=1, keepdim=True), _by_token(targets_N)
         for rows, words, logits_RC in tiles:
             slope_RC = tiles.slope(rows, logits_RC)
             all_logprobs_RC = logits_RC.sub_(logsumexp_N[rows, None])
-            factor: Tensor = grad_logprobs_N1[rows]
+            factor: Tensor = grad_sum_N1[rows]
             if ctx.entropy_has_gradient:
                 factor = (all_logprobs_RC + entropy_N[rows, None]).mul_(grad_entropy_N1[rows]).add_(factor)
             grad_RC = all_logprobs_RC.exp_().mul_(factor).neg_()
-            index_R1, is_inside_R1 = places(targets_N[rows], words)
-            grad_RC.scatter_add_(1, index_R1, grad_logprobs_N1[rows] * is_inside_R1)
+            index_RJ, is_inside_RJ = places(targets_NJ[rows], words)
+            grad_RC.scatter_add_(1, index_RJ, grad_logprobs_NJ[rows] * is_inside_RJ)
             grad_RC = grad_RC if slope_RC is None else grad_RC.mul_(slope_RC)
             sums.add(rows, words, grad_RC)
             if low_sums is not None:
@@ -216,9 +217,9 @@ class RunningSoftmax:
     """
 
     def __init__(self, targets_N: Tensor, *, with_entropy: bool) -> None:
-        self._targets_N, self._with_entropy = targets_N, with_entropy
-        zeros_N = torch.zeros(targets_N.shape, dtype=torch.float32, device=targets_N.device)
-        self._target_logits_N = zeros_N
+        self._targets_NJ, self._with_entropy, self._shape = _by_token(targets_N), with_entropy, targets_N.shape
+        zeros_N = torch.zeros(len(targets_N), dtype=torch.float32, device=targets_N.device)
+        self._target_logits_NJ = torch.zeros_like(self._targets_NJ, dtype=torch.float32)
         self._largest_N = torch.full_like(zeros_N, torch.finfo(torch.float32).min)
         self._sum_N = torch.zeros_like(zeros_N)
         """Sum of exp(z - largest)."""
@@ -227,8 +228,8 @@ class RunningSoftmax:
 
     def add(self, rows: slice, words: slice, logits_RC: Tensor) -> None:
         """Add a tile, which is changed."""
-        index_R1, is_inside_R1 = places(self._targets_N[rows], words)
-        self._target_logits_N[rows] += (logits_RC.gather(1, index_R1) * is_inside_R1).squeeze(1)
+        index_RJ, is_inside_RJ = places(self._targets_NJ[rows], words)
+        self._target_logits_NJ[rows] += logits_RC.gather(1, index_RJ) * is_inside_RJ
         largest_R = torch.maximum(self._largest_N[rows], logits_RC.amax(dim=1))
         # Before the first tile the sum is 0 and the rise the largest of numbers, and finite: their product is 0.
         fall_R = self._largest_N[rows] - largest_R
@@ -245,8 +246,9 @@ class RunningSoftmax:
         return self._largest_N + self._sum_N.log()
 
     def logprobs(self) -> Tensor:
-        """Log-probabilities of the targets, `[N]`."""
-        return (self._target_logits_N - self._largest_N).sub_(self._sum_N.log())
+        """Log-probabilities of the targets, in their shape."""
+        log_sum_N1 = self._sum_N.log().unsqueeze(1)
+        return (self._target_logits_NJ - self._largest_N.unsqueeze(1)).sub_(log_sum_N1).view(self._shape)
 
     def entropy(self) -> Tensor:
         """Entropies, `[N]`; without meaning where they were not asked for."""
@@ -310,13 +312,18 @@ def tile_shape(num_tokens: int, vocabulary: int, budget_bytes: int, *, is_cpu: b
     return min(max(1, num_tokens), num_logits // num_words), num_words
 
 
-def places(targets_R: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """Places, `[R, 1]` each: where in the slice of the vocabulary each target is, and whether it is there; elsewhere
+def places(targets_RJ: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """Places, `[R, J]` each: where in the slice of the vocabulary each target is, and whether it is there; elsewhere
     some place within. No mask selects anything, so that a GPU need not wait for a count.
     """
-    index_R = targets_R - words.start
-    is_inside_R = (index_R >= 0) & (index_R < words.stop - words.start)
-    return index_R.clamp(0, words.stop - words.start - 1).unsqueeze(1), is_inside_R.unsqueeze(1)
+    index_RJ = targets_RJ - words.start
+    is_inside_RJ = (index_RJ >= 0) & (index_RJ < words.stop - words.start)
+    return index_RJ.clamp(0, words.stop - words.start - 1), is_inside_RJ
+
+
+def _by_token(values: Tensor) -> Tensor:
+    """The values of each token, `[N, J]`, of `[N]` or `[N, J]`."""
+    return values.unsqueeze(1) if values.dim() == 1 else values
 
 
 def _add_product(sum_: Tensor, left: Tensor, right: Tensor) -> None:

@@ -257,3 +257,27 @@ def test_banned_tokens_have_no_probability_and_no_gradient(budget_bytes: int, wi
     torch.testing.assert_close(of_weight[left], of_plain[left], atol=1e-4, rtol=1e-4)
     assert not of_weight[banned].any()
     assert layer(hidden).softmax(-1)[:, banned].eq(0).all(), "and none in the product"
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("entropy", ["none", "gradient"])
+def test_several_targets_of_a_token_are_scored_as_each_alone(budget: int, entropy: str) -> None:
+    """Values bit for bit; the gradients are the sums of theirs."""
+    hidden, weight, targets = problem()
+    temperatures = torch.linspace(0.5, 2.0, TOKENS)
+    candidates = torch.stack([targets, targets.flip(0), targets, (targets + 31) % VOCABULARY], dim=1)
+    found, entropies = token_scores(
+        hidden, weight, None, candidates, temperature=temperatures, entropy=entropy, budget_bytes=budget
+    )
+    alone = [
+        token_scores(hidden, weight, None, one, temperature=temperatures, entropy=entropy, budget_bytes=budget)
+        for one in candidates.unbind(1)
+    ]
+    assert torch.equal(found, torch.stack([logprobs for logprobs, _ in alone], dim=1))
+    upstream = torch.linspace(-1, 2, candidates.numel()).view(candidates.shape)
+    expected = sum((logprobs * upstream[:, number]).sum() for number, (logprobs, _) in enumerate(alone))
+    value = (found * upstream).sum()
+    if entropies is not None:
+        value, expected = value + entropies.sum(), expected + alone[0][1].sum()
+    for one, other in zip(gradients(value, hidden, weight), gradients(expected, hidden, weight), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
