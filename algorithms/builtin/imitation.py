@@ -8,7 +8,8 @@
 Demonstrations come with the rows, and the loss is their negative log-likelihood. In distillation the student samples,
 the teacher (`model.paths.teacher`, of the same tokenizer) scores every token, and the advantage is their difference: a
 policy gradient with it goes down KL(student || teacher) on the student's own samples. No reward is asked for, and there
-is a signal for each token.
+is a signal for each token. With `algorithm.candidates` the two are compared in the likeliest tokens of each place
+(`losses/divergence.py`); with `algorithm.hint` the teacher reads another prompt.
 
 Legend: B rows of the micro-batch, T response tokens, padded; T_i tokens of row i.
 """
@@ -20,11 +21,12 @@ from torch import Tensor
 
 from penstock.algorithms.aggregation import masked
 from penstock.algorithms.checks import as_mask, describe, has_axes, positive, same_shape
-from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.columns import HINTED, Column
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.stage import Renamed
+from penstock.algorithms.graph.stage import Renamed, columns_read
 from penstock.algorithms.kl import LOG_RATIO_BOUND
 from penstock.algorithms.losses import policy_loss, sft_loss
+from penstock.algorithms.losses.divergence import divergence_loss
 from penstock.algorithms.registry import algorithm
 from penstock.conf.algorithms.base import SftConfig
 from penstock.conf.algorithms.preference import DistillConfig
@@ -44,12 +46,15 @@ def sft(cfg: SftConfig) -> Dataflow:
 
 @algorithm("distill")
 def distill(cfg: DistillConfig) -> Dataflow:
-    """Descent of the reverse KL to the teacher, on the student's own samples: 2306.13649."""
+    """Descent of a divergence from the teacher, on the student's own samples: 2306.13649."""
     flow = Dataflow()
     flow.rollout("policy", samples_per_prompt=cfg.group_size)
-    flow.logprobs("teacher")
-    judge = partial(reverse_kl_advantage, discount=cfg.discount)
-    flow.compute(judge, per="sample", reads=["behavior_logprobs", "teacher_logprobs"], writes=[TOKEN_ADVANTAGE])
+    flow.logprobs(cfg.teacher, candidates=cfg.candidates, prompt="prompt_ids" if cfg.hint is None else HINTED)
+    if cfg.candidates:
+        compared = partial(divergence_loss, divergence=cfg.divergence, beta=cfg.beta, aggregation=cfg.aggregation)
+        return flow.train("policy", loss=compared)
+    judge = Renamed(partial(reverse_kl_advantage, discount=cfg.discount), "teacher_logprobs", f"{cfg.teacher}_logprobs")
+    flow.compute(judge, per="sample", reads=columns_read(judge), writes=[TOKEN_ADVANTAGE])
     loss = partial(policy_loss, surrogate="reinforce", aggregation=cfg.aggregation)
     return flow.train("policy", loss=Renamed(loss, "advantage", TOKEN_ADVANTAGE.name))
 

@@ -50,6 +50,11 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("reward", "float32"),
         Column("reference_logprobs", "float32", "token"),
         Column("advantage", "float32"),
+        # The tokens that a teacher finds likeliest in the place of each response token, J after one another, and its
+        # log-probabilities of them; its prompt, where it reads another one than the policy.
+        Column("candidate_ids", "int32", "list"),
+        Column("teacher_candidates", "float32", "list"),
+        Column("hinted_ids", "int32", "prompt", per_group=True),
         Column("preferred", "float32"),  # of a pair: +1 chosen, -1 rejected, 0 takes no part
         Column("desirable", "float32"),  # of a single response: +1 good, -1 bad, 0 takes no part
         Column("greedy_text", "string"),  # what the engine says at temperature 0, once a group
@@ -70,6 +75,10 @@ STANDARD_COLUMNS: dict[str, Column] = {
 }
 
 ROUTED_EXPERTS = "routed_experts"
+CANDIDATES, CANDIDATE_LOGPROBS = "candidate_ids", "candidate_logprobs"
+"""The column of tokens that the trainer scores beside those of the response, and the argument by which a loss gets
+their log-probabilities, `[B, T, J]` with gradient."""
+HINTED = "hinted_ids"
 PROMPT_COLUMNS = ("prompt_ids", "task")
 ROLLOUT_COLUMNS = ("response_ids", "response_text", "finish_reason", "behavior_logprobs", "token_versions")
 SEQUENCE_COLUMNS = ("context_ids", "spans", "token_temperatures")

@@ -9,10 +9,19 @@ algorithm. `algorithms/builtin/grpo.py` and its like (or a user) build it, `Data
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS, Column, as_column
+from penstock.algorithms.graph.columns import (
+    CANDIDATE_LOGPROBS,
+    CANDIDATES,
+    HINTED,
+    PROMPT_COLUMNS,
+    ROLLOUT_COLUMNS,
+    STANDARD_COLUMNS,
+    Column,
+    as_column,
+)
 from penstock.algorithms.graph.stage import (
     PROVIDED_BY_TRAINER,
     Stage,
@@ -85,12 +94,24 @@ class Dataflow:
         """Score each response. `function=None`: the one that `reward.function` names. `text`: the column to score."""
         return self._add(Stage(name, "reward", "sample", ("task", text), _columns((writes,), name), function=function))
 
-    def logprobs(self, model: str = "reference") -> "Dataflow":
-        """Compute log-probabilities of the responses under a model that is not trained: writes `<model>_logprobs`."""
+    def logprobs(self, model: str = "reference", *, candidates: int = 0, prompt: str = "prompt_ids") -> "Dataflow":
+        """Compute log-probabilities of the responses under a model that is not trained: writes `<model>_logprobs`.
+
+        `candidates`: a number of tokens, the likeliest in the place of each response token; `candidate_ids` and
+        `teacher_candidates` have them, for a loss that takes `candidate_logprobs`. `prompt`: what the model reads
+        before the response; `hinted_ids`: the prompt with a hint, which the source makes.
+        """
         name = f"{model}_logprobs"
-        column = STANDARD_COLUMNS.get(name, Column(name, "float32", "token"))
-        reads = ("prompt_ids", "response_ids")
-        return self._add(Stage(model, "logprobs", "sample", reads, (column,), model=model))
+        columns = [STANDARD_COLUMNS.get(name, Column(name, "float32", "token"))]
+        if candidates:
+            columns += _columns((CANDIDATES, "teacher_candidates"), model)
+        if prompt == HINTED:
+            self.stages = [
+                replace(one, writes=(*one.writes, STANDARD_COLUMNS[HINTED])) if one.kind == "source" else one
+                for one in self.stages
+            ]
+        reads = (prompt, "response_ids")
+        return self._add(Stage(model, "logprobs", "sample", reads, tuple(columns), model=model, candidates=candidates))
 
     def scores(self, model: str = "reward_model", *, writes: str | Column = "reward") -> "Dataflow":
         """Score each response by a reward model (model.paths.<model>), one number a response, in place of `reward`."""
@@ -244,6 +265,8 @@ def _loss_columns(loss: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str,
     """Parameters of a loss that are columns: those without a default, and those whose default is None."""
     required, optional = [], []
     for name, parameter in inspect.signature(loss).parameters.items():
+        if name == CANDIDATE_LOGPROBS:
+            required.append(CANDIDATES)
         if name in PROVIDED_BY_TRAINER or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         if parameter.default is parameter.empty:

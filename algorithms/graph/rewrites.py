@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.graph.columns import (
+    HINTED,
     PROMPT_PICTURES,
     ROUTED_EXPERTS,
     SEEN_PICTURES,
@@ -104,6 +105,7 @@ def in_environment(flow: Dataflow) -> Dataflow:
             "environment.name is set, and the algorithm compares with a greedy response to each prompt, which an "
             "environment has none of. Take another algorithm, such as grpo or rloo."
         )
+    _check_has_no_hint(flow, "environment.name is set, and an environment makes prompts of its own")
     rewards = [stage for stage in flow.of_kind("reward") if stage.function is None and stage.rewarded is None]
     if len(rewards) > 1:
         names = ", ".join(stage.name for stage in rewards)
@@ -160,8 +162,15 @@ def with_router_replay(flow: Dataflow) -> Dataflow:
 
 
 def with_pictures(flow: Dataflow) -> Dataflow:
-    """The graph of `flow` where whatever reads a prompt's tokens, or a trajectory's, reads its pictures, too."""
+    """The graph of `flow` where whatever reads a prompt's tokens, or a trajectory's, reads its pictures, too. Raises
+    `DataflowError` where a teacher reads another prompt."""
+    _check_has_no_hint(flow, "rollout.max_pictures is set, and a prompt with a hint has no pictures")
     return Dataflow([_with_pictures(stage) for stage in flow.stages], flow.samples_per_prompt)
+
+
+def _check_has_no_hint(flow: Dataflow, why: str) -> None:
+    if any(HINTED in stage.reads for stage in flow.stages):
+        raise DataflowError(f"algorithm.hint: {why}. Leave one of them out.")
 
 
 def _with_pictures(stage: Stage) -> Stage:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.columns import CANDIDATE_LOGPROBS, Column
 from penstock.conf.errors import DataflowError, suggest
 
 T = TypeVar("T")
@@ -20,7 +20,9 @@ Function = Callable[..., Any]
 UNITS = ("sample", "group", "batch")
 GROUP_IDS = "group_ids"
 """A parameter that is no column: a function that has it gets the ids of groups."""
-PROVIDED_BY_TRAINER = ("logprobs", "old_logprobs", "entropy", "mask", "totals", "group_ids", "values", "scores")
+PROVIDED_BY_TRAINER = (
+    "logprobs", "old_logprobs", "entropy", "mask", "totals", "group_ids", "values", "scores", CANDIDATE_LOGPROBS
+)  # fmt: skip
 """Arguments of a loss that are no columns: see `workers/trainer/update/minibatches.py`."""
 
 
@@ -41,6 +43,8 @@ class Stage:
     `reward.function` names."""
     optional_reads: tuple[str, ...] = ()
     """Columns that are read if some stage writes them: arguments of the loss with a default."""
+    candidates: int = 0
+    """Tokens that a stage of log-probabilities tells of in each place, the likeliest ones; 0: the response's alone."""
     reason: str = ""
     """Reason that a filter's dropped rows are counted under."""
     state: Any = None

@@ -6,6 +6,7 @@ from penstock.conf.algorithms.base import MEANS, AlgorithmConfig
 from penstock.conf.checks import above, at_least, one_of, within
 
 PAIR_LOSSES = ("dpo", "ipo", "simpo", "orpo")
+DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon")
 
 
 @dataclass
@@ -109,12 +110,30 @@ class DistillConfig(AlgorithmConfig):
 
     name: str = "distill"
     group_size: int = 4
+    teacher: str = "teacher"
+    """Model that judges: the one of model.paths.NAME, or `reference`, the policy as the run begins with it."""
+    candidates: int = 0
+    """Tokens that the teacher finds likeliest, by which student and teacher are compared in each place, with all others
+    together. 0: by the sampled token alone, a policy gradient."""
+    divergence: str = "reverse_kl"
+    """With candidates, what is gone down: forward_kl (cover all that the teacher says), reverse_kl (say nothing that it
+    would not) or jensen_shannon (2306.13649)."""
+    beta: float = 0.5
+    """Weight of the teacher in jensen_shannon's mixture."""
+    hint: str | None = None
+    """Text that the teacher reads in the place of the user's, such as "{prompt} (The answer is {answer}.)", with the
+    row's columns: the policy learns to do without it what it does with it (self-distillation, 2601.19897). `null`: the
+    teacher reads what the student does."""
     discount: float = 0.0
-    """Discount of later tokens. 0: a token answers for itself. 1: also for where it leads (2306.08543)."""
+    """Discount of later tokens, without candidates. 0: a token answers for itself. 1: also for where it leads
+    (2306.08543)."""
     aggregation: str = "token_mean"
     """Mean over the batch: token_mean, sequence_mean or sequence_sum, as for algorithm=grpo."""
 
     def __post_init__(self) -> None:
         at_least("algorithm.group_size", self.group_size, 1)
+        at_least("algorithm.candidates", self.candidates, 0)
+        one_of("algorithm.divergence", self.divergence, DIVERGENCES)
+        within("algorithm.beta", self.beta, 0, 1)
         within("algorithm.discount", self.discount, 0, 1)
         one_of("algorithm.aggregation", self.aggregation, MEANS)

@@ -6,8 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import kl_div, log_softmax
 
-from penstock.algorithms.builtin.imitation import discounted_sums, padded_reverse_kl_advantage, reverse_kl_advantage
-from penstock.conf.errors import ConfigError, ShapeError
+from penstock.algorithms.builtin.imitation import (
+    discounted_sums,
+    distill,
+    padded_reverse_kl_advantage,
+    reverse_kl_advantage,
+)
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.rewrites import in_environment, with_pictures
+from penstock.conf.algorithms.preference import DistillConfig
+from penstock.conf.errors import ConfigError, DataflowError, ShapeError
 
 OWN = [torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0])]
 TEACHER = [torch.tensor([-1.5, -1.0, -3.5]), torch.tensor([-1.25])]
@@ -162,3 +170,43 @@ def test_bad_padded_input_is_named():
         padded_reverse_kl_advantage(OWN[0][None], TEACHER[0][None], torch.ones(1, 2))
     with pytest.raises(ShapeError, match=r"mask is float32 \[1, 3\] with values other than 0 and 1"):
         padded_reverse_kl_advantage(OWN[0][None], TEACHER[0][None], torch.full((1, 3), 0.5))
+
+
+def test_with_candidates_the_loss_reads_them_and_no_advantage_is_computed():
+    flow = distill(DistillConfig(candidates=8, divergence="forward_kl")).check()
+    teacher, train = flow.stage("teacher"), flow.stage("train")
+    assert [column.name for column in teacher.writes] == ["teacher_logprobs", "candidate_ids", "teacher_candidates"]
+    assert teacher.candidates == 8
+    assert {"candidate_ids", "teacher_candidates"} <= set(flow.batch_reads())
+    assert "candidate_logprobs" not in train.reads
+    assert not flow.of_kind("compute")
+
+
+@pytest.mark.parametrize("candidates", [0, 4])
+def test_the_policy_as_it_was_may_judge_with_a_hint(candidates):
+    flow = distill(DistillConfig(teacher="reference", hint="{prompt} {answer}", candidates=candidates)).check()
+    assert "hinted_ids" in {column.name for column in flow.stage("source").writes}
+    assert flow.stage("reference").reads == ("hinted_ids", "response_ids")
+    assert "prompt_ids" in flow.stage("train").reads
+    assert "hinted_ids" not in flow.batch_reads()
+
+
+def test_a_hint_is_refused_where_prompts_are_not_rows_of_text():
+    flow = distill(DistillConfig(hint="{answer}"))
+    with pytest.raises(DataflowError, match=r"algorithm\.hint: environment\.name is set"):
+        in_environment(flow)
+    with pytest.raises(DataflowError, match=r"algorithm\.hint: rollout\.max_pictures is set"):
+        with_pictures(flow)
+
+
+def test_a_loss_by_candidates_needs_a_stage_that_names_them():
+    flow = Dataflow().rollout(samples_per_prompt=2).logprobs("teacher")
+    flow.train(loss=distill(DistillConfig(candidates=2)).stage("train").function)
+    with pytest.raises(DataflowError, match="'train' reads column 'candidate_ids'"):
+        flow.check()
+
+
+@pytest.mark.parametrize("wrong", [{"divergence": "kl"}, {"beta": 1.5}, {"candidates": -1}])
+def test_wrong_settings_are_refused_by_name(wrong):
+    with pytest.raises(ConfigError, match=f"algorithm.{next(iter(wrong))}="):
+        DistillConfig(**wrong)

@@ -17,11 +17,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given
+from trl.experimental.sdpo.loss_utils import add_tail_bucket, compute_divergence
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import policy_loss, with_entropy_bonus
+from penstock.algorithms.losses.divergence import divergence_loss
 from tests.oracle.batches import SEEDS, assert_same, batch, ours, theirs
 
 CLIPS = {"clip_low": 0.1, "clip_high": 0.15}
@@ -173,3 +175,27 @@ def test_the_entropy_bonus(seed):
         )[0]
 
     assert_same(theirs(columns, mine), trl_loss(columns, "dapo", entropy=entropy))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("divergence", "alpha"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jensen_shannon", 0.3)])
+def test_divergences_over_candidates_are_trls_with_a_tail(seed: int, divergence: str, alpha: float) -> None:
+    """TRL's alpha is the teacher's weight in the mixture."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, others = (torch.randn(3, 7, 13, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    teacher = others.log_softmax(-1)
+    ids = teacher.topk(4, dim=-1).indices
+    mask = torch.rand(3, 7, generator=generator) < 0.7
+    values = []
+    for is_ours in (True, False):
+        student = logits.log_softmax(-1).gather(-1, ids)
+        chosen = teacher.gather(-1, ids)
+        if is_ours:
+            value, _ = divergence_loss(student, mask, BatchTotals.of(mask), chosen, divergence=divergence, beta=alpha)
+        else:
+            tokens = compute_divergence(add_tail_bucket(student), add_tail_bucket(chosen), alpha)
+            value = tokens[mask].mean()
+        values.append((value, torch.autograd.grad(value, logits)[0]))
+    for ours_, theirs_ in zip(*values, strict=True):
+        torch.testing.assert_close(ours_, theirs_, rtol=1e-6, atol=1e-9)

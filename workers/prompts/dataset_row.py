@@ -7,11 +7,12 @@ response [{"role": "assistant", …}]                            what is to be l
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from penstock.conf.errors import DataError
+from penstock.conf.errors import DataError, suggest
 
 ROLES = ("system", "user", "assistant", "tool")
 NOT_READ = {"assistant": ("tool_calls", "function_call"), "tool": ("tool_call_id", "name")}
@@ -49,6 +50,20 @@ class DatasetRow:
         """The `task` column: the row's own columns with `prompt`, `answer`, `index` and `more`."""
         columns = {**self.extra, "prompt": self.prompt, "answer": self.answer, "index": self.index, **more}
         return json.dumps(columns, default=str)
+
+    def with_hint(self, hint: str) -> "DatasetRow":
+        """The row with another text of the user: `hint`, in which {prompt}, {answer} and {column} stand for the row's
+        own. Raises `DataError` for a column that it lacks."""
+        values = {**self.extra, "prompt": self.prompt, "answer": self.answer}
+
+        def value(found: re.Match[str]) -> str:
+            if found[1] not in values:
+                raise DataError(f"{self.where}: algorithm.hint names {found[0]}{suggest(found[1], values)}")
+            return str(values[found[1]])
+
+        text = re.sub(r"\{(\w+)\}", value, hint)
+        messages = [*self.messages[:-1], {**self.messages[-1], "content": text}] if self.messages else ()
+        return replace(self, prompt=text, messages=messages)
 
 
 class PromptDataset(Protocol):

@@ -71,7 +71,9 @@ def encoder_of(
     """The encoder of a run's prompts. `processor`: the model's; None without `rollout.max_pictures`."""
     limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
     kwargs, most = config.model.chat_template_kwargs, config.rollout.max_pictures
-    return PromptEncoder(tokenizer, config.data, limits, kwargs, processor, most)
+    return PromptEncoder(
+        tokenizer, config.data, limits, kwargs, processor, most, getattr(config.algorithm, "hint", None)
+    )
 
 
 def open_held_out(config: RunConfig) -> HeldOutProblems:
@@ -192,4 +194,5 @@ def _encoded(encoder: PromptEncoder, row: DatasetRow, rows_are: str) -> tuple[li
     if rows_are == "demonstrations":
         prompt, response = encoder.demonstration(row)
         return prompt.ids, response
-    return encoder.prompt(row).ids, []
+    hinted = [] if encoder.hint is None else encoder.hinted(row)
+    return max(encoder.prompt(row).ids, hinted, key=len), []

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.algorithms.graph.columns import HINTED
 from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError
 from penstock.store.client.client import StoreClient
@@ -272,4 +273,5 @@ class PromptSource:
             has_conversation = KEY not in row.extra
             task = row.to_json(**{MESSAGES: self.encoder.conversation(row)} if has_conversation else {})
             return {"task": task} | ({"pictures": list(row.pictures)} if self.encoder.processor is not None else {})
-        return {**self.encoder.prompt(row).columns(), "task": row.to_json()}
+        hinted = {} if self.encoder.hint is None else {HINTED: self.encoder.hinted(row)}
+        return {**self.encoder.prompt(row).columns(), "task": row.to_json(), **hinted}

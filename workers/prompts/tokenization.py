@@ -83,11 +83,12 @@ class PromptEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         processor: PictureProcessor | None = None,
         max_pictures: int = 0,
+        hint: str | None = None,
     ) -> None:
         """`template_kwargs`: `model.chat_template_kwargs`. `processor`: the model's; None: the run is one of text.
-        `max_pictures`: `rollout.max_pictures`."""
+        `max_pictures`: `rollout.max_pictures`. `hint`: `algorithm.hint`; None: a teacher reads what the policy does."""
         self.tokenizer, self.data, self.limits = tokenizer, data, limits
-        self.processor, self.max_pictures = processor, max_pictures
+        self.processor, self.max_pictures, self.hint = processor, max_pictures, hint
         self.template_kwargs = dict(template_kwargs or {})
         self.uses_chat_template = bool(data.chat_template and getattr(tokenizer, "chat_template", None))
 
@@ -121,6 +122,10 @@ class PromptEncoder:
         if self.data.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
         return messages
+
+    def hinted(self, row: DatasetRow) -> list[int]:
+        """Tokens of the prompt that a teacher reads. Raises what `prompt` raises."""
+        return self.prompt(row if self.hint is None else row.with_hint(self.hint)).ids
 
     def conversation(self, row: DatasetRow) -> list[dict[str, Any]]:
         """The messages, with contents in parts where they have pictures. Raises as `messages` does."""

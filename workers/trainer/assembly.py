@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -159,10 +160,20 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
     trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **options)
     _give_sight(trainer, spec)
     trainer.check_scores()
-    compute = trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs
     guest = Guest(trainer)
-    worker = ScorerWorker(guest.computes(compute), spec.stage, spec.column, trainer.ranks, phases=phases)
+    compute = guest.computes(partial(_scored, trainer, spec))
+    worker = ScorerWorker(compute, spec.stage, trainer.ranks, phases=phases)
     return ScorerParts(trainer, worker, guest)
+
+
+def _scored(trainer: PolicyTrainer, spec: ScorerSpec, rows: Rows) -> dict[str, Any]:
+    """What a scorer writes of rows, by column."""
+    if spec.prompt in rows and spec.prompt != "prompt_ids":
+        rows = rows.with_column("prompt_ids", rows.arrays(spec.prompt))
+    if spec.candidates:
+        return dict(zip(spec.columns, trainer.candidates(rows, spec.candidates), strict=True))
+    (column,) = spec.columns
+    return {column: trainer.scores(rows) if isinstance(trainer, ScalarTrainer) else trainer.logprobs(rows)}
 
 
 def seconds_per_token(trainer: PolicyTrainer, counts: Sequence[int]) -> dict[int, float]:

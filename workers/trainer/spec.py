@@ -68,7 +68,11 @@ class TrainerSpec(RankSpec):
 class ScorerSpec(RankSpec):
     """The specification of a rank that only computes: a reference, a teacher, a reward model."""
 
-    column: str
-    """The column that the rank writes."""
+    columns: tuple[str, ...]
+    """The columns that the rank writes: one, or three with candidates."""
+    candidates: int = 0
+    """See `Stage.candidates`."""
+    prompt: str = "prompt_ids"
+    """The column that it reads in the prompt's place."""
     rows_alone: bool = False
     """True if each row is computed alone, so that its values do not depend on which others were ready with it."""

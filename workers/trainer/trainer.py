@@ -201,9 +201,26 @@ class PolicyTrainer(Publishes):
         """
         return self._by_token(rows, lambda batch: self._scores(batch, "none")[0])
 
-    def _scores(self, batch: MicroBatch, entropy: str) -> tuple[Tensor, Any]:
-        """Log-probabilities of the response tokens `[N]`, at the temperatures that they were sampled at, and
-        entropies."""
+    @torch.no_grad()
+    def candidates(self, rows: Rows, count: int) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+        """Return for each row the response's log-probabilities `[T_i]`, and ids (int32) and log-probabilities `[T_i *
+        J]` of the `count` = J likeliest tokens in each place. Collective. Raises `DataError`."""
+        ids: list[np.ndarray] = [np.zeros(0, np.int32)] * len(rows)
+
+        def forward(batch: MicroBatch) -> Tensor:
+            logprobs_NJ, ids_NJ = self._scores(batch, "none", likeliest=count)
+            if not batch.is_dummy:
+                for position, part in zip(batch.rows.tolist(), batching.split_rows(batch, ids_NJ), strict=True):
+                    ids[position] = part.astype(np.int32).reshape(-1)
+            return logprobs_NJ
+
+        scored = self._by_token(rows, forward)
+        own = [np.ascontiguousarray(part.reshape(-1, 1 + count)[:, 0]) for part in scored]
+        return own, ids, [part.reshape(-1, 1 + count)[:, 1:].reshape(-1) for part in scored]
+
+    def _scores(self, batch: MicroBatch, entropy: str, likeliest: int = 0) -> tuple[Tensor, Any]:
+        """Log-probabilities of the response tokens `[N]`, at the temperatures that they were sampled at, and entropies.
+        In a batch with candidates `[N, 1 + J]`, theirs after the token's own. `likeliest`: see `PolicyModel`."""
         temperature: float | Tensor | None = batch.temperature
         if batch.temperatures_N is not None:
             temperature = batch.temperatures_N.view(torch.int32)
@@ -211,9 +228,11 @@ class PolicyTrainer(Publishes):
             temperature = None
         if self.routers is not None:
             self.routers.follow(batch.experts_SLW)
-        seen = () if batch.pictures is None else (False, batch.pictures.to(self.ranks.device))
+        seen: tuple[Any, ...] = () if batch.pictures is None else (False, batch.pictures.to(self.ranks.device))
+        if likeliest:
+            seen = (*(seen or (False, None)), likeliest)
         logprobs_N, entropy_N = self.engine.forward(
-            batch.input_ids_SL, batch.positions_N, batch.targets_N, entropy, temperature, batch.blocks, *seen
+            batch.input_ids_SL, batch.positions_N, batch.scored, entropy, temperature, batch.blocks, *seen
         )
         return logprobs_N, entropy_N
 

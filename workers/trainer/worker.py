@@ -158,16 +158,15 @@ class ScorerWorker:
 
     def __init__(
         self,
-        compute: Callable[[Rows], Any],
+        compute: Callable[[Rows], dict[str, Any]],
         stage: str,
-        column: str,
         ranks: Peers = ALONE,
         *,
         max_units: int = 64,
         phases: Phases | None = None,
     ) -> None:
-        """`compute`: one value a row, e.g. `trainer.logprobs`. `column`: what the stage writes. `max_units`: most rows
-        of a round, over all ranks. `phases`: where it notes what it does."""
+        """`compute`: one value a row for each column that the stage writes. `max_units`: most rows of a round, over all
+        ranks. `phases`: where it notes what it does."""
         self._phases = phases or Phases()
         self.num_computed = self.num_in_flight = 0
         """Counts of rows: computed of its share, and in the present round."""
@@ -176,7 +175,6 @@ class ScorerWorker:
         self._store: SyncStoreClient | None = None
         """The store of the newest `run`."""
         self._turn = threading.Lock()
-        self._column = column
         self._rounds = SharedRounds(stage, ranks, max_units=max_units, moves_on=True)
         self._num_rows = 0
         self._busy_s = 0.0
@@ -213,7 +211,7 @@ class ScorerWorker:
         if len(lease.rows) and self._reports_rows:
             self._num_rows += len(lease.rows)
             with suppress(LeaseExpired):  # the rows are somebody else's by now
-                store.write(lease, lease.rows.row_ids, {self._column: values})
+                store.write(lease, lease.rows.row_ids, values)
         return lease.round + 1
 
     def stats(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from penstock.algorithms.graph.columns import HINTED
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.reward import JUDGE, has_own_judge
@@ -238,7 +239,12 @@ class ActorMaker:
         path = self.local(actor.name, self._scored_by(stage))
         rows_alone = is_exact(self._config, self._flow)
         return ScorerSpec(
-            model_path=path, column=stage.writes[0].name, rows_alone=rows_alone, **self._of_rank(actor, stage)
+            model_path=path,
+            columns=tuple(column.name for column in stage.writes),
+            candidates=stage.candidates,
+            prompt=HINTED if HINTED in stage.reads else "prompt_ids",
+            rows_alone=rows_alone,
+            **self._of_rank(actor, stage),
         )
 
     def _of_rank(self, actor: ActorPlan, stage: Stage) -> dict[str, Any]:

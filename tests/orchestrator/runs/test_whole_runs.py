@@ -75,6 +75,15 @@ def test_two_ranks_with_a_reference_train_and_report_kl(small_run, tmp_path, clu
     check_tokens(result.directory, steps, (1, 3))
 
 
+def test_the_policy_learns_from_itself_with_a_hint_by_its_likeliest_tokens(small_run, tmp_path, cluster):
+    words = [*small_run, "rollout.engine=hf", "trainer.max_steps=3", "algorithm=distill", "algorithm.teacher=reference"]
+    words += ["algorithm.candidates=4", "algorithm.group_size=2", "algorithm.hint={prompt}{answer}. {prompt}"]
+    result = run(load_config([*words, "name=hinted", f"output_dir={tmp_path}"]), quiet=True)
+    steps = metrics_of(result.directory)
+    assert all(line["actor/loss"] > 0.0 for line in steps)  # the hint makes a difference
+    assert all(0.0 < line[f"actor/{who}_mass"] < 1.0 for line in steps for who in ("student", "teacher"))
+
+
 def check_tokens(directory, lines, steps):
     """What the samples of these steps say of each token is what the steps' metrics are made of."""
     for step in steps:

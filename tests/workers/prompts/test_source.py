@@ -20,6 +20,7 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.prompts.dataset import open_dataset
+from penstock.workers.prompts.dataset_row import DatasetRow
 from penstock.workers.prompts.opening import check_prompts, encoder_of, open_source
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptSource, PromptStart
@@ -321,3 +322,25 @@ async def _put_by(source, count):
 
     await source.run(Sink(), batch=count)
     return taken
+
+
+def test_a_teacher_gets_the_rows_hint_and_the_policy_does_not(rows):
+    config = make_config(rows)
+    limits = TokenLimits.of_run(config, with_responses=False)
+    encoder = PromptEncoder(Characters(), config.data, limits, hint="{prompt} is {answer} ({question})")
+    dataset = open_dataset(config.data, EvaluationConfig())
+    (group,) = PromptSource(dataset, encoder, config.data).next_groups(1)
+    assert text_of(group["hinted_ids"]) == "{0} is {1} ({0})".format(
+        text_of(group["prompt_ids"]), json.loads(group["task"])["answer"]
+    )
+    with pytest.raises(DataError, match=r"algorithm\.hint names {anwser}.*answer"):
+        PromptEncoder(Characters(), config.data, limits, hint="{anwser}").hinted(dataset.row(0))
+
+
+def test_the_hint_takes_the_place_of_a_conversations_last_text():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+    row = DatasetRow("1+1", "2", 0, "row 0", messages=messages)
+    hinted = row.with_hint("{prompt}={answer}")
+    assert list(hinted.messages) == [messages[0], {"role": "user", "content": "1+1=2"}]
+    assert hinted.prompt == "1+1=2"
+    assert row.messages is messages

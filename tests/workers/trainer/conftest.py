@@ -187,3 +187,8 @@ def put_state(trainer: PolicyTrainer, state: dict[str, Tensor], num_optimizer_st
     for box in boxes(pieces):
         box.values.copy_(place_in(state[box.name], box))
     trainer.engine.loaded(num_optimizer_steps)
+
+
+def as_reference(compute: Callable[[Rows], Any]) -> Callable[[Rows], dict[str, Any]]:
+    """What a reference's worker calls: its column, by this function of rows."""
+    return lambda rows: {"reference_logprobs": compute(rows)}

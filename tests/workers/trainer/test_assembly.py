@@ -38,7 +38,7 @@ def trainer_spec(model_path: str, **options: object) -> TrainerSpec:
 
 
 def scorer_spec(model_path: str, **options: object) -> ScorerSpec:
-    options = {"stage": "reference", "column": "reference_logprobs"} | options
+    options = {"stage": "reference", "columns": ("reference_logprobs",)} | options
     return ScorerSpec(name="Scorer-reference-0", config=TrainerConfig(), model_path=model_path, **options)
 
 
@@ -115,7 +115,7 @@ def test_a_trainer_that_keeps_nothing_says_by_which_key_it_would(model_path: str
 
 
 def test_a_reward_model_is_assembled_where_the_stage_asks_for_scores(model_path: str) -> None:
-    parts = assemble_scorer(scorer_spec(model_path, head="scores", column="reward"), None)
+    parts = assemble_scorer(scorer_spec(model_path, head="scores", columns=("reward",)), None)
     try:
         assert isinstance(parts.trainer, ScalarTrainer)
         assert not parts.trainer.trainable

@@ -24,6 +24,7 @@ from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.shared_rounds import Alone
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
+from tests.workers.trainer.conftest import as_reference
 
 Make = Callable[..., PolicyTrainer]
 MINUTE = datetime.timedelta(minutes=1)
@@ -145,7 +146,7 @@ def test_a_rank_that_does_not_speak_for_its_rows_trains_them_and_reports_none(
     assert [report.share for report in reports if report] == [store.share, None]
     assert [len(report.rows.response_tokens_N) for report in reports if report] == [4, 0]
     workers = [
-        ScorerWorker(trainer.logprobs, "reference", "reference_logprobs", Alone(reports_rows=speaks))
+        ScorerWorker(as_reference(trainer.logprobs), "reference", Alone(reports_rows=speaks))
         for speaks in (True, False)
     ]
     for scorer in workers:

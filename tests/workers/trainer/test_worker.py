@@ -24,6 +24,7 @@ from penstock.workers.protocols import UpdateReport
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
+from tests.workers.trainer.conftest import as_reference
 
 Make = Callable[..., PolicyTrainer]
 
@@ -74,7 +75,7 @@ def test_reference_and_trainer_take_a_batch_through_the_store(make_trainer: Make
         store = make_store()
         client = StoreClient(store)
         await fill(client)
-        helper = ScorerWorker(reference.logprobs, "reference", "reference_logprobs")
+        helper = ScorerWorker(as_reference(reference.logprobs), "reference")
         trainer = TrainerWorker(policy, flow().stage("train").function)
         trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(store)))
@@ -111,7 +112,7 @@ def test_a_trainer_and_a_scorer_go_on_with_another_store(make_trainer: Make) -> 
         await StoreClient(first).spec()
         client = StoreClient(second)
         await fill(client)
-        helper = ScorerWorker(make_trainer(trainable=False).logprobs, "reference", "reference_logprobs")
+        helper = ScorerWorker(as_reference(make_trainer(trainable=False).logprobs), "reference")
         trainer = TrainerWorker(make_trainer(lr=1e-2), flow().stage("train").function)
         trainer.attach(SyncStoreClient(first))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(first)))
@@ -151,7 +152,7 @@ def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> Non
         store, phases, of_scorer = make_store(), Phases(), Phases()
         client, seen = StoreClient(store), []
         await store.spec()  # from here on it lives in this loop
-        scorer = ScorerWorker(Slow().logprobs, "reference", "reference_logprobs", phases=of_scorer)
+        scorer = ScorerWorker(as_reference(Slow().logprobs), "reference", phases=of_scorer)
         trainer = TrainerWorker(Slow(), ppo_clip_loss, phases=phases)  # type: ignore[arg-type]
         trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(scorer.run, SyncStoreClient(store)))
@@ -188,7 +189,7 @@ def test_the_state_is_copied_after_the_update_and_before_the_report_of_it(
         store = make_store()
         client = StoreClient(store)
         await fill(client)
-        helper = ScorerWorker(reference.logprobs, "reference", "reference_logprobs")
+        helper = ScorerWorker(as_reference(reference.logprobs), "reference")
         trainer = TrainerWorker(policy, flow().stage("train").function, checkpoint=checkpoint)
         trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(store)))

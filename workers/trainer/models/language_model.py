@@ -85,9 +85,10 @@ class PolicyModel(nn.Module):
         blocks: Blocks | None = None,
         own: bool = False,
         pictures: Pictures | None = None,
+        likeliest: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities `[N]` of `targets_N`, and entropies `[N]` of the distributions they are from, in nats,
-        float32.
+        """Log-probabilities of `targets_N`, `[N]` or `[N, J]`, in their shape, and entropies `[N]` of the distributions
+        they are from, in nats, float32.
 
         `input_ids_BL`: int64, padded on the right; None: features of `pictures` are returned instead. No mask and no
         positions are needed: attention is causal, so what is on the right reaches no real token, and each row starts at
@@ -96,7 +97,8 @@ class PolicyModel(nn.Module):
         one). `entropy`: "none"; "value", without gradient; "gradient". `temperature`: in the place of the model's; of
         each target, the bits of float32 as int32 `[N]`, since an engine in bfloat16 rounds all floating-point
         arguments. `own`: by the logits of the model's own forward, all of them at once; for `check_scores`. `pictures`:
-        what a model sees that has a vision tower; it has some in every call, if only a blank one.
+        what a model sees that has a vision tower; it has some in every call, if only a blank one. `likeliest`: a
+        number of tokens; what `likeliest_tokens` says of them is returned instead.
         """
         if entropy not in ENTROPY:
             raise ValueError(f"entropy={entropy!r}: unknown{suggest(entropy, ENTROPY)}")
@@ -117,8 +119,9 @@ class PolicyModel(nn.Module):
                 "between them, which the trainer does not know. Choose another model.path."
             )
         logprobs_N, entropy_N = output_layer(
-            hidden_NH, targets_N, temperature=self._at(temperature), entropy=entropy, budget_bytes=self.budget_bytes
-        )
+            hidden_NH, targets_N, temperature=self._at(temperature), entropy=entropy, budget_bytes=self.budget_bytes,
+            likeliest=likeliest,
+        )  # fmt: skip
         return logprobs_N, entropy_N
 
     def _at(self, temperature: float | Tensor | None) -> float | Tensor:

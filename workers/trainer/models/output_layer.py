@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.workers.trainer.models.linear import AdoptedLinear
-from penstock.workers.trainer.models.token_scores import Addend, token_scores
+from penstock.workers.trainer.models.token_scores import Addend, likeliest_tokens, token_scores
 
 BANNED = -1e30
 """Logit of a token without probability: finite, as 0 times infinity is no number."""
@@ -68,18 +68,23 @@ class OutputLayer(AdoptedLinear):
         temperature: float | Tensor = 1.0,
         entropy: str = "none",
         budget_bytes: int = 0,
+        likeliest: int = 0,
     ) -> Any:
-        """Return the product without targets, and what `token_scores` returns with them."""
+        """Return the product without targets, and what `token_scores` returns with them, or `likeliest_tokens` for so
+        many of them."""
         if targets_N is None:
             product = super().forward(hidden)
             addend = self._addend(hidden)
             if addend is not None:
                 product = product + nn.functional.linear(*addend)
             return product if self.banned_V is None else product + self.banned_V.to(product.dtype)
-        return token_scores(
-            hidden, self.weight, self._bias, targets_N, temperature=temperature / self.change.scale, entropy=entropy,
-            budget_bytes=budget_bytes, cap=self.change.product_cap, addend=self._addend(hidden),
-        )  # fmt: skip
+        ways: dict[str, Any] = {
+            "temperature": temperature / self.change.scale, "budget_bytes": budget_bytes,
+            "cap": self.change.product_cap, "addend": self._addend(hidden),
+        }  # fmt: skip
+        if likeliest:
+            return likeliest_tokens(hidden, self.weight, self._bias, targets_N, likeliest, **ways)
+        return token_scores(hidden, self.weight, self._bias, targets_N, entropy=entropy, **ways)
 
     def _addend(self, hidden: Tensor) -> Addend | None:
         """What an adapter adds to the product."""

@@ -87,6 +87,48 @@ def whole_scores(
         return logprobs_N, -(all_logprobs_NV.exp() * all_logprobs_NV).sum(dim=-1)
 
 
+def likeliest_tokens(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    count: int,
+    *,
+    temperature: float | Tensor = 1.0,
+    budget_bytes: int = 0,
+    cap: float | None = None,
+    addend: Addend | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities `[N, 1 + J]` of `targets_N` and of the `count` = J likeliest tokens, and the ids `[N, J]` of
+    these (int64), the likeliest first. Without gradient; arguments as of `token_scores`. Of equal logits any come."""
+    running, best = RunningSoftmax(targets_N, with_entropy=False), BestLogits(len(targets_N), count, hidden_NH.device)
+    with torch.no_grad():
+        for rows, words, logits_RC in Tiles(
+            hidden_NH, weight_VH, bias_V, 1.0 / temperature, budget_bytes or BYTES_PER_LOGIT, cap, addend
+        ):
+            best.add(rows, words, logits_RC)
+            running.add(rows, words, logits_RC)
+    best_NJ = best.logits_NJ - running.logsumexp().unsqueeze(1)
+    return torch.cat([running.logprobs().unsqueeze(1), best_NJ], dim=1), best.ids_NJ
+
+
+class BestLogits:
+    """The largest logits of each token and whose they are, tile by tile."""
+
+    def __init__(self, num_tokens: int, count: int, device: torch.device) -> None:
+        self.logits_NJ = torch.full((num_tokens, count), -torch.inf, device=device)
+        self.ids_NJ = torch.zeros(num_tokens, count, dtype=torch.int64, device=device)
+
+    def add(self, rows: slice, words: slice, logits_RC: Tensor) -> None:
+        """Add a tile, which stays as it is."""
+        count = self.ids_NJ.shape[1]
+        here_RJ, places_RJ = logits_RC.topk(min(count, logits_RC.shape[1]), dim=1)
+        logits_RJ = torch.cat([self.logits_NJ[rows], here_RJ], dim=1)
+        ids_RJ = torch.cat([self.ids_NJ[rows], places_RJ + words.start], dim=1)
+        self.logits_NJ[rows], best_RJ = logits_RJ.topk(count, dim=1)
+        self.ids_NJ[rows] = ids_RJ.gather(1, best_RJ)
+
+
 class _TokenScores(torch.autograd.Function):
     """Scores with their gradients. With z the logits over the temperature, p their softmax, t the target and H the
     entropy:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.algorithms.graph.columns import ROUTED_EXPERTS
+from penstock.algorithms.graph.columns import CANDIDATES, ROUTED_EXPERTS
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update.blocks import Blocks
@@ -33,6 +33,8 @@ MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
 few large ones, which rows of thousands of tokens give anyway.
 """
+SEVERAL = (CANDIDATES, "teacher_candidates")
+"""Columns with several values for each response token, as many for each of them."""
 UNKNOWN = -1
 """Byte of the record of a token that no engine has read: the last of a sequence, and padding."""
 
@@ -59,6 +61,8 @@ class MicroBatch:
     num_shared: int = 0
     """Tokens of sequences that others of them have, too, and that are computed there (`trees.py`)."""
     columns: dict[str, Tensor] = field(default_factory=dict)
+    candidates_NJ: Tensor | None = None
+    """Tokens that are scored in the place of each response token beside it, int64; None: none are."""
     temperature: float | None = None
     """Temperature at which all response tokens were sampled; None: the run's, or one of `temperatures_N` for each."""
     temperatures_N: Tensor | None = None
@@ -75,12 +79,21 @@ class MicroBatch:
     def is_dummy(self) -> bool:
         return len(self.rows) == 0
 
+    @property
+    def scored(self) -> Tensor:
+        """Tokens whose log-probabilities are computed: the response tokens `[N]`, or with candidates `[N, 1 + J]`."""
+        if self.candidates_NJ is None:
+            return self.targets_N
+        return torch.cat([self.targets_N.unsqueeze(1), self.candidates_NJ], dim=1)
+
     def scatter(self, values_N: Tensor) -> Tensor:
-        """Spread `[N]` values of the response tokens to `[B, T]`, 0 in padding, differentiable."""
-        if self.mask_BT.numel() == values_N.numel():
-            return values_N.view(self.mask_BT.shape)
-        flat = values_N.new_zeros(self.mask_BT.numel())
-        return flat.scatter(0, self.slots_N, values_N).view(self.mask_BT.shape)
+        """Spread values of the response tokens, `[N]` or `[N, J]`, to `[B, T]` or `[B, T, J]`, 0 in padding,
+        differentiable."""
+        shape = (*self.mask_BT.shape, *values_N.shape[1:])
+        if self.mask_BT.numel() == len(values_N):
+            return values_N.view(shape)
+        flat = values_N.new_zeros((self.mask_BT.numel(), *values_N.shape[1:]))
+        return flat.index_copy(0, self.slots_N, values_N).view(shape)
 
     def pad(self, arrays: "Sequence[np.ndarray]") -> Tensor:
         """Spread a float32 `[T_i]` array for each row to `[B, T]`, 0 in padding, on the micro-batch's device."""
@@ -231,7 +244,8 @@ def collate(
     `packed`: without padding, the longest sequence first. `shared`: as trees of each group's sequences, without records
     of experts and pictures. `eyes`: of a model that sees.
 
-    Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding. Rows with `target_ids`
+    Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding; those of candidates
+    `[B, T, J]`. Rows with `target_ids`
     are scored for these, at temperature 1; T is then their largest number. Raises `DataError` for a token column that
     is not as long as the response, or records of experts that are not one a token.
     """
@@ -266,6 +280,8 @@ def collate(
     )
     for name in columns:
         batch.columns[name] = _column(rows, name, positions, mask_BT)
+    if CANDIDATES in batch.columns:
+        return replace(batch, candidates_NJ=batch.columns.pop(CANDIDATES)[batch.mask_BT])
     return batch
 
 
@@ -307,17 +323,21 @@ def split_rows(batch: MicroBatch, values_N: Tensor) -> list[np.ndarray]:
 def _column(rows: Rows, name: str, positions: np.ndarray, mask_BT: np.ndarray) -> Tensor:
     if not _is_ragged(rows, name):
         return torch.from_numpy(rows.values(name)[positions].astype(np.float32))
-    arrays = select(rows.arrays(name), positions)
-    for position, array, length in zip(positions.tolist(), arrays, mask_BT.sum(axis=1).tolist(), strict=True):
-        if len(array) != length:
+    arrays, lengths = select(rows.arrays(name), positions), mask_BT.sum(axis=1).tolist()
+    several = 0
+    if name in SEVERAL:
+        several = sum(map(len, arrays)) // max(1, sum(lengths)) or 1
+    for position, array, length in zip(positions.tolist(), arrays, lengths, strict=True):
+        if len(array) != length * (several or 1):
             what = "targets" if TARGETS in rows else "response tokens"
             raise DataError(
                 f"row {rows.row_ids[position]}: column {name!r} has {len(array)} values for {length} {what}. A loss "
                 "reads columns with one value for each of them or one a row."
             )
     values = np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
-    padded_BT = np.zeros(mask_BT.shape, dtype=np.float32 if np.issubdtype(values.dtype, np.floating) else np.int64)
-    padded_BT[mask_BT] = values
+    shape = (*mask_BT.shape, several) if several else mask_BT.shape
+    padded_BT = np.zeros(shape, dtype=np.float32 if np.issubdtype(values.dtype, np.floating) else np.int64)
+    padded_BT[mask_BT] = values.reshape(-1, several) if several else values
     return torch.from_numpy(padded_BT)
 
 

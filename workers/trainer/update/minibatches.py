@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from penstock.algorithms.aggregation import BatchTotals
+from penstock.algorithms.graph.columns import CANDIDATE_LOGPROBS, CANDIDATES
 from penstock.algorithms.graph.stage import PROVIDED_BY_TRAINER
 from penstock.conf.errors import DataflowError, suggest
 from penstock.conf.trainer import TrainerConfig
@@ -61,7 +62,10 @@ class LossInputs:
                 continue
             if name in PROVIDED_BY_TRAINER:
                 provided.append(name)
-            elif parameter.default is parameter.empty:
+                if name != CANDIDATE_LOGPROBS:
+                    continue
+                name = CANDIDATES  # which it computes them of
+            if parameter.default is parameter.empty:
                 if name not in names:
                     raise DataflowError(
                         f"the loss reads column {name!r}, which the rows lack{suggest(name, names)} "
@@ -91,7 +95,7 @@ class LossInputs:
                 "Only a policy gives log-probabilities, only a critic values, only a reward model scores."
             )
         arguments = {name: available[name] for name in self.provided}
-        return self.loss(**arguments, **{name: batch.columns[name] for name in self.columns})
+        return self.loss(**arguments, **{name: batch.columns[name] for name in self.columns if name != CANDIDATES})
 
 
 @dataclass(frozen=True)

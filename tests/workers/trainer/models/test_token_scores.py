@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.workers.trainer.models.output_layer import LogitChange, OutputLayer
 from penstock.workers.trainer.models.token_scores import (
     BYTES_PER_LOGIT,
+    likeliest_tokens,
     tile_shape,
     token_scores,
 )
@@ -281,3 +282,16 @@ def test_several_targets_of_a_token_are_scored_as_each_alone(budget: int, entrop
         value, expected = value + entropies.sum(), expected + alone[0][1].sum()
     for one, other in zip(gradients(value, hidden, weight), gradients(expected, hidden, weight), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("count", [1, 7, VOCABULARY])
+def test_the_likeliest_tokens_are_those_of_whole_logits(budget: int, count: int) -> None:
+    hidden, weight, targets = problem()
+    logits = nn.functional.linear(hidden, weight).float() / 0.7
+    expected, ids = torch.log_softmax(logits, dim=-1).topk(count, dim=-1)
+    logprobs, found = likeliest_tokens(hidden, weight, None, targets, count, temperature=0.7, budget_bytes=budget)
+    assert torch.equal(found, ids)
+    assert torch.allclose(logprobs[:, 1:], expected, atol=1e-5)
+    assert torch.allclose(logprobs[:, 0], token_scores(hidden, weight, None, targets, temperature=0.7)[0], atol=1e-5)
+    assert not logprobs.requires_grad

@@ -275,7 +275,7 @@ def a_critic_leaves_with_its_policy() -> None:
 
 
 def a_scorer_makes_room_and_comes_back_for_the_next_rows() -> None:
-    spec = ScorerSpec(name="s", config=TrainerConfig(), model_path=str(PATHS[0]), stage="reference", column="c")
+    spec = ScorerSpec(name="s", config=TrainerConfig(), model_path=str(PATHS[0]), stage="reference", columns=("c",))
     with ranks_on_the_device():
         parts = assemble_scorer(spec, None)
     compute = parts.guest.computes(parts.trainer.logprobs)
