@@ -6,6 +6,7 @@ Pure functions, called by the `compute` stages of a dataflow with one tensor a c
                   related formulas, by name: grpo, dr_grpo, rloo, reinforce_plus_plus, opo, remax, gpg …
     temporal.py   of tokens: a reward and a KL penalty as rewards of tokens, with values to advantages and returns
                   (GAE), whitening; and of turns, by what they are given: turn_rloo
+    roles.py      of the sides of a game, each with a baseline that follows its rewards: rae
 
 A stage sees one group at a time: presets take all of its samples as one group if they get no `group_ids`. What needs
 statistics of the batch wants the batch's rewards, `[N]`, and says so.
@@ -25,6 +26,7 @@ from penstock.algorithms.advantages.outcome import reinforce_plus_plus as reinfo
 from penstock.algorithms.advantages.outcome import reinforce_plus_plus_baseline as reinforce_plus_plus_baseline
 from penstock.algorithms.advantages.outcome import remax as remax
 from penstock.algorithms.advantages.outcome import rloo as rloo
+from penstock.algorithms.advantages.roles import role_advantage as role_advantage
 from penstock.algorithms.advantages.temporal import gae as gae
 from penstock.algorithms.advantages.temporal import token_rewards as token_rewards
 from penstock.algorithms.advantages.temporal import turn_rloo as turn_rloo

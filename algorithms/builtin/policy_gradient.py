@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from penstock.algorithms.advantages import ADVANTAGES
+from penstock.algorithms.advantages.roles import RoleBaselines, role_advantage
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -37,6 +38,8 @@ from penstock.conf.checks import above
 SHAPED, PENALIZED = Column("shaped_reward", "float32"), Column("penalized_reward", "float32")
 TOKEN_ADVANTAGE = Column("token_advantage", "float32", "token")
 PRESETS = (DrGrpoConfig, DapoConfig, RlooConfig, ReinforcePpConfig, RemaxConfig, GspoConfig, CispoConfig)
+STATE = "state"
+"""The keyword of what an advantage carries from step to step."""
 TURNS = "turn_tokens"
 """The column of turns. An advantage that reads it has one value for each token."""
 
@@ -86,12 +89,13 @@ def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig, reward: str) -> st
     advantage: Any = partial(function, **options)
     if reward != "reward":
         advantage = Renamed(advantage, "reward", reward)
-    reads = columns_read(advantage)
+    reads = [name for name in columns_read(advantage) if name != STATE]
     if "greedy_reward" in reads:
         flow.greedy_rollout("policy")
         flow.reward(writes="greedy_reward", text="greedy_text", name="greedy_reward")
     written = TOKEN_ADVANTAGE if TURNS in reads else STANDARD_COLUMNS["advantage"]
-    flow.compute(advantage, per=cfg.advantage_per, reads=reads, writes=[written], name="advantage")
+    state = RoleBaselines() if function is role_advantage else None
+    flow.compute(advantage, per=cfg.advantage_per, reads=reads, writes=[written], name="advantage", state=state)
     return written.name
 
 

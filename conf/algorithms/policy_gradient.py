@@ -25,7 +25,8 @@ class PolicyGradientConfig(AlgorithmConfig):
     group_size: int = 8
     advantage: str = "grpo"
     """Name of the advantage: grpo, dr_grpo, rloo, opo, remax, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline,
-    in an environment also turn_rloo, by the rewards of turns; or your own (`@advantage`)."""
+    rae, by the role of each side of a game (with advantage_per=batch); in an environment also turn_rloo, by the rewards
+    of turns; or your own (`@advantage`)."""
     advantage_options: dict[str, Any] = field(default_factory=dict)
     """Keyword settings of the advantage."""
     advantage_per: str = "group"

@@ -70,6 +70,7 @@ def test_the_builtin_names():
         "gpg",
         "grpo",
         "opo",
+        "rae",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
         "remax",
