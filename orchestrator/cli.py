@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _load(overrides: Sequence[str]) -> Any:
     from penstock.orchestrator.configuration.compose import load_config
-    from penstock.orchestrator.configuration.recipes import packaged_recipes
+    from penstock.workers.user_code import packaged_recipes
 
     if not overrides:
         raise ConfigError(
@@ -164,8 +164,10 @@ def _grafana(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.observability.reporting.report import report_of
+    from penstock.orchestrator.observability.ui.known_curves import write_known
 
-    print(report_of(arguments.run))
+    for place in [write_known(arguments.runs)] if arguments.band else map(report_of, arguments.runs):
+        print(place)
     return 0
 
 
@@ -199,7 +201,8 @@ def _recipes(_: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.orchestrator.configuration.recipes import find_recipe, packaged_recipes
+    from penstock.orchestrator.configuration.recipes import find_recipe
+    from penstock.workers.user_code import packaged_recipes
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for name in packaged_recipes():

@@ -9,6 +9,7 @@ Functions = Mapping[str, Callable[[argparse.Namespace], int]]
 """What carries out each command, by its name."""
 OVERRIDES_HELP = "recipe=NAME or recipe=DIRECTORY, algorithm=NAME, model=PRESET, and any key=value"
 RETRIES_HELP = "when the command itself is killed or loses its cluster, go on up to N times from where it was"
+BAND_HELP = "make of these runs, of different seeds, the band that others of their recipe are compared with"
 RUN_HELP = "the run's directory or URL"
 REQUESTS_HELP = "rollout=+2, rollout=3, reward=-1: so many more, so many in all (of each reward stage), so many less"
 SWEEP = """Run every combination, as many at a time as the machine or the cluster has room for. The same command again
@@ -82,7 +83,8 @@ def make_parser(functions: Functions) -> argparse.ArgumentParser:
     sweep.add_argument("--jobs", type=int, default=None, metavar="N", help="side by side (default: as there is room)")
     sweep.set_defaults(command=functions["sweep"])
     report = commands.add_parser("report", help="rebuild report.html and the plots of a run")
-    report.add_argument("run", help="the run's directory or URL, e.g. runs/arithmetic-20260101-120000")
+    report.add_argument("runs", nargs="+", help="a run's directory or URL, e.g. runs/arithmetic-20260101-120000")
+    report.add_argument("--band", action="store_true", help=BAND_HELP)
     report.set_defaults(command=functions["report"])
     ui = commands.add_parser("ui", help="a page about runs, live while they go on")
     ui.add_argument(

@@ -1,5 +1,5 @@
 """The code that a user brings: a Python file or an importable module, and the function in it that a configuration
-names.
+names; and the directories of recipes, which bring such files.
 
 It is named by keys that take `file.py:function` or `package.module:function` (`reward.function`, `data.teacher`,
 `algorithm`, `imports`), and resolved on the driver and again in every process that needs it.
@@ -15,6 +15,18 @@ from types import ModuleType
 from typing import Any
 
 from penstock.conf.errors import ConfigError, suggest
+
+RECIPE_FILE = "recipe.yaml"
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """Directories of the recipes that come with Penstock, by name."""
+    found: dict[str, Path] = {}
+    package = importlib.util.find_spec("penstock.recipes")
+    for root in (package.submodule_search_locations or []) if package else []:
+        for file in sorted(Path(root).glob(f"*/{RECIPE_FILE}")):
+            found.setdefault(file.parent.name, file.parent)
+    return found
 
 
 def file_of(spec: str) -> str:

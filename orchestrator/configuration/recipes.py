@@ -7,7 +7,6 @@ the user bring. They are found and loaded here, and composed in `compose.py`.
 A recipe may say `base: NAME` and then only what differs from that one.
 """
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,9 +16,8 @@ import yaml
 
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.renamed import present_values
-from penstock.workers.user_code import import_file
+from penstock.workers.user_code import RECIPE_FILE, import_file, packaged_recipes
 
-FILE_NAME = "recipe.yaml"
 FREE = ("options", "tags", "labels")
 """Names of mappings with keys of the user's own, which may have dots in them."""
 
@@ -35,7 +33,7 @@ class Recipe:
 
     @property
     def file(self) -> Path:
-        return self.directory / FILE_NAME
+        return self.directory / RECIPE_FILE
 
     @property
     def description(self) -> str:
@@ -50,16 +48,6 @@ class Recipe:
         return [(self.directory / str(name)).resolve() for name in names]
 
 
-def packaged_recipes() -> dict[str, Path]:
-    """Directories of the recipes that come with Penstock, by name."""
-    found: dict[str, Path] = {}
-    package = importlib.util.find_spec("penstock.recipes")
-    for root in (package.submodule_search_locations or []) if package else []:
-        for file in sorted(Path(root).glob(f"*/{FILE_NAME}")):
-            found.setdefault(file.parent.name, file.parent)
-    return found
-
-
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name or at that path. Raises `ConfigError` with the nearest known name, or the YAML's fault
     and line."""
@@ -67,17 +55,17 @@ def find_recipe(name: str) -> Recipe:
     known = packaged_recipes()
     if name in known:
         directory = known[name]
-    elif path.name == FILE_NAME and path.is_file():
+    elif path.name == RECIPE_FILE and path.is_file():
         directory = path.resolve().parent
-    elif (path / FILE_NAME).is_file():
+    elif (path / RECIPE_FILE).is_file():
         directory = path.resolve()
     elif path.is_dir():
         raise ConfigError(
-            f"recipe={name}: the directory has no {FILE_NAME}. Write one; keys are those of `penstock validate`."
+            f"recipe={name}: the directory has no {RECIPE_FILE}. Write one; keys are those of `penstock validate`."
         )
     else:
-        raise ConfigError(f"recipe={name}: neither a recipe nor a directory with a {FILE_NAME}{suggest(name, known)}")
-    return Recipe(directory.name, directory, _with_base(directory, _read(directory / FILE_NAME)))
+        raise ConfigError(f"recipe={name}: neither a recipe nor a directory with a {RECIPE_FILE}{suggest(name, known)}")
+    return Recipe(directory.name, directory, _with_base(directory, _read(directory / RECIPE_FILE)))
 
 
 def load_file(path: Path, key: str) -> ModuleType:
@@ -98,13 +86,13 @@ def _with_base(directory: Path, values: dict[str, Any], seen: tuple[Path, ...] =
     if "base" not in values:
         return values
     if directory in seen:
-        raise ConfigError(f"{directory / FILE_NAME}: base={values['base']} leads back to this recipe.")
+        raise ConfigError(f"{directory / RECIPE_FILE}: base={values['base']} leads back to this recipe.")
     known = packaged_recipes()
     name = str(values["base"])
     where = known[name] if name in known else (directory / name).resolve()
-    if not (where / FILE_NAME).is_file():
-        raise ConfigError(f"{directory / FILE_NAME}: base={name} is no recipe{suggest(name, known)}")
-    base = _with_base(where, _read(where / FILE_NAME), (*seen, directory))
+    if not (where / RECIPE_FILE).is_file():
+        raise ConfigError(f"{directory / RECIPE_FILE}: base={name} is no recipe{suggest(name, known)}")
+    base = _with_base(where, _read(where / RECIPE_FILE), (*seen, directory))
     own = {key: value for key, value in values.items() if key != "base"}
     if own.get("algorithm", {}).get("name") not in (None, base.get("algorithm", {}).get("name")):
         base = {key: value for key, value in base.items() if key != "algorithm"}

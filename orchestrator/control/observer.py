@@ -27,6 +27,7 @@ from penstock.orchestrator.observability.monitoring.step_trace import StepTrace
 from penstock.orchestrator.observability.reporting.sample_log import SampleLog
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink
 from penstock.orchestrator.observability.reporting.step_log import QUICK_S, StepLog
+from penstock.orchestrator.observability.ui.known_curves import KnownCurves
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import StepReport
 
@@ -60,7 +61,8 @@ class Observer:
             fleet, flow, store.describe, versions.state, lambda: restarts.step, watch.heard, directory
         )
         self._logs, self._links = Logs(fleet, directory), Links(fleet, directory, progress)
-        self._diagnosis = Diagnosis(config.diagnosis_of_run, config.max_staleness, directory, progress)
+        known = KnownCurves.of_config(directory.read_config())
+        self._diagnosis = Diagnosis(config.diagnosis_of_run, config.max_staleness, directory, progress, known)
         self._stalls = Stalls(
             config.diagnosis, lambda: self._asked(store.describe(), "describe"), watch.stacks,
             {column.name: stage.name for stage in flow.stages if not stage.is_in_trainer for column in stage.writes},

@@ -22,8 +22,12 @@ from penstock.conf.errors import PenstockError
 from penstock.orchestrator.observability.diagnosis.history import Finding, History
 from penstock.orchestrator.observability.diagnosis.rules import findings
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
+from penstock.orchestrator.observability.ui.known_curves import KnownCurves
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
+ACCURACY = "accuracy/heldout"
+LEAST_MARGIN = 0.05
+"""Accuracy below the worst of a recipe's seeds that is no chance."""
 LOOK_S = 1.0
 MOST_STACKS = 8
 """Most members whose stacks are read for one stall."""
@@ -38,8 +42,15 @@ class Diagnosis:
     for a whole window."""
 
     def __init__(
-        self, config: DiagnosisConfig, max_staleness: int, directory: RunDirectory, progress: ProgressDisplay
+        self,
+        config: DiagnosisConfig,
+        max_staleness: int,
+        directory: RunDirectory,
+        progress: ProgressDisplay,
+        known: KnownCurves | None = None,
     ) -> None:
+        """`known`: curves that the recipe is known to have; None: that is not known, or the settings are others."""
+        self._known = known
         self._config, self._max_staleness = config, max_staleness
         self._directory, self._progress = directory, progress
         self._history = History(config.window)
@@ -52,7 +63,9 @@ class Diagnosis:
             return []
         self._history.add(metrics)
         new = []
-        for found in findings(self._history, self._config, self._max_staleness):
+        differs = below_band(self._known, step, metrics) if self._known is not None else None
+        rules = findings(self._history, self._config, self._max_staleness)
+        for found in (*rules, *([differs] if differs is not None else ())):
             before = self._told.get(found.rule)
             self._told[found.rule] = step
             if before is None or step - before > self._config.window:
@@ -64,6 +77,23 @@ class Diagnosis:
         about = {"rule": found.rule, "text": found.text, "advice": found.advice}
         self._directory.event(found.level, step=step, **about)
         self._progress.warn(found.level, found.text, found.advice)
+
+
+def below_band(known: KnownCurves, step: int, metrics: Mapping[str, Any]) -> Finding | None:
+    """What there is to say of a run of a recipe's own settings whose held-out accuracy is below that of its seeds."""
+    curve, value = known.curves.get(ACCURACY), metrics.get(ACCURACY)
+    if curve is None or value is None or step not in curve.steps:
+        return None
+    at = curve.steps.index(step)
+    low, high = curve.low[at], curve.high[at]
+    if value >= low - max(LEAST_MARGIN, high - low):
+        return None
+    return Finding(
+        "below_band",
+        f"held-out accuracy is {value:.1%}, and with the recipe's {len(known.seeds)} seeds {low:.1%} to {high:.1%}",
+        "The settings are the recipe's: look for what else differs, such as versions of packages, the model, the data, "
+        f"or the CPU (theirs: {known.cpu}).",
+    )
 
 
 class Pace:

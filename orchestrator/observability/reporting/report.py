@@ -23,6 +23,7 @@ from penstock.orchestrator.observability.marks import marks_of
 from penstock.orchestrator.observability.reporting.embedded_pictures import EmbeddedPictures, Piece
 from penstock.orchestrator.observability.ui.cards import cards, elapsed
 from penstock.orchestrator.observability.ui.chart import Chart, drawn, write_pngs
+from penstock.orchestrator.observability.ui.known_curves import with_known
 from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.observability.ui.runs.found import ENDED
 from penstock.orchestrator.observability.ui.themes import charts_of
@@ -62,7 +63,7 @@ def write_report(path: str | Path, *, pngs: bool = True) -> Path:
     config = directory.read_config()
     columns = Columns(directory.metrics_file)
     columns.update()
-    charts = charts_of(columns.keys, config)
+    charts = with_known(charts_of(columns.keys, config), config)
     directory.write_text("report.html", page(directory, config, charts, columns))
     if pngs:
         write_pngs(charts, columns, directory.plots, marks_of(directory.read_events()))

@@ -6,7 +6,7 @@ the chart has pixels; of each bucket the mean is drawn, and its least and larges
 of one step stays visible.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ STYLE: Any = {
 }  # fmt: skip
 MARKS = {"bad": "#c02626", "warn": "#9a5b00", "good": "#0f7a4d", "note": "#626b77"}
 """Colours of marks by level: those of `static/style.css`."""
+KNOWN_COLOR = "#626b77"
+"""Colour of the band of a known curve: that of `static/style.css`'s faint text."""
 TICK = 0.05
 """Height of a mark of the level `note`, as a share of the axes."""
 
@@ -67,6 +69,8 @@ class Chart:
     top: float | None = None
     theme: str = "others"
     """One of `THEMES`."""
+    known: Mapping[str, Any] | None = None
+    """A curve that the recipe is known to have, drawn behind: {label, steps, low, mean, high}."""
 
     @property
     def keys(self) -> list[str]:
@@ -167,6 +171,9 @@ def _draw(axes: Any, chart: Chart, columns: Columns) -> None:
         )
         if curve.low is not None and curve.high is not None:
             axes.fill_between(steps, columns[curve.low], columns[curve.high], color=color, alpha=0.15, linewidth=0)
+    if chart.known is not None:
+        band = (chart.known[part] for part in ("steps", "low", "high"))
+        axes.fill_between(*band, color=KNOWN_COLOR, alpha=0.2, linewidth=0, label=chart.known["label"])
     if chart.bound is not None:
         axes.axhline(chart.bound, color="#c02626", linestyle="--", linewidth=1, label=f"bound {chart.bound:g}")
     if chart.log and all(_is_positive(columns[curve.key]) for curve in chart.curves):
@@ -176,7 +183,7 @@ def _draw(axes: Any, chart: Chart, columns: Columns) -> None:
     if chart.percent:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set(title=chart.title, xlabel="step", ylabel=chart.unit)
-    if len(chart.curves) > 1 or chart.bound is not None:
+    if len(chart.curves) > 1 or chart.bound is not None or chart.known is not None:
         axes.legend(frameon=False, fontsize=8)
 
 

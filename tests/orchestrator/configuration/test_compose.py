@@ -14,8 +14,8 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.completed import completed
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.recipes import packaged_recipes
 from penstock.orchestrator.run_directory.run_directory import to_yaml
+from penstock.workers.user_code import packaged_recipes
 
 ALGORITHM = """
 from dataclasses import dataclass

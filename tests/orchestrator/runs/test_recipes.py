@@ -8,9 +8,10 @@ from transformers import AutoModelForSequenceClassification
 from penstock.conf.errors import ConfigError
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.recipes import find_recipe, packaged_recipes
+from penstock.orchestrator.configuration.recipes import find_recipe
 from penstock.orchestrator.run import run
 from penstock.workers.fresh_model import build_fresh_model
+from penstock.workers.user_code import packaged_recipes
 from tests.run_files import metrics_of
 
 MODEL = FreshModelConfig(

@@ -17,6 +17,7 @@ from penstock.orchestrator.observability.differences import differences_of
 from penstock.orchestrator.observability.marks import marks_of
 from penstock.orchestrator.observability.ui.cards import cards
 from penstock.orchestrator.observability.ui.chart import plain, thinned
+from penstock.orchestrator.observability.ui.known_curves import with_known
 from penstock.orchestrator.observability.ui.runs.activity import Traced, printed
 from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.observability.ui.runs.found import MAX_CHARACTERS, SERVING, line_of
@@ -82,7 +83,7 @@ class OpenRun:
             "changed": differences_of(config),
             "events": events[-MAX_EVENTS:],
             "marks": [mark.plain() for mark in marks_of(events)],
-            "charts": [chart.plain() for chart in charts_of(keys, config)],
+            "charts": [chart.plain() for chart in with_known(charts_of(keys, config), config)],
             "num_steps": num_steps,
             "num_unreadable": num_unreadable,
         }

@@ -44,6 +44,13 @@ export function stacked(curves) {
   });
 }
 
+/** Points between two steps. */
+export function between(curve, first, last) {
+  const kept = curve.steps.map((step) => step >= first && step <= last);
+  const of = (values) => values && values.filter((value, index) => kept[index]);
+  return { ...curve, steps: of(curve.steps), mean: of(curve.mean), low: of(curve.low), high: of(curve.high) };
+}
+
 export class ChartView {
   /** `chart`: as the server describes it. `load(chart, first, last)` resolves to curves: {label, steps, mean, low, high}.
    *  `marks`: [{step, until, text, level}] of what happened. */
@@ -66,7 +73,8 @@ export class ChartView {
     const asked = (this.asked = Symbol());
     const curves = await this.load(this.chart, ...this.range);
     if (asked !== this.asked) return; // an older answer
-    this.curves = curves;
+    const known = this.chart.known && between(this.chart.known, ...this.range);
+    this.curves = known ? [...curves, { ...known, dash: [4, 4], faint: true }] : curves;
     this.draw();
   }
 
@@ -91,7 +99,7 @@ export class ChartView {
     const ink = { text: shown("--faint"), line: shown("--line"), bad: shown("--bad"), warn: shown("--warn"), good: shown("--good"), note: shown("--faint") };
     const [data, series, bands, places] = [[steps], [{}], [], []];
     curves.forEach((curve, index) => {
-      const stroke = color(curve.color ?? index);
+      const stroke = curve.faint ? ink.text : color(curve.color ?? index);
       const show = !this.hidden.has(curve.label);
       const dots = chart.dots || curve.steps.length === 1;
       const smooth = !chart.stacked && !chart.dots && this.weight > 0;
