@@ -18,7 +18,7 @@ demo: setup ## a tiny model learns arithmetic by reinforcement learning, within 
 # cores, a file at a time. Threads that wait by spinning would keep the cores from those that compute.
 WORKERS := 3
 SLOWEST := --durations=10 --durations-min=1
-OTHERS := verifiers tinker22 tinker30 tinker38
+OTHERS := verifiers openenv tinker22 tinker30 tinker38
 test: packages setup $(OTHERS:%=.venv-%/.locked) ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick run, WORKERS=0 for one process
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu and not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)
 
@@ -91,5 +91,5 @@ gpu-smoke: setup ## the ten steps that fail first on GPUs; stops at the first fa
 	$(BIN)/python -m benchmarks.gpu.smoke $(ARGS)
 
 clean: ## all that is made: environments, runs, caches
-	rm -rf .venv .venv-trl .venv-tq .venv-oracle .venv-verifiers .venv-tinker* .venv-gpu runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-tq .venv-oracle .venv-verifiers .venv-openenv .venv-tinker* .venv-gpu runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,7 +31,7 @@ from penstock.workers.user_code import find_function, import_file
 F = TypeVar("F", bound=Callable[..., Any])
 BUILTIN = {
     name: f"penstock.workers.environments.adapters.{name}"
-    for name in ("agent", "gymnasium", "textarena", "reasoning_gym", "verifiers", "tools", "mcp")
+    for name in ("agent", "gymnasium", "textarena", "reasoning_gym", "verifiers", "tools", "mcp", "openenv")
 }
 """Modules that register environments, by the environment's name."""
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {}
