@@ -21,9 +21,9 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 RECIPES = (
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo", "ppo", "online_dpo", "dpo", "kto",
-    "distill",
+    "distill", "distill_topk",
 )  # fmt: skip
-OTHERS = {"ppo": "reward_model", "distill": "teacher"}
+OTHERS = {"ppo": "reward_model", "distill": "teacher", "distill_topk": "teacher"}
 """Models that a recipe makes first, kept for the seed."""
 NUM_SEEDS = 3
 MARGIN = 0.05
