@@ -4,7 +4,6 @@ Who moves first in a game wins more often. Against one baseline for both sides, 
 the second's bad whatever they were; against a baseline for each role, moves are compared with moves from that side.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,11 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.advantages.outcome import advantage, finite_rewards
+from penstock.algorithms.graph.columns import field_of
 from penstock.conf.checks import within
-from penstock.conf.errors import DataflowError, ShapeError, suggest
-
-TASK = "environment_task"
-"""Key of an environment's own task in the column `task` (`workers/environments/task.py`), whose data may have roles."""
+from penstock.conf.errors import ShapeError
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def role_advantage(
     reward_N = finite_rewards(reward)
     if len(task) != len(reward):
         raise ShapeError(f"task has {len(task)} rows; expected {len(reward)}, as many as reward.")
-    roles = [role_of(one, role) for one in task]
+    roles = [field_of(one, role, "algorithm.advantage_options.role") for one in task]
     rewards = defaultdict(list)
     for name, value in zip(roles, reward_N.tolist(), strict=True):
         rewards[name].append(value)
@@ -62,14 +59,3 @@ def role_advantage(
         values[name] = decay * values[name] + (1.0 - decay) * mean if name in values else mean
     baselines_N = torch.tensor([values[name] for name in roles], dtype=reward_N.dtype, device=reward.device)
     return (reward_N - baselines_N).float(), RoleBaselines(values)
-
-
-def role_of(task: str, field_name: str) -> str:
-    """The role in one value of the column `task`."""
-    columns = json.loads(task)
-    columns = columns.get(TASK, {}).get("data", columns)
-    if field_name not in columns:
-        raise DataflowError(
-            f"algorithm.advantage_options.role={field_name}: a task has no such field{suggest(field_name, columns)}"
-        )
-    return str(columns[field_name])

@@ -14,6 +14,7 @@ is a signal for each token. With `algorithm.candidates` the two are compared in 
 Legend: B rows of the micro-batch, T response tokens, padded; T_i tokens of row i.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from penstock.algorithms.aggregation import masked
 from penstock.algorithms.checks import as_mask, describe, has_axes, positive, same_shape
-from penstock.algorithms.graph.columns import HINTED, Column
+from penstock.algorithms.graph.columns import CANDIDATES, HINTED, Column, field_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Renamed, columns_read
 from penstock.algorithms.kl import LOG_RATIO_BOUND
@@ -31,7 +32,7 @@ from penstock.algorithms.registry import algorithm
 from penstock.conf.algorithms.base import SftConfig
 from penstock.conf.algorithms.preference import DistillConfig
 from penstock.conf.checks import within
-from penstock.conf.errors import ShapeError
+from penstock.conf.errors import DataflowError, ShapeError, suggest
 
 TOKEN_ADVANTAGE = Column("token_advantage", "float32", "token")
 
@@ -49,14 +50,48 @@ def distill(cfg: DistillConfig) -> Dataflow:
     """Descent of a divergence from the teacher, on the student's own samples: 2306.13649."""
     flow = Dataflow()
     flow.rollout("policy", samples_per_prompt=cfg.group_size)
-    flow.logprobs(cfg.teacher, candidates=cfg.candidates, prompt="prompt_ids" if cfg.hint is None else HINTED)
+    prompt, teacher = "prompt_ids" if cfg.hint is None else HINTED, cfg.teacher
+    for value, model in cfg.teachers.items():
+        flow.logprobs(model, candidates=cfg.candidates, prompt=prompt, rows_of=(cfg.teacher_by, value))
+    if cfg.teachers:
+        teacher = "teacher"
+        add_choice(flow, cfg)
+    else:
+        flow.logprobs(teacher, candidates=cfg.candidates, prompt=prompt)
     if cfg.candidates:
         compared = partial(divergence_loss, divergence=cfg.divergence, beta=cfg.beta, aggregation=cfg.aggregation)
         return flow.train("policy", loss=compared)
-    judge = Renamed(partial(reverse_kl_advantage, discount=cfg.discount), "teacher_logprobs", f"{cfg.teacher}_logprobs")
+    judge = Renamed(partial(reverse_kl_advantage, discount=cfg.discount), "teacher_logprobs", f"{teacher}_logprobs")
     flow.compute(judge, per="sample", reads=columns_read(judge), writes=[TOKEN_ADVANTAGE])
     loss = partial(policy_loss, surrogate="reinforce", aggregation=cfg.aggregation)
     return flow.train("policy", loss=Renamed(loss, "advantage", TOKEN_ADVANTAGE.name))
+
+
+def add_choice(flow: Dataflow, cfg: DistillConfig) -> Dataflow:
+    """Add the stage that takes, of what several teachers have written, the columns of each row's own."""
+    names = ("{}_logprobs", "{}_candidate_ids", "{}_candidates") if cfg.candidates else ("{}_logprobs",)
+    of_teachers = {value: [name.format(model) for name in names] for value, model in cfg.teachers.items()}
+    writes: list[str | Column] = [Column("teacher_logprobs", "float32", "token")]
+    writes += [CANDIDATES, "teacher_candidates"] if cfg.candidates else []
+    reads = ["task", *(name for columns in of_teachers.values() for name in columns)]
+    choose = partial(of_its_teacher, by=cfg.teacher_by, of_teachers=of_teachers)
+    return flow.compute(choose, per="sample", reads=reads, writes=writes, name="of_its_teacher")
+
+
+def of_its_teacher(
+    task: list[str], *, by: str, of_teachers: Mapping[str, Sequence[str]], **columns: list[Tensor]
+) -> tuple[list[Tensor], ...]:
+    """The columns of each row's own teacher. `task`: JSON. `of_teachers`: names of the columns that the teacher of each
+    value of the task's field `by` has written. Raises `DataflowError` for a row that is nobody's."""
+    chosen = []
+    for row, text in enumerate(task):
+        value = field_of(text, by, "algorithm.teacher_by")
+        if value not in of_teachers:
+            raise DataflowError(
+                f"algorithm.teachers has none for {by}={value}{suggest(value, of_teachers)} Name one for each."
+            )
+        chosen.append([columns[name][row] for name in of_teachers[value]])
+    return tuple([list(part) for part in zip(*chosen, strict=True)])
 
 
 def reverse_kl_advantage(

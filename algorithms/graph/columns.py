@@ -4,7 +4,10 @@ Rows are samples (one prompt, one response). The standard columns are below; a u
 writing `Column("novelty", "float32")` where a name would do.
 """
 
+import json
 from dataclasses import dataclass
+
+from penstock.conf.errors import DataflowError, suggest
 
 DTYPES = ("uint8", "int32", "int64", "float32", "bool", "string", "binary")
 SHAPES = ("sample", "token", "prompt", "list")
@@ -79,6 +82,8 @@ CANDIDATES, CANDIDATE_LOGPROBS = "candidate_ids", "candidate_logprobs"
 """The column of tokens that the trainer scores beside those of the response, and the argument by which a loss gets
 their log-probabilities, `[B, T, J]` with gradient."""
 HINTED = "hinted_ids"
+ENVIRONMENT_TASK = "environment_task"
+"""Key of an environment's own task in the column `task`."""
 PROMPT_COLUMNS = ("prompt_ids", "task")
 ROLLOUT_COLUMNS = ("response_ids", "response_text", "finish_reason", "behavior_logprobs", "token_versions")
 SEQUENCE_COLUMNS = ("context_ids", "spans", "token_temperatures")
@@ -87,6 +92,16 @@ reads, and how it scores what was sampled."""
 PROMPT_PICTURES, SEEN_PICTURES = ("pictures", "picture_ranges"), ("seen_pictures", "seen_ranges")
 """Columns of the pictures that a prompt has, and of those that a trajectory has seen."""
 TRAJECTORY_COLUMNS = (*ROLLOUT_COLUMNS, *SEQUENCE_COLUMNS, "turn_tokens", "turn_rewards", "turn_ids", "transcript")
+
+
+def field_of(task: str, name: str, key: str) -> str:
+    """A field of one value of the column `task`, of a row or of an environment's own task, as text. `key`: the
+    configuration's, for the `DataflowError` of a task that lacks it."""
+    columns = json.loads(task)
+    columns = columns.get(ENVIRONMENT_TASK, {}).get("data", columns)
+    if name not in columns:
+        raise DataflowError(f"{key}={name}: a task has no such field{suggest(name, columns)}")
+    return str(columns[name])
 
 
 def as_column(column: "str | Column") -> Column:

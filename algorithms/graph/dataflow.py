@@ -94,24 +94,38 @@ class Dataflow:
         """Score each response. `function=None`: the one that `reward.function` names. `text`: the column to score."""
         return self._add(Stage(name, "reward", "sample", ("task", text), _columns((writes,), name), function=function))
 
-    def logprobs(self, model: str = "reference", *, candidates: int = 0, prompt: str = "prompt_ids") -> "Dataflow":
+    def logprobs(
+        self,
+        model: str = "reference",
+        *,
+        candidates: int = 0,
+        prompt: str = "prompt_ids",
+        rows_of: tuple[str, str] | None = None,
+    ) -> "Dataflow":
         """Compute log-probabilities of the responses under a model that is not trained: writes `<model>_logprobs`.
 
         `candidates`: a number of tokens, the likeliest in the place of each response token; `candidate_ids` and
         `teacher_candidates` have them, for a loss that takes `candidate_logprobs`. `prompt`: what the model reads
-        before the response; `hinted_ids`: the prompt with a hint, which the source makes.
+        before the response; `hinted_ids`: the prompt with a hint, which the source makes. `rows_of`: a field of the
+        task, and its value in the rows that are the model's, of several (`of_its_teacher`); the columns of candidates
+        are then `<model>_candidate_ids` and `<model>_candidates`.
         """
         name = f"{model}_logprobs"
         columns = [STANDARD_COLUMNS.get(name, Column(name, "float32", "token"))]
         if candidates:
-            columns += _columns((CANDIDATES, "teacher_candidates"), model)
+            names = (CANDIDATES, "teacher_candidates")
+            if rows_of is not None:
+                names = (f"{model}_candidate_ids", f"{model}_candidates")
+            kinds = zip(names, ("int32", "float32"), strict=True)
+            columns += [STANDARD_COLUMNS.get(name, Column(name, dtype, "list")) for name, dtype in kinds]
         if prompt == HINTED:
             self.stages = [
                 replace(one, writes=(*one.writes, STANDARD_COLUMNS[HINTED])) if one.kind == "source" else one
                 for one in self.stages
             ]
-        reads = (prompt, "response_ids")
-        return self._add(Stage(model, "logprobs", "sample", reads, tuple(columns), model=model, candidates=candidates))
+        reads = (prompt, "response_ids") if rows_of is None else (prompt, "response_ids", "task")
+        stage = Stage(model, "logprobs", "sample", reads, tuple(columns), model=model, candidates=candidates)
+        return self._add(replace(stage, rows_of=rows_of))
 
     def scores(self, model: str = "reward_model", *, writes: str | Column = "reward") -> "Dataflow":
         """Score each response by a reward model (model.paths.<model>), one number a response, in place of `reward`."""

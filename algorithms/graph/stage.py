@@ -45,6 +45,9 @@ class Stage:
     """Columns that are read if some stage writes them: arguments of the loss with a default."""
     candidates: int = 0
     """Tokens that a stage of log-probabilities tells of in each place, the likeliest ones; 0: the response's alone."""
+    rows_of: tuple[str, str] | None = None
+    """Field of the task, and its value in the rows that a stage of log-probabilities computes; the others get zeros.
+    None: all rows."""
     reason: str = ""
     """Reason that a filter's dropped rows are counted under."""
     state: Any = None

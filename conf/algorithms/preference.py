@@ -1,6 +1,6 @@
 """Configuration of learning from preferences, of reward models, and of learning from a teacher."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.conf.algorithms.base import MEANS, AlgorithmConfig
 from penstock.conf.checks import above, at_least, one_of, within
@@ -112,6 +112,11 @@ class DistillConfig(AlgorithmConfig):
     group_size: int = 4
     teacher: str = "teacher"
     """Model that judges: the one of model.paths.NAME, or `reference`, the policy as the run begins with it."""
+    teachers: dict[str, str] = field(default_factory=dict)
+    """Teachers by row, in the place of `teacher`: the model of model.paths for each value of the row's `teacher_by`,
+    {math: math_teacher, code: code_teacher}. Each scores its own rows alone."""
+    teacher_by: str = "data_source"
+    """Field of the task that says whose row it is; data_source is the part of data.mixture."""
     candidates: int = 0
     """Tokens that the teacher finds likeliest, by which student and teacher are compared in each place, with all others
     together. 0: by the sampled token alone, a policy gradient."""

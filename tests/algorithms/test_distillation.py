@@ -9,6 +9,7 @@ from torch.nn.functional import kl_div, log_softmax
 from penstock.algorithms.builtin.imitation import (
     discounted_sums,
     distill,
+    of_its_teacher,
     padded_reverse_kl_advantage,
     reverse_kl_advantage,
 )
@@ -210,3 +211,29 @@ def test_a_loss_by_candidates_needs_a_stage_that_names_them():
 def test_wrong_settings_are_refused_by_name(wrong):
     with pytest.raises(ConfigError, match=f"algorithm.{next(iter(wrong))}="):
         DistillConfig(**wrong)
+
+
+TEACHERS = {"math": "one", "code": "other"}
+
+
+@pytest.mark.parametrize("candidates", [0, 4])
+def test_of_several_teachers_each_scores_its_own_rows(candidates):
+    flow = distill(DistillConfig(teachers=TEACHERS, candidates=candidates)).check()
+    assert flow.stage("one").rows_of == ("data_source", "math")
+    assert flow.stage("other").rows_of == ("data_source", "code")
+    assert "task" in flow.stage("one").reads
+    written = {column.name for column in flow.stage("of_its_teacher").writes}
+    assert written == {"teacher_logprobs"} | ({"candidate_ids", "teacher_candidates"} if candidates else set())
+    assert not {"one_logprobs", "other_logprobs"} & set(flow.batch_reads())
+
+
+def test_a_row_gets_the_columns_of_its_own_teacher():
+    of_teachers = {"math": ["one_logprobs"], "code": ["other_logprobs"]}
+    columns = {"one_logprobs": [torch.ones(2), torch.zeros(3)], "other_logprobs": [torch.zeros(2), torch.ones(3) * 2]}
+    task = ['{"data_source": "math"}', '{"data_source": "code"}']
+    (found,) = of_its_teacher(task, by="data_source", of_teachers=of_teachers, **columns)
+    assert values(found) == [[1.0, 1.0], [2.0, 2.0, 2.0]]
+    with pytest.raises(DataflowError, match=r"algorithm\.teachers has none for data_source=maths.*math"):
+        of_its_teacher(['{"data_source": "maths"}'], by="data_source", of_teachers=of_teachers, **columns)
+    with pytest.raises(DataflowError, match=r"algorithm\.teacher_by=kind: a task has no such field"):
+        of_its_teacher(task, by="kind", of_teachers=of_teachers, **columns)

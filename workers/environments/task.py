@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-KEY = "environment_task"
+from penstock.algorithms.graph.columns import ENVIRONMENT_TASK
+
+KEY = ENVIRONMENT_TASK
 """Key of a row's JSON, where the row is a task."""
 MESSAGES = "task_messages"
 """Key of a row's JSON for the conversation that it begins with, beside the row's own columns."""

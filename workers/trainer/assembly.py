@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from penstock.algorithms.graph.columns import ROUTED_EXPERTS
+from penstock.algorithms.graph.columns import ROUTED_EXPERTS, field_of
 from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.processor import PictureProcessor
@@ -167,7 +168,23 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
 
 
 def _scored(trainer: PolicyTrainer, spec: ScorerSpec, rows: Rows) -> dict[str, Any]:
-    """What a scorer writes of rows, by column."""
+    """What a scorer writes of rows, by column: zeros for rows that are another model's. Collective."""
+    if spec.rows_of is None:
+        return _scored_all(trainer, spec, rows)
+    name, value = spec.rows_of
+    tasks = rows.strings("task") if len(rows) else []
+    own = [row for row, task in enumerate(tasks) if field_of(task, name, "algorithm.teacher_by") == value]
+    lengths = rows.lengths("response_ids").tolist() if len(rows) else []
+    found: dict[str, Any] = {}
+    for number, (column, of_own) in enumerate(_scored_all(trainer, spec, rows.select(own)).items()):
+        each, dtype = spec.candidates if number else 1, np.int32 if number == 1 else np.float32
+        found[column] = [np.zeros(each * length, dtype) for length in lengths]
+        for row, values in zip(own, of_own, strict=True):
+            found[column][row] = values
+    return found
+
+
+def _scored_all(trainer: PolicyTrainer, spec: ScorerSpec, rows: Rows) -> dict[str, Any]:
     if spec.prompt in rows and spec.prompt != "prompt_ids":
         rows = rows.with_column("prompt_ids", rows.arrays(spec.prompt))
     if spec.candidates:

@@ -72,6 +72,8 @@ class ScorerSpec(RankSpec):
     """The columns that the rank writes: one, or three with candidates."""
     candidates: int = 0
     """See `Stage.candidates`."""
+    rows_of: tuple[str, str] | None = None
+    """See `Stage.rows_of`."""
     prompt: str = "prompt_ids"
     """The column that it reads in the prompt's place."""
     rows_alone: bool = False

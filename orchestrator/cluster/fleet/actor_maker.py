@@ -242,6 +242,7 @@ class ActorMaker:
             model_path=path,
             columns=tuple(column.name for column in stage.writes),
             candidates=stage.candidates,
+            rows_of=stage.rows_of,
             prompt=HINTED if HINTED in stage.reads else "prompt_ids",
             rows_alone=rows_alone,
             **self._of_rank(actor, stage),

@@ -17,7 +17,9 @@ from penstock.conf.errors import RewardFailure
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 from penstock.orchestrator.run_directory.json_lines import read_lines
+from penstock.workers.fresh_model import build_fresh_model
 from tests.model_files import load_model
+from tests.orchestrator.conftest import SMALL_MODEL
 from tests.run_files import metrics_of, sampled_difference, samples_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -82,6 +84,27 @@ def test_the_policy_learns_from_itself_with_a_hint_by_its_likeliest_tokens(small
     steps = metrics_of(result.directory)
     assert all(line["actor/loss"] > 0.0 for line in steps)  # the hint makes a difference
     assert all(0.0 < line[f"actor/{who}_mass"] < 1.0 for line in steps for who in ("student", "teacher"))
+
+
+@pytest.mark.parametrize("candidates", [0, 4])
+def test_each_teacher_scores_the_rows_of_its_part(small_run, tmp_path, cluster, candidates):
+    """Of one part the teacher is the policy as it begins: nothing is learned from it at the first step."""
+    build_fresh_model(tmp_path / "teacher", SMALL_MODEL, seed=4)
+    model, data = (next(word for word in small_run if word.startswith(key)) for key in ("model.path=", "data.path="))
+    words = [*small_run, "rollout.engine=hf", "trainer.max_steps=1", "algorithm=distill", f"output_dir={tmp_path}"]
+    words += [
+        f"algorithm.candidates={candidates}",
+        "algorithm.group_size=2",
+        "algorithm.teachers={a: same, b: another}",
+    ]
+    words += [f"model.paths.same={model.partition('=')[2]}", f"model.paths.another={tmp_path}/teacher"]
+    norms = []
+    for weight in (1, 1000):
+        parts = f"a: {{path: {data.partition('=')[2]}, weight: {weight}}}, b: {{path: {data.partition('=')[2]}}}"
+        mixture = ["data.mixture={" + parts + "}", "data.shuffle=false"]
+        result = run(load_config([*words, *mixture, f"name=of{weight}"]), quiet=True)
+        norms.append(metrics_of(result.directory)[0]["actor/grad_norm"])
+    assert norms[1] < 1e-4 < norms[0]
 
 
 def check_tokens(directory, lines, steps):
