@@ -33,8 +33,8 @@ STYLE: Any = {
 }  # fmt: skip
 MARKS = {"bad": "#c02626", "warn": "#9a5b00", "good": "#0f7a4d", "note": "#626b77"}
 """Colours of marks by level: those of `static/style.css`."""
-KNOWN_COLOR = "#626b77"
-"""Colour of the band of a known curve: that of `static/style.css`'s faint text."""
+KNOWN_COLOR = "#808a97"
+"""Colour of the band of a known curve: that of `static/colors.js`."""
 TICK = 0.05
 """Height of a mark of the level `note`, as a share of the axes."""
 

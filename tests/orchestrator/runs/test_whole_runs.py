@@ -92,11 +92,8 @@ def test_each_teacher_scores_the_rows_of_its_part(small_run, tmp_path, cluster, 
     build_fresh_model(tmp_path / "teacher", SMALL_MODEL, seed=4)
     model, data = (next(word for word in small_run if word.startswith(key)) for key in ("model.path=", "data.path="))
     words = [*small_run, "rollout.engine=hf", "trainer.max_steps=1", "algorithm=distill", f"output_dir={tmp_path}"]
-    words += [
-        f"algorithm.candidates={candidates}",
-        "algorithm.group_size=2",
-        "algorithm.teachers={a: same, b: another}",
-    ]
+    words += [f"algorithm.candidates={candidates}", "algorithm.group_size=2"]
+    words += ["algorithm.teachers={a: same, b: another}"]
     words += [f"model.paths.same={model.partition('=')[2]}", f"model.paths.another={tmp_path}/teacher"]
     norms = []
     for weight in (1, 1000):

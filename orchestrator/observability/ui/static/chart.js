@@ -1,6 +1,6 @@
 // One chart: curves of one run or of several, with zoom, smoothing, bands, marks and a legend that follows the cursor.
 /* global uPlot */
-import { color, faded, shown } from "./colors.js";
+import { colorOf, faded, shown } from "./colors.js";
 import { h, number, percent } from "./dom.js";
 
 const HEIGHT = () => (innerWidth < 640 ? 190 : 230);
@@ -74,7 +74,7 @@ export class ChartView {
     const curves = await this.load(this.chart, ...this.range);
     if (asked !== this.asked) return; // an older answer
     const known = this.chart.known && between(this.chart.known, ...this.range);
-    this.curves = known ? [...curves, { ...known, dash: [4, 4], faint: true }] : curves;
+    this.curves = known ? [...curves, { ...known, dash: [4, 4], behind: true }] : curves;
     this.draw();
   }
 
@@ -99,7 +99,7 @@ export class ChartView {
     const ink = { text: shown("--faint"), line: shown("--line"), bad: shown("--bad"), warn: shown("--warn"), good: shown("--good"), note: shown("--faint") };
     const [data, series, bands, places] = [[steps], [{}], [], []];
     curves.forEach((curve, index) => {
-      const stroke = curve.faint ? ink.text : color(curve.color ?? index);
+      const stroke = colorOf(curve, index);
       const show = !this.hidden.has(curve.label);
       const dots = chart.dots || curve.steps.length === 1;
       const smooth = !chart.stacked && !chart.dots && this.weight > 0;
@@ -198,7 +198,7 @@ export class ChartView {
       ...(step === null ? [] : [h("span.faint", {}, `step ${number(step)}`)]),
       ...this.shownCurves.map((curve, place) => h(`button${this.hidden.has(curve.label) ? ".hidden" : ""}`, {
         type: "button", title: "show or hide", onclick: () => this.toggle(curve.label),
-      }, swatch(color(curve.color ?? place)), `${curve.label} `, h("b", {}, this.chart.percent ? percent(at(curve)) : number(at(curve))))),
+      }, swatch(colorOf(curve, place)), `${curve.label} `, h("b", {}, this.chart.percent ? percent(at(curve)) : number(at(curve))))),
       ...marks.map(({ text, level }) => h(`span.mark.${level}`, {}, text)));
   }
 
