@@ -147,7 +147,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, own: Tensor, count: int, peers: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(own)
-        whole_N = values.new_zeros(count).index_copy(0, own, values)
+        whole_N = values.new_zeros(count, *values.shape[1:]).index_copy(0, own, values)
         dist.all_reduce(whole_N, group=peers)
         return whole_N
 

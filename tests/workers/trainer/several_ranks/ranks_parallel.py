@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from penstock.algorithms.graph.columns import ROUTED_EXPERTS
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
+from penstock.algorithms.losses.divergence import divergence_loss
 from penstock.conf.errors import ModelError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
@@ -66,6 +67,10 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "experts_tensor": BALANCED | TENSOR,
         "experts_replayed_tensor_checkpointed": TENSOR | {"activation_checkpointing": True},
         "experts_lora_checkpointed": OF_EXPERTS | {"activation_checkpointing": True},
+        "candidates": {},
+        "candidates_tensor": TENSOR,
+        "candidates_sequence": SEQUENCE,
+        "candidates_packed_sequence": SEQUENCE | PACKED,
         "packed_tensor_lora": TENSOR | LORA | PACKED,
         "packed_sequence_checkpointed": SEQUENCE | PACKED | {"activation_checkpointing": True},
         "packed_critic_sequence": SEQUENCE | PACKED,
@@ -94,12 +99,12 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
 }
 """Scenarios by number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3).
 "experts": of a mixture. "replayed": whose tokens go to experts that are not its routers' choice. "shared": of groups
-that begin with 24 tokens."""
+that begin with 24 tokens. "candidates": of a teacher, whose divergence is the loss."""
 LARGE = {"large": {}, "large_tensor": TENSOR, "large_lora": LORA}
 """Ways of loading a model whose memory is measured, on four ranks."""
 SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
 OF_SEVERAL = ("shard_size", "packing", "share_prefixes")
-NUM_ROWS = 12
+NUM_ROWS, CANDIDATES = 12, 3
 State = list[Piece]
 
 
@@ -122,6 +127,14 @@ def with_experts(rows: Rows) -> Rows:
     random, lengths = np.random.default_rng(6), rows.lengths("prompt_ids") + rows.lengths("response_ids") - 1
     chosen = [random.permuted(np.tile(np.arange(4, dtype=np.uint8), (2 * length, 1)), axis=1) for length in lengths]
     return rows.with_column(ROUTED_EXPERTS, [one[:, :2].reshape(-1) for one in chosen])
+
+
+def with_candidates(rows: Rows) -> Rows:
+    """The rows as if a teacher had named the likeliest tokens in each place."""
+    random, lengths = np.random.default_rng(8), rows.lengths("response_ids")
+    ids = [np.stack([random.permutation(90)[:CANDIDATES] for _ in range(length)]).reshape(-1) for length in lengths]
+    logprobs = [np.tile(np.log([0.5, 0.2, 0.1]), length).astype(np.float32) for length in lengths]
+    return rows.with_column("candidate_ids", ids).with_column("teacher_candidates", logprobs)
 
 
 def with_beginnings(rows: Rows) -> Rows:
@@ -160,6 +173,8 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         if "replayed" in scenario:
             trainers[-1].replay_experts()
             every_row = with_experts(every_row)
+        if "candidates" in scenario:
+            every_row = with_candidates(every_row)
         if "shared" in scenario:
             every_row = with_beginnings(every_row)
         refusal = refused(trainers[-1]) if kind is PolicyTrainer else ""
@@ -269,10 +284,11 @@ def one_update(trainer: PolicyTrainer, rows: Rows) -> dict[str, Any]:
         report = trainer.update(rows.with_column("returns", returns).with_column("old_values", before), value_loss)
         metrics = with_explained_variance(report.metrics, "critic")
     else:
-        metrics = trainer.update(rows, ppo_clip_loss).metrics
+        metrics = trainer.update(rows, divergence_loss if "candidate_ids" in rows else ppo_clip_loss).metrics
     after = answers()
     state = wipe_and_restore(trainer.engine)
-    return {"metrics": metrics, "before": before, "after": after, "state": state, "restored": answers()}
+    found = {"metrics": metrics, "before": before, "after": after, "state": state, "restored": answers()}
+    return found | ({"likeliest": trainer.candidates(rows, CANDIDATES)} if "candidate_ids" in rows else {})
 
 
 def state_of(engine: Any) -> State:

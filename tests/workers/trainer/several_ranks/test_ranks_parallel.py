@@ -156,6 +156,20 @@ def test_each_row_gets_the_answers_that_it_gets_from_one_rank(
             np.testing.assert_allclose(values, expected[position], rtol=2e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("scenario", [name for number, name in CASES if number == 2 and "candidates" in name])
+def test_each_row_gets_the_likeliest_tokens_that_it_gets_from_one_rank(
+    one: Path, several: Several, scenario: str
+) -> None:
+    expected = result(one, scenario)["likeliest"]
+    for rank in range(2):
+        shares = ranks.share_of(rank, 2, ranks.SCENARIOS[2][scenario])
+        own, ids, logprobs = result(several(2), scenario, rank)["likeliest"]
+        for number, position in enumerate(shares):
+            np.testing.assert_array_equal(ids[number], expected[1][position])
+            np.testing.assert_allclose(own[number], expected[0][position], rtol=2e-6, atol=1e-5)
+            np.testing.assert_allclose(logprobs[number], expected[2][position], rtol=2e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "scenario"), [case for case in CASES if "lora" in ranks.SCENARIOS[case[0]][case[1]]]
 )
