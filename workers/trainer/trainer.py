@@ -232,9 +232,9 @@ class PolicyTrainer(Publishes):
         if likeliest:
             seen = (*(seen or (False, None)), likeliest)
         logprobs_N, entropy_N = self.engine.forward(
-            batch.input_ids_SL, batch.positions_N, batch.scored, entropy, temperature, batch.blocks, *seen
+            batch.input_ids_SL, batch.places, batch.scored, entropy, temperature, batch.blocks, *seen
         )
-        return logprobs_N, entropy_N
+        return batch.unfolded(logprobs_N), None if entropy_N is None else batch.unfolded(entropy_N)
 
     def _by_token(self, rows: Rows, forward: Callable[[MicroBatch], Tensor]) -> list[np.ndarray]:
         """Turn `forward`'s `[N]` of each micro-batch into one `[T_i]` float32 for each row. Collective."""

@@ -335,7 +335,7 @@ def test_the_manifest_is_plain_json(tmp_path):
     made = write(Checkpoints(str(tmp_path), CheckpointConfig()), 7)
     values = json.loads((tmp_path / "global_step_7" / "manifest.json").read_text())
     assert values["step"] == 7
-    assert values["prompts"] == {"cursor": {"epoch": 1, "position": 7}, "first_group": 28}
+    assert values["prompts"] == {"cursor": {"epoch": 1, "position": 7}, "first_group": 28, "curriculum": None}
     assert values["files"][0] == {"name": "rank_0.bin", "num_bytes": 49, "checksum": made.files[0].checksum}
 
 

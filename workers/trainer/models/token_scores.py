@@ -288,9 +288,12 @@ class RunningSoftmax:
         return self._largest_N + self._sum_N.log()
 
     def logprobs(self) -> Tensor:
-        """Log-probabilities of the targets, in their shape."""
-        log_sum_N1 = self._sum_N.log().unsqueeze(1)
-        return (self._target_logits_NJ - self._largest_N.unsqueeze(1)).sub_(log_sum_N1).view(self._shape)
+        """Log-probabilities of the targets, in their shape, and no view of others."""
+        logits = self._target_logits_NJ.view(self._shape)
+        largest, log_sum = self._largest_N, self._sum_N.log()
+        if logits.dim() > 1:
+            largest, log_sum = largest.unsqueeze(1), log_sum.unsqueeze(1)
+        return (logits - largest).sub_(log_sum)
 
     def entropy(self) -> Tensor:
         """Entropies, `[N]`; without meaning where they were not asked for."""

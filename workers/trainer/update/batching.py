@@ -61,6 +61,8 @@ class MicroBatch:
     num_shared: int = 0
     """Tokens of sequences that others of them have, too, and that are computed there (`trees.py`)."""
     columns: dict[str, Tensor] = field(default_factory=dict)
+    targets_each: int = 1
+    """Targets of each place, which follow one another in `targets_N`: data of the SDK may have several."""
     candidates_NJ: Tensor | None = None
     """Tokens that are scored in the place of each response token beside it, int64; None: none are."""
     temperature: float | None = None
@@ -81,10 +83,25 @@ class MicroBatch:
 
     @property
     def scored(self) -> Tensor:
-        """Tokens whose log-probabilities are computed: the response tokens `[N]`, or with candidates `[N, 1 + J]`."""
+        """Tokens whose log-probabilities are computed: the response tokens `[N]`, or with candidates `[N, 1 + J]`; of
+        K targets in each place `[N / K, K]`, so that hidden states meet the output layer once."""
+        if self.targets_each > 1:
+            return self.targets_N.view(-1, self.targets_each)
         if self.candidates_NJ is None:
             return self.targets_N
         return torch.cat([self.targets_N.unsqueeze(1), self.candidates_NJ], dim=1)
+
+    @property
+    def places(self) -> Tensor:
+        """Places that predict what is `scored`, one for each of its rows."""
+        return self.positions_N[:: self.targets_each]
+
+    def unfolded(self, values: Tensor) -> Tensor:
+        """Values of each of the targets, `[N]`, of what the model answers for `scored`: one for each, or for each
+        place."""
+        if self.targets_each == 1:
+            return values
+        return values.reshape(-1) if values.dim() > 1 else values.repeat_interleave(self.targets_each)
 
     def scatter(self, values_N: Tensor) -> Tensor:
         """Spread values of the response tokens, `[N]` or `[N, J]`, to `[B, T]` or `[B, T, J]`, 0 in padding,
@@ -267,6 +284,7 @@ def collate(
         input_ids_SL=torch.from_numpy(ids_SL),
         positions_N=torch.from_numpy(layout.places(sequences.sequence_N, sequences.place_N - 1)),
         targets_N=torch.from_numpy(ids_SL.reshape(-1)[place_N] if targets_N is None else targets_N),
+        targets_each=sequences.targets_each,
         slots_N=torch.from_numpy(row_N * width_response + token_N),
         mask_BT=torch.from_numpy(mask_BT),
         last_B=torch.from_numpy(place_N[np.cumsum(num_sampled_B) - 1] if len(place_N) else num_sampled_B),

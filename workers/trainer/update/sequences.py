@@ -50,6 +50,8 @@ class Sequences:
     """The row that each sequence is of."""
     targets_N: np.ndarray | None = None
     """Tokens to be scored in the place of the sampled ones; None: those are."""
+    targets_each: int = 1
+    """Number of targets of each place, side by side; 1 also where rows differ in it."""
 
 
 class Shapes(NamedTuple):
@@ -123,18 +125,21 @@ def _with_targets(rows: Rows, positions: np.ndarray, contexts: list[np.ndarray])
     """Sequences of rows that say themselves what is to be scored. Raises `DataError` for targets that are not as many
     after each token."""
     targets = select(rows.arrays(TARGETS), positions)
-    places = []
+    places, numbers = [], set()
     for position, context, of_row in zip(positions.tolist(), contexts, targets, strict=True):
         if len(of_row) % len(context):
             raise DataError(
                 f"row {rows.row_ids[position]} has {len(of_row)} targets for {len(context)} tokens. Give as many after "
                 "each of them."
             )
+        numbers.add(len(of_row) // len(context))
         places.append(np.repeat(np.arange(1, len(context) + 1), len(of_row) // len(context)))
     num_targets_B = np.array([len(of_row) for of_row in targets], np.int64)
     row_N = np.repeat(np.arange(len(positions)), num_targets_B)
     targets_N = np.concatenate(targets).astype(np.int64)
-    return Sequences(contexts, num_targets_B, row_N, np.concatenate(places), np.arange(len(positions)), targets_N)
+    each = numbers.pop() if len(numbers) == 1 else 1
+    rows_S, place_N = np.arange(len(positions)), np.concatenate(places)
+    return Sequences(contexts, num_targets_B, row_N, place_N, rows_S, targets_N, max(1, each))
 
 
 def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -> Rows:

@@ -218,3 +218,22 @@ def test_packed_collation_puts_the_longest_first_and_answers_in_row_order() -> N
     assert batch.targets_N.tolist() == [8, 9, 10, 11]
     assert batch.mask_BT.tolist() == [[True, False, False], [True, True, True]]
     assert batch.num_tokens == batch.input_ids_SL.numel()
+
+
+def test_a_place_with_several_targets_meets_the_output_layer_once() -> None:
+    rows = Rows.from_lists({"prompt_ids": [[5, 6], [7, 8, 9]], "target_ids": [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]})
+    rows = rows.with_column("response_ids", [[], []])
+    batch = batching.collate(rows, np.arange(2))
+    assert batch.scored.tolist() == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    assert batch.places.tolist() == batch.positions_N[::2].tolist() == batch.positions_N[1::2].tolist()
+    answers = torch.arange(10.0).view(5, 2)
+    assert batch.unfolded(answers).tolist() == list(range(10))
+    assert batch.unfolded(torch.arange(5.0)).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_rows_with_different_numbers_of_targets_are_scored_one_by_one() -> None:
+    rows = Rows.from_lists({"prompt_ids": [[5, 6], [7]], "target_ids": [[1, 2, 3, 4], [5]]})
+    rows = rows.with_column("response_ids", [[], []])
+    batch = batching.collate(rows, np.arange(2))
+    assert batch.scored.tolist() == [1, 2, 3, 4, 5]
+    assert batch.places.tolist() == batch.positions_N.tolist()
