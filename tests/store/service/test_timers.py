@@ -64,13 +64,13 @@ def store_with_a_median(clock: Clock) -> Store:
 def count_wakes(store: Store) -> list[float]:
     """One entry for each time that the store looks who may go on."""
     wakes: list[float] = []
-    arm_timers = store._pump._arm_timers
+    arm_timers = store._pump._after_events
 
     def counted() -> None:
         wakes.append(store._clock())
         arm_timers()
 
-    store._pump._arm_timers = counted
+    store._pump._after_events = counted
     return wakes
 
 
