@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoints
+from penstock.orchestrator.serve.ranks import MOST_LOSSES
 from penstock.orchestrator.serve.training_client import seed_of_client
 from penstock.workers.training_calls import AdamParams, AdapterSpec, Datum, LossCall
 from tests.orchestrator.serve.fake_backend import FakeBackend
@@ -111,10 +112,11 @@ def saved(directory, model_id):
 @MANY
 def test_lost_ranks_and_killed_servers_change_no_bit(tmp_path_factory, script, data):
     script = prepared(script)
-    moments = st.sets(st.integers(0, 3 * len(script) + 6), max_size=4)
+    calls = st.integers(0, 3 * len(script) + 6)
+    losses, kills = st.sets(calls, max_size=MOST_LOSSES - 1), st.sets(calls, max_size=4)  # one more may be an answer
     order = data.draw(st.permutations(range(1, len(script) + 1)))
     twice = data.draw(st.lists(st.integers(1, len(script)), max_size=4))
-    backend = MortalBackend(data.draw(moments), data.draw(moments), is_late=data.draw(st.booleans()))
+    backend = MortalBackend(data.draw(losses), data.draw(kills), is_late=data.draw(st.booleans()))
     config = ServeConfig(snapshot_every=data.draw(st.integers(1, 6)), keep_results=64, drain_s=0.0)
     client = ScriptedClient(0, script, [*order, *twice])
     states = run_to_the_end(tmp_path_factory.mktemp("run"), backend, [client], config, data.draw(st.booleans()))
