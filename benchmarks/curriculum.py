@@ -66,7 +66,7 @@ def print_rounds(rounds: list[dict[str, Any]]) -> None:
 
 
 def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
-    """Of a side that does not reach the goal the last step counts."""
+    """Ratios of the curriculum to uniform sampling. The last step counts for a side that does not reach the goal."""
     steps, flat = ([statistics.fmean(entry[key] for entry in rounds if entry["side"] == side) for side in SIDES]
                    for key in ("steps", "flat"))  # fmt: skip
     return [
