@@ -1,4 +1,4 @@
-"""Problems of which half are out of reach: how many steps do they cost, with a curriculum and without?
+"""Problems of which half are out of reach: how many steps do they cost, with a curriculum, with replay, and without?
 
     python -m benchmarks.curriculum --json curriculum.json
 
@@ -19,7 +19,10 @@ from benchmarks.harness import Target, new_table, parse_arguments, print_targets
 from benchmarks.learning import NUM_SEEDS, penstock
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
-SIDES = {"uniform": [], "curriculum": ["data.curriculum.by=num_terms"]}
+CURRICULUM = ["data.curriculum.by=num_terms"]
+REPLAY = ["max_staleness=2", "trainer.replay.share=0.5", "trainer.replay.steps=2"]
+"""Settings by which prompts are admitted as with max_staleness=0: what is staler is trained again."""
+SIDES = {"uniform": [], "curriculum": CURRICULUM, "curriculum and replay": [*CURRICULUM, *REPLAY]}
 GOAL, MAX_STEPS = 0.9, 100
 RATE = 5.0e-4 * (2 / 32) ** 0.5
 WITHIN, HALF = 0.6, 0.5
@@ -28,7 +31,7 @@ PLAIN = "min_terms:2,max_terms:2,min_digits:2,max_digits:2,operators:['+'],allow
 
 def measure(side: str, seed: int, work: Path, steps: int) -> dict[str, Any]:
     """Run one side from the seed's warm start."""
-    name = f"{side}-{seed}"
+    name = f"{side.replace(' ', '-')}-{seed}"
     words = ["recipe=arithmetic", f"seed={seed}", f"data.seed={seed}", "data.options.max_terms=3", *SIDES[side]]
     words += [f"model.path={work}/sft-{seed}/model", f"name={name}", f"output_dir={work}", "trainer.groups_per_step=2"]
     words += [f"trainer.max_steps={steps}", "evaluation.every_steps=4", "evaluation.num_problems=16"]
@@ -66,13 +69,19 @@ def print_rounds(rounds: list[dict[str, Any]]) -> None:
 
 
 def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
-    """Ratios of the curriculum to uniform sampling. The last step counts for a side that does not reach the goal."""
-    steps, flat = ([statistics.fmean(entry[key] for entry in rounds if entry["side"] == side) for side in SIDES]
+    """Ratios of each other side to uniform sampling. The last step counts for a side that does not reach the goal."""
+    steps, flat = ({side: statistics.fmean(entry[key] for entry in rounds if entry["side"] == side) for side in SIDES}
                    for key in ("steps", "flat"))  # fmt: skip
+    plain, *others = SIDES
     return [
-        Target(f"steps to {GOAL:.0%}, of uniform sampling's", steps[1] / steps[0], "", "<=", WITHIN),
-        Target("groups without advantage until then, of uniform sampling's", flat[1] / flat[0], "", "<=", HALF),
-    ]
+        target
+        for side in others
+        for target in (
+            Target(f"{side}: steps to {GOAL:.0%}, of uniform sampling's", steps[side] / steps[plain], "", "<=", WITHIN),
+            Target(f"{side}: groups without advantage until then, of uniform sampling's", flat[side] / flat[plain], "",
+                   "<=", HALF),
+        )
+    ]  # fmt: skip
 
 
 def main() -> None:

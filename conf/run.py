@@ -143,6 +143,11 @@ class RunConfig:
             return 0
         return math.ceil((self.store.window - 1) / self.trainer.groups_per_step)
 
+    @property
+    def replay_staleness(self) -> int:
+        """Part of the staleness bound that is left for rows that are trained again, in versions."""
+        return self.trainer.replay.steps if self.trainer.replay.share else 0
+
     def with_set(self, name: str) -> "RunConfig":
         """Return the configuration as if the held-out problems of a set were those of evaluation itself."""
         data, evaluation = self.evaluation.of_set(name, self.data)
@@ -154,8 +159,10 @@ class RunConfig:
 
     @property
     def max_active_groups(self) -> int:
-        """Most groups between admission and publication, `(S + 1) P` with `S + ceil((w - 1) / P) = max_staleness`."""
-        return (self.max_staleness - self.window_staleness + 1) * self.trainer.groups_per_step
+        """Most groups between admission and publication, `(S + 1) P`. S: `max_staleness` without what the window takes,
+        and replay."""
+        left = self.max_staleness - self.window_staleness - self.replay_staleness
+        return (left + 1) * self.trainer.groups_per_step
 
 
 def validate(config: RunConfig) -> None:
@@ -166,6 +173,7 @@ def validate(config: RunConfig) -> None:
             f"more than max_staleness={config.max_staleness}. Set store.window=1 or raise max_staleness to "
             f"{config.window_staleness}."
         )
+    _check_replay(config)
     sampling = config.rollout.sampling
     if sampling.max_tokens >= config.rollout.max_model_len:
         raise ConfigError(
@@ -211,6 +219,22 @@ def validate(config: RunConfig) -> None:
         )
     choose_transport(config)
     _check_gpus(config)
+
+
+def _check_replay(config: RunConfig) -> None:
+    """Check that rows are young enough to be trained again."""
+    replay, taken = config.replay_staleness, config.window_staleness
+    if replay + taken > config.max_staleness:
+        beside = f" beside the {taken} of store.window={config.store.window}" if taken else ""
+        raise ConfigError(
+            f"trainer.replay.steps={replay}: with max_staleness={config.max_staleness} no row is young enough to be "
+            f"trained again{beside}. Set max_staleness={replay + taken} or more, or trainer.replay.share=0."
+        )
+    if replay and config.rollout.max_pictures:
+        raise ConfigError(
+            f"trainer.replay.share={config.trainer.replay.share:g}: rows with pictures are not kept to be trained "
+            "again. Set it to 0."
+        )
 
 
 def _check_gpus(config: RunConfig) -> None:

@@ -68,6 +68,27 @@ class DeepSpeedConfig:
 
 
 @dataclass
+class ReplayConfig:
+    """Replay of rare successes: a step trains rows of earlier steps again, which were right where few others of their
+    group were, as long as no token of theirs is staler than max_staleness. The loss corrects for the policy having
+    moved on."""
+
+    share: float = 0.0
+    """Most rows that a step trains again, as a share of its own. 0: none, each row is trained once. 0.25 is much: where
+    successes are rare, a step has few of them itself."""
+    rare: float = 0.25
+    """Share of a group: its rows above its mean reward are rare if at most so many are. With 8 samples: one or two."""
+    steps: int = 1
+    """Part of max_staleness, in versions, that is left for it: prompts are admitted so that a row is younger by so many
+    when its own step trains it. A row that is younger still is trained again until it has the bound."""
+
+    def __post_init__(self) -> None:
+        within("trainer.replay.share", self.share, 0, 1)
+        within("trainer.replay.rare", self.rare, 0, 1)
+        at_least("trainer.replay.steps", self.steps, 1)
+
+
+@dataclass
 class LoraConfig:
     """LoRA (2106.09685): small matrices A and B beside frozen weights are trained, and W + alpha / rank * B A is what
     engines sample from. Wants about ten times the learning rate of full training."""
@@ -191,6 +212,7 @@ class TrainerConfig:
     step_timeout_s: float = 3600.0
     """Deadline of one step, waiting for its samples included."""
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     """LoRA of everything that is trained, the critic included. Engine fsdp only."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

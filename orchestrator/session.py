@@ -165,6 +165,11 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
             f"data.curriculum.by={config.data.curriculum.by}: a session draws its prompts itself, and tells nobody how "
             "they ended. Leave it out, or use penstock.run."
         )
+    if config.trainer.replay.share:
+        raise ConfigError(
+            f"trainer.replay.share={config.trainer.replay.share:g}: a session trains the rows that it is given. "
+            "Leave it out, or use penstock.run."
+        )
     plan = plan_actors(flow, config)
     check_run(config, flow, plan)
     directory = RunDirectory.create(config)

@@ -72,12 +72,24 @@ class Rows:
             np.concatenate([part.row_ids for part in parts]), np.concatenate([part.group_ids for part in parts]), table
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the table as an Arrow stream, which knows columns of blobs, as Ray's own way for tables does not."""
+    @classmethod
+    def from_bytes(cls, row_ids: np.ndarray, group_ids: np.ndarray, table: Any) -> "Rows":
+        """The rows whose columns `as_bytes` has written, in memory of their own."""
+        return cls(row_ids, group_ids, pa.ipc.open_stream(table).read_all().combine_chunks())
+
+    def as_bytes(self) -> bytes:
+        """The columns as an Arrow stream, without the ids."""
+        return bytes(self._stream())
+
+    def _stream(self) -> pa.Buffer:
         stream = pa.BufferOutputStream()
         with pa.ipc.new_stream(stream, self._table.schema) as writer:
             writer.write_table(self._table)
-        return _unpickled, (self.row_ids, self.group_ids, stream.getvalue())
+        return stream.getvalue()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the table as an Arrow stream, which knows columns of blobs, as Ray's own way for tables does not."""
+        return Rows.from_bytes, (self.row_ids, self.group_ids, self._stream())
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -172,6 +184,10 @@ class Rows:
         table = self._table.drop_columns([name]) if name in self else self._table
         return Rows(self.row_ids, self.group_ids, table.append_column(name, _array(name, list(values))))
 
+    def without(self, name: str) -> "Rows":
+        """Return these rows without a column, if they have it."""
+        return Rows(self.row_ids, self.group_ids, self._table.drop_columns([name])) if name in self else self
+
     def groups(self) -> list[tuple[int, np.ndarray]]:
         """Groups as `(group_id, positions of its rows)`, in order of first appearance."""
         positions: dict[int, list[int]] = {}
@@ -212,10 +228,6 @@ class Rows:
         if is_blobs(array.type):
             raise StoreError(f"column {name!r} is {array.type}, not of numbers: use .blobs({name!r}).")
         return array
-
-
-def _unpickled(row_ids: np.ndarray, group_ids: np.ndarray, stream: pa.Buffer) -> Rows:
-    return Rows(row_ids, group_ids, pa.ipc.open_stream(stream).read_all().combine_chunks())
 
 
 def _accessor(kind: pa.DataType) -> str:

@@ -1,7 +1,7 @@
 """Backpressure: which producer may put another group, by credits (groups) and by bytes.
 
 P: groups of a step. w: the window (`store.window`). S: staleness that is left for admission when the window has had its
-part, `max_staleness - ceil((w - 1) / P)` (`conf/run.py`).
+part, `max_staleness - ceil((w - 1) / P)`, and rows that are trained again theirs (`conf/run.py`).
 
 A group is *active* from its admission until `served(v)`, by which every engine serves v, covers the step that
 trained it, or until drops end it. With at most `(S + 1) P` of them, a group admitted while version v is served has

@@ -32,6 +32,7 @@ from penstock.workers.trainer.models.pictures import tower_of
 from penstock.workers.trainer.models.sight import Sight
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.replay import Replay
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.step_meter import StepMeter
@@ -132,7 +133,11 @@ def assemble_trainer(
     trainer.check_scores()
     critic = _critic(spec, address)
     ranks = trainer.ranks
-    preparation = Preparation(spec.in_trainer, spec.columns, ranks.gather, critic, is_saved=spec.is_saved)
+    replay = None
+    if spec.config.replay.share:
+        place = ranks.data_rank, ranks.num_data_ranks
+        replay = Replay(spec.config.replay, spec.max_staleness, ranks.gather, *place)
+    preparation = Preparation(spec.in_trainer, spec.columns, ranks.gather, critic, replay, is_saved=spec.is_saved)
     trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
     state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
     memory_checkpoint = None

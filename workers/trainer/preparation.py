@@ -21,8 +21,11 @@ from penstock.store.data.rows import Rows
 from penstock.workers.compute.worker import ComputeWorker
 from penstock.workers.protocols import Loss, UpdateReport
 from penstock.workers.trainer.checkpointing.plain_data import states_from_text, states_to_text
+from penstock.workers.trainer.replay import Replay
 from penstock.workers.trainer.update.tally import with_explained_variance
 
+REPLAY = "trainer.replay"
+"""Name of the state of what is trained again."""
 CRITIC = "critic"
 """Prefix of the critic's metrics."""
 Gather = Callable[[Any], list[Any]]
@@ -49,32 +52,41 @@ class Preparation:
         columns: dict[str, Column],
         gather: Gather,
         critic: Critic | None = None,
+        replay: Replay | None = None,
         *,
         is_saved: bool = False,
     ) -> None:
-        """`critic`: for the stages that ask for one. `is_saved`: checkpoints are taken, so what functions carry must be
-        plain data, which the first step checks."""
+        """`critic`: for the stages that ask for one. `replay`: of rows of earlier steps; None: none are. `is_saved`:
+        checkpoints are taken, so what functions carry must be plain data, which the first step checks."""
         self._stages = stages
         self._starts = {stage.name: stage.state for stage in stages if stage.state is not None}
         self._untried = is_saved
         self.workers = {stage.name: ComputeWorker(stage, columns) for stage in stages if stage.kind == "compute"}
         self._gather = gather
-        self._critic = critic
+        self._critic, self._replay = critic, replay
 
     def carried(self) -> str:
         """States that functions carry from step to step, for checkpoints. Raises `DataflowError` for a state that is no
         plain data."""
-        return states_to_text({name: self.workers[name].state for name in self._starts}, self._starts)
+        states = {name: self.workers[name].state for name in self._starts}
+        if self._replay is None:
+            return states_to_text(states, self._starts)
+        return states_to_text(states | {REPLAY: self._replay.state}, self._starts | {REPLAY: {}})
 
     def resume(self, carried: str) -> None:
         """Go on from carried states. Raises `CheckpointError` if they are of other stages."""
-        for name, state in states_from_text(carried, self._starts).items():
-            self.workers[name].state = state
+        starts = self._starts | ({REPLAY: {}} if self._replay is not None else {})
+        for name, state in states_from_text(carried, starts).items():
+            if name == REPLAY and self._replay is not None:
+                self._replay.resume(state)
+            else:
+                self.workers[name].state = state
 
     def apply(self, rows: Rows, version: int) -> tuple[Rows, dict[str, float]]:
-        """Return these rows with the columns that the stages write, and the metrics of critic and states. `version`: of
-        the policy that is about to be updated. Collective, also for a rank without rows. Raises `DataflowError` if a
-        function returns what its stage does not declare, or carries what cannot be saved."""
+        """Return these rows with the columns that the stages write, after them those that are trained again, and the
+        metrics of critic, states and replay. `version`: of the policy that is about to be updated. Collective,
+        also for a rank without rows. Raises `DataflowError` if a function returns what its stage does not declare, or
+        carries what cannot be saved."""
         metrics: dict[str, float] = {}
         for stage in self._stages:
             if stage.kind == "compute":
@@ -83,8 +95,7 @@ class Preparation:
                 metrics |= {f"actor/{name}": value for name, value in getattr(worker.state, "metrics", {}).items()}
                 continue
             if stage.kind == "staleness":
-                ages = [version - versions.astype(np.float32) for versions in rows.arrays(stage.reads[0])]
-                rows = rows.with_column(stage.writes[0].name, ages)
+                rows = _with_ages(rows, stage, version)
                 continue
             assert self._critic is not None
             if stage.kind == "values":
@@ -92,6 +103,13 @@ class Preparation:
             else:
                 assert stage.function is not None
                 metrics |= with_explained_variance(self._critic.update(rows, stage.function).metrics, CRITIC)
+        if self._replay is not None:
+            again, found = self._replay.again(rows, version)
+            metrics |= found
+            if again is not None:
+                for stage in self._stages:
+                    again = _with_ages(again, stage, version) if stage.kind == "staleness" else again
+                rows = Rows.concat([rows, again]) if len(rows) else again
         if self._untried:
             self.carried()
             self._untried = False
@@ -108,6 +126,12 @@ class Preparation:
         for name, values in results.items():
             rows = rows.with_column(name, [values[position] for position in mine.tolist()])
         return rows
+
+
+def _with_ages(rows: Rows, stage: Stage, version: int) -> Rows:
+    """The rows with the column of a stage `staleness`."""
+    ages = [version - versions.astype(np.float32) for versions in rows.arrays(stage.reads[0])]
+    return rows.with_column(stage.writes[0].name, ages)
 
 
 def _only(rows: Rows, names: Sequence[str]) -> Rows:

@@ -60,6 +60,8 @@ class TrainerSpec(RankSpec):
     slot_rank: int | None = None
     """Largest rank of adapters that take turns in the model (`adapters/`); `WHOLE`: whole models do. None: it has no
     slot, and is trained as `config` says."""
+    max_staleness: int = 0
+    """Largest staleness of a token, in versions."""
     leaves_out_beyond: int | None = None
     """Largest staleness of a token, in versions: turns with a staler one become context. None: there are none."""
 

@@ -39,11 +39,12 @@ class TokenRecorder:
         logprobs_BT.register_hook(lambda gradient_BT: self._moving.append((batch, gradient_BT != 0)))
 
     def values(self, rows: Rows, lengths: Sequence[int]) -> TokenValues | None:
-        """Values of the update's tokens. `rows`: that were trained. `lengths`: tokens of each as it was sampled; where
-        those are more, `rows` have the column `PLACES`. None: nothing was noted, as the model has no
-        log-probabilities."""
+        """Values of the update's tokens. `rows`: that were trained; those after as many as there are `lengths` are of
+        earlier steps, and left out. `lengths`: tokens of each as it was sampled; where those are more, `rows` have the
+        column `PLACES`. None: nothing was noted, as the model has no log-probabilities."""
         if len(rows) and not self._moving:
             return None
+        rows = rows.select(range(len(lengths)))
         logprobs, moving = _by_row(self._logprobs), _by_row(self._moving)
         places = rows.arrays(PLACES) if PLACES in rows else [np.arange(length) for length in lengths]
         known, masks = [], []

@@ -57,7 +57,7 @@ class TrainerWorker:
         None while an update is under way, or if it failed."""
         self.num_rows = self.num_in_flight = self.tokens_in_flight = 0
         """Counts of its share: rows trained so far, rows of the present batch, and response tokens of those that it
-        reports."""
+        reports. Rows that are trained again do not count."""
         self._reports_rows = ranks.reports_rows
         self._preparation = preparation
         self._without_old = without_old

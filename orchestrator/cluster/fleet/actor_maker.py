@@ -230,6 +230,7 @@ class ActorMaker:
             keeps_beside=config.keeps_beside,
             after_step=self._resumed.step if self._resumed is not None else 0,
             slot_rank=config.serve.slot_rank,
+            max_staleness=config.max_staleness,
             leaves_out_beyond=config.max_staleness if config.old_turns_are_context else None,
             **self._of_rank(actor, stage),
         )
