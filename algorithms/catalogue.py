@@ -39,9 +39,9 @@ def dataflow_of(config: RunConfig, flow: Dataflow | None = None) -> Dataflow:
     its pictures if it has any."""
     flow = flow if flow is not None else find_algorithm(config.algorithm.name).build(config.algorithm_of_run)
     if config.rewards:
-        flow = with_rewards(flow.check(), config.rewards)
+        flow = with_rewards(flow, config.rewards)
     if config.environment.name is not None and not flow.has_environment:
-        flow = in_environment(flow.check())
+        flow = in_environment(flow)
     masked = config.rollout.truncated_to("mask")
     if masked and MASKED not in flow.columns:
         flow = with_masked(flow.check(), masked)
@@ -49,4 +49,21 @@ def dataflow_of(config: RunConfig, flow: Dataflow | None = None) -> Dataflow:
         flow = with_router_replay(flow.check())
     if config.rollout.max_pictures and PROMPT_PICTURES[0] not in flow.columns:
         flow = with_pictures(flow.check())
-    return flow.check()
+    flow.check()
+    if config.trainer.replay.share:
+        _check_replays(flow, f"trainer.replay.share={config.trainer.replay.share:g}")
+    return flow
+
+
+def _check_replays(flow: Dataflow, key: str) -> None:
+    """Raise `ConfigError` for a dataflow whose rows cannot be trained again alone, in a later step."""
+    (train,), reads = flow.of_kind("train"), flow.batch_reads()
+    if train.takes_groups:
+        problem = "the loss compares the samples of a group, and rows are trained again without the others"
+    elif "behavior_logprobs" not in reads or "reward" not in flow.stored_columns:
+        problem = "the algorithm samples and rewards nothing, or does not correct for stale tokens"
+    elif flow.of_kind("critic"):
+        problem = "the critic's values of earlier steps are out of date"
+    else:
+        return
+    raise ConfigError(f"{key}: {problem}. Set it to 0, or take another algorithm, such as grpo.")
