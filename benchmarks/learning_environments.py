@@ -22,6 +22,9 @@ MEASURES = {
     "tool_use": ["accuracy/heldout"],
     "code": ["accuracy/heldout"],
     "agent": ["accuracy/heldout"],
+    "best_of_n": ["accuracy/heldout", "accuracy/best_of_8"],
+    "parallel_answers": ["accuracy/heldout", "accuracy/alone"],
+    "tree": ["accuracy/heldout"],
 }
 """Measures that are evaluated, by recipe. A perfect player cannot be beaten: its measure is the reward, 0.5 for a
 draw."""

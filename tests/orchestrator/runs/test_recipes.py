@@ -23,7 +23,9 @@ SMALL = [
     "rollout.engine=hf", "trainer.max_steps=2", "trainer.groups_per_step=4", "evaluation.every_steps=0",
     "trainer.num_threads=1", "tracking.samples_every_steps=1",
 ]  # fmt: skip
-FEWER = dict.fromkeys(("agent", "guess", "see_and_move", "tictactoe", "tool_use"), ("algorithm.group_size=4",))
+FEWER = dict.fromkeys(
+    ("agent", "guess", "parallel_answers", "see_and_move", "tictactoe", "tool_use", "tree"), ("algorithm.group_size=4",)
+)
 """Attempts of several turns each."""
 KINDS = {"moe": "mixture"} | dict.fromkeys(
     ("count_shapes", "count_shapes_sft", "see_and_move", "see_and_move_sft"), "seeing"
