@@ -5,9 +5,10 @@ The controller names the engines by `engines`, whenever they change; `run` lease
 """
 
 import asyncio
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -75,6 +76,9 @@ class Environments(ServingActor):
         self._keys = AttemptKeys()
         self._server = HttpServer(self._keys)
         self.runner: AttemptRunner | None = None
+        self._make_runner: Callable[[Mapping[str, Any]], AttemptRunner] | None = None
+        self._of_sets: dict[str, AttemptRunner] = {}
+        """Runners of evaluation's sets, by what these change of the environment's options."""
         self._worker: EnvironmentWorker | None = None
         self._others = children()  # of this process, which the environment did not start
 
@@ -95,13 +99,18 @@ class Environments(ServingActor):
                 clients_sample=config.gateway.sampling == "client", processor=processor,
             )  # fmt: skip
 
-        environment = make_environment(config, spec.imports)
+        def make_runner(changes: Mapping[str, Any]) -> AttemptRunner:
+            changed = replace(config, options={**config.options, **changes})
+            environment = make_environment(changed, spec.imports)
+            return AttemptRunner(
+                environment, config, make_sampler, self._keys, counts=self._counts, meters=exported(spec.origin)
+            )
+
+        self._make_runner = make_runner
         port = config.gateway.port + spec.index if config.gateway.port else 0
         told = told_address(config.gateway, ray.util.get_node_ip_address())
         self._keys.base_url = await self._server.start(config.gateway.host, port, told)
-        self.runner = AttemptRunner(
-            environment, config, make_sampler, self._keys, counts=self._counts, meters=exported(spec.origin)
-        )  # fmt: skip
+        self.runner = make_runner({})
         sampling = spec.rollout.sampling
         intake = GroupIntake(
             spec.name, Sampling.of(sampling), spec.seed if sampling.seeded else None,
@@ -121,9 +130,11 @@ class Environments(ServingActor):
         tasks: Sequence[str],
         samplings: Sequence[Sequence[Sampling]],
         pictures: Sequence[PromptPictures | None] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> list[list[Played]]:
-        """Play a group of attempts at each task, as `trajectories` does. Returns of each what evaluation looks at."""
-        groups = await self.trajectories(engines, tasks, samplings, pictures)
+        """Play a group of attempts at each task, as `trajectories` does. `options`: what is changed of the
+        environment's. Returns of each what evaluation looks at."""
+        groups = await self.trajectories(engines, tasks, samplings, pictures, options)
         return [[Played.of(attempt) for attempt in group] for group in groups]
 
     async def trajectories(
@@ -132,11 +143,12 @@ class Environments(ServingActor):
         tasks: Sequence[str],
         samplings: Sequence[Sequence[Sampling]],
         pictures: Sequence[PromptPictures | None] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> list[list[Trajectory]]:
         """Play a group of attempts at each task (the `task` column), one for each of its samplings. `pictures`: of each
-        task; none in a run of text."""
-        assert self.runner is not None
-        runner = self.runner
+        task; none in a run of text. `options`: what is changed of the environment's. Raises `ConfigError` for options
+        that it cannot be made with."""
+        runner = self._runner_of(options or {})
         await self.engines(engines)
         seen = [() if one is None else one.encoded for one in pictures or [None] * len(tasks)]
         found = map(Task.from_json, tasks, seen)
@@ -157,9 +169,21 @@ class Environments(ServingActor):
 
     async def close(self) -> None:
         await self._server.stop()
-        if self.runner is not None:
-            await self.runner.close()
+        for runner in (self.runner, *self._of_sets.values()):
+            if runner is not None:
+                await runner.close()
         end_children(but=self._others)
+
+    def _runner_of(self, options: Mapping[str, Any]) -> AttemptRunner:
+        """The runner of the environment with these options changed, which is made where it is first asked for."""
+        assert self.runner is not None
+        assert self._make_runner is not None
+        if not options:
+            return self.runner
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._of_sets:
+            self._of_sets[key] = self._make_runner(options)
+        return self._of_sets[key]
 
     async def _serve(self, store: StoreClient) -> None:
         assert self._worker is not None

@@ -2,6 +2,7 @@
 
 import asyncio
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from penstock.conf.environment import EnvironmentConfig, GatewayConfig
+from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.attempts import actor
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec
@@ -51,6 +53,60 @@ def test_the_configuration_decides_whose_temperature_counts(
             await environments.close()
 
     asyncio.run(scenario())
+
+
+OPTIONS = """
+made = []
+
+class Echo:
+    def __init__(self, word="plain"):
+        self.word = word
+        made.append(self)
+
+    async def run(self, task, ctx):
+        await ctx.sample([{"role": "user", "content": self.word}])
+        ctx.reward(len(self.word))
+"""
+
+
+def test_a_set_of_evaluation_is_played_with_its_own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One environment is made for each set of options, when it is first asked for."""
+    monkeypatch.setattr(actor, "load_tokenizer", lambda path: tokenizer())
+    monkeypatch.setattr(actor, "EnginePool", lambda ask, timeout_s: Pool())
+    (tmp_path / "echo.py").write_text(OPTIONS)
+    config = EnvironmentConfig(name=f"{tmp_path}/echo.py:Echo", options={"word": "base"})
+
+    async def scenario() -> tuple[list[float], int]:
+        environments = Environments(
+            EnvironmentSpec("Environment-0", 0, config, RolloutConfig(), "", 0, 1, AttemptColumns())
+        )
+        await environments.start()
+        try:
+            rewards = []
+            for options in (None, {"word": "a set"}, {"word": "a set"}, {}):
+                ((attempt,),) = await environments.play([], ['{"index": 0}'], [[Sampling()]], options=options)
+                rewards.append(attempt.reward)
+            with pytest.raises(ConfigError, match=r"environment\.options"):
+                await environments.play([], ['{"index": 0}'], [[Sampling()]], options={"none": 1})
+            assert environments.runner is not None
+            made = sys.modules[type(environments.runner.environment).__module__].made
+            return rewards, len(made)
+        finally:
+            await environments.close()
+
+    assert asyncio.run(scenario()) == ([4.0, 5.0, 5.0, 4.0], 2)
+
+
+class Pool(Saying):
+    """Engines that always answer."""
+
+    num_again = 0
+
+    def __init__(self) -> None:
+        super().__init__(["x"] * 9)
+
+    def update(self, members: object) -> None:
+        pass
 
 
 def test_its_end_is_that_of_what_the_environment_started_and_of_nothing_else(
