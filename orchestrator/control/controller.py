@@ -35,6 +35,7 @@ from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.control.colocation import DeviceTurns
 from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
 from penstock.orchestrator.control.observer import Observer
+from penstock.orchestrator.control.pace import CpuTurns
 from penstock.orchestrator.control.process import Preemption
 from penstock.orchestrator.control.steps import Counted, Steps, known
 from penstock.orchestrator.control.versions import Versions
@@ -115,6 +116,7 @@ class Controller:
             self._weights, self._ranks, self._turns, self._stores, self.directory.timeline, self._before,
             beside=config.max_staleness > 0,
         )  # fmt: skip
+        self._pace = CpuTurns(fleet, self.progress.note)
         self._engines = EngineDirectory(fleet)
         self._stop = False
         time_s = faults.preemption_s if config.checkpoint.every_steps else 0.0
@@ -193,6 +195,8 @@ class Controller:
             if self.config.max_staleness == 0 or self._may_stop(step):
                 await finishing
             await self._observer.close(step)
+            is_plain = not (self._evaluates(step) or self._saving.is_due(step))
+            await self._pace.after(time.monotonic(), is_plain=is_plain)
         if finishing is not None:
             await finishing
         await self._observer.finish()
@@ -269,7 +273,7 @@ class Controller:
         phases["publish"] += time.monotonic() - started
         phases["publish"] += await self._versions.load(delivery)
         evaluated, evaluation_s = await self._evaluate_if_due(step)  # of one version: prompts of the next come after it
-        await self._versions.tell(step)
+        await self._versions.tell(step, self._pace.max_active_groups)
         phases |= {"evaluation": evaluation_s} if evaluated else {}
         self.outcome.last_metrics = await self._observer.written(step, reports, phases, evaluated)
         self._journal.written(step)

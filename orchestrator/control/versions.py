@@ -128,9 +128,9 @@ class Versions:
             self._timeline.span(name, "load weights", start, end, version=delivery.version)
         return seconds
 
-    async def tell(self, version: int) -> None:
-        """Tell the store of a version, once every engine serves it."""
-        await self._stores.served(version)
+    async def tell(self, version: int, max_active: int | None = None) -> None:
+        """Tell the store of a version, once every engine serves it. `max_active`: see `StoreClient.served`."""
+        await self._stores.served(version, max_active)
         self._told = version
 
     async def _seal(self, version: int) -> None:

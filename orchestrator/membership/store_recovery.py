@@ -142,9 +142,9 @@ class StoreRecovery:
         await self._restarts.joined(STORE)
         await self.with_store(self._tell)
 
-    async def served(self, version: int) -> None:
-        """Tell the store that every engine serves a version."""
-        await self.with_store(lambda: self._store.served(version, self._epoch))
+    async def served(self, version: int, max_active: int | None = None) -> None:
+        """Tell the store that every engine serves a version, and of how many groups may be under way then."""
+        await self.with_store(lambda: self._store.served(version, self._epoch, max_active))
         self._version = version
 
     async def settled(self) -> int:

@@ -247,10 +247,10 @@ class StoreClient:
         """Report that a node, by Ray's id, is gone: the large batches that were written there are made again."""
         await self.link.call("lost", node)
 
-    async def served(self, version: int, epoch: int = 0) -> None:
+    async def served(self, version: int, epoch: int = 0, max_active: int | None = None) -> None:
         """Report that all engines serve `version`: the groups trained by steps up to it return their credits. `epoch`:
-        as in `settle`."""
-        await self.link.call("served", version, epoch)
+        as in `settle`. `max_active`: most groups under way from now on; None: as many as keep the bound."""
+        await self.link.call("served", version, epoch, max_active)
 
     async def last_batch(self, columns: Sequence[str] | None = None) -> Rows:
         """Return the rows of the batch trained last (none before the first), by row id. `columns`: None for all."""

@@ -29,7 +29,7 @@ class Credits:
     deadlock."""
 
     def __init__(self, max_active: int, groups_per_step: int, max_bytes: int) -> None:
-        self.max_active = max_active
+        self.most_active = self.max_active = max_active
         self.groups_per_step = groups_per_step
         self.max_bytes = max_bytes
         self.active = 0
@@ -62,8 +62,10 @@ class Credits:
         elif num_groups:
             self.due[version] = self.due.get(version, 0) + num_groups
 
-    def served(self, version: int) -> None:
-        """Note that every engine serves a version."""
+    def served(self, version: int, max_active: int | None = None) -> None:
+        """Note that every engine serves a version. `max_active`: most active groups from now on; None, and at most: as
+        many as keep the bound."""
+        self.max_active = min(max_active or self.most_active, self.most_active)
         self.served_version = max(self.served_version, version)
         for due in [due for due in self.due if due <= self.served_version]:
             self.active -= self.due.pop(due)

@@ -276,15 +276,15 @@ class Ledger:
         self.rounds.complete(lease_id, rank, effects)
         return effects
 
-    def served(self, version: int) -> Effects:
+    def served(self, version: int, max_active: int | None = None) -> Effects:
         """Note that version `version` of the policy serves everywhere: groups trained by steps up to it return their
-        credits."""
+        credits. `max_active`: see `Credits.served`."""
         if version > self.rounds.formed:
             raise StoreError(
                 f"served({version}): only {self.rounds.formed} batches were formed, so the newest version can be "
                 f"{self.rounds.formed}. Versions count steps, from 0."
             )
-        self.residents.credits.served(version)
+        self.residents.credits.served(version, max_active)
         return Effects(credits=True)
 
     def _held(self, lease_id: int, stage: StageQueue, masks: dict[int, int]) -> HeldLease | None:

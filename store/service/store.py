@@ -311,9 +311,9 @@ class Store:
     async def complete_shared(self, lease_id: int, rank: int) -> None:
         self._pump.carry_out(self.ledger.complete_shared(lease_id, rank))
 
-    async def served(self, version: int, epoch: int) -> None:
+    async def served(self, version: int, epoch: int, max_active: int | None) -> None:
         self._epoch.check(epoch)
-        self._pump.carry_out(self.ledger.served(version))
+        self._pump.carry_out(self.ledger.served(version, max_active))
 
     async def last_batch(self, names: list[str] | None) -> Granted:
         """Return the batch trained last, less rows that are lost. `names`: None for all that they have. Raises

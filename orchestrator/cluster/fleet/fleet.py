@@ -84,6 +84,8 @@ class Fleet(MemberTable):
         """Number of cores that processes may use, by node."""
         self.trials: dict[SharedNode, Trial] = dict(trials or {})
         """Trials of numbers of threads: those of `trials.py` are added."""
+        self.takes_turns = False
+        """True while engines and ranks of one machine's CPUs take turns (`control/pace.py`)."""
         self.store_process: StoreProcess | None = None
         self.roll_call = RollCall(lambda: self.actors, agents, self.node_of)
 
@@ -280,7 +282,7 @@ class Fleet(MemberTable):
         return self._threads_of(self.plan_of(name))
 
     def _threads_of(self, actor: ActorPlan) -> int:
-        chosen = {node: trial.threads for node, trial in self.trials.items()}
+        chosen = {node: trial.alone if self.takes_turns else trial.threads for node, trial in self.trials.items()}
         return threads_of(actor, self.plan, self.reservation.assignment, self.cores, self.config, chosen)
 
     def agent_of(self, name: str) -> tuple[str, Any] | None:

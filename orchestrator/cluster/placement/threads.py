@@ -3,6 +3,7 @@
 max_staleness=0     they take turns: each side divides all cores among its own kind
 otherwise           they run at the same time: as `best` finds by what `fleet/trials.py` has measured there;
                     before that, and where nothing is measured, an even share each
+turns chosen        (`control/pace.py`) the numbers with which each side was fastest alone
 
 What was found and measured is kept in `threads.json` in the run's directory, for a process that goes on with the run:
 
@@ -51,6 +52,11 @@ class Trial:
     threads: Threads
     engine_s: Mapping[int, float]
     rank_s: Mapping[int, float]
+
+    @property
+    def alone(self) -> Threads:
+        """The numbers of threads with which each side is fastest while the other one waits."""
+        return Threads(*(_fewest(seconds) for seconds in (self.engine_s, self.rank_s)))
 
 
 Chosen = Mapping[SharedNode, Threads]
@@ -141,6 +147,11 @@ def best(shared: SharedNode, engine_s: Mapping[int, float], rank_s: Mapping[int,
     return Threads(
         *min((pair for pair in pairs if seconds(pair) <= bound), key=lambda pair: (sum(pair), seconds(pair)))
     )
+
+
+def _fewest(seconds: Mapping[int, float]) -> int:
+    bound = NEARLY * min(seconds.values())
+    return min(count for count, value in seconds.items() if value <= bound)
 
 
 def write_trials(directory: RunDirectory, trials: Mapping[SharedNode, Trial]) -> None:

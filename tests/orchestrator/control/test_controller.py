@@ -39,7 +39,7 @@ class Store:
         self.closed = asyncio.Event()
         self.versions: list[int] = []
 
-    async def served(self, version: int, epoch: int) -> None:
+    async def served(self, version: int, epoch: int, max_active: int | None) -> None:
         self.versions.append(version)
 
     async def close(self, reason: str) -> None:
@@ -118,7 +118,7 @@ class Play:
             handle_of=files.handle_of,
             roll_call=files.roll_call,
             relay_nodes=on_one_node(), state_nodes=StateNodes({}, {}, {}), stacks_root="", watched=[],
-            capacity=SimpleNamespace(nodes=[]), plan=[], machines=[],
+            capacity=SimpleNamespace(nodes=[]), plan=[], machines=[], trials={},
         )  # fmt: skip
 
         async def measure(fleet: Any) -> dict[str, float]:
