@@ -2,8 +2,8 @@
 
     python -m benchmarks.learning --json learning.json
 
-Each seed has one warm start (`recipe=sft`), from which every recipe starts; recipes that want further models make them
-once a seed as well. Accuracy is greedy, on held-out problems, before and after.
+Each seed has one warm start (`recipe=sft`), from which every recipe starts that has none of its own; recipes that want
+further models make them once a seed as well. Accuracy is greedy, on held-out problems, before and after.
 """
 
 import os
@@ -21,8 +21,10 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 RECIPES = (
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo", "ppo", "online_dpo", "dpo", "kto",
-    "distill", "distill_topk",
+    "distill", "distill_topk", "self_distill",
 )  # fmt: skip
+OWN_START = ("self_distill",)
+"""Recipes that have a warm start of their own."""
 OTHERS = {"ppo": "reward_model", "distill": "teacher", "distill_topk": "teacher"}
 """Models that a recipe makes first, kept for the seed."""
 NUM_SEEDS = 3
@@ -55,7 +57,8 @@ def measure(recipe: str, seed: int, work: Path, steps: list[str]) -> dict[str, A
     """Measure a recipe from the seed's warm start."""
     name = f"{recipe}-{seed}"
     words = [f"recipe={recipe}", f"seed={seed}", f"name={name}", f"output_dir={work}", *steps]
-    words.append(f"model.path={work}/sft-{seed}/model")
+    if recipe not in OWN_START:
+        words.append(f"model.path={work}/sft-{seed}/model")
     other = OTHERS.get(recipe)
     kept = work / f"{other}-{seed}"
     if other and kept.exists():
