@@ -23,8 +23,8 @@ from penstock.conf.trainer import ReplayConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.token_recorder import PLACES, with_places
 
-NEEDED = ("reward", "token_versions")
-"""Columns by which rows are chosen."""
+RARITY = "replay_rarity"
+"""Column of the rows that are kept: the share of the group that was as right."""
 
 
 def rarities(reward_N: np.ndarray, group_ids_N: np.ndarray) -> np.ndarray:
@@ -64,73 +64,68 @@ class Replay:
         self._config, self._max_staleness, self._gather = config, max_staleness, gather
         self._rank, self._num_ranks = rank, num_ranks
         self._kept: Rows | None = None
-        self._rarity_K = np.zeros(0)
+        """The rows with a column `RARITY`."""
 
     def again(self, rows: Rows, version: int) -> tuple[Rows | None, dict[str, float]]:
         """Return this rank's part of the rows that are trained again, None for none, and metrics; keep the rare rows of
         this step for later ones. `rows`: of the step, with all of their columns. `version`: of the policy that is about
         to be updated. Collective, also for a rank without rows."""
-        kept = self._young(version)
-        metrics = {"replay/rows": 0.0, "replay/staleness_max": 0.0}
-        mine = None
-        if kept is not None:
-            oldest_K = _oldest(kept)
-            metrics = {"replay/rows": float(len(kept)), "replay/staleness_max": float(version - oldest_K.min())}
-            mine = kept.select(range(self._rank, len(kept), self._num_ranks))
-            mine = with_places(mine) if PLACES in rows and len(mine) else mine
-        self._keep(rows, kept)
-        return mine if mine is not None and len(mine) else None, metrics
+        kept = self._kept = self._young(version)
+        self._kept = self._rarest(rows)
+        if kept is None or not len(kept):
+            return None, {"replay/rows": 0.0, "replay/staleness_max": 0.0}
+        metrics = {"replay/rows": float(len(kept)), "replay/staleness_max": float(version - _oldest(kept).min())}
+        mine = kept.select(range(self._rank, len(kept), self._num_ranks)).without(RARITY)
+        return (with_places(mine) if PLACES in rows else mine) if len(mine) else None, metrics
 
     @property
     def state(self) -> dict[str, Any]:
         """What is kept, as plain data."""
-        if self._kept is None:
-            return {}
         kept = self._kept
-        return {
-            "row_ids": kept.row_ids, "group_ids": kept.group_ids, "rarity": self._rarity_K, "table": kept.as_bytes(),
-        }  # fmt: skip
+        return {} if kept is None else {"ids": [kept.row_ids, kept.group_ids], "columns": kept.as_bytes()}
 
     def resume(self, state: dict[str, Any]) -> None:
-        self._kept, self._rarity_K = None, np.zeros(0)
+        """Go on from what was kept."""
+        self._kept = None
         if state:
-            self._kept = Rows.from_bytes(state["row_ids"], state["group_ids"], state["table"])
-            self._rarity_K = np.asarray(state["rarity"], np.float64)
+            row_ids, group_ids = state["ids"]
+            self._kept = Rows.from_bytes(row_ids, group_ids, state["columns"])
 
     def _young(self, version: int) -> Rows | None:
-        """The kept rows of which no token is too stale for a version; forget the others."""
+        """The kept rows of which no token is too stale for a version."""
         if self._kept is None:
             return None
-        young = np.flatnonzero(version - _oldest(self._kept) <= self._max_staleness)
-        self._kept, self._rarity_K = self._kept.select(young), self._rarity_K[young]
-        return self._kept if len(young) else None
+        return self._kept.select(np.flatnonzero(version - _oldest(self._kept) <= self._max_staleness))
 
-    def _keep(self, rows: Rows, kept: Rows | None) -> None:
-        """Keep the rarest of the rows that are kept and of those of this step. Collective."""
-        values = (rows.values(NEEDED[0]), rows.group_ids, rows.row_ids) if len(rows) else None
-        parts = [part for part in self._gather(values) if part is not None]
-        if not parts:
-            return
-        reward_N, group_ids_N, row_ids_N = (np.concatenate(some) for some in zip(*parts, strict=True))
+    def _rarest(self, rows: Rows) -> Rows | None:
+        """The rarest of the rows that are kept and of those of this step. Collective."""
+        reward_N, group_ids_N, row_ids_N = self._of_all(rows)
         rarity_N = rarities(reward_N, group_ids_N)
-        order = np.flatnonzero(rarity_N <= self._config.rare)
+        rare = np.flatnonzero(rarity_N <= self._config.rare)
         most = int(self._config.share * len(row_ids_N))
-        order = order[rarest(rarity_N[order], row_ids_N[order], most)]
-        if not len(order):
-            return
-        rarity_of = dict(zip(row_ids_N[order].tolist(), rarity_N[order].tolist(), strict=True))
-        mine = np.flatnonzero(np.isin(rows.row_ids, row_ids_N[order]))
-        found = [part for part in self._gather(_copied(rows.select(mine)) if len(mine) else None) if part is not None]
-        together = Rows.concat([*found, kept] if kept is not None else found)
-        old = dict(zip(kept.row_ids.tolist(), self._rarity_K.tolist(), strict=True)) if kept is not None else {}
-        rarity_K = np.array([(rarity_of | old)[row] for row in together.row_ids.tolist()])
-        chosen = rarest(rarity_K, together.row_ids, most)
-        self._kept, self._rarity_K = together.select(chosen), rarity_K[chosen]
+        chosen = rare[rarest(rarity_N[rare], row_ids_N[rare], most)]
+        if not len(chosen):
+            return self._kept
+        rarity_of = dict(zip(row_ids_N[chosen].tolist(), rarity_N[chosen].tolist(), strict=True))
+        mine = _copied(rows.select([place for place, row in enumerate(rows.row_ids.tolist()) if row in rarity_of]))
+        mine = mine.with_column(RARITY, [rarity_of[row] for row in mine.row_ids.tolist()])
+        parts = [*self._gather(mine), self._kept]
+        together = Rows.concat([part for part in parts if part is not None and len(part)])
+        return together.select(rarest(together.values(RARITY), together.row_ids, most))
+
+    def _of_all(self, rows: Rows) -> tuple[np.ndarray, ...]:
+        """Rewards, group ids and row ids of the step's rows that have a token, of all ranks. Collective."""
+        values = None
+        if len(rows):
+            some = np.flatnonzero(rows.lengths("token_versions"))
+            values = rows.values("reward")[some], rows.group_ids[some], rows.row_ids[some]
+        parts = [part for part in self._gather(values) if part is not None]
+        return tuple(map(np.concatenate, zip(*parts, strict=True))) or (np.zeros(0),) * 3
 
 
 def _oldest(rows: Rows) -> np.ndarray:
-    """The version of each row's oldest token, `[N]` int64. A row has at least one."""
-    return np.array([versions.min() for versions in rows.arrays(NEEDED[1])], np.int64)
+    """The version of each row's oldest token, `[N]` int64."""
+    return np.array([versions.min() for versions in rows.arrays("token_versions")], np.int64)
 
 
 def _copied(rows: Rows) -> Rows:

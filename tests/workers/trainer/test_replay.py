@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,6 +45,10 @@ def alone(share: float = 0.5, rare: float = 0.25, max_staleness: int = 2) -> Rep
     return Replay(ReplayConfig(share, rare), max_staleness, lambda mine: [mine])
 
 
+NOTHING = Rows(np.zeros(0), np.zeros(0), pa.table({}))
+"""The rows of a rank that has none."""
+
+
 def ids_of(rows: Rows | None) -> list[int]:
     return rows.row_ids.tolist() if rows is not None else []
 
@@ -70,7 +75,7 @@ def test_rare_successes_are_trained_again_until_they_are_too_stale() -> None:
         assert ids_of(again) == [1]
         assert metrics == {"replay/rows": 1, "replay/staleness_max": step}
     assert ids_of(replay.again(batch(3, easy), 3)[0]) == []
-    assert replay.state["row_ids"].tolist() == []
+    assert replay.state["ids"][0].tolist() == []
 
 
 def test_a_row_comes_again_with_all_of_its_columns() -> None:
@@ -86,6 +91,12 @@ def test_a_row_comes_again_with_all_of_its_columns() -> None:
     recorded, _ = replay.again(with_places(batch(2, [[0.0] * 4]).with_column("advantage", np.zeros(4))), 2)
     assert recorded is not None
     assert [places.tolist() for places in recorded.arrays(PLACES)] == [[0, 1], [0, 1]]
+
+
+def test_a_row_without_a_token_is_never_trained_again() -> None:
+    replay, rows = alone(), batch(0, [[0.0, 1.0, 0.0, 0.0]] * 2)
+    replay.again(rows.with_column("token_versions", [[0], [], [0], [0], [0], [0, 0], [0], [0]]), 0)
+    assert ids_of(replay.again(batch(1, [[0.0] * 4]), 1)[0]) == [5]
 
 
 def test_no_more_are_kept_than_the_share_of_a_step() -> None:
@@ -157,6 +168,7 @@ def test_several_ranks_train_again_what_one_would_whatever_the_split(history: An
                 replay.resume(decode(state))
             rows = batch(step, rewards, age)
             mine = rows.select([position for position in range(len(rows)) if position * 7 % count == rank])
+            mine = mine if len(mine) else NOTHING
             found.append(ids_of(replay.again(mine, step)[0]))
         return found
 
