@@ -289,7 +289,7 @@ class ScriptedFleet(OneMachine):
         self.config, self.flow, self.store, self.resumed, self.model_path = config, flow, store, resumed, "/"
         self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
         super().__init__(self.role)
-        self._pause, self._joined = pause, 0
+        self._pause, self._joined, self.trials = pause, 0, {}
         self._later: dict[str, tuple[FakeHandle, list[str]]] = {}
         """Agents of nodes that joined, and the members on them."""
         size, num_ranks = flow.samples_per_prompt, config.trainer.num_ranks
