@@ -180,6 +180,7 @@ WITHOUT = {
     "remove_unused_columns": "rewards get the columns that their parameters name", "dataloader_": CHOSEN,
     "ddp_": CHOSEN, "fsdp": CHOSEN, "deepspeed": "trainer.engine=deepspeed with trainer.deepspeed.zero_stage",
     "ds3_": CHOSEN, "sync_ref_model": "the reference stays as it was at the start", "disable_dropout": "it is off",
+    "replay_buffer_size": "trainer.replay trains rare successes again (docs/data.md)",
     "importance_sampling_level": "sequence: algorithm=gspo",
     "repetition_penalty": "the trainer cannot reproduce its log-probabilities",
     "generation_": CHOSEN, "push_to_hub": "a run ends with a model directory; `penstock export` writes others",
