@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
-from benchmarks.learning import MARGIN, RECIPES, penstock, worst_gain
+from benchmarks.learning import MARGIN, NUM_SEEDS, RECIPES, accuracies, penstock, worst_gain
 from benchmarks.learning_environments import MEASURES
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.ui.known_curves import write_known
-from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 SIDES = ("arithmetic", *RECIPES, *MEASURES)
-NUM_SEEDS = 3
 DEADLINE_S = 3600.0
 """Deadline of a run with its warm start, whatever else the machine does."""
-ACCURACY = "accuracy/heldout"
 
 
 def measure(recipe: str, seed: int, work: Path, words: list[str]) -> dict[str, Any]:
@@ -36,8 +33,7 @@ def measure(recipe: str, seed: int, work: Path, words: list[str]) -> dict[str, A
     seconds = penstock(words, work / f"{name}.log", DEADLINE_S)
     if warm is not None and not kept.exists():
         shutil.copytree(own, kept)
-    lines = RunDirectory(work / name).read_metrics()
-    first, *_, last = [line[ACCURACY] for line in lines if line.get(ACCURACY) is not None]
+    first, *_, last = accuracies(work / name)
     return {"recipe": recipe, "seed": seed, "start": first, "end": last, "seconds": seconds}
 
 

@@ -87,7 +87,7 @@ class CpuTurns:
         if self._pace is None:
             return
         last, self._last = self._last, now
-        counts, self._was_plain = is_plain and self._was_plain and last is not None, is_plain
+        counts, self._was_plain = is_plain and self._was_plain, is_plain
         before = self._pace.takes_turns
         if found := self._pace.note(now - last if counts and last is not None else None):
             together, turns = found

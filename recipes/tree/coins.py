@@ -36,9 +36,7 @@ class Tree:
             asked = [conversation(task.data["amount"], line)[0] for line in lines]
             turns = await asyncio.gather(*map(ctx.sample, asked))
             lines = [(*line, turn) for line, turn in zip(lines, turns, strict=True)]
-        for (
-            line
-        ) in lines:  # a turn gets its part of each line through it, all turns together the share of lines that pay
+        for line in lines:  # a turn gets a part of each line through it; all turns, the share of lines that pay
             _, left = conversation(task.data["amount"], line)
             for turn in line:
                 ctx.reward((left == 0) / len(lines) / NUM_COINS, turn)

@@ -67,7 +67,7 @@ def test_the_last_turn_reads_the_others_and_is_what_counts() -> None:
 
 
 def test_a_turn_of_a_tree_has_the_share_of_its_lines() -> None:
-    """Of 28 after a coin of 25 and two of 1, one of 1 pays the rest; after a coin of 1 nothing does."""
+    """A coin of 25 and three of 1 pay 28; after a first coin of 1 and others of 1 something is left."""
     first, second, third = ["25", "1"], ["1"] * 4, ["1"] * 8
     last = ["1", "5", *["1"] * 14]
     ctx = play(Tree(width=2), Task("0", 0, {"amount": 28}), [*first, *second, *third, *last])

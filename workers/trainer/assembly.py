@@ -218,11 +218,10 @@ def use_threads(num_threads: int) -> None:
 def _without_old(spec: TrainerSpec) -> Callable[[Rows, int], Rows] | None:
     """A function that returns rows for a version without turns that are too old for it; None where there are no such
     turns."""
-    bound = spec.leaves_out_beyond
-    if bound is None:
+    if not spec.leaves_out_old:
         return None
     tokens = frozenset({PLACES, *(name for name, column in spec.columns.items() if column.shape == "token")})
-    return lambda rows, version: without_old_turns(rows, version - bound, tokens)
+    return lambda rows, version: without_old_turns(rows, version - spec.max_staleness, tokens)
 
 
 def _critic(spec: TrainerSpec, address: str | None) -> CriticTrainer | None:

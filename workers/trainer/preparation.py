@@ -40,6 +40,12 @@ class Critic(Protocol):
     def update(self, rows: Rows, loss: Loss) -> UpdateReport: ...
 
 
+class Carrier(Protocol):
+    """The interface of whoever carries something from step to step."""
+
+    state: Any
+
+
 class Preparation:
     """The stages of a dataflow that run in its trainers.
 
@@ -64,23 +70,19 @@ class Preparation:
         self.workers = {stage.name: ComputeWorker(stage, columns) for stage in stages if stage.kind == "compute"}
         self._gather = gather
         self._critic, self._replay = critic, replay
+        self._carriers: dict[str, Carrier] = {**self.workers}
+        if replay is not None:
+            self._starts[REPLAY], self._carriers[REPLAY] = replay.state, replay
 
     def carried(self) -> str:
         """States that functions carry from step to step, for checkpoints. Raises `DataflowError` for a state that is no
         plain data."""
-        states = {name: self.workers[name].state for name in self._starts}
-        if self._replay is None:
-            return states_to_text(states, self._starts)
-        return states_to_text(states | {REPLAY: self._replay.state}, self._starts | {REPLAY: {}})
+        return states_to_text({name: self._carriers[name].state for name in self._starts}, self._starts)
 
     def resume(self, carried: str) -> None:
         """Go on from carried states. Raises `CheckpointError` if they are of other stages."""
-        starts = self._starts | ({REPLAY: {}} if self._replay is not None else {})
-        for name, state in states_from_text(carried, starts).items():
-            if name == REPLAY and self._replay is not None:
-                self._replay.resume(state)
-            else:
-                self.workers[name].state = state
+        for name, state in states_from_text(carried, self._starts).items():
+            self._carriers[name].state = state
 
     def apply(self, rows: Rows, version: int) -> tuple[Rows, dict[str, float]]:
         """Return these rows with the columns that the stages write, after them those that are trained again, and the

@@ -70,8 +70,8 @@ class Replay:
         """Return this rank's part of the rows that are trained again, None for none, and metrics; keep the rare rows of
         this step for later ones. `rows`: of the step, with all of their columns. `version`: of the policy that is about
         to be updated. Collective, also for a rank without rows."""
-        kept = self._kept = self._young(version)
-        self._kept = self._rarest(rows)
+        kept = self._young(version)
+        self._kept = self._rarest(rows, kept)
         if kept is None or not len(kept):
             return None, {"replay/rows": 0.0, "replay/staleness_max": 0.0}
         metrics = {"replay/rows": float(len(kept)), "replay/staleness_max": float(version - _oldest(kept).min())}
@@ -84,8 +84,8 @@ class Replay:
         kept = self._kept
         return {} if kept is None else {"ids": [kept.row_ids, kept.group_ids], "columns": kept.as_bytes()}
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on from what was kept."""
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
         self._kept = None
         if state:
             row_ids, group_ids = state["ids"]
@@ -97,7 +97,7 @@ class Replay:
             return None
         return self._kept.select(np.flatnonzero(version - _oldest(self._kept) <= self._max_staleness))
 
-    def _rarest(self, rows: Rows) -> Rows | None:
+    def _rarest(self, rows: Rows, kept: Rows | None) -> Rows | None:
         """The rarest of the rows that are kept and of those of this step. Collective."""
         reward_N, group_ids_N, row_ids_N = self._of_all(rows)
         rarity_N = rarities(reward_N, group_ids_N)
@@ -105,11 +105,11 @@ class Replay:
         most = int(self._config.share * len(row_ids_N))
         chosen = rare[rarest(rarity_N[rare], row_ids_N[rare], most)]
         if not len(chosen):
-            return self._kept
+            return kept
         rarity_of = dict(zip(row_ids_N[chosen].tolist(), rarity_N[chosen].tolist(), strict=True))
         mine = _copied(rows.select([place for place, row in enumerate(rows.row_ids.tolist()) if row in rarity_of]))
         mine = mine.with_column(RARITY, [rarity_of[row] for row in mine.row_ids.tolist()])
-        parts = [*self._gather(mine), self._kept]
+        parts = [*self._gather(mine), kept]
         together = Rows.concat([part for part in parts if part is not None and len(part)])
         return together.select(rarest(together.values(RARITY), together.row_ids, most))
 

@@ -62,8 +62,8 @@ class TrainerSpec(RankSpec):
     slot, and is trained as `config` says."""
     max_staleness: int = 0
     """Largest staleness of a token, in versions."""
-    leaves_out_beyond: int | None = None
-    """Largest staleness of a token, in versions: turns with a staler one become context. None: there are none."""
+    leaves_out_old: bool = False
+    """True if turns with a staler token become context; else there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)

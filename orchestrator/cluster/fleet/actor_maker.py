@@ -231,7 +231,7 @@ class ActorMaker:
             after_step=self._resumed.step if self._resumed is not None else 0,
             slot_rank=config.serve.slot_rank,
             max_staleness=config.max_staleness,
-            leaves_out_beyond=config.max_staleness if config.old_turns_are_context else None,
+            leaves_out_old=config.old_turns_are_context,
             **self._of_rank(actor, stage),
         )
 

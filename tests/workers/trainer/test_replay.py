@@ -165,7 +165,7 @@ def test_several_ranks_train_again_what_one_would_whatever_the_split(history: An
             if step == resumed:
                 state = gather(encode(replay.state))[(rank + 1) % count]
                 replay = made()
-                replay.resume(decode(state))
+                replay.state = decode(state)
             rows = batch(step, rewards, age)
             mine = rows.select([position for position in range(len(rows)) if position * 7 % count == rank])
             mine = mine if len(mine) else NOTHING
