@@ -1,7 +1,7 @@
-"""Claims about a trainer on a device that is not the CPU, each a function, proven in a process of their own
-(`tests/fakes/device.py`). It writes the failures by claim as JSON.
+"""Claims about a trainer on a device that is not the CPU, each a function, proven in a process of their own: on the
+device of `tests/fakes/device.py`, or on a GPU. It writes the failures by claim as JSON.
 
-    python -m tests.workers.trainer.on_a_device.claims MODEL DIRECTORY RESULTS
+    python -m tests.workers.trainer.on_a_device.claims MODEL DIRECTORY RESULTS [cuda]
 """
 
 import gc
@@ -47,11 +47,22 @@ from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.publication import device_copies
 from penstock.workers.weights.publication.reading import mapped_publication
-from tests.fakes.device import DEVICE, live_bytes
 from tests.mixtures import build_mixture
 from tests.workers.trainer.conftest import random_rows
 from tests.workers.trainer.several_ranks.ranks import LINEAR, gathered_by_layer
 from tests.workers.trainer.several_ranks.ranks_parallel import with_experts
+
+if ON_A_GPU := sys.argv[4:] == ["cuda"]:
+    DEVICE = torch.device("cuda", 0)
+
+    def live_bytes() -> int:
+        """Bytes on the GPU that something still refers to, but for the work space of cuBLAS."""
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        return torch.cuda.memory_allocated()
+
+else:
+    from tests.fakes.device import DEVICE, live_bytes
 
 PATHS: list[Path] = []
 """The model, and a directory to write to."""
@@ -159,7 +170,8 @@ def a_mixture_follows_the_engines_experts_there() -> None:
     for options in ({}, {"lora": LoraConfig(rank=2, target_modules=["q_proj", "gate_up_proj", "down_proj"])}):
         trainers = [made(on=device, path=path, **options) for device in (torch.device("cpu"), DEVICE)]
         for trainer in trainers:
-            trainer.model.lm.set_experts_implementation("eager")  # the others count by what the fake device has not
+            if not ON_A_GPU or options:  # the others count by what the fake device has not, and know no adapters
+                trainer.model.lm.set_experts_implementation("eager")
             trainer.replay_experts()
             trainer.check_scores()
         reports = [trainer.update(rows, ppo_clip_loss).metrics for trainer in trainers]
@@ -341,7 +353,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     devices.MIN_BYTES = 0
     gc.freeze()  # what is imported is no garbage, and is not looked through each time
-    Ranks.join(TrainerConfig())  # the process group, which all trainers share
-    # torch's own events and streams are of C++; here all is done when it returns.
-    device_copies.mark = torch.accelerator.synchronize = lambda device=None: None
+    Ranks.join(TrainerConfig(num_gpus_per_rank=int(ON_A_GPU)))  # the process group, which all trainers share
+    if ON_A_GPU:
+        torch.use_deterministic_algorithms(True, warn_only=True)  # claims of equal bits
+    else:  # torch's own events and streams are of C++; here all is done when it returns
+        device_copies.mark = torch.accelerator.synchronize = lambda device=None: None
     Path(sys.argv[3]).write_text(json.dumps({name: failure_of(claim) for name, claim in claims()}))
