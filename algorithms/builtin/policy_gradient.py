@@ -11,10 +11,9 @@ The methods differ in names and settings, which `conf/algorithms/policy_gradient
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 from penstock.algorithms.advantages import ADVANTAGES
-from penstock.algorithms.advantages.roles import RoleBaselines, role_advantage
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -34,12 +33,13 @@ from penstock.conf.algorithms.policy_gradient import (
     RlooConfig,
 )
 from penstock.conf.checks import above
+from penstock.conf.errors import DataflowError
 
 SHAPED, PENALIZED = Column("shaped_reward", "float32"), Column("penalized_reward", "float32")
 TOKEN_ADVANTAGE = Column("token_advantage", "float32", "token")
 PRESETS = (DrGrpoConfig, DapoConfig, RlooConfig, ReinforcePpConfig, RemaxConfig, GspoConfig, CispoConfig)
 STATE = "state"
-"""The keyword of what an advantage carries from step to step."""
+"""The keyword of what an advantage carries from step to step. Its class is the annotation, and makes the first one."""
 TURNS = "turn_tokens"
 """The column of turns. An advantage that reads it has one value for each token."""
 
@@ -89,14 +89,24 @@ def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig, reward: str) -> st
     advantage: Any = partial(function, **options)
     if reward != "reward":
         advantage = Renamed(advantage, "reward", reward)
-    reads = [name for name in columns_read(advantage) if name != STATE]
+    wanted = columns_read(advantage)
+    state = _first_state(function, cfg.advantage) if STATE in wanted else None
+    reads = [name for name in wanted if name != STATE]
     if "greedy_reward" in reads:
         flow.greedy_rollout("policy")
         flow.reward(writes="greedy_reward", text="greedy_text", name="greedy_reward")
     written = TOKEN_ADVANTAGE if TURNS in reads else STANDARD_COLUMNS["advantage"]
-    state = RoleBaselines() if function is role_advantage else None
     flow.compute(advantage, per=cfg.advantage_per, reads=reads, writes=[written], name="advantage", state=state)
     return written.name
+
+
+def _first_state(function: Any, name: str) -> Any:
+    kind = get_type_hints(function).get(STATE)
+    if kind is None:
+        raise DataflowError(
+            f"algorithm.advantage={name}: annotate its parameter state with the class, which makes the first one."
+        )
+    return kind()
 
 
 def _loss(cfg: PolicyGradientConfig) -> Any:

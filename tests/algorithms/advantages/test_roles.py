@@ -1,14 +1,23 @@
 """The advantage by roles: each side is compared with what its side mostly gets, from step to step."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
 
+from penstock.algorithms.advantages import advantage
 from penstock.algorithms.advantages.roles import RoleBaselines, role_advantage
 from penstock.algorithms.builtin.policy_gradient import policy_gradient
 from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig
 from penstock.conf.errors import ConfigError, DataflowError, ShapeError
+from tests.registries import names_for_a_test
+
+
+@dataclass(frozen=True)
+class Counted:
+    steps: int = 1
+
 
 TASKS = [json.dumps({"mark": mark}) for mark in "xox"]
 
@@ -53,3 +62,22 @@ def test_the_dataflow_carries_the_baselines_and_reads_the_task() -> None:
     assert stage.state == RoleBaselines()
     with pytest.raises(DataflowError, match="per='batch'"):
         policy_gradient(PolicyGradientConfig(**settings)).check()
+
+
+def test_an_advantage_of_ones_own_begins_with_its_annotated_state() -> None:
+    with names_for_a_test():
+
+        @advantage("counted_of_test")
+        def counted(reward: torch.Tensor, *, state: Counted) -> tuple[torch.Tensor, Counted]:
+            return reward * state.steps, Counted(state.steps + 1)
+
+        @advantage("unknown_of_test")
+        def unknown(reward, *, state):  # type: ignore[no-untyped-def]
+            return reward, state
+
+        stage = policy_gradient(PolicyGradientConfig(advantage_per="batch", advantage="counted_of_test")).stage(
+            "advantage"
+        )
+        assert (stage.reads, stage.state) == (("reward",), Counted())
+        with pytest.raises(DataflowError, match="advantage=unknown_of_test: annotate its parameter state"):
+            policy_gradient(PolicyGradientConfig(advantage_per="batch", advantage="unknown_of_test"))
