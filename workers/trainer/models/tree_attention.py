@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.workers.trainer.update.trees import Trees
+
+BLOCK_TOKENS = 128
+"""Queries, and keys, of a block of FlexAttention's kernel."""
 
 
 class TreeAttention:
@@ -70,14 +73,23 @@ class TreeAttention:
 
     @cached_property
     def block_mask(self) -> BlockMask:
-        """The mask of all trees as FlexAttention takes it."""
-        ends_T = self._trees.ends_T
+        """The mask of all trees as FlexAttention takes it. Which blocks of keys a block of queries reads follows from
+        where the keys' ends lie, so that no mask of all tokens by all tokens is made."""
+        ends_T, num_tokens = self._trees.ends_T, self._trees.num_tokens
 
         def descends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < ends_T[key])
 
-        return create_block_mask(
-            descends, None, None, self._trees.num_tokens, self._trees.num_tokens, device=ends_T.device
+        num_blocks = -(-num_tokens // BLOCK_TOKENS)
+        ends_KB = nn.functional.pad(ends_T, (0, num_blocks * BLOCK_TOKENS - num_tokens)).view(-1, BLOCK_TOKENS)
+        number_K = torch.arange(num_blocks, device=ends_T.device)
+        number_Q1 = number_K.unsqueeze(1)
+        is_before_QK = number_K < number_Q1
+        is_read_QK = is_before_QK & (ends_KB.amax(1) > number_Q1 * BLOCK_TOKENS)
+        is_whole_QK = is_before_QK & (ends_KB.amin(1) >= (number_Q1 + 1) * BLOCK_TOKENS)
+        partly_QK = (is_read_QK & ~is_whole_QK) | (number_K == number_Q1)
+        return BlockMask.from_kv_blocks(
+            *_ordered(partly_QK), *_ordered(is_whole_QK), BLOCK_TOKENS, descends, (num_tokens, num_tokens)
         )
 
     @cached_property
@@ -103,6 +115,12 @@ class TreeAttention:
             [piece for start, end in block.reads for piece in range(numbers[start], numbers[end])]
             for block in self._trees.blocks
         ]
+
+
+def _ordered(is_read_QK: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries reads, `[1, 1, Q]`, and their numbers first, `[1, 1, Q, K]`."""
+    numbers_QK = is_read_QK.int().argsort(dim=-1, descending=True, stable=True)
+    return is_read_QK.sum(-1).int()[None, None], numbers_QK.int()[None, None]
 
 
 @lru_cache(maxsize=2)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from penstock.workers.trainer.models.tree_attention import TreeAttention
 from penstock.workers.trainer.update.trees import Trees
@@ -53,3 +54,23 @@ def test_masks_are_kept_for_all_layers(trees: Trees) -> None:
     attention(Layer(), *read)
     assert attention.masks is masks
     assert sum(mask is None for mask in masks) == 2  # the prompt's run, and the sequence that is a tree of its own
+
+
+@pytest.mark.parametrize("lengths", [[40], [128, 128], [300, 40, 40], [700, 200, 130, 20], [2, 900]])
+def test_blocks_that_are_read_are_those_that_a_whole_mask_has(lengths: list[int]) -> None:
+    """A prompt, answers to it, and the same with another prompt behind them."""
+    random = np.random.default_rng(len(lengths))
+    prompt, *parts = (random.integers(3, 90, length) for length in lengths)
+    sequences = [np.concatenate([prompt, part]) for part in parts] or [prompt]
+    trees, _ = Trees.of([*sequences, *(one[1:] for one in sequences)], np.repeat([0, 1], len(sequences)))
+    found, size = TreeAttention(trees).block_mask, trees.num_tokens
+    assert found.mask_mod is not None
+    expected = create_block_mask(found.mask_mod, None, None, size, size, device="cpu")
+    assert found.shape == expected.shape
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), msg=name)
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts = getattr(found, f"{name}_num_blocks").unsqueeze(-1)
+        there, wanted = (getattr(one, f"{name}_indices") for one in (found, expected))
+        is_named = torch.arange(there.shape[-1]) < counts
+        assert torch.equal(there[is_named], wanted[is_named]), name
