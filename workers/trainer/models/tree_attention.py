@@ -89,7 +89,7 @@ class TreeAttention:
         is_whole_QK = is_before_QK & (ends_KB.amin(1) >= (number_Q1 + 1) * BLOCK_TOKENS)
         partly_QK = (is_read_QK & ~is_whole_QK) | (number_K == number_Q1)
         return BlockMask.from_kv_blocks(
-            *_ordered(partly_QK), *_ordered(is_whole_QK), BLOCK_TOKENS, descends, (num_tokens, num_tokens)
+            *_named_blocks(partly_QK), *_named_blocks(is_whole_QK), BLOCK_TOKENS, descends, (num_tokens, num_tokens)
         )
 
     @cached_property
@@ -117,7 +117,7 @@ class TreeAttention:
         ]
 
 
-def _ordered(is_read_QK: Tensor) -> tuple[Tensor, Tensor]:
+def _named_blocks(is_read_QK: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks of keys each block of queries reads, `[1, 1, Q]`, and their numbers first, `[1, 1, Q, K]`."""
     numbers_QK = is_read_QK.int().argsort(dim=-1, descending=True, stable=True)
     return is_read_QK.sum(-1).int()[None, None], numbers_QK.int()[None, None]
