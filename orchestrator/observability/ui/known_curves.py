@@ -106,9 +106,14 @@ def with_known(charts: Sequence[Chart], config: Mapping[str, Any]) -> list[Chart
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that its curves depend on: what differs from the defaults, by key, as JSON has it."""
-    found = {key: value for key, value in flat(differences_of(config)) if not key.startswith(ANY)}
-    values: dict[str, Any] = json.loads(json_of(found))
+    """The settings of a run that its curves depend on: what differs from the defaults, by key, as JSON has it. Files
+    beside the recipe are named as from there, wherever it is installed."""
+    text = json_of({key: value for key, value in flat(differences_of(config)) if not key.startswith(ANY)})
+    if config.get("recipe"):
+        recipe = _file(config).parent.resolve()
+        for directory in (recipe, recipe.parent):  # the base of a recipe lies beside it
+            text = text.replace(f'"{directory}/', '"')
+    values: dict[str, Any] = json.loads(text)
     return values
 
 

@@ -13,7 +13,14 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis, below_band
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.report import write_report
-from penstock.orchestrator.observability.ui.known_curves import FILE, KnownCurve, KnownCurves, with_known, write_known
+from penstock.orchestrator.observability.ui.known_curves import (
+    FILE,
+    KnownCurve,
+    KnownCurves,
+    settings_of,
+    with_known,
+    write_known,
+)
 from penstock.orchestrator.observability.ui.themes import charts_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory, to_yaml
 from penstock.workers.user_code import packaged_recipes
@@ -105,6 +112,20 @@ def test_the_run_says_so(tmp_path: Path) -> None:
     directory.close()
     assert found.rule == "below_band"
     assert directory.read_events()[-1]["rule"] == "below_band"
+
+
+def test_a_recipe_with_code_beside_it_has_its_band_wherever_it_lies(tmp_path: Path) -> None:
+    settings = []
+    for name in ("here", "there"):
+        directory = tmp_path / name / "mine"
+        directory.mkdir(parents=True)
+        (directory / "reward.py").write_text("def score(text, task):\n    return 0.0\n")
+        (directory / "recipe.yaml").write_text("base: arithmetic\nreward: {function: reward.py:score, options: {}}\n")
+        config = load_config([f"recipe={directory}"])
+        assert config.reward.function == f"{directory}/reward.py:score"
+        settings.append(settings_of(yaml.safe_load(to_yaml(config))))
+    assert settings[0] == settings[1]
+    assert settings[0]["reward.function"] == "reward.py:score"
 
 
 @pytest.mark.parametrize(
