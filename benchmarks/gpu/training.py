@@ -12,7 +12,7 @@ import importlib.util
 import json
 import statistics
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,12 @@ FLASH: tuple[str, ...] = ("kept", "recomputed", "packed")
 @dataclass(frozen=True)
 class Setting:
     attention: str
-    options: dict[str, Any] = field(default_factory=dict)
-    called: str = "kept"
+    called: str
+    """One of `OPTIONS`."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return OPTIONS[self.called]
 
     @property
     def name(self) -> str:
@@ -67,8 +71,8 @@ class Setting:
 
 def settings() -> list[Setting]:
     has_liger, has_flash = (importlib.util.find_spec(name) is not None for name in ("liger_kernel", "flash_attn"))
-    found = [Setting("sdpa", options, name) for name, options in OPTIONS.items() if has_liger or "liger" not in options]
-    return found + [Setting("flash_attention_2", OPTIONS[name], name) for name in FLASH if has_flash]
+    found = [Setting("sdpa", name) for name, options in OPTIONS.items() if has_liger or "liger" not in options]
+    return found + [Setting("flash_attention_2", name) for name in FLASH if has_flash]
 
 
 def random_rows(num_rows: int, longest: int, seed: int) -> Rows:
@@ -115,7 +119,6 @@ def measure(
                     "tokens_per_s": num_tokens / seconds,
                     "peak_gpu_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
                     "told_bytes": told,
-                    "mean_kl": report.metrics.get("approx_kl", 0.0),
                 }
             )
     finally:
