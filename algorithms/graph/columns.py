@@ -5,7 +5,9 @@ writing `Column("novelty", "float32")` where a name would do.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.conf.errors import DataflowError, suggest
 
@@ -94,14 +96,31 @@ PROMPT_PICTURES, SEEN_PICTURES = ("pictures", "picture_ranges"), ("seen_pictures
 TRAJECTORY_COLUMNS = (*ROLLOUT_COLUMNS, *SEQUENCE_COLUMNS, "turn_tokens", "turn_rewards", "turn_ids", "transcript")
 
 
+def fields_of(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of a row by name, of all its columns: those of an environment's own task, or the columns with those of
+    reasoning_gym's metadata, such as num_terms."""
+    if ENVIRONMENT_TASK in columns:
+        return {**columns[ENVIRONMENT_TASK]["data"]}
+    entry = columns.get("entry")
+    metadata = entry.get("metadata", {}) if isinstance(entry, Mapping) else {}
+    return {**metadata, **columns}
+
+
+def field_in(fields: Mapping[str, Any], name: str) -> str | None:
+    """The value of a field as text, or of a field of one, such as `about.kind`. None: there is no such field."""
+    found: Any = fields
+    for part in (name,) if name in fields else name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return None if found is None else str(found)
+
+
 def field_of(task: str, name: str, key: str) -> str:
-    """A field of one value of the column `task`, of a row or of an environment's own task, as text. `key`: the
-    configuration's, for the `DataflowError` of a task that lacks it."""
-    columns = json.loads(task)
-    columns = columns.get(ENVIRONMENT_TASK, {}).get("data", columns)
-    if name not in columns:
-        raise DataflowError(f"{key}={name}: a task has no such field{suggest(name, columns)}")
-    return str(columns[name])
+    """The value of a field of the column `task`, as text. `key`: the configuration's, for the `DataflowError` of a task
+    that lacks the field."""
+    fields = fields_of(json.loads(task))
+    if (found := field_in(fields, name)) is None:
+        raise DataflowError(f"{key}={name}: a task has no such field{suggest(name, fields)}")
+    return found
 
 
 def as_column(column: "str | Column") -> Column:

@@ -116,7 +116,8 @@ class DistillConfig(AlgorithmConfig):
     """Teachers by row, in the place of `teacher`: the model of model.paths for each value of the row's `teacher_by`,
     {math: math_teacher, code: code_teacher}. Each scores its own rows alone."""
     teacher_by: str = "data_source"
-    """Field of the task that says whose row it is; data_source is the part of data.mixture."""
+    """Field that says whose row it is: a column, or any other that data.curriculum.by may name; data_source is the part
+    of data.mixture."""
     candidates: int = 0
     """Tokens that the teacher finds likeliest, by which student and teacher are compared in each place, with all others
     together. 0: by the sampled token alone, a policy gradient."""

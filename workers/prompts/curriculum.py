@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from penstock.algorithms.graph.columns import field_in, fields_of
 from penstock.conf.data import CurriculumConfig
 from penstock.conf.errors import DataError, suggest
 from penstock.store.ledger.outcomes import MOST_KNOWN, Outcome
-from penstock.workers.environments.task import KEY
 from penstock.workers.prompts.dataset_row import DatasetRow
 from penstock.workers.prompts.order import PromptCursor, chance
 
@@ -182,20 +182,13 @@ class Curriculum:
 
 
 def level_of(row: DatasetRow, by: str) -> str:
-    """The level of a row: its own number, or the value of a column, a field of one, of an environment's task, or of
-    reasoning_gym's metadata. Raises `DataError` if the row has none."""
+    """The level of a row: its own number, or the value of a field. Raises `DataError` if the row has none."""
     if by == ROW:
         return str(row.index)
-    metadata = row.extra.get("entry", {}).get("metadata", {}) if "environment" in row.extra else {}
-    of_task = row.extra[KEY]["data"] if KEY in row.extra else {}
-    for values in (row.extra, metadata, of_task):
-        found: Any = values
-        for name in (by,) if by in values else by.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if found is not None:
-            return str(found)
-    columns = of_task or {**metadata, **row.extra}
-    raise DataError(f"{row.where}: no value of {by!r}, which data.curriculum.by names{suggest(by, columns)}")
+    fields = fields_of(row.extra)
+    if (found := field_in(fields, by)) is None:
+        raise DataError(f"{row.where}: no value of {by!r}, which data.curriculum.by names{suggest(by, fields)}")
+    return found
 
 
 def phase_of(config: CurriculumConfig, step: int) -> Sequence[str]:

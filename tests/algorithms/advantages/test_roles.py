@@ -44,6 +44,13 @@ def test_an_environments_task_has_its_role_in_its_data() -> None:
     assert dict(state.values) == {"o": 0.5}
 
 
+def test_a_role_may_be_a_field_of_a_column_or_of_what_reasoning_gym_says() -> None:
+    said = {"environment": "sums", "entry": {"metadata": {"num_terms": 3}}, "about": {"side": "left"}}
+    for name, value in (("about.side", "left"), ("num_terms", "3")):
+        _, state = role_advantage(torch.tensor([0.5]), [json.dumps(said)], role=name, state=RoleBaselines())
+        assert dict(state.values) == {value: 0.5}
+
+
 def test_misfits_are_named() -> None:
     reward, state = torch.zeros(3), RoleBaselines()
     with pytest.raises(DataflowError, match=r"advantage_options\.role=side: a task has no such field.*mark"):
