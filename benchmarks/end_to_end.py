@@ -38,6 +38,9 @@ TRL_ENGINES = {"trl": "generate", "trl_continuous": "continuous", "trl_vllm": "v
 BOUND = "trl_vllm"
 """A side that is no engine that trains: nothing is compared with it."""
 STALENESS = {"hf": 0, "sync": 0, "async": 1}
+FIRST_STEPS = {"async": 20}
+"""Number of steps of the unmeasured first round; otherwise 2. An asynchronous run tries meanwhile whether engine and
+ranks should work at the same time or take turns."""
 PENSTOCK_SETTINGS = {
     "hf": ["rollout.engine=hf", "rollout.num_workers=2", "rollout.num_threads=1"],
     "sync": ["rollout.num_workers=2", "rollout.num_threads=1", "rollout.enforce_eager=false"],
@@ -84,8 +87,8 @@ def measure(workload: str, work: Path, chosen: Sequence[str], num_rounds: int, n
     try:
         for child in sides.values():
             child.ready()
-        for child in sides.values():  # one unmeasured round each: first rounds are slower
-            child.round(2)
+        for side, child in sides.items():  # one unmeasured round each: first rounds are slower
+            child.round(FIRST_STEPS.get(side, 2))
         for number in range(num_rounds):
             for side, child in sides.items():
                 if side in TRL_ENGINES:
@@ -158,7 +161,7 @@ def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
 
 def main() -> None:
     arguments = parse_arguments(__doc__, SIDES)
-    if not TRL_PYTHON.exists():
+    if {*(arguments.sides or SIDES)} & {*TRL_ENGINES} and not TRL_PYTHON.exists():
         raise SystemExit("There is no .venv-trl: run `make bench-env` first.")
     num_rounds = 1 if arguments.quick else arguments.rounds or NUM_ROUNDS
     workloads = ["fixed"] if arguments.quick else list(WORKLOADS)
