@@ -48,6 +48,9 @@ class ServeConfig:
     """Requests of an adapter that are at most repeated after a death: after so many its state is written to disk."""
     keep_results: int = 1024
     """Results of each client that are kept for one that asks again. Older ones are gone."""
+    keep_unnamed: int = 32
+    """Unnamed sampler weights of each session that are kept on disk, the newest ones; older ones are deleted once no
+    request waits for them. A loop makes one at every step, and samples from the newest few."""
     gap_s: float = 330.0
     """Time that later requests of a training client wait for one that has not come. They fail after it: the SDK sends
     a request again for 300 s."""
@@ -80,7 +83,8 @@ class ServeConfig:
                 f"serve.max_rank={self.max_rank}: with serve.full=true there are no adapters. Leave one of them out."
             )
         for name in (
-            "max_loaded", "max_resident", "snapshot_every", "keep_results", "max_body_mib", "max_sampling",
+            "max_loaded", "max_resident", "snapshot_every", "keep_results", "keep_unnamed", "max_body_mib",
+            "max_sampling",
         ):  # fmt: skip
             at_least(f"serve.{name}", getattr(self, name), 1)
         at_least("serve.port", self.port, 0)

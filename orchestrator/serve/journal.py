@@ -78,12 +78,13 @@ class Journal:
         """Drop the records that are not kept, in one step. Raises `JournalError`; then all are there."""
         async with self._lock:
             kept = [record for record in self.records if is_kept(record.header)]
-            framed = [_framed(record.header, self.read(record.place)) for record in kept]
             try:
-                await asyncio.to_thread(self._replace, b"".join(framed))
+                file, framed = await asyncio.to_thread(self._rewritten, kept)
             except OSError as error:
                 raise self._failed(error) from error
-            self.records, self._num_bytes = kept, 0
+            # Nobody reads between these: a place holds in its own file alone.
+            os.close(self._file)
+            self._file, self.records, self._num_bytes = file, kept, 0
             for record, data in zip(kept, framed, strict=True):
                 self._settle(record, data)
 
@@ -142,14 +143,15 @@ class Journal:
             os.ftruncate(self._file, self._num_bytes)
             raise
 
-    def _replace(self, data: bytes) -> None:
+    def _rewritten(self, kept: list[Record]) -> tuple[int, list[bytes]]:
+        """Put a file with these records in the place of the present one. Returns it, open, and each record in it."""
+        framed = [_framed(record.header, self.read(record.place)) for record in kept]
         with replacing(self.path, synced=True) as part:
-            part.write_bytes(data)
+            part.write_bytes(b"".join(framed))
             part.chmod(0o600)
+            file = os.open(part, os.O_RDWR)  # what cannot be opened takes no place
         sync_directory(self.path.parent)
-        new = os.open(self.path, os.O_RDWR)
-        os.close(self._file)
-        self._file = new
+        return file, framed
 
     def _failed(self, error: OSError) -> JournalError:
         return JournalError(f"{self.path}: {error.strerror}. Make room; until then requests are not taken.")

@@ -62,6 +62,10 @@ class SamplingQueue:
         self._queues.setdefault(ticket.queue, deque()).append(ticket)
         self._wake.set()
 
+    def is_idle(self, queue: str) -> bool:
+        """Return whether a sampling session has no requests, waiting or under way."""
+        return not self._queues.get(queue) and all(name != queue for name, _ in self._running)
+
     @property
     def num_running(self) -> int:
         return len(self._running)

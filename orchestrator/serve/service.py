@@ -192,8 +192,9 @@ class Service:
         if sampler.is_own:
             file = self._own_file(sampler)
             if not file.exists():
-                raise DataError(f"the unnamed weights of {sampler.id} are deleted: they go with their session. Save "
-                                "them under a name to keep them.")  # fmt: skip
+                raise DataError(f"the unnamed weights of {sampler.id} are deleted: they go with their session, which "
+                                f"keeps the newest {self.config.keep_unnamed} (serve.keep_unnamed). Save them under a "
+                                "name to keep them.")  # fmt: skip
             return file
         if not sampler.path:
             return None
@@ -263,15 +264,23 @@ class Service:
         origin = f"{model_id.rpartition(':')[2]}/{seq}/own"
         sampler = Sampler(sampler_id(session_id, number), session_id, model_id, is_own=True, origin=origin)
         await asyncio.to_thread(write_state, self._own_file(sampler), state)
-        return (await self.sessions.add_sampler(sampler)).id
+        added = await self.sessions.add_sampler(sampler)
+        own = [one for one in self.sessions.sessions[session_id].samplers.values() if one.is_own]
+        for old in own[: -self.config.keep_unnamed]:
+            if self.queue.is_idle(old.id):
+                await self._delete_own(old)
+        return added.id
 
     async def _drop_own_weights(self, session: Session) -> None:
         for sampler in session.samplers.values():
             await self.queue.drop(sampler.id)
-            file = self._own_file(sampler)
-            if sampler.is_own and file.exists():
-                file.unlink()
-                await self.publications.drop(file)
+            await self._delete_own(sampler)
+
+    async def _delete_own(self, sampler: Sampler) -> None:
+        file = self._own_file(sampler)
+        if sampler.is_own and file.exists():
+            file.unlink()
+            await self.publications.drop(file)
 
     async def _watch(self) -> None:
         """Bring the adapters of sessions without a heartbeat to the disk, and delete their unnamed weights."""

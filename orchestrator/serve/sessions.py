@@ -2,18 +2,20 @@
 
     sessions.journal     session, client, sampler, joined, dropped, finished: what the others are made of at a start
 
+The journal keeps no sampling sessions of what is finished, of which a loop makes one at every step.
 Ids are made of counters, so that a creation that is repeated finds what it made the first time. A session is alive
 while it has heartbeats; time is an argument.
 """
 
 import asyncio
+import contextlib
 import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import PenstockError
-from penstock.orchestrator.serve.journal import Header, Journal
+from penstock.orchestrator.serve.journal import Header, Journal, JournalError
 from penstock.orchestrator.serve.request_log import OtherContent
 from penstock.orchestrator.serve.training_client import ClientFacts
 
@@ -157,9 +159,15 @@ class Sessions:
     async def finish(self, session: Session) -> None:
         if not session.is_over:
             await self._note({"event": "finished", "id": session.id})
+            with contextlib.suppress(JournalError):  # it only stays longer
+                await self._journal.rewrite(self._is_needed)
 
     async def close(self) -> None:
         await self._journal.close()
+
+    def _is_needed(self, event: Header) -> bool:
+        """Return whether a start needs an event: not those of sampling sessions that are finished."""
+        return event["event"] not in ("sampler", "joined") or not self.sessions[event["session_id"]].is_over
 
     async def _note(self, event: Header) -> None:
         await self._journal.append(event)

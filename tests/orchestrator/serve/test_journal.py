@@ -75,6 +75,27 @@ def test_appends_at_the_same_time_and_a_rewrite_keep_all_that_is_kept(tmp_path):
     assert [header["seq"] for header, _ in read(path)] == [*range(0, 20, 2), *range(20, 40)]
 
 
+def test_what_is_read_while_a_rewrite_ends_is_what_was_written(tmp_path, monkeypatch):
+    """The new file has its name before the places of its records are known."""
+    journal_of, seen = {}, []
+
+    async def then_read(function, *arguments):
+        result = function(*arguments)
+        seen.extend(journal_of["it"].read(place) for place in journal_of["places"])
+        return result
+
+    async def scenario():
+        journal = journal_of["it"] = Journal(tmp_path / "a.journal")
+        journal_of["places"] = [await journal.append({"seq": number}, b"%d" % number) for number in range(3)]
+        monkeypatch.setattr(asyncio, "to_thread", then_read)
+        await journal.rewrite(lambda header: header["seq"] > 0)
+        assert seen == [b"0", b"1", b"2"]
+        assert [journal.read(place) for place in journal_of["places"][1:]] == [b"1", b"2"]
+        await journal.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_full_disk_refuses_and_leaves_what_was_written(tmp_path, monkeypatch):
     path = tmp_path / "a.journal"
 

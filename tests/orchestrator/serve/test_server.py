@@ -233,6 +233,50 @@ def test_unnamed_weights_and_adapters_go_with_their_session(tmp_path):
     serve(tmp_path, act, backend)
 
 
+def test_the_newest_unnamed_weights_are_kept_and_older_ones_once_nobody_waits_for_them(tmp_path):
+    backend = FakeBackend()
+
+    async def act(server, http):
+        client = Client(http)
+        session = await client.session()
+        model = (await client.result(await client.adapter(session)))["model_id"]
+        samplers = [await client.own_sampler(model, number + 1, number) for number in range(4)]
+        assert len(list(tmp_path.glob("samples/*/weights*"))) == 2
+        old, new = [await client.result(await client.post("asample", sample_body(samplers[number], 0)))
+                    for number in (1, 2)]  # fmt: skip
+        assert "keeps the newest 2 (serve.keep_unnamed)" in old["error"]
+        assert "sequences" in new
+        server._service.queue.is_idle = lambda queue: queue != samplers[2]
+        samplers += [await client.own_sampler(model, number + 1, number) for number in (4, 5)]
+        assert len(list(tmp_path.glob("samples/*/weights*"))) == 3
+
+    serve(tmp_path, act, backend, ServeConfig(port=0, poll_s=0.5, keep_unnamed=2))
+
+
+def test_a_session_that_is_finished_leaves_its_sampling_sessions_out_of_the_journal(tmp_path):
+    events = []
+
+    async def act(server, http):
+        client = Client(http)
+        for name in ("ends", "stays"):
+            session = await client.session(name)
+            model = (await client.result(await client.adapter(session)))["model_id"]
+            for number in range(3):
+                await client.own_sampler(model, number + 1, number)
+            if name == "ends":
+                await client.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, 204)
+
+    async def again(server, http):
+        events.extend(record.header for record in server._service.sessions._journal.records)
+        assert [session.is_over for session in server._service.sessions.sessions.values()] == [True, False]
+        assert len(server._service.sessions.facts) == 2
+
+    serve(tmp_path, act)
+    serve(tmp_path, again)
+    kinds = [event["event"] for event in events]
+    assert (kinds.count("session"), kinds.count("client"), kinds.count("sampler")) == (2, 2, 3)
+
+
 def test_a_session_without_heartbeats_rests_and_comes_back(tmp_path):
     backend = FakeBackend()
 
