@@ -105,9 +105,7 @@ class Checkpoints:
     def get(self, address: Address) -> Checkpoint:
         found = self._find(address)
         if found is None or (found.expires is not None and found.expires < time.time()):
-            raise NoCheckpoint(
-                f"{address.path}: there is no such checkpoint. `list_checkpoints` names those there are."
-            )
+            raise _missing(address)
         return found
 
     def spec(self, address: Address) -> AdapterSpec:
@@ -125,11 +123,14 @@ class Checkpoints:
 
     def of_run(self, run: str) -> list[Checkpoint]:
         """All of a training run, oldest first."""
-        found = [self._find(Address(run, file.parts[-3], file.parts[-2]))
-                 for file in (self._directory / _safe(run)).glob(f"*/*/{FACTS}")]  # fmt: skip
         now = time.time()
-        there = [one for one in found if one is not None and (one.expires is None or one.expires > now)]
+        there = [one for one in self._all(_safe(run)) if one.expires is None or one.expires > now]
         return sorted(there, key=lambda one: (one.time, one.seq))
+
+    def expired(self) -> list[Address]:
+        """Addresses of those whose time is over, and that still take room."""
+        now = time.time()
+        return [one.address for one in self._all("*") if one.expires is not None and one.expires <= now]
 
     def expire(self, address: Address, ttl_s: int | None) -> None:
         """Set the time after which a checkpoint is gone; None: never."""
@@ -137,7 +138,9 @@ class Checkpoints:
         write_whole(self._folder(address) / FACTS, json.dumps(facts), synced=True)
 
     def delete(self, address: Address) -> None:
-        self.get(address)
+        """Delete a checkpoint, expired or not. Raises `NoCheckpoint`."""
+        if self._find(address) is None:
+            raise _missing(address)
         (self._folder(address) / FACTS).unlink()
         shutil.rmtree(self._folder(address), ignore_errors=True)
 
@@ -154,6 +157,12 @@ class Checkpoints:
             yield data + bytes(-len(data) % tarfile.BLOCKSIZE)
         yield bytes(2 * tarfile.BLOCKSIZE)
 
+    def _all(self, runs: str) -> list[Checkpoint]:
+        """Those of the runs whose directories a pattern names."""
+        files = self._directory.glob(f"{runs}/*/*/{FACTS}")
+        found = (self._find(Address(*file.parts[-4:-1])) for file in files)
+        return [one for one in found if one is not None]
+
     def _find(self, address: Address) -> Checkpoint | None:
         try:
             return Checkpoint(**json.loads((self._folder(address) / FACTS).read_text()))
@@ -162,6 +171,10 @@ class Checkpoints:
 
     def _folder(self, address: Address) -> Path:
         return self._directory / _safe(address.run) / address.folder / address.name
+
+
+def _missing(address: Address) -> NoCheckpoint:
+    return NoCheckpoint(f"{address.path}: there is no such checkpoint. `list_checkpoints` names those there are.")
 
 
 def iso(seconds: float) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ class Journal:
         os.ftruncate(self._file, self._num_bytes)
         self._waiting: list[tuple[Record, bytes, asyncio.Future[Place]]] = []
         self._lock = asyncio.Lock()
+        self._reading = threading.Lock()
+        """Held while a place is read, and while places change with their file: one holds in its own file alone."""
         self._flushing: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -82,14 +85,18 @@ class Journal:
                 file, framed = await asyncio.to_thread(self._rewritten, kept)
             except OSError as error:
                 raise self._failed(error) from error
-            # Nobody reads between these: a place holds in its own file alone.
-            os.close(self._file)
-            self._file, self.records, self._num_bytes = file, kept, 0
-            for record, data in zip(kept, framed, strict=True):
-                self._settle(record, data)
+            with self._reading:
+                os.close(self._file)
+                self._file, self.records, self._num_bytes = file, kept, 0
+                for record, data in zip(kept, framed, strict=True):
+                    self._settle(record, data)
 
     def read(self, place: Place) -> bytes:
-        return os.pread(self._file, place.num_bytes, place.offset)
+        """The body of a record, from any thread. Raises `JournalError` once the journal is closed."""
+        with self._reading:
+            if self._file < 0:
+                raise JournalError(f"{self.path}: is closed.")
+            return os.pread(self._file, place.num_bytes, place.offset)
 
     @property
     def num_bytes(self) -> int:
@@ -101,7 +108,9 @@ class Journal:
         while self._flushing is not None:
             await asyncio.wait([self._flushing])
         async with self._lock:
-            os.close(self._file)
+            with self._reading:
+                os.close(self._file)
+                self._file = -1
 
     async def _flush(self) -> None:
         try:

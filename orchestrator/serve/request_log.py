@@ -10,6 +10,7 @@ Bodies of requests are dropped when nothing needs them any more (`drop_bodies`),
 import asyncio
 import contextlib
 import hashlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,8 +84,9 @@ class RequestLog:
         self.entries: dict[int, Entry] = {}
         self.highest_answered = -1
         """Number of the newest request that has a result."""
-        self.ended: list[tuple[int, bool]] = []
-        """Numbers of requests that have a result, in the order of their ends, and whether it is a failure."""
+        self._ends: deque[tuple[int, int, bool]] = deque(maxlen=2 * keep)
+        """Of the newest requests that have a result, in the order of their ends: how many ended before, the request's
+        number, whether it failed."""
         self._any_end = asyncio.Event()
         self._large_bytes = LARGE_BYTES
         self._requests = Journal(directory / "requests.journal")
@@ -96,6 +98,8 @@ class RequestLog:
         for journal in (self._old, self._results):
             for record in journal.records:
                 self._note_answer(record.header, journal, record.place)
+        self._num_answers = self.num_ended
+        """Number of results, with those that are being written."""
         self._num_taken = len(self._results.records)
         for entry in self.entries.values():
             entry.is_durable.set()
@@ -133,7 +137,8 @@ class RequestLog:
 
     async def answer(self, entry: Entry, answer: Answer) -> None:
         """Keep a result; who waits for it is told once it is on the disk. Raises `JournalError`."""
-        header = {**entry.header, "answer": answer.message, "failed": answer.is_failure}
+        header = {**entry.header, "answer": answer.message, "failed": answer.is_failure, "end": self._num_answers}
+        self._num_answers += 1
         gone = self._roll() if self._num_taken >= self._keep else None
         self._num_taken += 1
         journal = self._results
@@ -142,6 +147,16 @@ class RequestLog:
         if gone is not None:
             await gone.close()
 
+    @property
+    def num_ended(self) -> int:
+        """Number of requests that have ended: the cursor of who has heard of all of them. It goes on after a start."""
+        return self._ends[-1][0] + 1 if self._ends else 0
+
+    def ended_since(self, cursor: int) -> list[tuple[int, bool]]:
+        """Numbers of the requests that have ended from this cursor on, and whether each failed. Those that ended long
+        ago, whose results are gone, are left out."""
+        return [(seq, is_failure) for number, seq, is_failure in self._ends if number >= cursor]
+
     async def next_end(self, timeout_s: float) -> None:
         """Wait until some request ends, or so long."""
         with contextlib.suppress(TimeoutError):
@@ -149,13 +164,17 @@ class RequestLog:
                 await self._any_end.wait()
 
     def answer_of(self, entry: Entry) -> Answer | None:
-        """The result of a request; None while there is none. Raises `ResultGone`."""
-        if entry.answered is None and entry.is_done.is_set():
+        """The result of a request; None while there is none. From any thread. Raises `ResultGone`, `JournalError`."""
+        if (answered := entry.answered) is not None:
+            journal, place = answered
+            try:
+                return Answer(journal.read(place), entry.answer_kind, entry.is_failure)
+            except JournalError:
+                if entry.answered is not None:
+                    raise
+        if entry.is_done.is_set():
             raise ResultGone(f"the result of request {entry.seq} is kept no longer (serve.keep_results).")
-        if entry.answered is None:
-            return None
-        journal, place = entry.answered
-        return Answer(journal.read(place), entry.answer_kind, entry.is_failure)
+        return None
 
     def body_of(self, entry: Entry) -> bytes:
         if entry.place is None:
@@ -198,7 +217,7 @@ class RequestLog:
         entry.answered, entry.answer_kind, entry.is_failure = (journal, place), header["answer"], header["failed"]
         self.highest_answered = max(self.highest_answered, entry.seq)
         entry.is_done.set()
-        self.ended.append((entry.seq, entry.is_failure))
+        self._ends.append((header.get("end", self.num_ended), entry.seq, entry.is_failure))
         self._any_end.set()
         self._any_end = asyncio.Event()
 

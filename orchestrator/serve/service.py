@@ -8,6 +8,7 @@ DIRECTORY/sessions.journal, clients/ID/, samples/SESSION/, checkpoints/
 """
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import time
@@ -18,7 +19,7 @@ from penstock.conf.errors import DataError, PenstockError
 from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.loops.verbs import seed_of
 from penstock.orchestrator.serve.backend import Backend, SampleOutput
-from penstock.orchestrator.serve.checkpoints import Address, Checkpoints
+from penstock.orchestrator.serve.checkpoints import Address, Checkpoints, NoCheckpoint
 from penstock.orchestrator.serve.journal import JournalError
 from penstock.orchestrator.serve.publications import Publications
 from penstock.orchestrator.serve.ranks import Ranks
@@ -283,15 +284,30 @@ class Service:
             await self.publications.drop(file)
 
     async def _watch(self) -> None:
-        """Bring the adapters of sessions without a heartbeat to the disk, and delete their unnamed weights."""
         period = max(0.05, min(10.0, self.config.session_timeout_s / 4))
         while True:
             await asyncio.sleep(period)
-            oldest = time.time() - self.config.session_timeout_s
-            for session in list(self.sessions.sessions.values()):
-                session.is_resting = session.last_seen < oldest
-                if session.is_resting and not session.is_over:
-                    await self._rest(session)
+            try:
+                await self._tidy()
+            except (PenstockError, OSError) as error:
+                _LOG.warning("%s", error)
+
+    async def _tidy(self) -> None:
+        """Bring the adapters of sessions without a heartbeat to the disk, delete their unnamed weights, and checkpoints
+        whose time is over."""
+        oldest = time.time() - self.config.session_timeout_s
+        for session in list(self.sessions.sessions.values()):
+            session.is_resting = session.last_seen < oldest
+            if session.is_resting and not session.is_over:
+                await self._rest(session)
+        for address in await asyncio.to_thread(self.checkpoints.expired):
+            with contextlib.suppress(NoCheckpoint):  # its client was faster
+                await self.delete_checkpoint(address)
+
+    async def delete_checkpoint(self, address: Address) -> None:
+        """Delete a checkpoint here and on the engines. Raises `NoCheckpoint`."""
+        await asyncio.to_thread(self.checkpoints.delete, address)
+        await self.publications.drop(self.checkpoints.file(address))
 
     async def _rest(self, session: Session) -> None:
         await self._drop_own_weights(session)

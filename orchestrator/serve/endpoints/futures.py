@@ -52,9 +52,10 @@ async def retrieve_many(exchange: Exchange) -> Response:
     deadline = time.monotonic() + poll_s
     while True:
         log = exchange.service.samples.get(sampler.session_id)
-        ended = log.ended if log is not None else []
-        mine = ended[cursor if cursor <= len(ended) else 0 :]
-        found = [(seq, failed) for seq, failed in mine if first <= seq < first + PER_CLONE]
+        found, counted = [], 0
+        if log is not None:
+            found = [one for one in log.ended_since(cursor) if first <= one[0] < first + PER_CLONE]
+            counted = log.num_ended
         if found or time.monotonic() >= deadline or exchange.service.is_ending.is_set():
             break
         if log is None:
@@ -65,7 +66,7 @@ async def retrieve_many(exchange: Exchange) -> Response:
         {"state": "failed" if failed else "finished", "request_id": f"{sampler.id}:{seq % SEQ_BITS}"}
         for seq, failed in found
     ]
-    return as_json({"completions": told, "cursor": len(ended)})
+    return as_json({"completions": told, "cursor": counted})
 
 
 async def cancel(exchange: Exchange) -> Response:

@@ -53,9 +53,7 @@ async def list_checkpoints(exchange: Exchange) -> Response:
 
 
 async def delete_checkpoint(exchange: Exchange) -> Response:
-    address = _address(exchange)
-    await asyncio.to_thread(exchange.service.checkpoints.delete, address)
-    await exchange.service.publications.drop(exchange.service.checkpoints.file(address))
+    await exchange.service.delete_checkpoint(_address(exchange))
     return Response(status_code=204)
 
 

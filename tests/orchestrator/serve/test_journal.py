@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.orchestrator.serve.journal import Journal, JournalError
+from penstock.orchestrator.serve.request_log import Asked, RequestLog
+from penstock.orchestrator.serve.wire.results import failure, plain
 
 
 def read(path):
@@ -92,8 +94,26 @@ def test_what_is_read_while_a_rewrite_ends_is_what_was_written(tmp_path, monkeyp
         assert seen == [b"0", b"1", b"2"]
         assert [journal.read(place) for place in journal_of["places"][1:]] == [b"1", b"2"]
         await journal.close()
+        with pytest.raises(JournalError, match="is closed"):
+            journal.read(journal_of["places"][1])
 
     asyncio.run(scenario())
+
+
+def test_a_cursor_goes_on_after_a_start_and_when_old_results_are_gone(tmp_path):
+    async def ended(numbers):
+        log = RequestLog(tmp_path, keep=2)
+        for seq in numbers:
+            entry = await log.accept(Asked(seq, "sample", b"body"))
+            await log.answer(entry, failure("told", is_users=True) if seq % 2 else plain({"type": "sample"}))
+        found = log.num_ended, log.ended_since(0), log.ended_since(log.num_ended - 1)
+        await log.close()
+        return found
+
+    assert asyncio.run(ended(range(3))) == (3, [(0, False), (1, True), (2, False)], [(2, False)])
+    assert asyncio.run(ended(range(3, 7))) == (7, [(3, True), (4, False), (5, True), (6, False)], [(6, False)])
+    number, told, newest = asyncio.run(ended([]))
+    assert (number, told[-1], newest) == (7, (6, False), [(6, False)])
 
 
 def test_a_full_disk_refuses_and_leaves_what_was_written(tmp_path, monkeypatch):

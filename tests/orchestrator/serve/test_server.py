@@ -11,6 +11,7 @@ import pytest
 from penstock.conf.errors import ConfigError
 from penstock.conf.serve import ServeConfig, TenantConfig
 from penstock.orchestrator.serve import service
+from penstock.orchestrator.serve.journal import Journal
 from penstock.orchestrator.serve.server import Server
 from penstock.orchestrator.serve.wire.messages import messages
 from penstock.workers.training_calls import WHOLE
@@ -233,7 +234,7 @@ def test_unnamed_weights_and_adapters_go_with_their_session(tmp_path):
     serve(tmp_path, act, backend)
 
 
-def test_the_newest_unnamed_weights_are_kept_and_older_ones_once_nobody_waits_for_them(tmp_path):
+def test_the_newest_unnamed_weights_are_kept_and_those_that_requests_wait_for(tmp_path, monkeypatch):
     backend = FakeBackend()
 
     async def act(server, http):
@@ -246,16 +247,14 @@ def test_the_newest_unnamed_weights_are_kept_and_older_ones_once_nobody_waits_fo
                     for number in (1, 2)]  # fmt: skip
         assert "keeps the newest 2 (serve.keep_unnamed)" in old["error"]
         assert "sequences" in new
-        server._service.queue.is_idle = lambda queue: queue != samplers[2]
+        monkeypatch.setattr(service.SamplingQueue, "is_idle", lambda _, queue: queue != samplers[2])
         samplers += [await client.own_sampler(model, number + 1, number) for number in (4, 5)]
         assert len(list(tmp_path.glob("samples/*/weights*"))) == 3
 
     serve(tmp_path, act, backend, ServeConfig(port=0, poll_s=0.5, keep_unnamed=2))
 
 
-def test_a_session_that_is_finished_leaves_its_sampling_sessions_out_of_the_journal(tmp_path):
-    events = []
-
+def test_the_journal_forgets_sampling_sessions_of_what_is_finished(tmp_path):
     async def act(server, http):
         client = Client(http)
         for name in ("ends", "stays"):
@@ -266,15 +265,32 @@ def test_a_session_that_is_finished_leaves_its_sampling_sessions_out_of_the_jour
             if name == "ends":
                 await client.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, 204)
 
-    async def again(server, http):
-        events.extend(record.header for record in server._service.sessions._journal.records)
-        assert [session.is_over for session in server._service.sessions.sessions.values()] == [True, False]
-        assert len(server._service.sessions.facts) == 2
-
     serve(tmp_path, act)
-    serve(tmp_path, again)
+    events = [record.header for record in Journal(tmp_path / "sessions.journal").records]
     kinds = [event["event"] for event in events]
     assert (kinds.count("session"), kinds.count("client"), kinds.count("sampler")) == (2, 2, 3)
+    assert events[-1]["event"] == "sampler"
+
+
+def test_a_checkpoint_whose_time_is_over_leaves_the_disk_and_the_engines(tmp_path):
+    backend = FakeBackend()
+
+    async def act(_, http):
+        client = Client(http)
+        session = await client.session()
+        model = (await client.result(await client.adapter(session)))["model_id"]
+        body = {"model_id": model, "seq_id": 1, "path": "brief", "ttl_seconds": 3600}
+        saved = await client.result(await client.post("save_weights_for_sampler", body))
+        made = await client.post("create_sampling_session", {
+            "session_id": session, "sampling_session_seq_id": 1, "model_path": saved["path"]})  # fmt: skip
+        await client.result(await client.post("asample", sample_body(made["sampling_session_id"], 0)))
+        assert len(backend.samplers) == 1
+        (facts,) = tmp_path.glob("checkpoints/*/*/*/checkpoint.json")
+        facts.write_text(json.dumps({**json.loads(facts.read_text()), "expires": 1.0}))
+        while backend.samplers or list(tmp_path.glob("checkpoints/*/*/*")):
+            await asyncio.sleep(0.02)
+
+    serve(tmp_path, act, backend, ServeConfig(port=0, poll_s=0.5, session_timeout_s=4))
 
 
 def test_a_session_without_heartbeats_rests_and_comes_back(tmp_path):
