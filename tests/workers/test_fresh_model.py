@@ -1,16 +1,20 @@
 """A model made from nothing is a real HF directory, and its tokenizer loses nothing."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from penstock.conf.errors import ModelError
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.fresh_model import EOS_ID, build_fresh_model
+from penstock.workers.pictures.families import auto_class
 
 SMALL = FreshModelConfig(num_layers=1, hidden_size=32, intermediate_size=48, num_heads=2, num_kv_heads=1)
 
@@ -25,6 +29,24 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(directory: Path):
     return AutoTokenizer.from_pretrained(directory)
+
+
+def configuration(directory: Path) -> Any:
+    """The file without dtypes, which a model that was loaded has in each part of it."""
+    text = (directory / "config.json").read_text()
+    return json.loads(text, object_hook=lambda part: {key: value for key, value in part.items() if key != "dtype"})
+
+
+@pytest.mark.parametrize("more", [{}, {"num_experts": 4}, {"num_vision_layers": 1}], ids=["text", "experts", "seeing"])
+def test_files_are_those_that_save_pretrained_writes(more, tmp_path: Path) -> None:
+    config = replace(SMALL, hidden_size=64, **more)
+    build_fresh_model(tmp_path / "made", config, seed=1)
+    model = auto_class(AutoConfig.from_pretrained(tmp_path / "made")).from_pretrained(tmp_path / "made")
+    model.save_pretrained(tmp_path / "saved")
+    for file in ("model.safetensors", "generation_config.json"):
+        assert (tmp_path / "made" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()
+    made, saved = (configuration(tmp_path / name) for name in ("made", "saved"))
+    assert made == saved
 
 
 def test_text_goes_in_and_out_unchanged(tokenizer) -> None:
