@@ -266,7 +266,9 @@ class Service:
         sampler = Sampler(sampler_id(session_id, number), session_id, model_id, is_own=True, origin=origin)
         await asyncio.to_thread(write_state, self._own_file(sampler), state)
         added = await self.sessions.add_sampler(sampler)
-        own = [one for one in self.sessions.sessions[session_id].samplers.values() if one.is_own]
+        added.is_gone = False
+        samplers = self.sessions.sessions[session_id].samplers.values()
+        own = [one for one in samplers if one.is_own and not one.is_gone]
         for old in own[: -self.config.keep_unnamed]:
             if self.queue.is_idle(old.id):
                 await self._delete_own(old)
@@ -278,9 +280,10 @@ class Service:
             await self._delete_own(sampler)
 
     async def _delete_own(self, sampler: Sampler) -> None:
-        file = self._own_file(sampler)
-        if sampler.is_own and file.exists():
-            file.unlink()
+        if sampler.is_own and not sampler.is_gone:
+            sampler.is_gone = True
+            file = self._own_file(sampler)
+            file.unlink(missing_ok=True)
             await self.publications.drop(file)
 
     async def _watch(self) -> None:

@@ -38,6 +38,8 @@ class Sampler:
     """tinker:// path of a checkpoint; empty: the session's own weights, or the base model."""
     is_own: bool
     """Whether it has unnamed weights, which go with the session."""
+    is_gone: bool = False
+    """Whether these are known to be deleted."""
     num_joined: int = 0
     origin: str = ""
     """Where its weights come from, in counters that do not change when the SDK repeats itself: its seeds are made of
