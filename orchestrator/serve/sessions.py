@@ -45,6 +45,11 @@ class Sampler:
     """Where its weights come from, in counters that do not change when the SDK repeats itself: its seeds are made of
     it. The SDK counts sampling sessions anew at every retry."""
 
+    @property
+    def number(self) -> int:
+        """Its number in its session."""
+        return int(self.id.rpartition(":")[2])
+
 
 @dataclass
 class Session:

@@ -30,7 +30,7 @@ def gauges(service: Service) -> dict[str, dict[str, float]]:
             "adapters": len(mine),
             "adapters_on_ranks": sum(client.is_resident for client in mine),
             "requests_waiting": sum(client.num_waiting for client in mine),
-            "samples_waiting": service.queue.num_waiting(name),
+            "samples_waiting": service.samples.queue.num_waiting(name),
         }
     return found
 
@@ -41,10 +41,10 @@ def _tenant(service: Service, name: str) -> dict[str, Any]:
     return {
         "share": config.share,
         "tokens_per_minute": config.tokens_per_minute,
-        "paused_s": service.sampling_schedule.opens_in(name, time.monotonic()),
+        "paused_s": service.samples.schedule.opens_in(name, time.monotonic()),
         "max_adapters": config.max_adapters,
         "usage": {**asdict(usage), "requests": dict(usage.requests)},
-        "samples_waiting": service.queue.num_waiting(name),
+        "samples_waiting": service.samples.queue.num_waiting(name),
         "sessions": [
             {"id": one.id, "name": one.display_name, "silent_s": time.time() - one.last_seen, "rests": one.is_resting}
             for one in sessions

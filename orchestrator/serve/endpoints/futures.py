@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from penstock.orchestrator.serve.endpoints.exchange import Exchange, as_json
 from penstock.orchestrator.serve.request_log import Entry, RequestLog, ResultGone
-from penstock.orchestrator.serve.service import SEQ_BITS, number_of
+from penstock.orchestrator.serve.samples import SEQ_BITS, number_of
 from penstock.orchestrator.serve.sessions import NotFound
 from penstock.orchestrator.serve.training_client import TrainingClient
 from penstock.workers.gateway.http.errors import BadRequest
@@ -51,7 +51,7 @@ async def retrieve_many(exchange: Exchange) -> Response:
     first = number_of(sampler, clone * PER_CLONE)
     deadline = time.monotonic() + poll_s
     while True:
-        log = exchange.service.samples.get(sampler.session_id)
+        log = exchange.service.samples.logs.get(sampler.session_id)
         found, counted = [], 0
         if log is not None:
             found = [one for one in log.ended_since(cursor) if first <= one[0] < first + PER_CLONE]
@@ -74,7 +74,7 @@ async def cancel(exchange: Exchange) -> Response:
     log, entry, client = _found(exchange, request_id)
     if client is not None:
         raise BadRequest("a request that trains cannot be cancelled: the ones after it count on it.", "request_id")
-    await exchange.service.queue.cancel(request_id.rpartition(":")[0], entry.seq, log)
+    await exchange.service.samples.queue.cancel(request_id.rpartition(":")[0], entry.seq, log)
     return Response(status_code=204)
 
 
@@ -90,7 +90,7 @@ def _found(exchange: Exchange, request_id: str) -> tuple[RequestLog, Entry, Trai
     else:
         sampler = exchange.service.sessions.sampler(exchange.tenant, owner)
         seq = number_of(sampler, seq)
-        found = exchange.service.samples.get(sampler.session_id)
+        found = exchange.service.samples.logs.get(sampler.session_id)
         if found is None:
             raise NotFound(f"{request_id}: there is no such request.")
         log, is_past = found, True
@@ -118,9 +118,9 @@ async def _held(exchange: Exchange, entry: Entry) -> None:
 def _why(exchange: Exchange, entry: Entry, client: TrainingClient | None) -> tuple[str, str]:
     """What a request waits for: the state that the SDK knows, and a sentence."""
     service, now = exchange.service, time.monotonic()
-    opens_in = service.sampling_schedule.opens_in(exchange.tenant, now)
+    opens_in = service.samples.schedule.opens_in(exchange.tenant, now)
     if opens_in > 0:
         return "paused_rate_limit", f"tokens_per_minute of this key are used up; more in {opens_in:.0f} s"
     if client is None:
-        return "active", f"{service.queue.num_running} requests for samples are under way"
+        return "active", f"{service.samples.queue.num_running} requests for samples are under way"
     return "active", service.waits_for(client, entry)

@@ -6,7 +6,7 @@ from penstock.orchestrator.serve.checkpoints import Address
 from penstock.orchestrator.serve.endpoints.exchange import Exchange, as_json
 from penstock.orchestrator.serve.endpoints.training import base_model
 from penstock.orchestrator.serve.request_log import Asked
-from penstock.orchestrator.serve.service import sampler_id
+from penstock.orchestrator.serve.samples import sampler_id
 from penstock.orchestrator.serve.sessions import Sampler
 from penstock.workers.gateway.http.errors import BadRequest
 
@@ -51,10 +51,10 @@ async def sample(exchange: Exchange) -> Response:
     if seq is None:
         raise fields.wrong("seq_id", "is missing.")
     try:
-        request = service.decoded_sample(exchange.body, sampler, seq)
+        request = service.samples.decoded(exchange.body, sampler, seq)
         num_samples = request.call.num_samples
     except BadRequest:
         request, num_samples = None, 1  # it fails in its turn
-    await service.take_sample(sampler, seq, Asked(0, "sample", exchange.body), request)
+    await service.take_sample(sampler, Asked(seq, "sample", exchange.body), request)
     request_id = f"{sampler.id}:{seq}"
     return as_json({"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{i}" for i in range(num_samples)]})

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.serve import ServeConfig, TenantConfig
-from penstock.orchestrator.serve import service
+from penstock.orchestrator.serve import samples, service
 from penstock.orchestrator.serve.journal import Journal
 from penstock.orchestrator.serve.server import Server
 from penstock.orchestrator.serve.wire.messages import messages
@@ -247,7 +247,7 @@ def test_the_newest_unnamed_weights_are_kept_and_those_that_requests_wait_for(tm
                     for number in (1, 2)]  # fmt: skip
         assert "keeps the newest 2 (serve.keep_unnamed)" in old["error"]
         assert "sequences" in new
-        monkeypatch.setattr(service.SamplingQueue, "is_idle", lambda _, queue: queue != samplers[2])
+        monkeypatch.setattr(samples.SamplingQueue, "is_idle", lambda _, queue: queue != samplers[2])
         samplers += [await client.own_sampler(model, number + 1, number) for number in (4, 5)]
         assert len(list(tmp_path.glob("samples/*/weights*"))) == 3
 

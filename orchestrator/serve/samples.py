@@ -1,0 +1,166 @@
+"""Samples: requests for them, and the weights that sampling sessions sample from.
+
+    endpoint ─▶ take ─▶ the session's RequestLog ─▶ SamplingQueue ─▶ engines
+    weights     a checkpoint's file, or unnamed ones, which a training client publishes beside the requests
+
+SAMPLES/SESSION/requests.journal, results.journal, weights-NUMBER.safetensors
+"""
+
+import asyncio
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.conf.errors import DataError
+from penstock.conf.serve import ServeConfig
+from penstock.orchestrator.loops.verbs import seed_of
+from penstock.orchestrator.serve.backend import Backend, SampleOutput
+from penstock.orchestrator.serve.checkpoints import Address, Checkpoints
+from penstock.orchestrator.serve.publications import Publications
+from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog
+from penstock.orchestrator.serve.sampling_queue import SamplingQueue, Ticket
+from penstock.orchestrator.serve.schedule import Schedule
+from penstock.orchestrator.serve.sessions import Sampler, Session, Sessions
+from penstock.orchestrator.serve.state_file import write_state
+from penstock.orchestrator.serve.tenants import Tenants
+from penstock.orchestrator.serve.training_client import TrainingClient
+from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request
+from penstock.workers.gateway.http.fields import parsed
+from penstock.workers.training_calls import AdapterState
+
+SEQ_BITS = 2**64
+"""Numbers of requests in one sampling session, of all its clients."""
+
+
+class Samples:
+    """Lifecycle: `open` sessions that another server has left; `take` requests; `finish` a session; `close`. `queue`
+    runs meanwhile."""
+
+    def __init__(
+        self, config: ServeConfig, backend: Backend, directory: Path, tenants: Tenants, sessions: Sessions,
+        checkpoints: Checkpoints,
+    ) -> None:  # fmt: skip
+        self._config, self._backend, self._directory, self._tenants = config, backend, directory, tenants
+        self._sessions, self._checkpoints = sessions, checkpoints
+        self.logs: dict[str, RequestLog] = {}
+        """Requests, by session."""
+        self.publications = Publications(backend, 2 * config.max_loaded)
+        self.schedule = Schedule(tenants.limits, tenants.budgets)
+        self.queue = SamplingQueue(backend, self.publications, self.schedule, config.max_sampling, self._note)
+
+    def open(self, session: Session) -> None:
+        """Go on with the requests of a session, if it had any."""
+        if self._of(session.id).exists():
+            self._open(session)
+
+    async def take(self, sampler: Sampler, asked: Asked, request: SampleRequest | None) -> Entry:
+        """Take a request for samples, with its number in its sampling session. `request`: None: it will be refused in
+        its turn. Raises `JournalError`."""
+        session = self._sessions.sessions[sampler.session_id]
+        log = self.logs.get(session.id) or self._open(session)
+        number = number_of(sampler, asked.seq)
+        is_known = number in log.entries
+        tokens = request.num_tokens if request is not None else 1
+        entry = await log.accept(replace(asked, seq=number, tokens=tokens))
+        if not is_known:
+            self.queue.put(self._ticket(session, sampler, log, entry))
+            if log.is_large:
+                await log.drop_bodies(lambda _: False)
+        return entry
+
+    def file_of(self, sampler: Sampler) -> Path | None:
+        """File of a sampling session's weights; None: the base model. Raises `DataError` if they are gone."""
+        if sampler.is_own:
+            file = self._own_file(sampler)
+            if not file.exists():
+                raise DataError(f"the unnamed weights of {sampler.id} are deleted: they go with their session, which "
+                                f"keeps the newest {self._config.keep_unnamed} (serve.keep_unnamed). Save them under a "
+                                "name to keep them.")  # fmt: skip
+            return file
+        if not sampler.path:
+            return None
+        address = Address.parse(sampler.path)
+        self._checkpoints.get(address)
+        return self._checkpoints.file(address)
+
+    def decoded(self, body: bytes, sampler: Sampler, seq: int) -> SampleRequest:
+        """Decode a request. Raises `BadRequest`."""
+        seed = seed_of("sample", sampler.origin, seq)
+        return sample_request(parsed(body), self._backend.facts.max_length, seed)
+
+    async def add_own(self, client: TrainingClient, seq: int, number: int, state: AdapterState) -> str:
+        """Make a sampling session of a client's unnamed weights. `seq`: of the request. `number`: the session's."""
+        session_id, model_id = client.facts.session_id, client.facts.model_id
+        origin = f"{model_id.rpartition(':')[2]}/{seq}/own"
+        sampler = Sampler(sampler_id(session_id, number), session_id, model_id, is_own=True, origin=origin)
+        await asyncio.to_thread(write_state, self._own_file(sampler), state)
+        added = await self._sessions.add_sampler(sampler)
+        added.is_gone = False
+        samplers = self._sessions.sessions[session_id].samplers.values()
+        own = [one for one in samplers if one.is_own and not one.is_gone]
+        for old in own[: -self._config.keep_unnamed]:
+            if self.queue.is_idle(old.id):
+                await self._delete_own(old)
+        return added.id
+
+    async def drop_own(self, session: Session) -> None:
+        """Drop the requests of a session, and delete its unnamed weights."""
+        for sampler in session.samplers.values():
+            await self.queue.drop(sampler.id)
+            await self._delete_own(sampler)
+
+    async def finish(self, session: Session) -> None:
+        """Forget a session's requests and its unnamed weights, once nobody takes more of them."""
+        log = self.logs.pop(session.id, None)
+        if log is not None:
+            await log.close()
+        await asyncio.to_thread(shutil.rmtree, self._of(session.id), ignore_errors=True)
+
+    async def close(self) -> None:
+        for log in self.logs.values():
+            await log.close()
+
+    def _open(self, session: Session) -> RequestLog:
+        log = self.logs[session.id] = RequestLog(self._of(session.id), self._config.keep_results)
+        by_number = {one.number: one for one in session.samplers.values()}
+        for entry in log.pending():
+            sampler = by_number.get(entry.seq // SEQ_BITS)
+            if sampler is not None:
+                self.queue.put(self._ticket(session, sampler, log, entry))
+        return log
+
+    def _ticket(self, session: Session, sampler: Sampler, log: RequestLog, entry: Entry) -> Ticket:
+        seq = entry.seq % SEQ_BITS
+
+        def request() -> SampleRequest:
+            return self.decoded(log.body_of(entry), sampler, seq)
+
+        return Ticket(session.tenant, sampler.id, log, entry, request, lambda: self.file_of(sampler))
+
+    async def _delete_own(self, sampler: Sampler) -> None:
+        if sampler.is_own and not sampler.is_gone:
+            sampler.is_gone = True
+            file = self._own_file(sampler)
+            file.unlink(missing_ok=True)
+            await self.publications.drop(file)
+
+    def _of(self, session_id: str) -> Path:
+        return self._directory / session_id
+
+    def _own_file(self, sampler: Sampler) -> Path:
+        return self._of(sampler.session_id) / f"weights-{sampler.number}.safetensors"
+
+    def _note(self, ticket: Ticket, output: SampleOutput, seconds: float) -> None:
+        usage = self._tenants.usage[ticket.tenant]
+        usage.requests["sample"] += 1
+        usage.seconds_sampled += seconds
+        usage.tokens_sampled += sum(len(sample.token_ids) for sample in output.samples)
+
+
+def sampler_id(session_id: str, number: int) -> str:
+    return f"{session_id}:sample:{number}"
+
+
+def number_of(sampler: Sampler, seq: int) -> int:
+    """Number of a sampling session's request among all of its session."""
+    return sampler.number * SEQ_BITS + seq
