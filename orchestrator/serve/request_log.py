@@ -20,8 +20,9 @@ from penstock.conf.errors import PenstockError
 from penstock.orchestrator.serve.journal import Journal, JournalError, Place
 from penstock.orchestrator.serve.wire.results import Answer
 
-LARGE_BYTES = 2**26
-"""Size from which a journal of requests is made small again."""
+OLD_RESULTS = "results-old.journal"
+LARGE_BYTES, LARGE_COUNT = 2**26, 2**14
+"""Size, and number of requests, from which a journal of requests is made small again."""
 
 
 class OtherContent(PenstockError):
@@ -88,9 +89,11 @@ class RequestLog:
         """Of the newest requests that have a result, in the order of their ends: how many ended before, the request's
         number, whether it failed."""
         self._any_end = asyncio.Event()
-        self._large_bytes = LARGE_BYTES
+        self._newest: deque[int] = deque()
+        """Numbers of the `keep` newest requests that have a result, in the order of their ends."""
+        self._large_bytes, self._large_count = LARGE_BYTES, LARGE_COUNT
         self._requests = Journal(directory / "requests.journal")
-        self._old = Journal(directory / "results-old.journal")
+        self._old = Journal(directory / OLD_RESULTS)
         self._results = Journal(directory / "results.journal")
         for record in self._requests.records:
             entry = self.entries[record.header["seq"]] = _entry(record.header)
@@ -103,7 +106,6 @@ class RequestLog:
         self._num_taken = len(self._results.records)
         for entry in self.entries.values():
             entry.is_durable.set()
-        self._forget_old()
 
     def pending(self) -> list[Entry]:
         """Requests without a result, by their numbers."""
@@ -143,7 +145,6 @@ class RequestLog:
         self._num_taken += 1
         journal = self._results
         self._note_answer(header, journal, await journal.append(header, answer.body))
-        self._forget_old()
         if gone is not None:
             await gone.close()
 
@@ -185,16 +186,20 @@ class RequestLog:
         """Drop the bodies of requests that have their result and are not needed, by their numbers, and make the journal
         small again. Raises `JournalError`."""
         dropped = {seq for seq, entry in self.entries.items() if entry.is_done.is_set() and not is_needed(seq)}
+        newest = set(self._newest)
         for seq in dropped:
             self.entries[seq].place = None
+            if seq not in newest:
+                del self.entries[seq]
         await self._requests.rewrite(lambda header: header["seq"] not in dropped and header["seq"] in self.entries)
         self._large_bytes = max(LARGE_BYTES, 2 * self._requests.num_bytes)
-        self._forget_old()
+        self._large_count = max(LARGE_COUNT, 2 * len(self._requests.records))
 
     @property
     def is_large(self) -> bool:
         """Whether bodies should be dropped: the journal has doubled since."""
-        return self._requests.num_bytes > self._large_bytes
+        journal = self._requests
+        return journal.num_bytes > self._large_bytes or len(journal.records) > self._large_count
 
     async def close(self) -> None:
         for journal in (self._requests, self._results, self._old):
@@ -207,8 +212,10 @@ class RequestLog:
             entry.answered = None
             if entry.place is None:
                 del self.entries[entry.seq]
-        self._results.path.replace(gone.path)
-        self._old, self._results = self._results, Journal(self._results.path)
+        path = self._results.path
+        self._old = self._results
+        self._old.path = path.replace(path.with_name(OLD_RESULTS))
+        self._results = Journal(path)
         self._num_taken = 0
         return gone
 
@@ -220,13 +227,15 @@ class RequestLog:
         self._ends.append((header.get("end", self.num_ended), entry.seq, entry.is_failure))
         self._any_end.set()
         self._any_end = asyncio.Event()
+        self._newest.append(entry.seq)
+        if len(self._newest) > self._keep:
+            self._forget(self._newest.popleft())
 
-    def _forget_old(self) -> None:
-        """Forget results that are too old, but for requests whose bodies are needed."""
-        done = [seq for seq, entry in self.entries.items() if entry.is_done.is_set()]
-        for seq in done[: max(0, len(done) - self._keep)]:
-            if self.entries[seq].place is None:
-                del self.entries[seq]
+    def _forget(self, seq: int) -> None:
+        """Forget a result that is too old, unless the request's body is needed."""
+        entry = self.entries.get(seq)
+        if entry is not None and entry.place is None:
+            del self.entries[seq]
 
 
 def _entry(header: dict[str, Any]) -> Entry:
