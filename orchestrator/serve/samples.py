@@ -100,14 +100,13 @@ class Samples:
         own = [one for one in samplers if one.is_own and not one.is_gone]
         for old in own[: -self._config.keep_unnamed]:
             if self.queue.is_idle(old.id):
-                await self._delete_own(old)
+                await self._drop(old)
         return added.id
 
     async def drop_own(self, session: Session) -> None:
         """Drop the requests of a session, and delete its unnamed weights."""
         for sampler in session.samplers.values():
-            await self.queue.drop(sampler.id)
-            await self._delete_own(sampler)
+            await self._drop(sampler)
 
     async def finish(self, session: Session) -> None:
         """Forget a session's requests and its unnamed weights, once nobody takes more of them."""
@@ -137,7 +136,8 @@ class Samples:
 
         return Ticket(session.tenant, sampler.id, log, entry, request, lambda: self.file_of(sampler))
 
-    async def _delete_own(self, sampler: Sampler) -> None:
+    async def _drop(self, sampler: Sampler) -> None:
+        await self.queue.drop(sampler.id)
         if sampler.is_own and not sampler.is_gone:
             sampler.is_gone = True
             file = self._own_file(sampler)
