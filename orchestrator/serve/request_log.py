@@ -4,7 +4,8 @@ is told. What was told once is told again, and a retry is recognised by its numb
     accept ─▶ requests.journal ─▶ (carried out) ─▶ answer ─▶ results.journal ─▶ answer_of, for who asks
 
 Bodies of requests are dropped when nothing needs them any more (`drop_bodies`), results when there are more than
-`keep` newer ones. After a start on the same directory everything is as it was acknowledged.
+`keep` newer ones. After a start on the same directory everything is as it was acknowledged: a request whose body is
+there and whose result is not has none yet.
 """
 
 import asyncio
@@ -21,8 +22,8 @@ from penstock.orchestrator.serve.journal import Journal, JournalError, Place
 from penstock.orchestrator.serve.wire.results import Answer
 
 OLD_RESULTS = "results-old.journal"
-LARGE_BYTES, LARGE_COUNT = 2**26, 2**14
-"""Size, and number of requests, from which a journal of requests is made small again."""
+LARGE_BYTES = 2**26
+"""Size from which a journal of requests is made small again."""
 
 
 class OtherContent(PenstockError):
@@ -80,8 +81,9 @@ class Entry:
 class RequestLog:
     """Lifecycle: made for a directory, new or left by another process; `accept` and `answer` each request; `close`."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
-        self.directory, self._keep = directory, keep
+    def __init__(self, directory: Path, keep: int, *, repeats: bool = False) -> None:
+        """`repeats`: bodies of requests that have a result are needed, until `drop_bodies` is told otherwise."""
+        self.directory, self._keep, self._repeats = directory, keep, repeats
         self.entries: dict[int, Entry] = {}
         self.highest_answered = -1
         """Number of the newest request that has a result."""
@@ -91,7 +93,7 @@ class RequestLog:
         self._any_end = asyncio.Event()
         self._newest: deque[int] = deque()
         """Numbers of the `keep` newest requests that have a result, in the order of their ends."""
-        self._large_bytes, self._large_count = LARGE_BYTES, LARGE_COUNT
+        self._large_bytes = LARGE_BYTES
         self._requests = Journal(directory / "requests.journal")
         self._old = Journal(directory / OLD_RESULTS)
         self._results = Journal(directory / "results.journal")
@@ -141,7 +143,7 @@ class RequestLog:
         """Keep a result; who waits for it is told once it is on the disk. Raises `JournalError`."""
         header = {**entry.header, "answer": answer.message, "failed": answer.is_failure, "end": self._num_answers}
         self._num_answers += 1
-        gone = self._roll() if self._num_taken >= self._keep else None
+        gone = await self._rolled() if self._num_taken >= self._keep else None
         self._num_taken += 1
         journal = self._results
         self._note_answer(header, journal, await journal.append(header, answer.body))
@@ -193,20 +195,22 @@ class RequestLog:
                 del self.entries[seq]
         await self._requests.rewrite(lambda header: header["seq"] not in dropped and header["seq"] in self.entries)
         self._large_bytes = max(LARGE_BYTES, 2 * self._requests.num_bytes)
-        self._large_count = max(LARGE_COUNT, 2 * len(self._requests.records))
 
     @property
     def is_large(self) -> bool:
         """Whether bodies should be dropped: the journal has doubled since."""
-        journal = self._requests
-        return journal.num_bytes > self._large_bytes or len(journal.records) > self._large_count
+        return self._requests.num_bytes > self._large_bytes
 
     async def close(self) -> None:
         for journal in (self._requests, self._results, self._old):
             await journal.close()
 
-    def _roll(self) -> Journal:
-        """Begin a new file of results; the one before stays, the one before that goes, and is returned."""
+    async def _rolled(self) -> Journal:
+        """Begin a new file of results; the one before stays, the one before that goes, and is returned. Raises
+        `JournalError`."""
+        self._num_taken = 0  # this caller does it, whoever comes meanwhile
+        if not self._repeats:
+            await self.drop_bodies(lambda _: False)
         gone = self._old
         for entry in [entry for entry in self.entries.values() if entry.answered and entry.answered[0] is gone]:
             entry.answered = None
@@ -216,7 +220,6 @@ class RequestLog:
         self._old = self._results
         self._old.path = path.replace(path.with_name(OLD_RESULTS))
         self._results = Journal(path)
-        self._num_taken = 0
         return gone
 
     def _note_answer(self, header: dict[str, Any], journal: Journal, place: Place) -> None:

@@ -54,11 +54,14 @@ class TrainingClient:
 
     def __init__(self, facts: ClientFacts, directory: Path, keep: int, max_rank: int) -> None:
         self.facts, self._directory, self._max_rank = facts, directory, max_rank
-        self.log = RequestLog(directory, keep)
+        self.log = RequestLog(directory, keep, repeats=True)
         self.is_resident = False
         """Whether the ranks have the adapter, in the state before `next_seq`."""
         self.gap_since: float | None = None
         self.next_seq = self.log.highest_answered + 1
+        for entry in self.log.entries.values():
+            if entry.seq < self.next_seq:  # also where its result is gone
+                entry.is_done.set()
         found = sorted((_seq_of(file), file) for file in directory.glob("snapshot-*.safetensors"))
         self._snapshot: Path | None = found[-1][1] if found else None
         self.snapshot_seq = found[-1][0] if found else -1
