@@ -71,7 +71,7 @@ class CpuTurns:
         """`note`: tells people."""
         config = fleet.config
         self._fleet, self._note = fleet, note
-        self._pace = Pace(config.max_staleness + 2) if _can_choose(fleet) else None
+        self._pace = Pace(config.max_staleness + 2, fleet.takes_turns) if _can_choose(fleet) else None
         self._last: float | None = None
         self._was_plain = True
 

@@ -149,13 +149,14 @@ class Fleet(MemberTable):
         store = self.store_process.state if self.store_process is not None else None
         return FleetState(
             self.lines(), names, self.reservation, self.agents.state, self._files.state, store, dict(self.cores),
+            self.takes_turns,
         )  # fmt: skip
 
     def take_over(self, state: FleetState, handles: Mapping[str, Any]) -> None:
         """Go on with actors that are there, or have died since, instead of `create` and `start`. `handles`: by the
         names that Ray knows them by."""
         self.adopt(state.members, {name: handles[known] for name, known in state.names.items()})
-        self.cores = dict(state.cores)
+        self.cores, self.takes_turns = dict(state.cores), state.takes_turns
         self._reservation = state.reservation.belong_to(self.owner)
         self.agents.adopt(state.agents, handles)
         self._files.adopt(state.places)

@@ -198,6 +198,8 @@ class FleetState:
     store: StoreState | None
     cores: dict[str, int]
     """Number of cores, by node."""
+    takes_turns: bool = False
+    """Whether engines and ranks take turns on the CPUs."""
 
     @property
     def all_names(self) -> list[str]:

@@ -106,6 +106,16 @@ def test_back_at_the_same_time_all_is_as_the_trial_has_found() -> None:
     assert turns.max_active_groups is None
 
 
+def test_a_fleet_that_was_taken_over_goes_on_in_the_way_that_it_has() -> None:
+    fleet = fleet_of()
+    fleet.takes_turns = True
+    turns = CpuTurns(fleet, [].append)
+    assert turns.max_active_groups == fleet.config.trainer.groups_per_step
+    drive(fleet, {False: 1.5, True: 1.0}, 1 + CYCLE)
+    assert fleet.takes_turns
+    assert fleet.threads == {"Rollout-0": [1, 1], "Trainer-policy-0": [1, 2]}  # the other way was tried
+
+
 @pytest.mark.parametrize("fleet", [fleet_of(tried=False), fleet_of(engines=2), fleet_of(max_staleness=0)])
 def test_where_they_share_no_cores_or_take_turns_anyway_nothing_is_tried(fleet: Any) -> None:
     turns, notes = drive(fleet, {False: 1.5, True: 1.0}, 3 * CYCLE)

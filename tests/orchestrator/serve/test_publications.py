@@ -89,7 +89,7 @@ def test_deleted_weights_go_once_they_have_arrived_and_nobody_samples_from_them(
     asyncio.run(scenario())
 
 
-def test_whoever_waits_hears_why_weights_cannot_be_read_and_the_next_one_tries_again():
+def test_whoever_waits_hears_why_and_the_next_one_tries_again():
     def broken(file):
         raise DataError("cannot be read")
 
