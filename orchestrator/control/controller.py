@@ -116,7 +116,7 @@ class Controller:
             self._weights, self._ranks, self._turns, self._stores, self.directory.timeline, self._before,
             beside=config.max_staleness > 0,
         )  # fmt: skip
-        self._pace = CpuTurns(fleet, self.progress.note)
+        self._pace = CpuTurns(fleet, self._paced)
         self._engines = EngineDirectory(fleet)
         self._stop = False
         time_s = faults.preemption_s if config.checkpoint.every_steps else 0.0
@@ -238,6 +238,10 @@ class Controller:
     def _no_more_copies(self, reason: str) -> None:
         self.directory.event("state_not_copied", step=self._restarts.step, reason=reason)
         self.progress.note(reason)
+
+    def _paced(self, text: str) -> None:
+        self.directory.event("paced", step=self._restarts.step, text=text)
+        self.progress.note(text)
 
     def _trained(self, step: int, reports: Sequence[StepReport]) -> None:
         tokens = sum(int(report.rows.response_tokens_N.sum()) for report in reports)

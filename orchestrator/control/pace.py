@@ -68,7 +68,7 @@ class CpuTurns:
     """Lifecycle: `after` each step, while the ranks wait for the next one."""
 
     def __init__(self, fleet: Fleet, note: Callable[[str], None]) -> None:
-        """`note`: tells people."""
+        """`note`: tells people what was chosen."""
         config = fleet.config
         self._fleet, self._note = fleet, note
         self._pace = Pace(config.max_staleness + 2, fleet.takes_turns) if _can_choose(fleet) else None

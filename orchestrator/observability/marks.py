@@ -3,7 +3,7 @@
     bad    members or commands that were lost, until others served; checkpoints that failed
     warn   what the run says is wrong with it
     good   the goal of the evaluation was reached
-    note   checkpoints, members that joined or left, resumptions
+    note   checkpoints, members that joined or left, resumptions, the way in which CPUs are shared
 
 A kind of which there are many becomes a few marks that each stand for several. Events that say no step have no mark.
 """
@@ -54,6 +54,7 @@ KINDS = {
     "join_failed": _Kind(
         "members failed to join", lambda event: f"{_member(event, 'failed to join')}: {_short(event)}"
     ),
+    "paced": _Kind("choices of pace", lambda event: str(event.get("text"))),
     "resume": _Kind("resumptions", lambda event: f"resumed from step {event.get('step')}"),
     "stopped_early": _Kind(
         "goals reached",

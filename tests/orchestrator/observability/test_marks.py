@@ -21,6 +21,7 @@ def event(kind: str, step: Any = 3, **more: Any) -> dict[str, Any]:
         (event("joined", member="Rollout-1"), "Rollout-1 joined", "note"),
         (event("left", member="Rollout-1"), "Rollout-1 left", "note"),
         (event("join_failed", role="rollout", message="no CPU"), "a member failed to join: no CPU", "note"),
+        (event("paced", text="engines and ranks take turns"), "engines and ranks take turns", "note"),
         (event("resume"), "resumed from step 3", "note"),
         (event("stopped_early", accuracy=0.95, goal=0.9), "goal reached: accuracy 95.0% of 90.0%", "good"),
         (event("warning", text="it is cut off"), "warning: it is cut off", "warn"),
