@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
+from typing import Any
 
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig
@@ -151,11 +152,13 @@ class RunConfig:
     def with_set(self, name: str) -> "RunConfig":
         """Return the configuration as if the held-out problems of a set were those of evaluation itself."""
         data, evaluation = self.evaluation.of_set(name, self.data)
-        environment = self.environment
-        if self.data.source == ENVIRONMENT:
-            options = environment.options | (self.evaluation.sets[name].options or {})
-            environment = replace(environment, options=options)
-        return replace(self, data=data, evaluation=evaluation, environment=environment)
+        options = self.environment.options | self.environment_changes(name)
+        return replace(self, data=data, evaluation=evaluation, environment=replace(self.environment, options=options))
+
+    def environment_changes(self, name: str) -> dict[str, Any]:
+        """What a set changes of the environment's options: its own are those of the data where these are no tasks of
+        the environment."""
+        return (self.evaluation.sets[name].options or {}) if self.data.source == ENVIRONMENT else {}
 
     @property
     def max_active_groups(self) -> int:

@@ -58,19 +58,20 @@ class HeldOut:
     pictures: list[PromptPictures | None] = field(default_factory=list)
     """Pictures of the prompts, or of the tasks; empty in a run of text."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The environment's options in the set."""
+    """What the set changes of the environment's options."""
 
     @classmethod
     def of(cls, config: RunConfig, model_path: str, name: str | None = None) -> "HeldOut":
         """Read the problems of evaluation itself, or of one of its `sets`, at most `num_problems`. Raises `DataError`
         if they cannot be read."""
+        options = {} if name is None else config.environment_changes(name)
         config = config if name is None else config.with_set(name)
         rows_are = "tasks" if config.environment.name is not None else "prompts"
         source = open_source(config, model_path, held_out=True, rows_are=rows_are)
         groups = source.next_groups(min(config.evaluation.num_problems, len(source.dataset)))
         prompts = [list(group["prompt_ids"]) for group in groups if "prompt_ids" in group]
         pictures = list(map(PromptPictures.of, groups)) if config.rollout.max_pictures else []
-        return cls(prompts, [str(group["task"]) for group in groups], pictures, config.environment.options)
+        return cls(prompts, [str(group["task"]) for group in groups], pictures, options)
 
 
 class Evaluator:
@@ -203,8 +204,10 @@ class EnvironmentEvaluator(Evaluator):
         calls = []
         for index, (name, handle) in enumerate(players):
             share = slice(index, None, len(players))
-            given = held_out.tasks[share], samplings[share], held_out.pictures[share], held_out.options
-            calls.append((name, handle.play.remote(engines, *given)))
+            more: dict[str, Any] = {"pictures": held_out.pictures[share]} if held_out.pictures else {}
+            if held_out.options:
+                more["options"] = held_out.options
+            calls.append((name, handle.play.remote(engines, held_out.tasks[share], samplings[share], **more)))
         found: list[Sequence[Played]] = [()] * len(samplings)
         timeout_s = play_timeout_s(self._config, -(-sum(map(len, samplings)) // max(1, len(players))))
         for index, part in enumerate(await answers_or_end(calls, phase="evaluation", timeout_s=timeout_s)):

@@ -78,7 +78,7 @@ class Environments(ServingActor):
         self.runner: AttemptRunner | None = None
         self._make_runner: Callable[[Mapping[str, Any]], AttemptRunner] | None = None
         self._of_sets: dict[str, AttemptRunner] = {}
-        """Runners of evaluation's sets, by the environment's options there."""
+        """Runners of evaluation's sets, by what these change of the environment's options."""
         self._worker: EnvironmentWorker | None = None
         self._others = children()  # of this process, which the environment did not start
 
@@ -99,8 +99,9 @@ class Environments(ServingActor):
                 clients_sample=config.gateway.sampling == "client", processor=processor,
             )  # fmt: skip
 
-        def make_runner(options: Mapping[str, Any]) -> AttemptRunner:
-            environment = make_environment(replace(config, options=dict(options)), spec.imports)
+        def make_runner(changes: Mapping[str, Any]) -> AttemptRunner:
+            changed = replace(config, options={**config.options, **changes})
+            environment = make_environment(changed, spec.imports)
             return AttemptRunner(
                 environment, config, make_sampler, self._keys, counts=self._counts, meters=exported(spec.origin)
             )
@@ -109,7 +110,7 @@ class Environments(ServingActor):
         port = config.gateway.port + spec.index if config.gateway.port else 0
         told = told_address(config.gateway, ray.util.get_node_ip_address())
         self._keys.base_url = await self._server.start(config.gateway.host, port, told)
-        self.runner = make_runner(config.options)
+        self.runner = make_runner({})
         sampling = spec.rollout.sampling
         intake = GroupIntake(
             spec.name, Sampling.of(sampling), spec.seed if sampling.seeded else None,
@@ -131,8 +132,8 @@ class Environments(ServingActor):
         pictures: Sequence[PromptPictures | None] = (),
         options: Mapping[str, Any] | None = None,
     ) -> list[list[Played]]:
-        """Play a group of attempts at each task, as `trajectories` does. `options`: the environment's; None: as
-        configured. Returns of each what evaluation looks at."""
+        """Play a group of attempts at each task, as `trajectories` does. `options`: what is changed of the
+        environment's. Returns of each what evaluation looks at."""
         groups = await self.trajectories(engines, tasks, samplings, pictures, options)
         return [[Played.of(attempt) for attempt in group] for group in groups]
 
@@ -145,9 +146,9 @@ class Environments(ServingActor):
         options: Mapping[str, Any] | None = None,
     ) -> list[list[Trajectory]]:
         """Play a group of attempts at each task (the `task` column), one for each of its samplings. `pictures`: of each
-        task; none in a run of text. `options`: the environment's; None: as configured. Raises `ConfigError` for
-        options that it cannot be made with."""
-        runner = self._runner_of(options)
+        task; none in a run of text. `options`: what is changed of the environment's. Raises `ConfigError` for options
+        that it cannot be made with."""
+        runner = self._runner_of(options or {})
         await self.engines(engines)
         seen = [() if one is None else one.encoded for one in pictures or [None] * len(tasks)]
         found = map(Task.from_json, tasks, seen)
@@ -173,11 +174,11 @@ class Environments(ServingActor):
                 await runner.close()
         end_children(but=self._others)
 
-    def _runner_of(self, options: Mapping[str, Any] | None) -> AttemptRunner:
-        """The runner of the environment with these options, which is made where it is first asked for."""
+    def _runner_of(self, options: Mapping[str, Any]) -> AttemptRunner:
+        """The runner of the environment with these options changed, which is made where it is first asked for."""
         assert self.runner is not None
         assert self._make_runner is not None
-        if options is None or options == self._spec.config.options:
+        if not options:
             return self.runner
         key = json.dumps(options, sort_keys=True, default=str)
         if key not in self._of_sets:

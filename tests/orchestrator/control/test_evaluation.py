@@ -199,8 +199,7 @@ def played(environment: Any, words: Sequence[str], *settings: str, num_players: 
             else "a" * ((sampling.seed or 0) - first + 1)
         )
 
-    async def play(engines: Any, tasks: Sequence[str], samplings: Sequence[Sequence[Sampling]], *rest: Any) -> Any:
-        assert rest == ([], {})
+    async def play(engines: Any, tasks: Sequence[str], samplings: Sequence[Sequence[Sampling]]) -> Any:
         groups.extend(map(len, samplings))
         plays = [await runner.group(Task.from_json(task), own) for task, own in zip(tasks, samplings, strict=True)]
         return [list(map(Played.of, group)) for group in plays]

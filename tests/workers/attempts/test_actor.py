@@ -83,7 +83,7 @@ def test_a_set_of_evaluation_is_played_with_its_own_options(tmp_path: Path, monk
         await environments.start()
         try:
             rewards = []
-            for options in (None, {"word": "a set"}, {"word": "a set"}, {"word": "base"}):
+            for options in (None, {"word": "a set"}, {"word": "a set"}, {}):
                 ((attempt,),) = await environments.play([], ['{"index": 0}'], [[Sampling()]], options=options)
                 rewards.append(attempt.reward)
             with pytest.raises(ConfigError, match=r"environment\.options"):
