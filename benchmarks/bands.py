@@ -18,7 +18,7 @@ from benchmarks.learning_environments import MEASURES
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.ui.known_curves import write_known
 
-SIDES = ("arithmetic", *RECIPES, *MEASURES)
+SIDES = ("arithmetic", "custom_algorithm", *RECIPES, "moe", *MEASURES, "count_shapes")
 DEADLINE_S = 3600.0
 """Deadline of a run with its warm start, whatever else the machine does."""
 
