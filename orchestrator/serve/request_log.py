@@ -11,6 +11,7 @@ there and whose result is not has none yet.
 import asyncio
 import contextlib
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,8 +89,11 @@ class RequestLog:
         self.highest_answered = -1
         """Number of the newest request that has a result."""
         self._ends: deque[tuple[int, int, bool]] = deque(maxlen=2 * keep)
-        """Of the newest requests that have a result, in the order of their ends: how many ended before, the request's
+        """Of the newest requests that have a result, in the order of their ends: the cursor before it, the request's
         number, whether it failed."""
+        self.cursor = int(1000 * time.time())
+        """Cursor of who has heard of all ends. It grows by one with each, and is larger than any from before a start:
+        who has one of those hears of all results again."""
         self._any_end = asyncio.Event()
         self._newest: deque[int] = deque()
         """Numbers of the `keep` newest requests that have a result, in the order of their ends."""
@@ -103,8 +107,6 @@ class RequestLog:
         for journal in (self._old, self._results):
             for record in journal.records:
                 self._note_answer(record.header, journal, record.place)
-        self._num_answers = self.num_ended
-        """Number of results, with those that are being written."""
         self._num_taken = len(self._results.records)
         for entry in self.entries.values():
             entry.is_durable.set()
@@ -141,8 +143,7 @@ class RequestLog:
 
     async def answer(self, entry: Entry, answer: Answer) -> None:
         """Keep a result; who waits for it is told once it is on the disk. Raises `JournalError`."""
-        header = {**entry.header, "answer": answer.message, "failed": answer.is_failure, "end": self._num_answers}
-        self._num_answers += 1
+        header = {**entry.header, "answer": answer.message, "failed": answer.is_failure}
         gone = await self._rolled() if self._num_taken >= self._keep else None
         self._num_taken += 1
         journal = self._results
@@ -150,15 +151,11 @@ class RequestLog:
         if gone is not None:
             await gone.close()
 
-    @property
-    def num_ended(self) -> int:
-        """Number of requests that have ended: the cursor of who has heard of all of them. It goes on after a start."""
-        return self._ends[-1][0] + 1 if self._ends else 0
-
     def ended_since(self, cursor: int) -> list[tuple[int, bool]]:
         """Numbers of the requests that have ended from this cursor on, and whether each failed. Those that ended long
         ago, whose results are gone, are left out."""
-        return [(seq, is_failure) for number, seq, is_failure in self._ends if number >= cursor]
+        first = cursor if cursor <= self.cursor else 0
+        return [(seq, is_failure) for before, seq, is_failure in self._ends if before >= first]
 
     async def next_end(self, timeout_s: float) -> None:
         """Wait until some request ends, or so long."""
@@ -227,7 +224,8 @@ class RequestLog:
         entry.answered, entry.answer_kind, entry.is_failure = (journal, place), header["answer"], header["failed"]
         self.highest_answered = max(self.highest_answered, entry.seq)
         entry.is_done.set()
-        self._ends.append((header.get("end", self.num_ended), entry.seq, entry.is_failure))
+        self._ends.append((self.cursor, entry.seq, entry.is_failure))
+        self.cursor += 1
         self._any_end.set()
         self._any_end = asyncio.Event()
         self._newest.append(entry.seq)

@@ -55,7 +55,7 @@ async def retrieve_many(exchange: Exchange) -> Response:
         found, counted = [], 0
         if log is not None:
             found = [one for one in log.ended_since(cursor) if first <= one[0] < first + PER_CLONE]
-            counted = log.num_ended
+            counted = log.cursor
         if found or time.monotonic() >= deadline or exchange.service.is_ending.is_set():
             break
         if log is None:

@@ -100,20 +100,25 @@ def test_what_is_read_while_a_rewrite_ends_is_what_was_written(tmp_path, monkeyp
     asyncio.run(scenario())
 
 
-def test_a_cursor_goes_on_after_a_start_and_when_old_results_are_gone(tmp_path):
-    async def ended(numbers):
+def test_who_has_a_cursor_from_before_a_start_hears_of_all_results_that_are_kept(tmp_path):
+    async def life(numbers, cursor):
         log = RequestLog(tmp_path, keep=2)
+        before = log.ended_since(cursor)
         for seq in numbers:
             entry = await log.accept(Asked(seq, "sample", b"body"))
             await log.answer(entry, failure("told", is_users=True) if seq % 2 else plain({"type": "sample"}))
-        found = log.num_ended, log.ended_since(0), log.ended_since(log.num_ended - 1)
+        found = before, log.ended_since(0), log.ended_since(log.cursor - 1), log.ended_since(log.cursor), log.cursor
         await log.close()
         return found
 
-    assert asyncio.run(ended(range(3))) == (3, [(0, False), (1, True), (2, False)], [(2, False)])
-    assert asyncio.run(ended(range(3, 7))) == (7, [(3, True), (4, False), (5, True), (6, False)], [(6, False)])
-    number, told, newest = asyncio.run(ended([]))
-    assert (number, told[-1], newest) == (7, (6, False), [(6, False)])
+    before, told, newest, none, cursor = asyncio.run(life(range(3), 0))
+    assert (before, told) == ([], [(0, False), (1, True), (2, False)])
+    assert (newest, none) == ([(2, False)], [])
+    before, told, *_, cursor = asyncio.run(life(range(3, 7), cursor))
+    assert before == [(0, False), (1, True), (2, False)]
+    assert told == [(3, True), (4, False), (5, True), (6, False)]
+    before, *_ = asyncio.run(life([], cursor))
+    assert before[-1] == (6, False)
 
 
 def test_what_a_client_leaves_on_disk_and_in_memory_stays_small(tmp_path):
