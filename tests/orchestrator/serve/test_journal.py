@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -142,6 +144,40 @@ def test_what_a_client_leaves_on_disk_and_in_memory_stays_small(tmp_path):
     for now in (first[25:], later):
         assert max(count for count, _ in now) <= max(count for count, _ in first[:25])
         assert max(size for _, size in now) <= max(size for _, size in first[:25])
+
+
+def test_wherever_a_server_is_killed_no_answered_request_is_carried_out_again(tmp_path, monkeypatch):
+    """The files are looked at before and after each change of a name."""
+    directory, replaced, answered, copies = tmp_path / "log", Path.replace, [], []
+
+    def copy():
+        copies.append((tmp_path / f"copy-{len(copies)}", list(answered)))
+        shutil.copytree(directory, copies[-1][0])
+
+    def watched(path, target):
+        copy()
+        found = replaced(path, target)
+        copy()
+        return found
+
+    async def scenario():
+        log = RequestLog(directory, keep=4)
+        for seq in range(30):
+            entries = [await log.accept(Asked(2 * seq + one, "sample", b"body")) for one in range(2)]
+            for entry in reversed(entries):
+                await log.answer(entry, plain({"type": "sample"}))
+                answered.append(entry.seq)
+        await log.close()
+
+    monkeypatch.setattr(Path, "replace", watched)
+    asyncio.run(scenario())
+    monkeypatch.undo()
+    assert len(copies) > 40
+    for place, told in copies:
+        log = RequestLog(place, keep=4)
+        assert not {entry.seq for entry in log.pending()} & set(told)
+        assert all(log.answer_of(log.entries[seq]) for seq in told[-4:])
+        asyncio.run(log.close())
 
 
 def test_a_full_disk_refuses_and_leaves_what_was_written(tmp_path, monkeypatch):
