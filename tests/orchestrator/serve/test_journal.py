@@ -102,7 +102,7 @@ def test_what_is_read_while_a_rewrite_ends_is_what_was_written(tmp_path, monkeyp
     asyncio.run(scenario())
 
 
-def test_who_has_a_cursor_from_before_a_start_hears_of_all_results_that_are_kept(tmp_path):
+def test_who_has_a_cursor_from_before_a_start_hears_of_all_that_is_kept(tmp_path):
     async def life(numbers, cursor):
         log = RequestLog(tmp_path, keep=2)
         before = log.ended_since(cursor)
