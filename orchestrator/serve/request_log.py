@@ -88,15 +88,12 @@ class RequestLog:
         self.entries: dict[int, Entry] = {}
         self.highest_answered = -1
         """Number of the newest request that has a result."""
-        self._ends: deque[tuple[int, int, bool]] = deque(maxlen=2 * keep)
-        """Of the newest requests that have a result, in the order of their ends: the cursor before it, the request's
-        number, whether it failed."""
+        self._ends: deque[tuple[int, bool]] = deque(maxlen=2 * keep)
+        """Numbers of the newest requests that have a result, in the order of their ends, and whether each failed."""
         self.cursor = int(1000 * time.time())
         """Cursor of who has heard of all ends. It grows by one with each, and is larger than any from before a start:
         who has one of those hears of all results again."""
         self._any_end = asyncio.Event()
-        self._newest: deque[int] = deque()
-        """Numbers of the `keep` newest requests that have a result, in the order of their ends."""
         self._large_bytes = LARGE_BYTES
         self._requests = Journal(directory / "requests.journal")
         self._old = Journal(directory / OLD_RESULTS)
@@ -154,8 +151,8 @@ class RequestLog:
     def ended_since(self, cursor: int) -> list[tuple[int, bool]]:
         """Numbers of the requests that have ended from this cursor on, and whether each failed. Those that ended long
         ago, whose results are gone, are left out."""
-        first = cursor if cursor <= self.cursor else 0
-        return [(seq, is_failure) for before, seq, is_failure in self._ends if before >= first]
+        unheard = self.cursor - cursor if cursor <= self.cursor else len(self._ends)
+        return list(self._ends)[max(0, len(self._ends) - unheard) :]
 
     async def next_end(self, timeout_s: float) -> None:
         """Wait until some request ends, or so long."""
@@ -185,7 +182,7 @@ class RequestLog:
         """Drop the bodies of requests that have their result and are not needed, by their numbers, and make the journal
         small again. Raises `JournalError`."""
         dropped = {seq for seq, entry in self.entries.items() if entry.is_done.is_set() and not is_needed(seq)}
-        newest = set(self._newest)
+        newest = {seq for seq, _ in list(self._ends)[-self._keep :]}
         for seq in dropped:
             self.entries[seq].place = None
             if seq not in newest:
@@ -224,13 +221,12 @@ class RequestLog:
         entry.answered, entry.answer_kind, entry.is_failure = (journal, place), header["answer"], header["failed"]
         self.highest_answered = max(self.highest_answered, entry.seq)
         entry.is_done.set()
-        self._ends.append((self.cursor, entry.seq, entry.is_failure))
+        self._ends.append((entry.seq, entry.is_failure))
         self.cursor += 1
         self._any_end.set()
         self._any_end = asyncio.Event()
-        self._newest.append(entry.seq)
-        if len(self._newest) > self._keep:
-            self._forget(self._newest.popleft())
+        if len(self._ends) > self._keep:
+            self._forget(self._ends[-self._keep - 1][0])
 
     def _forget(self, seq: int) -> None:
         """Forget a result that is too old, unless the request's body is needed."""
