@@ -22,8 +22,8 @@ KEY = "tml-test"
 class Served:
     """A server that has started. Lifecycle: `start`, `kill` and `start` again any number of times, `end`."""
 
-    def __init__(self, directory: Path, words: Sequence[str]) -> None:
-        self.directory, self.words = directory, list(words)
+    def __init__(self, directory: Path, words: Sequence[str], python: Sequence[str] = (sys.executable,)) -> None:
+        self.directory, self.words, self.python = directory, list(words), python
         self.lines: list[str] = []
         """Lines that it printed."""
         self.url = ""
@@ -34,7 +34,7 @@ class Served:
         port = self.url.rpartition(":")[2] or "0"
         words = [*self.words, f"output_dir={self.directory}", "--port", port]
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.orchestrator.cli", "serve", *words], stdout=subprocess.PIPE,
+            [*self.python, "-m", "penstock.orchestrator.cli", "serve", *words], stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, cwd=self.directory, env=os.environ | {"COLUMNS": "400"},
             start_new_session=True,
         )  # fmt: skip
@@ -55,23 +55,26 @@ class Served:
 
     def members(self, word: str) -> list[psutil.Process]:
         """Processes of the cluster whose title has a word, such as `Trainer`."""
-        assert self._process is not None
+        return [process for process in self._family() if process.name().startswith(f"ray::{word}")]
+
+    def _family(self) -> list[psutil.Process]:
+        """The server and all that it started: nobody else works in its directory. Warm processes have other parents."""
         found = []
-        for process in psutil.Process(self._process.pid).children(recursive=True):
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if " ".join(process.cmdline()).startswith(f"ray::{word}"):
+                if process.cwd() == str(self.directory):
                     found.append(process)
         return found
 
     def kill(self) -> None:
         """Kill the server with all that it started, as a machine that loses its power."""
         assert self._process is not None
-        family = psutil.Process(self._process.pid).children(recursive=True)
-        self._process.kill()
-        self._process.wait(END_S)
+        family = self._family()
         for process in family:
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        self._process.kill()
+        self._process.wait(END_S)
         psutil.wait_procs(family, END_S)
 
     def end(self) -> None:
@@ -83,9 +86,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(directory: Path, words: Sequence[str]) -> Iterator[Served]:
-    """Start a server, and leave no process of it behind."""
-    server = Served(directory, words)
+def served(directory: Path, words: Sequence[str], python: Sequence[str] = (sys.executable,)) -> Iterator[Served]:
+    """Start a server, and leave no process of it behind. `python`: what runs it, by default as for users."""
+    server = Served(directory, words, python)
     try:
         server.start()
         yield server

@@ -40,8 +40,8 @@ def looped(server: Served, disturb: Callable[[int, str], None] = lambda step, pl
 
 
 @pytest.fixture(scope="module")
-def undisturbed(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    with served(tmp_path_factory.mktemp("undisturbed"), words) as server:
+def undisturbed(words: list[str], warm_python: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    with served(tmp_path_factory.mktemp("undisturbed"), words, warm_python) as server:
         return looped(server)
 
 
@@ -49,8 +49,10 @@ def undisturbed(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> l
     "words", [ADAPTERS, pytest.param(WHOLE, marks=pytest.mark.soak("this test of adapters, test_same_loop.py"))],
     indirect=True,
 )  # fmt: skip
-def test_rank_and_engine_and_server_die_and_no_bit_changes(words: list[str], undisturbed: Any, tmp_path: Path) -> None:
-    with served(tmp_path, words) as server:
+def test_rank_and_engine_and_server_die_and_no_bit_changes(
+    words: list[str], undisturbed: Any, warm_python: list[str], tmp_path: Path
+) -> None:
+    with served(tmp_path, words, warm_python) as server:
 
         def disturb(number: int, place: str) -> None:
             if (number, place) == (1, "backward"):  # the gradient is there, its step is not
@@ -66,20 +68,15 @@ def test_rank_and_engine_and_server_die_and_no_bit_changes(words: list[str], und
         assert sum("Rollout-0 is replaced" in line for line in server.lines) == 1
 
 
-def test_each_of_two_clients_gets_the_bits_that_it_gets_alone(
-    words: list[str], undisturbed: Any, tmp_path: Path
+def test_each_of_two_clients_gets_the_bits_that_it_gets_alone_and_a_third_is_refused(
+    words: list[str], undisturbed: Any, warm_python: list[str], tmp_path: Path
 ) -> None:
+    import tinker
+
     tenants = f"serve.tenants={{default: {{key: {KEY}}}, bob: {{key: tml-bob}}}}"
-    with served(tmp_path, [*words, tenants]) as server, ThreadPoolExecutor() as threads:
+    with served(tmp_path, [*words, tenants], warm_python) as server, ThreadPoolExecutor() as threads:
         bob = threads.submit(looped, server, key="tml-bob")
         assert looped(server) == undisturbed
         assert len(bob.result()) == NUM_STEPS
-
-
-def test_key_of_another_is_refused(words: list[str], tmp_path: Path) -> None:
-    import tinker
-
-    with served(tmp_path, [*words, f"serve.tenants={{alice: {{key: {KEY}}}}}"]) as server:
-        assert looped(server)
         with pytest.raises(tinker.AuthenticationError):
             client(server, "tml-other").get_server_capabilities()
