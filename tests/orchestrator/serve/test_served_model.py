@@ -68,7 +68,7 @@ def test_rank_and_engine_and_server_die_and_no_bit_changes(
         assert sum("Rollout-0 is replaced" in line for line in server.lines) == 1
 
 
-def test_each_of_two_clients_gets_the_bits_that_it_gets_alone_and_a_third_is_refused(
+def test_two_clients_get_the_bits_that_each_gets_alone_and_a_third_is_refused(
     words: list[str], undisturbed: Any, warm_python: list[str], tmp_path: Path
 ) -> None:
     import tinker
