@@ -55,16 +55,12 @@ class Served:
 
     def members(self, word: str) -> list[psutil.Process]:
         """Processes of the cluster whose title has a word, such as `Trainer`."""
-        return [process for process in self._family() if process.name().startswith(f"ray::{word}")]
+        return [process for process in self._family() if process.info["name"].startswith(f"ray::{word}")]
 
     def _family(self) -> list[psutil.Process]:
         """The server and all that it started: nobody else works in its directory. Warm processes have other parents."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.cwd() == str(self.directory):
-                    found.append(process)
-        return found
+        named = psutil.process_iter(["cwd", "name"])
+        return [process for process in named if process.info["cwd"] == str(self.directory)]
 
     def kill(self) -> None:
         """Kill the server with all that it started, as a machine that loses its power."""
