@@ -22,7 +22,7 @@ KEY = "tml-test"
 class Served:
     """A server that has started. Lifecycle: `start`, `kill` and `start` again any number of times, `end`."""
 
-    def __init__(self, directory: Path, words: Sequence[str], python: Sequence[str] = (sys.executable,)) -> None:
+    def __init__(self, directory: Path, words: Sequence[str], python: Sequence[str]) -> None:
         self.directory, self.words, self.python = directory, list(words), python
         self.lines: list[str] = []
         """Lines that it printed."""
@@ -66,11 +66,11 @@ class Served:
         """Kill the server with all that it started, as a machine that loses its power."""
         assert self._process is not None
         family = self._family()
+        self._process.kill()
+        self._process.wait(END_S)
         for process in family:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        self._process.kill()
-        self._process.wait(END_S)
         psutil.wait_procs(family, END_S)
 
     def end(self) -> None:
