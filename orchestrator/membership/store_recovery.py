@@ -31,6 +31,7 @@ from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.ray_calls import PRESENT_S, answer, look, outcomes
 from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
+from penstock.store.errors import StoreDied
 from penstock.store.service.actor import STORE
 from penstock.workers.trainer.report import StepReport
 
@@ -165,7 +166,7 @@ class StoreRecovery:
                 number += 1  # only now: one that is not heard of must not push out the one before
 
     async def _is_there(self, failure: Exception) -> bool:
-        """Return whether the store answers. Raises the failure if a node is gone."""
+        """Return whether the store answers, and will go on to. Raises the failure if a node is gone."""
         agents = self._fleet.role("agent")
         asked = outcomes([(STORE, self._store.stats())], phase="look who is there", timeout_s=PRESENT_S)
         errors, (store,) = await asyncio.gather(look(agents), asked)
@@ -173,7 +174,7 @@ class StoreRecovery:
             if error is not None:
                 self._restarts.beyond_help("agent", name, failure)
                 raise failure
-        return not isinstance(store, Exception)
+        return not isinstance(store, Exception) and not isinstance(failure, StoreDied)
 
     async def _start(self) -> None:
         """Start another store, and attach the ranks to it. Raises what starting it raised."""

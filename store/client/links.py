@@ -18,7 +18,7 @@ from penstock.store.client.heartbeat import InProcessRenewer, LeaseRenewer
 from penstock.store.data.arena import Slot
 from penstock.store.data.layout import Inline, Placed, SentBatch
 from penstock.store.data.payload import Payload
-from penstock.store.errors import StoreUnreachable
+from penstock.store.errors import StoreDied, StoreUnreachable
 from penstock.store.service.messages import refs_of, with_values
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
@@ -173,8 +173,8 @@ async def find_actor(handle: Any, client: str, node: str | None) -> Link:
 
 
 async def endpoint_of(handle: Any, patience_s: float = RETRY_S) -> Endpoint:
-    """The endpoint of an actor's store, asked for through Ray, which knows which process asks. Raises `PartnerGone` if
-    its process is gone, and `StoreUnreachable` if it does not answer for so long."""
+    """The endpoint of an actor's store, asked for through Ray, which knows which process asks. Raises `StoreDied` if
+    its process is dead, and `StoreUnreachable` if it does not answer for so long."""
     from ray import exceptions as of_ray
 
     give_up, pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S
@@ -193,6 +193,6 @@ async def endpoint_of(handle: Any, patience_s: float = RETRY_S) -> Endpoint:
                     "machine and the network are well, and resume the run."
                 ) from None
         except of_ray.RayActorError as error:
-            raise PartnerGone(f"the store's process is gone: {error}") from None
+            raise StoreDied(f"the store's process is gone: {error}") from None
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -21,8 +21,8 @@ from penstock.orchestrator.membership.supervisor import Supervisor, nothing_to_c
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
-from penstock.store.errors import StoreUnreachable
-from tests.fakes.actors import FakeHandle
+from penstock.store.errors import StoreDied, StoreUnreachable
+from tests.fakes.actors import FakeHandle, never
 from tests.metering.measured import measured
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
@@ -252,6 +252,32 @@ def test_a_store_that_was_taken_over_comes_back_once_a_snapshot_of_it_is_taken(
         else:
             with pytest.raises(StoreUnreachable, match="it is gone"):
                 await stores.recovered(lost, 0)
+        directory.close()
+
+    run_virtually(main())
+
+
+def test_a_store_that_ray_calls_dead_is_replaced_though_it_still_answers(tmp_path: Path) -> None:
+    """And the member that has heard of it is not."""
+    config = config_of(tmp_path, "max_staleness=1")
+
+    async def main() -> None:
+        flow = flow_of(config)
+        fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
+        served = iter([StoreDied("killed")])
+        reward = fleet.actors["Reward-0"] = FakeHandle(run=lambda store: next(served, None) or never())
+        directory = RunDirectory.create(config)
+        progress = ProgressDisplay(config, "run", console=Console(quiet=True))
+        context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]
+        stores, supervisor = recovery_of(context)
+        keeping = asyncio.ensure_future(supervisor.keep("reward", ["Reward-0"], nothing_to_catch_up))
+        async with asyncio.timeout(60):
+            while stores.incarnation == 0:
+                await asyncio.sleep(0.1)
+        keeping.cancel()
+        assert fleet.actors["Reward-0"] is reward
+        events = [(event["kind"], event["role"]) for event in directory.read_events()]
+        assert events == [("fault", "store"), ("recovered", "store")]
         directory.close()
 
     run_virtually(main())

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from penstock.conf.errors import PartnerGone
 from penstock.network.connection import Address
 from penstock.network.handshake import new_token
 from penstock.network.machine import free_address
 from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket, OverTcp
 from penstock.store.client.links import endpoint_of
-from penstock.store.errors import StoreError, StoreUnreachable
+from penstock.store.errors import StoreDied, StoreError, StoreUnreachable
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.fakes.actors import FakeHandle
@@ -49,7 +48,7 @@ def test_it_is_not_asked_for_ever() -> None:
 
 def test_a_dead_one_is_not_asked_again() -> None:
     handle = actor(ActorDiedError())
-    with pytest.raises(PartnerGone, match="the store's process is gone"):
+    with pytest.raises(StoreDied, match="the store's process is gone"):
         asyncio.run(endpoint_of(handle))
     assert len(handle.calls) == 1
 
