@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from penstock.conf.errors import CannotScale, ResourceError, suggest
 from penstock.orchestrator.cluster.connection import at_run
 from penstock.orchestrator.run_directory.fetching import at_place
@@ -117,7 +115,7 @@ def _answer(directory: RunDirectory, texts: Sequence[str], drain_s: float | None
         raise CannotScale(f"{directory.path.name}: the run is over ({last['kind']} at {last['time']}).")
     if not directory.cluster_file.is_file():
         raise CannotScale(f"{directory.path.name}: it has not started its actors yet. Ask again in a moment.")
-    rollout = yaml.safe_load(directory.config_file.read_text())["rollout"]
+    rollout = directory.read_config()["rollout"]
     longest_s = PATIENCE_S + 2 * rollout["start_timeout_s"] + (rollout["drain_s"] if drain_s is None else drain_s)
     with at_run(directory, "the controller") as found:
         import ray  # late: it reads its environment when it is imported

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from penstock.orchestrator.run_directory.json_lines import object_of
+from penstock.orchestrator.run_directory.run_directory import LOADER
 
 TAIL_BYTES = 1 << 18
 """Bytes at a file's end in which the newest values are looked for."""
@@ -141,9 +142,6 @@ def read_config(run: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, OverflowError):  # a date or a number that is none, or that no float holds
         return {}
     return found if isinstance(found, dict) else {}
-
-
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _check(text: str) -> None:
