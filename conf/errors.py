@@ -146,6 +146,11 @@ class PartnerGone(WorkerDied):
     """A partner of this process that is gone: another rank, the store. The cause is the other's own error."""
 
 
+class StoreDied(PartnerGone):
+    """The store's process is dead, says Ray. It may still answer over its socket for a moment: Ray knows of a kill
+    before the process does."""
+
+
 class LimitReached(PenstockError):
     """A limit of an attempt that was reached. The attempt is truncated, unless it goes on with a shorter conversation.
     `limit`: turns, tokens, context or time."""

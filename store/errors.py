@@ -5,7 +5,6 @@ from their message alone, so they pickle and cross Ray, and travel by name betwe
 """
 
 from penstock.conf.errors import LeaseExpired as LeaseExpired
-from penstock.conf.errors import PartnerGone
 from penstock.conf.errors import StalenessViolation as StalenessViolation
 from penstock.conf.errors import StoreError as StoreError
 
@@ -20,11 +19,6 @@ def named(name: str, message: str) -> StoreError:
 
 class StoreClosed(StoreError):
     """The store takes no more groups; the message has the reason that it was closed with."""
-
-
-class StoreDied(PartnerGone):
-    """The store's process is dead, says Ray. It may still answer over its socket for a moment: Ray knows of a kill
-    before the process does."""
 
 
 class StoreUnreachable(StoreError):

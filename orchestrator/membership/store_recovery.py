@@ -24,14 +24,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.conf.errors import PenstockError
+from penstock.conf.errors import PenstockError, StoreDied
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.fleet.store_process import StoreProcess
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.ray_calls import PRESENT_S, answer, look, outcomes
 from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.store.errors import StoreDied
 from penstock.store.service.actor import STORE
 from penstock.workers.trainer.report import StepReport
 

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from penstock.conf.errors import PartnerGone, StoreError
+from penstock.conf.errors import PartnerGone, StoreDied, StoreError
 from penstock.store.client.connected import HAS_LEFT, OverSocket, OverTcp
 from penstock.store.client.heartbeat import InProcessRenewer, LeaseRenewer
 from penstock.store.data.arena import Slot
 from penstock.store.data.layout import Inline, Placed, SentBatch
 from penstock.store.data.payload import Payload
-from penstock.store.errors import StoreDied, StoreUnreachable
+from penstock.store.errors import StoreUnreachable
 from penstock.store.service.messages import refs_of, with_values
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store

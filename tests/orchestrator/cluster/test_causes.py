@@ -13,10 +13,18 @@ from ray.exceptions import (
 )
 
 from penstock.conf import errors
-from penstock.conf.errors import DeadlineExceeded, LeaseExpired, PartnerGone, PenstockError, WorkerDied, WorkerFailed
+from penstock.conf.errors import (
+    DeadlineExceeded,
+    LeaseExpired,
+    PartnerGone,
+    PenstockError,
+    StoreDied,
+    WorkerDied,
+    WorkerFailed,
+)
 from penstock.orchestrator.cluster.ray_calls import is_recoverable, translate
 from penstock.store import errors as store_errors
-from penstock.store.errors import LeaseSuperseded, RowsLost, RowsUnreachable, StoreClosed, StoreDied, StoreUnreachable
+from penstock.store.errors import LeaseSuperseded, RowsLost, RowsUnreachable, StoreClosed, StoreUnreachable
 
 RECOVERABLE = {
     WorkerDied, PartnerGone, DeadlineExceeded, LeaseExpired, StoreClosed, StoreUnreachable, RowsUnreachable, RowsLost,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.conf.errors import WorkerDied
+from penstock.conf.errors import StoreDied, WorkerDied
 from penstock.metering.meters import Meters
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.membership.recoveries import Recoveries
@@ -21,7 +21,7 @@ from penstock.orchestrator.membership.supervisor import Supervisor, nothing_to_c
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
-from penstock.store.errors import StoreDied, StoreUnreachable
+from penstock.store.errors import StoreUnreachable
 from tests.fakes.actors import FakeHandle, never
 from tests.metering.measured import measured
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
+from penstock.conf.errors import StoreDied
 from penstock.network.connection import Address
 from penstock.network.handshake import new_token
 from penstock.network.machine import free_address
 from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket, OverTcp
 from penstock.store.client.links import endpoint_of
-from penstock.store.errors import StoreDied, StoreError, StoreUnreachable
+from penstock.store.errors import StoreError, StoreUnreachable
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.fakes.actors import FakeHandle
