@@ -20,7 +20,6 @@ from penstock.orchestrator.membership.store_recovery import StepJournal, StoreRe
 from penstock.orchestrator.membership.supervisor import Supervisor, nothing_to_catch_up
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreUnreachable
 from tests.fakes.actors import FakeHandle, never
 from tests.metering.measured import measured
@@ -182,10 +181,13 @@ def test_a_step_that_ends_while_the_store_comes_back_is_told_to_the_new_one(tmp_
     run_virtually(main())
 
 
-def recovery_of(context: RunContext) -> tuple[StoreRecovery, Supervisor]:
-    restarts = Restarts(context, Recoveries(context.config.faults))
+def recovery_of(config: Any, fleet: ScriptedFleet) -> tuple[RunContext, StoreRecovery, Supervisor]:
+    """Of a new run, whose directory the caller closes."""
+    progress = ProgressDisplay(config, "run", console=Console(quiet=True))
+    context = RunContext.of(config, fleet, RunDirectory.create(config), progress)  # type: ignore[arg-type]
+    restarts = Restarts(context, Recoveries(config.faults))
     stores = StoreRecovery(context, restarts, StepJournal(ThisProcess(), 0))
-    return stores, Supervisor(context, restarts, stores)
+    return context, stores, Supervisor(context, restarts, stores)
 
 
 def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: Path) -> None:
@@ -194,8 +196,6 @@ def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: 
     async def main() -> None:
         flow = flow_of(config)
         fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
-        directory = RunDirectory.create(config)
-        progress = ProgressDisplay(config, "run", console=Console(quiet=True))
         lost = asyncio.Event()
         attach = fleet.attach_trainers
 
@@ -205,9 +205,7 @@ def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: 
             await attach()
 
         fleet.attach_trainers = attach_late  # type: ignore[method-assign]
-        client = StoreClient(fleet.store)
-        context = RunContext(config, flow, fleet, client, directory, progress)  # type: ignore[arg-type]
-        stores, supervisor = recovery_of(context)
+        context, stores, supervisor = recovery_of(config, fleet)
         fleet.strike("Reward-0")
         fleet.store.die()
         leaving = asyncio.ensure_future(supervisor.keep("reward", ["Reward-0"], nothing_to_catch_up))
@@ -217,8 +215,8 @@ def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: 
         await asyncio.wait([leaving])
         assert await stores.recovered(StoreUnreachable("gone"), 0)
         assert stores.incarnation == 1
-        await client.stats()
-        directory.close()
+        await context.store.stats()
+        context.directory.close()
 
     run_virtually(main())
 
@@ -237,10 +235,7 @@ def test_a_store_that_was_taken_over_comes_back_once_a_snapshot_of_it_is_taken(
         fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
         other = SimpleNamespace(step=2, store=f"{tmp_path}/gone")  # than the step that this process goes on after
         fleet.resumed = other  # type: ignore[assignment]
-        directory = RunDirectory.create(config)
-        progress = ProgressDisplay(config, "run", console=Console(quiet=True))
-        context = RunContext(config, flow, fleet, StoreClient(fleet.store), directory, progress)  # type: ignore[arg-type]
-        stores, _ = recovery_of(context)
+        context, stores, _ = recovery_of(config, fleet)
         if is_seen:
             snapshots = asyncio.ensure_future(stores.take_snapshots())
             await asyncio.sleep(3)
@@ -252,7 +247,7 @@ def test_a_store_that_was_taken_over_comes_back_once_a_snapshot_of_it_is_taken(
         else:
             with pytest.raises(StoreUnreachable, match="it is gone"):
                 await stores.recovered(lost, 0)
-        directory.close()
+        context.directory.close()
 
     run_virtually(main())
 
@@ -266,19 +261,16 @@ def test_a_store_that_ray_calls_dead_is_replaced_though_it_still_answers(tmp_pat
         fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
         served = iter([StoreDied("killed")])
         reward = fleet.actors["Reward-0"] = FakeHandle(run=lambda store: next(served, None) or never())
-        directory = RunDirectory.create(config)
-        progress = ProgressDisplay(config, "run", console=Console(quiet=True))
-        context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]
-        stores, supervisor = recovery_of(context)
+        context, stores, supervisor = recovery_of(config, fleet)
         keeping = asyncio.ensure_future(supervisor.keep("reward", ["Reward-0"], nothing_to_catch_up))
         async with asyncio.timeout(60):
             while stores.incarnation == 0:
                 await asyncio.sleep(0.1)
         keeping.cancel()
         assert fleet.actors["Reward-0"] is reward
-        events = [(event["kind"], event["role"]) for event in directory.read_events()]
+        events = [(event["kind"], event["role"]) for event in context.directory.read_events()]
         assert events == [("fault", "store"), ("recovered", "store")]
-        directory.close()
+        context.directory.close()
 
     run_virtually(main())
 
@@ -291,13 +283,10 @@ def test_who_fails_when_the_run_is_over_is_not_replaced(tmp_path: Path) -> None:
         store = store_of(config, flow)
         fleet = ScriptedFleet(store, config, flow, Random(1))
         fleet.actors["Reward-0"] = FakeHandle(run=StoreUnreachable("no connection to the store: it has closed"))
-        directory = RunDirectory.create(config)
-        progress = ProgressDisplay(config, "run", console=Console(quiet=True))
-        context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]
-        _, supervisor = recovery_of(context)
+        context, _, supervisor = recovery_of(config, fleet)
         supervisor.close()
         await asyncio.wait_for(supervisor.keep("reward", ["Reward-0"], nothing_to_catch_up), 60)
-        assert directory.read_events() == []
-        directory.close()
+        assert context.directory.read_events() == []
+        context.directory.close()
 
     run_virtually(main())
