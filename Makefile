@@ -1,7 +1,7 @@
 # The one entry for people and CI. `make demo` and `make test` need nothing but Python >= 3.11 and a package index.
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # with -j too: only one apt-get runs at a time, and nothing is done once Debian packages are found missing
-.PHONY: help setup demo packages test escape soak chaos oracle check format bench-env bench gpu-imports gpu-smoke clean
+.PHONY: help setup demo packages test verify-packages verify affected escape soak chaos oracle check format bench-env bench gpu-imports gpu-smoke clean
 
 BIN := .venv/bin
 
@@ -18,21 +18,33 @@ demo: setup ## a tiny model learns arithmetic by reinforcement learning, within 
 # cores, a file at a time. Threads that wait by spinning would keep the cores from those that compute.
 WORKERS := 3
 SLOWEST := --durations=10 --durations-min=1
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST)
+test: packages setup ## a test of each promise with the real parts, and all that need no other process; about 14 minutes on two cores
+	$(PYTEST) -m "(not real or promise) and not machines and not gpu and not soak" $(ARGS)
+
 OTHERS := verifiers openenv tinker22 tinker30 tinker38
-test: packages setup $(OTHERS:%=.venv-%/.locked) ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick run, WORKERS=0 for one process
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu and not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)
+verify: verify-packages setup $(OTHERS:%=.venv-%/.locked) ## after `make test`, the rest: engines x algorithms, deaths, machines, other packages; about 26 minutes
+	PENSTOCK_AMOUNT=all $(PYTEST) -m "((real and (not promise or machines)) or hypothesis) and not gpu and not soak" $(ARGS)
+
+SINCE := HEAD
+affected: packages setup ## tests that a change since the commit SINCE can affect; ARGS="-m 'not real'" for those that take seconds
+	@files=$$($(BIN)/python -m tests.affected $(SINCE)) && [ -n "$$files" ] || { echo "no test reads what changed since $(SINCE)"; exit 0; }; \
+	  $(PYTEST) -m "not gpu and not soak" $$files $(ARGS)
 
 packages: # of Debian, that tests need: first of all, so that one that cannot be had is told before anything runs
 	@requirements/debian.sh test $(PYTHON)
+
+verify-packages:
+	@requirements/debian.sh verify $(PYTHON)
 
 escape: setup ## attacks on the sandbox that code of models runs in; they fail where it cannot hold, and are never skipped
 	$(BIN)/python -m pytest tests/sandbox tests/workers/sandbox $(ARGS)
 
 soak: setup .venv-tinker38/.locked ## before a release: a million random events and more in the store, twenty kills of a run; about 50 minutes
-	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/orchestrator/membership/test_takeovers.py \
+	PENSTOCK_AMOUNT=many $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/orchestrator/membership/test_takeovers.py \
 	  tests/workers/trainer/engines/test_layers.py tests/workers/trainer/models/test_own_logits.py tests/orchestrator/serve/cookbook \
 	  -k "histories or staleness or kills or layers or controller or kind or recipe" $(ARGS)
-	$(BIN)/python -m pytest tests -m soak $(ARGS)
+	PENSTOCK_AMOUNT=many $(BIN)/python -m pytest tests -m soak $(ARGS)
 
 LEGS := 10
 SEED := 0
@@ -56,6 +68,7 @@ format: setup ## what `make check` asks of layout, done
 
 bench-env: setup .venv-trl/.locked .venv-tq/.locked ## the environments of the peers that benchmarks compare with
 .venv-%/.locked: requirements/%.lock
+	@echo "setup: $(shell grep -c == $<) pinned packages of $< into .venv-$*; takes up to two minutes"
 	python3 -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --no-deps -r $< || \
 	  .venv-$*/bin/python -m pip install --quiet --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r $<

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Debian packages that the project needs and this system lacks. `make setup` and `make test` call it.
+# Debian packages that the project needs and this system lacks. `make setup`, `make test` and `make verify` call it.
 #
 #   requirements/debian.sh setup [PYTHON]   a compiler, vLLM's library, and what Debian splits off from its Python
-#   requirements/debian.sh test [PYTHON]    those, and the programs that tests call
+#   requirements/debian.sh test [PYTHON]    those, and a browser
+#   requirements/debian.sh verify [PYTHON]  those, and the other programs that tests call
 #
 # Installs as root or by sudo, and starts no service. Where neither is allowed it ends with one line that names the packages.
 set -euo pipefail
@@ -20,12 +21,12 @@ python_parts() {  # python_parts PYTHON
   [ -e "$("$1" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing+=(python3-dev)
 }
 
-case ${1:-} in setup | test) ;; *) echo "usage: $0 setup|test [PYTHON]" >&2; exit 2 ;; esac
+case ${1:-} in setup | test | verify) ;; *) echo "usage: $0 setup|test|verify [PYTHON]" >&2; exit 2 ;; esac
 program g++ g++  # pycosat comes as source; torch and vLLM compile layers
 python_parts "${2:-python3}"
 "${2:-python3}" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1)  # vLLM's CPU build loads it
-if [ "$1" = test ]; then
-  program chromium chromium
+[ "$1" = setup ] || program chromium chromium
+if [ "$1" = verify ]; then
   program prometheus prometheus
   program ip iproute2
   program tc iproute2

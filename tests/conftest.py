@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import costs
+from tests.amounts import amount
 from tests.machines.cluster import Cluster, machines
 from tests.machines.privileges import what_is_missing
 from tests.ray_cluster import connected, running_cluster
+from tests.starts import Starts
 from tests.warm_workers import warm_python as warm_server
 
 # Machines of continuous integration are shared and slow at odd moments: a property is about values, not about time.
-settings.register_profile("penstock", deadline=None)
+settings.register_profile("penstock", deadline=None, max_examples=amount(100))
 settings.load_profile("penstock")
 
 # `tests/oracle` compares with other projects, which live in an environment of their own: `make oracle` names the folder
@@ -34,6 +37,24 @@ os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 # what they interrupt. They start it as from a terminal.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+STARTS = Starts()
+STARTS.listen()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(STARTS)
+    is_controller = config.option.numprocesses and "PYTEST_XDIST_WORKER" not in os.environ
+    if (file := os.environ.get(costs.FILE)) and not is_controller:
+        config.pluginmanager.register(costs.Costs(Path(file), STARTS))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if (file := Path(os.environ.get(costs.FILE, ""))).is_file():
+        terminalreporter.section("processor time")
+        for line in costs.summary(file):
+            terminalreporter.line(line)
 
 
 def pytest_collection_finish() -> None:

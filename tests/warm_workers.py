@@ -240,6 +240,9 @@ def become(caller: socket.socket) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if group := os.environ.get("PENSTOCK_COSTS_GROUP"):  # see costs.py
+        with suppress(OSError):
+            Path(group, "cgroup.procs").write_text(str(os.getpid()))
     arguments = request["arguments"]
     if arguments[0] == CLIENT:
         arguments = set_up(arguments[1:])

@@ -14,6 +14,7 @@ from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import SURROGATES, policy_loss
 from penstock.conf.algorithms.base import AGGREGATIONS
 from tests.algorithms.losses.ragged import OTHERS, columns_of
+from tests.amounts import amount
 
 ALL = pytest.mark.parametrize("surrogate", sorted(SURROGATES))
 WITH_ALL = pytest.mark.parametrize("correction", sorted(CORRECTIONS))
@@ -21,7 +22,7 @@ WHOLE_BATCH = {"clip_cov", "kl_cov"}
 """Choose tokens by statistics of the call, as `losses/covariance.py` says."""
 PULLED_BACK = {"kl_cov"}
 """Has a term without an advantage."""
-FEW = settings(max_examples=25)
+FEW = settings(max_examples=amount(25))
 # bounds that random ratios reach, and shares of more than one token
 OPTIONS = {
     "gspo": {"clip_low": 0.2, "clip_high": 0.2},

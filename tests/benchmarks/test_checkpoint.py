@@ -33,7 +33,7 @@ def test_what_some_rounds_measured_is_their_median_and_without_room_no_number():
     assert math.isnan(checkpoint.median("keep_s")([*rounds, {"keep_s": math.nan}]))
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_quick_run_writes_its_table_and_its_target(run_quickly):
     result, printed = run_quickly("checkpoint", "--rounds", "2")
     assert "held up" in printed

@@ -15,7 +15,7 @@ from penstock.orchestrator.configuration.compose import load_config
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("name", ["weights", "training", "learning"])
 def test_without_a_gpu_a_benchmark_says_so_in_one_line(name: str, tmp_path: Path, warm_python: list[str]) -> None:
     file = tmp_path / "result.json"

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.soak("the other quick runs of this folder")
 def test_the_quick_run_measures_all_sides_of_all_comparisons(run_quickly):
     written, _ = run_quickly("training")

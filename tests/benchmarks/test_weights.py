@@ -13,9 +13,7 @@ def test_buckets_keep_the_order_and_hold_at_least_one_tensor():
     assert [[name for name, _ in bucket] for bucket in buckets_of(named, 5)] == [["3", "2"], ["9"], ["1", "4"], ["1"]]
 
 
-@pytest.mark.ray
-@pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.soak("the other quick runs of this folder")
 def test_a_quick_run_measures_both_sides(run_quickly):
     pytest.importorskip("vllm", reason="vLLM is not installed: the benchmark needs its engine")

@@ -14,7 +14,7 @@ from tests.chaos.outcome import note
 from tests.chaos.plan import COMMAND, KILL, SEEDS, STOP, Target, draw
 from tests.model_files import load_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 STEPS = 36
 HEARTBEAT_S, START_S = 10.0, 40.0

@@ -16,7 +16,7 @@ from tests.orchestrator.conftest import SMALL_MODEL
 from tests.orchestrator.serve.loop import step
 from tests.orchestrator.serve.served import Served, client, served
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 NUM_STEPS, NUM_KILLS = 30, 5
 PLACES = ("publish", "sample", "backward", "optim")

@@ -17,7 +17,7 @@ from tests.model_files import load_model
 from tests.run_files import events_of
 from tests.warm_workers import CLOCK_AHEAD_S
 
-pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.machines]
 
 QUICK_STEPS, STEPS = 4, 32
 LAST_STEP = 24

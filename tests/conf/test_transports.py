@@ -92,7 +92,7 @@ def test_ranks_are_limited_where_vllm_serves_the_adapter(config):
     validate(config)
 
 
-@pytest.mark.vllm
+@pytest.mark.real
 def test_ranks_that_vllm_has_room_for_are_its_own():
     from typing import get_args
 

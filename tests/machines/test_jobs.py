@@ -10,7 +10,7 @@ from tests.machines.cluster import ROOT, machines
 from tests.orchestrator.conftest import SMALL_MODEL
 from tests.run_files import metrics_of
 
-pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.machines]
 
 REWARD = """
 from weights_of_words import DIGIT

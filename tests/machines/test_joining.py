@@ -16,7 +16,7 @@ from tests.model_files import load_model
 from tests.run_files import metrics_of
 from tests.warm_workers import EXECUTABLE
 
-pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.machines]
 
 STEPS = 24
 REWARD = '''

@@ -14,7 +14,7 @@ from tests.machines.ray_nodes import SOON
 from tests.model_files import load_model
 from tests.run_files import events_of, metrics_of
 
-pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.machines]
 
 STEPS = 10
 

@@ -16,7 +16,7 @@ from tests.machines.cluster import ROOT, Cluster, machines
 from tests.machines.machine import Machine
 from tests.machines.namespaces import CommandFailed, CommandTimedOut, MachineEnded
 
-pytestmark = pytest.mark.machines
+pytestmark = [pytest.mark.real, pytest.mark.machines]
 
 PYTHON = (sys.executable, "-IS")
 PORT = 7000

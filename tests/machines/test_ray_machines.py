@@ -9,7 +9,7 @@ import pytest
 
 from tests.machines.namespaces import CommandFailed
 
-pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.machines]
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 DRIVER = """

@@ -12,7 +12,7 @@ from tests.machines.cluster import ROOT, machines
 from tests.model_files import load_model
 from tests.orchestrator.conftest import SMALL_MODEL
 
-pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.machines]
 
 MODEL = "/tmp/model"
 """The model, on the first machine alone, where the driver is."""

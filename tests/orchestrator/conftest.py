@@ -15,7 +15,7 @@ SMALL_MODEL = FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=1
 @pytest.fixture(autouse=True)
 def without_pngs(request, monkeypatch):
     """Drawing them takes a second of each run. They are looked at in `reporting/` and after the runs marked `pngs`."""
-    if request.node.get_closest_marker("ray") and not request.node.get_closest_marker("pngs"):
+    if request.node.get_closest_marker("real") and not request.node.get_closest_marker("pngs"):
         monkeypatch.setattr(report, "write_pngs", lambda *_: [])
 
 

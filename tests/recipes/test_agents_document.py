@@ -14,7 +14,7 @@ from penstock.orchestrator.run import run
 from penstock.workers.fresh_model import build_fresh_model
 from tests.run_files import metrics_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "agents.md"
 EXAMPLES = {

@@ -30,8 +30,7 @@ def trained(warm_python, driver_environment, tmp_path):
     return run
 
 
-@pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_graph_and_the_for_loop_train_the_same(trained):
     graph = ["-m", "penstock.orchestrator.cli", "run", "recipe=custom_algorithm"]
     declarative = trained(graph, "declarative")

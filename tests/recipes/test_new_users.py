@@ -26,8 +26,7 @@ SMALL = [
 """Words that make a run take seconds."""
 
 
-@pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("name", ["my_reward.py", "my_game.py", "my_algorithm.py", "my_loop.py"])
 def test_what_readme_says_can_be_done(
     name: str, tmp_path: Path, warm_python: list[str], driver_environment: Mapping[str, str]

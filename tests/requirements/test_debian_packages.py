@@ -42,7 +42,7 @@ class System:
     def apt_get(self, exit_code: int = 0) -> None:
         self.command("apt-get", f'echo "$*" >>"{self.log}"\nexit {exit_code}')
 
-    def run(self, what: str = "test") -> "subprocess.CompletedProcess[str]":
+    def run(self, what: str = "verify") -> "subprocess.CompletedProcess[str]":
         bash = shutil.which("bash")
         assert bash is not None
         return subprocess.run(
@@ -76,7 +76,7 @@ def test_where_nobody_may_install_the_packages_are_named_in_one_line(system: Sys
     done = system.run()
     assert done.returncode != 0
     (line,) = done.stderr.splitlines()
-    assert "make test" in line
+    assert "make verify" in line
     assert f"As root: apt-get {INSTALL} chromium prometheus" in line
     assert (done.stdout, system.installed) == ("", [])
 
@@ -107,6 +107,14 @@ def test_one_who_may_use_sudo_installs_by_it(system: System) -> None:
     assert called == ["sudo apt-get", "update -q", "sudo env", f"{INSTALL} prometheus -q"]
 
 
+def test_the_first_tier_of_tests_needs_a_browser_alone(system: System) -> None:
+    system.lacks("prometheus", "ip", "tc")
+    assert system.run("test").returncode == 0
+    assert system.installed == []
+    system.lacks("chromium")
+    assert "make test needs Debian packages that are missing" in system.run("test").stderr
+
+
 def test_the_setup_needs_no_program_of_the_tests(system: System) -> None:
     system.lacks("chromium", "prometheus")
     assert system.run("setup").returncode == 0
@@ -124,11 +132,14 @@ def test_an_installation_that_fails_is_told(system: System) -> None:
     system.apt_get(100)
     done = system.run()
     assert done.returncode != 0
-    assert "make test needs Debian packages that are missing, and apt-get update failed" in done.stderr
+    assert "make verify needs Debian packages that are missing, and apt-get update failed" in done.stderr
 
 
+@pytest.mark.parametrize("tier", ["test", "verify"])
 @pytest.mark.parametrize("packages", [True, False], ids=["", "packages cannot be had"])
-def test_make_looks_for_packages_before_all_else_with_several_jobs_too(tmp_path: Path, packages: bool) -> None:
+def test_make_looks_for_packages_before_all_else_with_several_jobs_too(
+    tmp_path: Path, packages: bool, tier: str
+) -> None:
     make = shutil.which("make")
     if make is None:
         pytest.skip("there is no make here")
@@ -140,12 +151,12 @@ def test_make_looks_for_packages_before_all_else_with_several_jobs_too(tmp_path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(says.format(name, code))
         file.chmod(0o755)
-    for environment in ("verifiers", "openenv", "tinker22", "tinker30", "tinker38"):
+    for environment in () if tier == "test" else ("verifiers", "openenv", "tinker22", "tinker30", "tinker38"):
         for name in (f"requirements/{environment}.lock", f".venv-{environment}/.locked"):  # made in this order
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    done = subprocess.run([make, "-j4", "test"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([make, "-j4", tier], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
     called = (tmp_path / "log").read_text().splitlines()
     assert (done.returncode == 0) == packages
     assert called == (list(scripts) if packages else ["requirements/debian.sh"])

@@ -29,7 +29,7 @@ def test_what_is_installed_is_what_the_lock_stands_beside() -> None:
     assert (site / HOOK).with_suffix(".pth").read_text().split() == ["import", "torchvision_on_cpu"]
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_image_processors_and_vllms_models_that_see_can_be_imported() -> None:
     told = run(
         "from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor\n"

@@ -60,6 +60,7 @@ print(asyncio.run(answer()))
 """The first process numbers are free there, as in a container: those that processes behind the fence have inside."""
 
 
+@pytest.mark.real
 @pytest.mark.machines
 def test_in_a_container_code_can_be_fenced_in():
     words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", IN_A_CONTAINER]

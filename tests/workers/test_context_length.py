@@ -49,8 +49,7 @@ def test_the_length_of_every_rope_scaling(changes: dict[str, Any], longest: int)
     assert longest_context({"text_config": LLAMA | changes, "model_type": "sees"}) == longest
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.real
 def test_vllm_takes_sequences_of_that_length_and_none_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from vllm.config import ModelConfig

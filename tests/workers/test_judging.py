@@ -109,8 +109,7 @@ def test_the_loss_of_its_engine_is_raised(judged: Any) -> None:
         judged(["a", "b"], lambda response: "die" if response == "b" else "5")
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_random_model_judges_within_the_range_when_it_is_held_to_the_schema(model_path: str) -> None:
     spec = JudgeSpec(
         model_path,

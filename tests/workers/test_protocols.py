@@ -68,7 +68,7 @@ def test_numbers_of_other_kinds_become_pythons_own() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.vllm
+@pytest.mark.real
 @given(
     st.floats(0, 2), st.floats(0, 1, exclude_min=True), st.integers(0, LARGEST_TOP_K), st.floats(0, 1),
     st.lists(st.text(min_size=1)), st.one_of(st.none(), st.integers(0, 2**48 - 1)),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.algorithms.advantages.outcome import CENTRES, SCALES, normalized
 from penstock.conf.errors import ConfigError, ShapeError
+from tests.amounts import amount
 
 # two prompts, two samples each; group means 1 and 4, all: (0 + 2 + 3 + 5) / 4 = 2.5
 REWARD = torch.tensor([0.0, 2.0, 3.0, 5.0])
@@ -61,7 +62,7 @@ def test_groups_that_agree_are_not_divided_by_nothing(centre, scale):
 
 
 @pytest.mark.parametrize(("centre", "scale"), SPACE)
-@settings(max_examples=25)
+@settings(max_examples=amount(25))
 @given(batch=BATCHES, random=st.randoms())
 def test_neither_the_order_of_samples_nor_the_names_of_groups_matter(centre, scale, batch, random):
     reward, groups = torch.tensor([r for r, _ in batch]), torch.tensor([g for _, g in batch], dtype=torch.long)
@@ -74,7 +75,7 @@ def test_neither_the_order_of_samples_nor_the_names_of_groups_matter(centre, sca
 
 
 @pytest.mark.parametrize(("centre", "scale"), SPACE)
-@settings(max_examples=25)
+@settings(max_examples=amount(25))
 @given(batch=BATCHES)
 def test_a_group_sees_nothing_of_the_others_unless_a_statistic_is_of_the_batch(centre, scale, batch):
     reward, groups = torch.tensor([r for r, _ in batch]), torch.tensor([g for _, g in batch], dtype=torch.long)

@@ -19,7 +19,7 @@ from penstock.orchestrator.cluster import owners
 from penstock.orchestrator.cluster.owners import RunOwner, ThisProcess
 from penstock.orchestrator.membership.takeover import find
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.real
 
 
 class Actor:

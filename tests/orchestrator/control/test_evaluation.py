@@ -108,7 +108,7 @@ def test_problems_are_given_again_when_an_engine_dies_but_not_for_ever() -> None
         measured(play)
 
 
-@pytest.mark.ray
+@pytest.mark.real
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("is_late", [True, False])
 def test_calls_of_an_evaluation_that_is_late_or_cancelled_end_in_their_engine(is_late: bool) -> None:

@@ -14,7 +14,7 @@ from tests.chaos.plan import KILL, STOP, Fault, Target
 from tests.model_files import load_model
 from tests.run_files import events_of, metrics_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 STEPS, LATE, EVERY = 12, 7, 4
 

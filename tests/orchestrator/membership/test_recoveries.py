@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock.conf.faults import FaultsConfig
 from penstock.orchestrator.membership.recoveries import End, Recoveries
 from penstock.orchestrator.membership.recovery import MemberState, Restart, Return
+from tests.amounts import amount
 
 ROLES = {"Rollout-0": "rollout", "Rollout-1": "rollout", "Reward-0": "reward", "Trainer-policy": "trainer"}
 
@@ -245,7 +246,7 @@ class Histories(RuleBasedStateMachine):
         self.before = metrics
 
 
-Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Histories.TestCase.settings = settings(max_examples=amount(150), stateful_step_count=40, deadline=None)
 TestHistories = Histories.TestCase
 
 

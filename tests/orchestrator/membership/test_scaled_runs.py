@@ -16,7 +16,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.model_files import load_model
 from tests.run_files import metrics_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 STEPS = 12
 REWARD = '''

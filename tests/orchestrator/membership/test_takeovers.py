@@ -2,7 +2,6 @@
 goes on with them, and every row is trained once."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -14,6 +13,7 @@ from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.membership.takeover import TakeoverPoint, take_up
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.trainer.report import StepReport
+from tests.amounts import amount
 from tests.fakes.actors import FakeHandle
 from tests.orchestrator.scripted_fleet import (
     ScriptedFleet,
@@ -25,7 +25,7 @@ from tests.orchestrator.scripted_fleet import (
 from tests.run_files import metrics_of
 from tests.virtual_time import run_virtually
 
-SEEDS = range(50 if os.environ.get("PENSTOCK_SOAK") else 3)
+SEEDS = range(amount(3, many=50))
 MAX_STEPS = 16
 MAX_LIVES = 200
 JOIN = "engines join"

@@ -24,7 +24,7 @@ from penstock.workers.progress import SERVING, STARTING, WAITING
 from tests.store.driver import make_spec
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.real
 
 CONFIG = RunConfig(faults=FaultsConfig(heartbeat_s=0.2, heartbeat_timeout_s=1.0))
 Make = Callable[..., Any]

@@ -19,6 +19,7 @@ from penstock.orchestrator.planning.costs.processors import (
 )
 from penstock.orchestrator.planning.costs.recorded import SampledGroup, costs_of, decoding
 from penstock.orchestrator.planning.simulation.simulation import Simulation
+from tests.amounts import amount
 from tests.orchestrator.planning.simulation.played import TEN, config_of, played
 
 COSTS = ProcessorCosts(
@@ -64,7 +65,7 @@ def test_what_store_and_driver_take_counts_where_cores_are_all_asked_for() -> No
     assert step_s(2, others=0.1, **crowded) == pytest.approx(1.1 * (2 * 1.7 + 2.8 + 4.8 + 0.2) + 0.3 + 0.5)
 
 
-@settings(max_examples=25)
+@settings(max_examples=amount(25))
 @given(
     st.integers(1, 3), st.integers(1, 2), st.integers(0, 2), st.integers(1, 2), st.integers(1, 2), st.floats(0.0, 0.3)
 )

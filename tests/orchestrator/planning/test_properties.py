@@ -21,10 +21,11 @@ from penstock.orchestrator.configuration.memory.run_memory import RunMemory
 from penstock.orchestrator.planning.asked import overrides_of, search_of
 from penstock.orchestrator.planning.hardware import KINDS, Nodes
 from penstock.orchestrator.planning.search import Plan, Search
+from tests.amounts import amount
 from tests.orchestrator.cluster.placement.clusters import node
 
 CPUS_PER_GPU = 12
-FEW = settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.generate))
+FEW = settings(max_examples=amount(8), deadline=None, phases=(Phase.explicit, Phase.generate))
 """A search takes a tenth of a second, and what fails is small as it is."""
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-14B", "Qwen/Qwen3-30B-A3B")
 RUNS = st.tuples(

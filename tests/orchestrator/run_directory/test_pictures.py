@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.pictures import NAME, PictureFolder, name_of
+from tests.amounts import amount
 from tests.small_files import files_up_to
 
 PNG, OTHER, JPEG = b"\x89PNG one", b"\x89PNG another", b"\xff\xd8\xff a photo"
@@ -61,7 +62,7 @@ def test_a_disk_without_room_costs_the_pictures_and_no_more(tmp_path: Path) -> N
     assert kept.keep([[b"x" * 1000]]) == [[name_of(b"x" * 1000)]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=amount(40), deadline=None)
 @given(
     rows=st.lists(st.lists(st.binary(max_size=20), max_size=4), max_size=4),
     most=st.integers(0, 60),

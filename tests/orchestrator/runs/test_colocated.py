@@ -7,9 +7,8 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.real
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.real)])
 def test_taking_turns_changes_no_bit(small_run, tmp_path, cluster, engine):
     words = [*small_run, f"rollout.engine={engine}", "rollout.num_threads=1", "trainer.num_threads=1",
              "trainer.max_steps=3", f"output_dir={tmp_path}"]  # fmt: skip

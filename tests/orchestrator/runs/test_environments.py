@@ -19,7 +19,7 @@ from tests.orchestrator.runs import reference_loop
 from tests.orchestrator.runs.killing import Killing
 from tests.run_files import events_of, metrics_of, sampled_difference, samples_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 GAME = Path(__file__).parent / "digits_game.py"
 STEPS = 5

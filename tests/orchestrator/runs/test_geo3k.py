@@ -76,8 +76,7 @@ def test_rows_of_both_forms_have_a_picture_at_its_place(form: Any, words: list[s
     assert [length for _, length in prompt.pictures.ranges] == [6]
 
 
-@pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_recipe_trains_and_both_sides_see_the_same(tmp_path: Path, cluster: str) -> None:
     directory = Path(run(config_of(tmp_path, problem), quiet=True).directory)
     first, second = (line for line in metrics_of(directory) if line["step"])

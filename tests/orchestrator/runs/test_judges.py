@@ -9,7 +9,7 @@ from penstock.orchestrator.run import run
 from tests.orchestrator.runs.killing import Killing
 from tests.run_files import events_of, metrics_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 
 def test_a_frozen_model_judges_and_another_takes_its_place(small_run: list[str], tmp_path: Path, cluster: str) -> None:

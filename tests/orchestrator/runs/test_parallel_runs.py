@@ -10,7 +10,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 from tests.model_files import load_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("cluster")]
 SPLITS = ("tensor_parallel_size=2", "sequence_parallel_size=2", "shard_size=1")
 SMOOTH = ["trainer.optimizer.eps=1e-2", "trainer.optimizer.lr=1e-2"]
 """AdamW's step follows the gradient smoothly then: with a tiny eps, rounding decides where a gradient is near 0."""
@@ -45,7 +45,7 @@ def test_a_run_whose_ranks_share_rows_or_weights_is_the_run_of_one_rank(small_ru
     [
         ("hf", "merged"),
         ("hf", "adapter"),
-        pytest.param("vllm", "adapter", marks=pytest.mark.vllm),
+        pytest.param("vllm", "adapter", marks=pytest.mark.real),
     ],
 )
 def test_engines_serve_what_an_adapter_makes_of_the_model(small_run, tmp_path, one, engine, publish):

@@ -19,7 +19,7 @@ from penstock.workers.fresh_model import build_fresh_model
 from tests.orchestrator.runs import reference_loop
 from tests.orchestrator.runs.test_environments import different, settings
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 STEPS = 2
 MOODS = """
 from penstock.conf.errors import Rejected

@@ -14,8 +14,7 @@ from penstock.orchestrator.planning.probing import STEPS, best_of, first_steps, 
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 
-@pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_probe_is_a_run_whose_steps_are_measured(
     warm_python: list[str], ray_address: str, small_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

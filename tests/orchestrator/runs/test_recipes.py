@@ -42,8 +42,7 @@ def models(tmp_path_factory):
     return directory
 
 
-@pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("recipe", sorted(packaged_recipes().keys() - ELSEWHERE))
 def test_a_recipe_trains(recipe, models, tmp_path, cluster):
     model = models / KINDS.get(recipe, "model")

@@ -10,7 +10,7 @@ from penstock.orchestrator.run import run
 from penstock.orchestrator.session import session
 from tests.run_files import metrics_of, samples_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 BOUND = 2
 
 

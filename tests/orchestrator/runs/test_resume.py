@@ -1,7 +1,6 @@
 """Runs that are killed at the worst moment and go on: the same weights, bit for bit, as if nothing had happened."""
 
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -15,12 +14,13 @@ from penstock.conf.errors import CheckpointError
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
+from tests.amounts import IS_MANY
 from tests.orchestrator.victim import Victim
 from tests.run_files import metrics_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
-NUM_KILLS = 20 if os.environ.get("PENSTOCK_SOAK") else 4
+NUM_KILLS = 20 if IS_MANY else 4
 MAX_STEPS = 4 * NUM_KILLS
 """More than are made between two kills."""
 ONE_THREAD = ["rollout.num_threads=1", "trainer.num_threads=1"]

@@ -21,7 +21,7 @@ from tests.orchestrator.runs.killing import Killing
 from tests.run_files import events_of, metrics_of, samples_of
 from tests.vision_models import picture
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 STEPS = 5
 SCREENS = Path(__file__).parent / "screens_game.py"

@@ -11,7 +11,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.session import session
 from penstock.workers.training_calls import AdamParams
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 
 def test_gradients_of_two_calls_are_stepped_by_together(small_run: list[str], tmp_path: Path, cluster: str) -> None:

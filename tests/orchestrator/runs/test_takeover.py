@@ -18,7 +18,7 @@ from tests.model_files import load_model
 from tests.orchestrator.victim import Victim
 from tests.run_files import events_of, metrics_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 STEPS, NUM_KILLS = 12, 3
 ENVIRONMENT_STEPS = 8

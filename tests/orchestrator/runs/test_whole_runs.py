@@ -22,12 +22,12 @@ from tests.model_files import load_model
 from tests.orchestrator.conftest import SMALL_MODEL
 from tests.run_files import metrics_of, sampled_difference, samples_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 PATIENCE_S = 900.0
 """Deadline of what happens soon unless something is wrong. Tests say nothing of how soon."""
 
 
-@pytest.mark.vllm
+@pytest.mark.real
 @pytest.mark.pngs
 def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(small_run, tmp_path, cluster):
     words = [*small_run, "rollout.engine=vllm", "max_staleness=1", "trainer.max_steps=5", "name=async"]

@@ -14,6 +14,7 @@ from penstock.orchestrator.serve.checkpoints import Address, Checkpoints
 from penstock.orchestrator.serve.ranks import MOST_LOSSES
 from penstock.orchestrator.serve.training_client import seed_of_client
 from penstock.workers.training_calls import AdamParams, AdapterSpec, Datum, LossCall
+from tests.amounts import amount
 from tests.orchestrator.serve.fake_backend import FakeBackend
 from tests.orchestrator.serve.scripted_client import ScriptedClient, forward_body, live
 
@@ -82,7 +83,7 @@ REQUESTS = st.one_of(
 SCRIPTS = st.lists(REQUESTS, min_size=1, max_size=14)
 MANY = settings(
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    max_examples=10,
+    max_examples=amount(10),
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

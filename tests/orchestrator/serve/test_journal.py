@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.orchestrator.serve.journal import Journal, JournalError
 from penstock.orchestrator.serve.request_log import Asked, RequestLog
 from penstock.orchestrator.serve.wire.results import failure, plain
+from tests.amounts import amount
 
 
 def read(path):
@@ -22,7 +23,7 @@ def read(path):
 
 
 @given(st.lists(st.binary(max_size=50), max_size=8), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=amount(40), deadline=None)
 def test_a_file_cut_anywhere_has_the_whole_records_before_the_cut(tmp_path_factory, bodies, data):
     path = tmp_path_factory.mktemp("journal") / "a.journal"
 

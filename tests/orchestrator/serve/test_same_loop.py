@@ -15,7 +15,7 @@ from penstock.workers.sample_calls import SampledTokens
 from tests.orchestrator.conftest import SMALL_MODEL
 from tests.orchestrator.serve.served import KEY, served
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 GROUP, NUM_STEPS = 32, 6
 SAMPLING = penstock.Sampling(max_tokens=6)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.orchestrator.serve.schedule import MOST_TOGETHER, Budget, Limits, Schedule, Waiting
+from tests.amounts import amount
 
 
 def test_tenants_get_tokens_in_proportion_to_their_shares():
@@ -42,7 +43,7 @@ def test_a_tenant_beyond_its_tokens_a_minute_waits_until_they_come_back():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(1, 1000)), min_size=1, max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(60), deadline=None)
 def test_whatever_waits_is_carried_out_once(requests):
     schedule = Schedule({"a": Limits(share=0.1)}, {})
     queues = {}

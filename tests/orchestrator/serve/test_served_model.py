@@ -12,7 +12,7 @@ from tests.orchestrator.conftest import SMALL_MODEL
 from tests.orchestrator.serve.loop import step
 from tests.orchestrator.serve.served import KEY, Served, client, served
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.real
 NUM_STEPS = 4
 
 

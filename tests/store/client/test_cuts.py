@@ -15,7 +15,7 @@ from tests.machines.cluster import Cluster, machines
 from tests.machines.machine import Machine
 from tests.machines.switch import address_of
 
-pytestmark = pytest.mark.machines
+pytestmark = [pytest.mark.real, pytest.mark.machines]
 
 NOTICED_S = SILENCE_S + 15
 """The kernel tells within `SILENCE_S` and a probe or two."""
@@ -109,7 +109,7 @@ def test_a_cut_of_five_seconds_is_noticed_by_nobody(cluster: Cluster) -> None:
         assert json.loads(line(client)) == [0, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_client_that_is_cut_off_is_told_and_what_it_held_goes_back(cluster: Cluster) -> None:
     """Leases do not run out: the end of the connection is what gives them back."""
     with started(cluster[1], STORE, address_of(1), 6000) as store, started(cluster[2], CLIENT, line(store)) as client:

@@ -21,7 +21,7 @@ from tests.store.driver import make_spec
 from tests.store.players import group, leased, long_responses, train, values_of
 from tests.store.visitors import linked
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.real
 
 LONG = 30_000
 """Tokens of a response: more than travel inline."""

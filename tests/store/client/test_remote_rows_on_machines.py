@@ -7,7 +7,7 @@ import pytest
 from benchmarks.machines.rows import BATCH, TOKENS, Processes
 from tests.machines.cluster import machines
 
-pytestmark = pytest.mark.machines
+pytestmark = [pytest.mark.real, pytest.mark.machines]
 
 
 def test_rows_go_from_their_machine_to_their_readers_and_none_past_the_stores(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.store.data import segment_book
 from penstock.store.data.segment_book import POOLED_SHARE, Instructions, SegmentBook, SegmentState, writer_of
+from tests.amounts import amount
 
 BUDGET = 800
 
@@ -224,4 +225,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestHistories.settings = settings(max_examples=amount(100), stateful_step_count=30, deadline=None)

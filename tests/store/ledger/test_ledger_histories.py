@@ -7,7 +7,6 @@ it checks the promises: trained exactly once, staleness bounded without a single
 with one that was computed from another, nobody waits for ever.
 """
 
-import os
 from random import Random
 
 from hypothesis import HealthCheck, settings
@@ -17,6 +16,7 @@ from hypothesis.stateful import rule
 from penstock.store.errors import RowsLost
 from penstock.store.ledger.group import row_ids
 from penstock.store.ledger.leases import HeldLease
+from tests.amounts import amount
 from tests.store.driver import STAGES, facts_of
 from tests.store.histories import NODES, WORKED, Histories
 
@@ -126,7 +126,7 @@ class HistoriesWithLosses(Histories):
 
 TestHistories = HistoriesWithLosses.TestCase
 TestHistories.settings = settings(
-    max_examples=1_000_000 // STEPS if os.environ.get("PENSTOCK_SOAK") else 400,
+    max_examples=amount(400, many=1_000_000 // STEPS),
     stateful_step_count=STEPS,
     deadline=None,
     suppress_health_check=list(HealthCheck),

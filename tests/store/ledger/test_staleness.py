@@ -9,7 +9,6 @@ Time is simulated and the ledger is strict, so a violation raises where it happe
 import heapq
 import json
 import math
-import os
 from collections.abc import Callable
 from random import Random
 
@@ -20,6 +19,7 @@ from penstock.store.errors import LeaseExpired
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.ledger.state import restore, scalars, values_of
+from tests.amounts import amount
 from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, living_groups, make_spec
 from tests.store.invariants import check_invariants
@@ -182,7 +182,7 @@ class Cluster:
         restore(self.driver.ledger, values, groups)
 
 
-@settings(max_examples=3000 if os.environ.get("PENSTOCK_SOAK") else 25, deadline=None)
+@settings(max_examples=amount(25, many=3000), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     groups_per_step=st.integers(1, 4),

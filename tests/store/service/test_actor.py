@@ -18,7 +18,7 @@ from penstock.store.errors import LeaseExpired, StoreError, UnknownStage
 from tests.store.driver import make_spec
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.real
 
 LONG = 80_000
 """Tokens of a response: more than travel inline."""

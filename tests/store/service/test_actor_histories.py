@@ -26,11 +26,12 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import SharedLease
 from penstock.store.data.roots import OWNER_NAME, SHARED_MEMORY
 from penstock.store.errors import LeaseExpired
+from tests.amounts import IS_MANY
 from tests.store.driver import make_spec
 from tests.store.players import STAGES, Served, group, leased, start_workers, values_of
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.real
 
 MAX_STALENESS, GROUPS_PER_STEP, GROUP_SIZE = 1, 2, 2
 MORE_TOKENS = 2000
@@ -40,7 +41,7 @@ INLINE_BYTES, SHARED_BYTES = 64, 2**16
 memory."""
 ANSWER_S = 600.0
 """Nothing but a call that waits for ever takes so long: a process may take half a minute to start."""
-SEEDS = random.sample(range(10**6), 50) if os.environ.get("PENSTOCK_SOAK") else [3, 6]
+SEEDS = random.sample(range(10**6), 50) if IS_MANY else [3, 6]
 NUM_EVENTS = 25
 
 

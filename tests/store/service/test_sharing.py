@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from penstock.store.ledger.leases import Holdings
 from penstock.store.service.messages import LeaseRequest
 from penstock.store.service.waiting.sharing import Claim, Sharing, fair_share
+from tests.amounts import amount
 
 claims = st.lists(st.builds(Claim, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6)
 
@@ -101,7 +102,7 @@ class Recounted:
         return Claim(held, request.max_units)
 
 
-@settings(max_examples=100)
+@settings(max_examples=amount(100))
 @given(seed=st.integers(0, 2**32))
 def test_what_is_counted_as_it_changes_is_what_a_look_at_all_clients_finds(seed: int) -> None:
     random, holdings, known = Random(seed), Holdings(), Recounted()

@@ -12,7 +12,7 @@ from penstock.workers.attempts.actor import ask
 from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.protocols import Completion, Sampling
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("cluster")]
 
 
 HANGS = 1

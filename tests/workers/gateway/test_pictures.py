@@ -29,6 +29,7 @@ from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.trajectory import Turn, row_columns, segments_of
+from tests.amounts import amount
 from tests.vision_models import END, IMAGE, START, picture
 
 ONE, TWO = picture(56, 84, 1), picture(84, 140, 2)
@@ -112,7 +113,7 @@ def test_an_engine_refuses_a_turn_whose_earlier_picture_was_lost(seeing: Seeing)
         seeing.processor.checked_features(second.prompt_ids, left)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=amount(40))
 @given(st.lists(st.lists(st.sampled_from(["a", "b c", ONE, TWO]), min_size=1, max_size=3), min_size=1, max_size=4))
 def test_a_conversation_that_goes_on_is_the_one_written_anew(seeing: Seeing, questions: list[list[Any]]) -> None:
     """Where the tokenizer writes an answer as it was sampled: whatever is expanded at once or turn by turn."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.conf.errors import DataError
 from penstock.workers.problems import Problems
 from penstock.workers.reward.functions import digits, label, math_verify, reasoning_gym, ungrouped
+from tests.amounts import amount
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"
 
@@ -118,14 +119,14 @@ def test_thousands_are_found_in_a_time_that_grows_with_the_text_alone():
 NUMBERS = st.integers(-(10**7), 10**7)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=amount(30), deadline=None)
 @given(NUMBERS, st.sampled_from(["#### {}", "It is {}.", "\\boxed{{{}}}", "${}$"]))
 def test_thousands_are_read_with_and_without_separators(number, form):
     assert math_verify(form.format(f"{number:,}"), str(number)) == 1.0
     assert math_verify(form.format(number), f"{number:,}") == 1.0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=amount(30), deadline=None)
 @given(st.lists(NUMBERS, min_size=2, max_size=4, unique=True), st.sampled_from(["{}", "({})", "{{{}}}"]))
 def test_a_list_is_right_about_itself_and_no_number(numbers, form):
     answer = form.format(", ".join(map(str, numbers)))

@@ -104,7 +104,7 @@ class AdapterEngineUnderTest(EngineUnderTest):
 
 
 KINDS = {"model": EngineUnderTest, "adapter": AdapterEngineUnderTest}
-VLLM = [pytest.mark.vllm, pytest.mark.slow]
+VLLM = pytest.mark.real
 
 
 @pytest.fixture(

@@ -37,7 +37,7 @@ from tests.metering.measured import measured
 from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import Action, FakeLLM, fail, hang, is_serving
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.real
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
 
 

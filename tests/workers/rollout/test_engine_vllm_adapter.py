@@ -25,7 +25,7 @@ from tests.mixtures import build_mixture
 from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import FakeLLM, fail, is_serving
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
 
 LORA = LoraConfig(rank=4, alpha=12, publish="adapter")

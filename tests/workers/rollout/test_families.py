@@ -22,7 +22,7 @@ from tests.workers.rollout.seeing import (
 )
 
 KINDS = [kind for kind in FAMILIES if kind != "qwen2_5_vl"]
-VLLM = [pytest.mark.vllm, pytest.mark.slow]
+VLLM = pytest.mark.real
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -20,7 +20,7 @@ from penstock.workers.weights.trainer_side import TrainerSide, make_transport
 from tests.mixtures import build_mixture
 
 PROMPT = [5, 6, 7, 20, 30]
-VLLM = [pytest.mark.vllm, pytest.mark.slow]
+VLLM = pytest.mark.real
 
 
 def rows_of(completions: list[Completion]) -> Rows:

@@ -301,8 +301,7 @@ def test_hf_adds_adapters_to_the_newest_weights(tiny_model: Path, tmp_path: Path
     served.close()
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_vllm_serves_adapters_of_the_heads_of_other_families(kind: str, tmp_path: Path, warm_spawn: None) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")

@@ -42,7 +42,7 @@ def eyes(vision_model: Path) -> Eyes:
     return Eyes(vision_model)
 
 
-VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])
+VLLM = pytest.param("vllm", marks=pytest.mark.real)
 
 
 @pytest.fixture(scope="module", params=["hf", VLLM])

@@ -15,7 +15,7 @@ from penstock.workers.protocols import Completion, EngineSpec, Publication, Samp
 from penstock.workers.rollout.factory import make_engine
 from tests.publications import write_publication
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
 OPTIONS = {"quantization": "fp8_per_channel"}
 PROMPT = [20, 14, 21, 32, 50, 9, 33]

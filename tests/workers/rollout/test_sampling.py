@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.conf.rollout import HIGHEST_TEMPERATURE
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
+from tests.amounts import amount
 
 LOGITS = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
 
@@ -48,7 +49,7 @@ def test_greedy_takes_the_likeliest_and_reports_the_models_own_probability() -> 
     assert choose_tokens(sampling_logprobs(LOGITS, sampling), None).tolist() == [0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(60), deadline=None)
 @given(
     st.lists(st.floats(-8, 8), min_size=2, max_size=12),
     st.floats(0.1, HIGHEST_TEMPERATURE),

@@ -115,7 +115,7 @@ def test_an_engine_without_adapters_says_so() -> None:
         asyncio.run(rollout(ScriptedEngine()).add_adapter("a", STATE))
 
 
-@pytest.mark.ray
+@pytest.mark.real
 def test_a_call_is_ended_by_ray_cancel_and_by_abort_across_processes(cluster: str, tiny_model: Path) -> None:
     spec = EngineSpec(RolloutConfig(engine="hf", max_model_len=32_000), str(tiny_model))
     actor = ray.remote(Rollout).options(max_concurrency=100).remote(RolloutSpec("R", spec, 0, 1, pulls=False))

@@ -55,7 +55,7 @@ def one_rank(rank: int, what: str, address: str, model: str, answers: Any) -> No
         answers.put((rank, error, time.monotonic() - start))
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.usefixtures("warm_spawn")
 @pytest.mark.parametrize(("what", "expected"), [("sleeps", DeadlineExceeded), ("dies", WorkerDied)])
 def test_a_rank_that_does_not_answer_ends_the_update_of_the_others(

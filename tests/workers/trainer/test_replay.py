@@ -22,6 +22,7 @@ from penstock.workers.trainer.checkpointing.plain_data import decode, encode
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.replay import Replay, rarest, rarities
 from penstock.workers.trainer.token_recorder import PLACES, with_places
+from tests.amounts import amount
 
 GROUP = 4
 
@@ -149,7 +150,7 @@ def on_ranks(count: int, work: Callable[[int, Callable[[Any], list[Any]]], Any])
         return list(pool.map(lambda rank: work(rank, gather_of(rank)), range(count)))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=amount(25))
 @given(steps, st.integers(2, 3), st.integers(0, 5))
 def test_several_ranks_train_again_what_one_would_whatever_the_split(history: Any, count: int, resumed: int) -> None:
     """Each rank goes on from what another has kept, before the step `resumed`."""

@@ -152,7 +152,7 @@ trainer.close()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("place", ["directory", "hub"])
 def test_an_exported_model_sees_as_the_one_that_was_trained(
     make_trainer: Make, vision_model: Path, tmp_path: Path, place: str

@@ -29,8 +29,7 @@ def test_without_a_cluster_a_local_ray_has_everything(monkeypatch: pytest.Monkey
     assert "nodes of the cluster" not in shown
 
 
-@pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.real
 def test_validate_says_who_goes_where_and_leaves_the_cluster(
     three_node_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,7 +48,7 @@ def test_validate_says_who_goes_where_and_leaves_the_cluster(
     assert "✗ resources: Rollout-0 wants 4 CPU(s) on one node, and the largest of the cluster's nodes has 3" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize(("listens", "message"), [(False, "no Ray cluster answers there"), (True, "within 10 s")])
 def test_an_address_without_a_cluster_is_told_in_time(
     monkeypatch: pytest.MonkeyPatch, listens: bool, message: str

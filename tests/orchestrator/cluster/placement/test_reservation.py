@@ -22,7 +22,7 @@ from penstock.orchestrator.run import run
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.orchestrator.cluster.placement.clusters import planned
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 
 def node_of_this_process(_: object) -> str:

@@ -96,8 +96,7 @@ class Probe:
         return ray.get_gpu_ids()
 
 
-@pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.real
 def test_ray_puts_a_rank_and_its_engine_on_one_gpu_and_gets_it_back_afterwards(cluster):
     plan, config = PLAN[:3] + PLAN[4:6], colocated()
     reservation = Reservation.make(plan, config, "penstock-first-00000000", 60)

@@ -9,7 +9,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import RunResult, run
 from tests.run_files import events_of, metrics_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 SHORT = [
     "rollout.engine=hf", "trainer.num_threads=1", "diagnosis.window=5", "evaluation.every_steps=0",

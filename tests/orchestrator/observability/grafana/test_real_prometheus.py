@@ -19,7 +19,7 @@ from penstock.orchestrator.run import run
 from tests.orchestrator.observability.grafana.prometheus import Prometheus, running
 from tests.ray_cluster import running_cluster
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 GAME = Path(__file__).parents[2] / "runs" / "digits_game.py"
 ANSWER_S = 600.0

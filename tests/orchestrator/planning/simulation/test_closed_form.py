@@ -11,6 +11,7 @@ from penstock.orchestrator.planning.simulation.constant import ConstantDurations
 from penstock.orchestrator.planning.simulation.members import Samples
 from penstock.orchestrator.planning.simulation.result import Simulated
 from penstock.orchestrator.planning.steady import Engines, Estimate, Workload, estimate
+from tests.amounts import amount
 from tests.orchestrator.planning.simulation.played import config_of, play
 
 LENGTH, PROMPT, STEPS = 50, 5, 12
@@ -41,7 +42,7 @@ def both(keys: Mapping[str, float]) -> tuple[Estimate, Simulated]:
     return estimate([Engines(engines, durations, 64)], durations, work), played
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=amount(40), deadline=None)
 @given(KEYS)
 def test_a_step_takes_what_the_closed_form_says(keys: Mapping[str, float]) -> None:
     """Exactly where it is synchronous, and nearly where ranks, rewards or the weight sync decide. How many sequences an

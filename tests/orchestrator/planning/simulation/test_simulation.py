@@ -13,6 +13,7 @@ from penstock.orchestrator.planning.simulation.engines import Changes
 from penstock.orchestrator.planning.simulation.members import Samples
 from penstock.orchestrator.planning.simulation.simulation import Simulation
 from penstock.orchestrator.planning.simulation.trainer import SimulatedStep
+from tests.amounts import amount
 from tests.orchestrator.planning.simulation.played import EASY, FAULTS, TEN, config_of, play, played, with_stages
 
 GENERATED_S = 2 * 0.5 + 10 * 0.14
@@ -83,7 +84,7 @@ def test_engines_stay_full_across_steps_where_the_bound_lets_them() -> None:
     assert step_s[4] < 0.8 * step_s[1] < 0.8 * step_s[0]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=amount(20), deadline=None)
 @given(
     engines=st.integers(1, 6), groups=st.integers(1, 8), size=st.integers(1, 4), length=st.integers(1, 40),
     bound=st.integers(0, 3), room=st.integers(1, 4),
@@ -109,7 +110,7 @@ def test_more_engines_never_make_a_run_slower(
     assert seconds(engines + 1) <= seconds(engines) + waits_s
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=amount(20), deadline=None)
 @given(
     seed=st.integers(0, 1000), bound=st.integers(0, 3), window=st.integers(1, 5), faults=st.booleans(),
     stragglers=st.sampled_from((0, 2)), size=st.integers(1, 4), staying=st.booleans(),

@@ -1,19 +1,19 @@
 """Recipes of tinker-cookbook, unmodified and without a network, against a served model. `make soak` runs them all."""
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
+from tests.amounts import IS_MANY
 from tests.orchestrator.serve.cookbook.directory import BASE, make_directory
 from tests.orchestrator.serve.cookbook.recipes import RECIPES
 from tests.orchestrator.serve.cookbook.running import run_recipe
 from tests.orchestrator.serve.served import Served, served
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 FALLS = {"sl_loop": 0.7, "sl_basic": 0.7, "warm": 0.7, "prompt_distillation": 0.7, "dpo": 0.85}
 """Recipes that learn from any start, and the share of the first loss that the last ones are below."""
@@ -23,7 +23,7 @@ LAST = 3
 """Steps at the start and at the end whose rewards are compared; a step has four questions."""
 QUICK = ("sl_loop", "rl_loop", "sdft")
 """Recipes of every run of the tests: supervised, by samples, by targets `[N, K]`."""
-CHOSEN = tuple(RECIPES) if os.environ.get("PENSTOCK_SOAK") else QUICK
+CHOSEN = tuple(RECIPES) if IS_MANY else QUICK
 
 
 @pytest.fixture(scope="module")

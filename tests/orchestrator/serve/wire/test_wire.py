@@ -20,6 +20,7 @@ from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.gateway.http.fields import Fields
 from penstock.workers.protocols import Sampling
 from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, ForwardOutput
+from tests.amounts import amount
 
 SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5)
 
@@ -31,7 +32,7 @@ def sdk_request(data, loss="cross_entropy", config=None):
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**31))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=amount(40), deadline=None)
 def test_matrices_of_targets_come_as_they_were_sent(num_tokens, k, seed):
     draw = np.random.default_rng(seed)
     is_there = draw.random((num_tokens, k)) < 0.3
@@ -72,7 +73,7 @@ def test_inputs_of_another_shape_are_named():
 
 
 @given(SHAPES, st.integers(0, 2**31))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=amount(40), deadline=None)
 def test_the_sdk_reads_log_probabilities_of_every_shape(shapes, seed):
     draw = np.random.default_rng(seed)
     arrays = [draw.normal(size=(t, k) if k else (t,)).astype(np.float32) for t, k in shapes]

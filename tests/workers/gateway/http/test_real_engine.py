@@ -33,7 +33,7 @@ from tests.workers.gateway.http.agents import KINDS
 from tests.workers.gateway.http.serving import Gateway
 from tests.workers.gateway.http.test_tokens import WORDS
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.real
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
 
 MODEL = FreshModelConfig(

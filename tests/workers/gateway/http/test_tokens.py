@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.workers.trajectory import Trajectory, row_columns, segments_of
+from tests.amounts import amount
 from tests.workers.gateway.chat_models import call_text
 from tests.workers.gateway.http.agents import KINDS
 from tests.workers.gateway.http.serving import Gateway, gateway, play
@@ -80,7 +81,7 @@ def check(open_gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("template", ["plain", "hermes", "opens", "strips", "qwen3"])
-@settings(max_examples=8)
+@settings(max_examples=amount(8))
 @given(seed=st.integers(0, 10**6))
 def test_each_sampled_token_is_trained_once_whatever_agents_do(template: str, seed: int) -> None:
     async def scenario() -> None:
@@ -102,7 +103,7 @@ def test_each_sampled_token_is_trained_once_whatever_agents_do(template: str, se
     play(scenario())
 
 
-@settings(max_examples=8)
+@settings(max_examples=amount(8))
 @given(seed=st.integers(0, 10**6))
 def test_retries_and_hang_ups_leave_no_token_behind(seed: int) -> None:
     async def scenario() -> None:

@@ -16,7 +16,7 @@ from tests.workers.trainer.adapters import ranks
 from tests.workers.trainer.adapters.conftest import assert_equal
 from tests.workers.trainer.conftest import FRESH
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 Results = dict[str, Any]
 ALL = [*ranks.WAYS, *ranks.WHOLE_WAYS]
 

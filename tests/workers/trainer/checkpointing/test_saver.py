@@ -29,6 +29,7 @@ from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
+from tests.amounts import amount
 from tests.workers.trainer.conftest import put_together
 
 Make = Callable[..., PolicyTrainer]
@@ -223,7 +224,7 @@ def test_a_range_across_others_is_read_from_each(ranks: Ranks, tmp_path: Path) -
     assert piece.values.tolist() == [3, 4, 5, 6]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=amount(30), deadline=None)
 @given(st.data())
 def test_what_was_cut_in_one_way_is_read_in_any_other(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     """Shards and columns of FSDP2's kind, runs of ZeRO's kind."""

@@ -1,6 +1,5 @@
 """Compiled layers compute what they computed before, under the same names. Two ranks: `test_ranks.py`."""
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,9 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import LoraConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.trainer import PolicyTrainer
+from tests.amounts import IS_MANY
 
-pytestmark = pytest.mark.slow
-SOAK = bool(os.environ.get("PENSTOCK_SOAK"))
+pytestmark = pytest.mark.real
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0]}
 """AdamW whose step is -g / (|g| + 1): weights show the gradient."""
 Make = Callable[..., PolicyTrainer]
@@ -31,7 +30,7 @@ def compiler() -> Iterator[None]:
     make: `test_ranks.py` has it, and the soak."""
     torch.compiler.reset()
     counters.clear()
-    if not SOAK:
+    if not IS_MANY:
         torch.compiler.set_default_backend("eager")
     yield
     torch.compiler.set_default_backend("inductor")
@@ -50,7 +49,7 @@ def names(trainer: PolicyTrainer, directory: Path) -> tuple[list[str], list[str]
 @pytest.mark.parametrize(
     ("engine", "options", "same_length"),
     [
-        ("fsdp", {"activation_checkpointing": True, "lora": LoraConfig(rank=4)}, not SOAK),
+        ("fsdp", {"activation_checkpointing": True, "lora": LoraConfig(rank=4)}, not IS_MANY),
         ("zero2", {"dtype": "bfloat16"}, False),
         ("fsdp", {"packing": "always"}, False),
     ],

@@ -198,8 +198,7 @@ def test_a_target_that_names_no_linear_layer_is_refused_with_those_that_exist(ma
         make_trainer(lora=LoraConfig(rank=4, target_modules=["q_proj", target]))
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.real
 def test_vllm_serves_the_exported_adapter_with_the_trainers_logprobs(
     make_trainer: Make, tmp_path: Path, warm_python: list[str]
 ) -> None:

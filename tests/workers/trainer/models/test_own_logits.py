@@ -1,7 +1,6 @@
 """The log-probabilities of models of all kinds are those by the logits of their own forward, or the models are refused:
 none is computed wrongly without a word."""
 
-import os
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from penstock.workers.trainer.models.language_model import PolicyModel, check_sc
 from penstock.workers.trainer.models.output_layer import LogitChange
 from penstock.workers.trainer.ranks import Ranks
 
-SOAK = bool(os.environ.get("PENSTOCK_SOAK"))
 PLAIN = (
     "biogpt", "deepseek_v3", "falcon", "gemma", "gpt2", "gpt_neox", "gpt_oss", "llama", "mamba", "mistral", "mixtral",
     "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "rwkv",
@@ -166,20 +164,18 @@ def test_a_router_that_draws_experts_is_refused_and_its_noise_is_off(ranks: Rank
     assert without_dropout(CONFIG_MAPPING["opt"](layerdrop=0.1)).layerdrop == 0.0
 
 
-if SOAK:
-
-    @pytest.mark.slow
-    def test_every_kind_that_can_be_built_tiny_is_computed_rightly_or_refused(ranks: Ranks) -> None:
-        found: dict[str, dict[str, str]] = {"same": {}, "refused": {}, "not built": {}, "wrong": {}}
-        for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            is_, why = outcome(kind, ranks)
-            found[is_][kind] = why
-        for name, kinds in found.items():
-            print(f"{name}, {len(kinds)}: {', '.join(kinds)}" if name == "same" else f"{name}, {len(kinds)}:")
-            print("".join(f"  {kind}: {why}\n" for kind, why in kinds.items() if why))
-        assert not found["wrong"]
-        assert len(found["same"]) > 110
-        assert len(found["refused"]) > 10
+@pytest.mark.soak
+def test_every_kind_that_can_be_built_tiny_is_computed_rightly_or_refused(ranks: Ranks) -> None:
+    found: dict[str, dict[str, str]] = {"same": {}, "refused": {}, "not built": {}, "wrong": {}}
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        is_, why = outcome(kind, ranks)
+        found[is_][kind] = why
+    for name, kinds in found.items():
+        print(f"{name}, {len(kinds)}: {', '.join(kinds)}" if name == "same" else f"{name}, {len(kinds)}:")
+        print("".join(f"  {kind}: {why}\n" for kind, why in kinds.items() if why))
+    assert not found["wrong"]
+    assert len(found["same"]) > 110
+    assert len(found["refused"]) > 10
 
 
 def outcome(kind: str, ranks: Ranks) -> tuple[str, str]:

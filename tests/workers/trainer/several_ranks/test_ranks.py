@@ -18,7 +18,7 @@ from tests.rank_processes import run_ranks
 from tests.workers.trainer.conftest import ENGINES, put_state, whole_state
 from tests.workers.trainer.several_ranks import ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 EVERY = [(engine, scenario) for engine in ENGINES for scenario in ranks.scenarios_of(engine)]
 EXACT = [(engine, scenario) for engine, scenario in EVERY if not scenario.endswith("bfloat16")]
 ROUNDED = [(engine, scenario) for engine, scenario in EVERY if scenario.endswith("bfloat16")]

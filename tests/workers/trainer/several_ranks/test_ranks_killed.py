@@ -13,7 +13,7 @@ from tests.rank_processes import run_ranks
 from tests.workers.trainer.conftest import FRESH, assert_same
 from tests.workers.trainer.several_ranks import ranks_killed as ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 KILLED_STATUS = 137
 """Status of a process that a warm one lives for, when that was killed."""
 RANKS = (0, 1)

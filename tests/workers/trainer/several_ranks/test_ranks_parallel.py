@@ -23,7 +23,7 @@ from tests.rank_processes import run_ranks
 from tests.workers.trainer.conftest import put_together
 from tests.workers.trainer.several_ranks import ranks_parallel as ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 FRESH = FreshModelConfig(
     num_layers=2, hidden_size=32, intermediate_size=48, num_heads=8, num_kv_heads=4, max_position_embeddings=64
 )

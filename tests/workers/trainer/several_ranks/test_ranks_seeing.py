@@ -15,7 +15,7 @@ from tests.workers.trainer.seeing import ROPE, save_model
 from tests.workers.trainer.several_ranks import ranks_seeing
 from tests.workers.trainer.several_ranks.ranks_seeing import KINDS, RESUMED, SCENARIOS, SHARES, alone
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 GAP = 1e-5
 """Largest mean difference of log-probabilities, float32."""
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update import batching
+from tests.amounts import amount
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
@@ -64,7 +65,7 @@ def test_a_plan_costs_no_more_than_one_microbatch_a_row_or_filling_up_greedily(l
 
 
 @given(st.integers(0, 2**32), st.integers(64, 256), st.floats(5.7, 7), st.floats(0.7, 1.3), st.integers(8192, 32768))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=amount(30))
 def test_padding_is_under_5_percent_of_long_tailed_lengths(
     seed: int, num_rows: int, mean: float, spread: float, budget: int
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.machines.weights import Case, Nodes, plan_of, shapes
 from tests.machines.cluster import Cluster, machines
 
-pytestmark = [pytest.mark.machines, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.machines]
 
 TENSORS = shapes(vocabulary=2048, num_layers=2)
 CASE = Case((1,), (2, 3))

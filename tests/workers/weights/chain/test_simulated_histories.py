@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulated_chain import FOREVER_S, Link, SimulatedChain, model_s
 from penstock.workers.weights.chain.pull import Timeouts
+from tests.amounts import amount
 
 LINK = Link(bandwidth=1e8, latency_s=0.001)
 CHUNK_BYTES = 2**20
@@ -76,7 +77,7 @@ TROUBLES = st.builds(
 CHUNKS = st.lists(st.integers(1, 12), min_size=1, max_size=2)
 
 
-@settings(max_examples=200)
+@settings(max_examples=amount(200))
 @given(st.integers(1, 8), CHUNKS, st.integers(0, 5), TIMES, TROUBLES)
 def test_histories_end_with_every_chunk_once(
     num_nodes: int, num_chunks: list[int], version: int, written_s: float, trouble: Trouble

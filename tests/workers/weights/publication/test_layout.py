@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import WeightError
 from penstock.workers.weights.publication.layout import DTYPE_BYTES, compute_layout
+from tests.amounts import amount
 
 DTYPES = tuple(DTYPE_BYTES)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -18,7 +19,7 @@ def entries_of(tensors: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, .
     return [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(150), deadline=None)
 @given(ENTRIES)
 def test_header_and_offsets_are_those_of_the_library(entries: dict[str, tuple[tuple[int, ...], str]]) -> None:
     entries.pop("__metadata__", None)

@@ -14,7 +14,7 @@ from penstock.workers.weights.transport import Part, StreamedVersion
 from tests.workers.rollout.fake_llm import fail, hang, is_serving
 from tests.workers.weights.streaming.host_memory import STREAMS, TRANSPORTS, Side
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its transfer engines are not tested")
 
 

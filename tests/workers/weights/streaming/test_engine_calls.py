@@ -9,7 +9,7 @@ from penstock.conf.errors import WeightError, WorkerDied
 from penstock.workers.weights.streaming.engine_calls import ActorEngines
 from penstock.workers.weights.transport import Info, Part
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("cluster")]
 
 
 class Engine:

@@ -12,7 +12,7 @@ from penstock.workers.weights.trainer_side import make_transport
 from penstock.workers.weights.transport import Part
 from tests.workers.weights.streaming.host_memory import BUCKET_MIB, lone_rank, weights
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its transfer engines are not tested")
 
 

@@ -12,7 +12,7 @@ from penstock.workers.weights.streaming.engine_calls import LoopEngines
 from penstock.workers.weights.trainer_side import make_transport
 from tests.workers.weights.streaming.host_memory import BUCKET, BUCKET_MIB, STREAMS, TRANSPORTS, Side, lone_rank
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its transfer engines are not tested")
 
 

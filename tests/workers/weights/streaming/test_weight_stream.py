@@ -70,8 +70,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Pat
     return directory
 
 
-@pytest.mark.slow
-@pytest.mark.vllm
+@pytest.mark.real
 @pytest.mark.parametrize("file", ["gathered.0.pt", "gathered.1.pt", "sent.0.pt"])
 def test_two_ranks_gather_what_one_has(two: Path, file: str) -> None:
     """`sent`: while the other rank joins in through vLLM's sender for ranks that do not send."""

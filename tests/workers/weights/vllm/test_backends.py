@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = pytest.mark.real
 backends = pytest.importorskip("penstock.workers.weights.vllm.backends", reason="vLLM is not installed")
 
 

@@ -16,7 +16,7 @@ from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.streaming.senders import portable
 from penstock.workers.weights.transport import Part, StreamedVersion
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its transfer engines are not tested")
 
 

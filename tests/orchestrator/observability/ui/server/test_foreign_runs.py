@@ -20,6 +20,7 @@ from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.observability.ui.runs.rollouts import MANY
 from penstock.orchestrator.observability.ui.server.answers import QUESTIONS, Answers
 from penstock.orchestrator.observability.ui.server.app import as_json, make_app
+from tests.amounts import amount
 from tests.orchestrator.observability.ui.made_runs import make_run, steps, write_samples
 
 SECRET = "hunter2"
@@ -192,7 +193,7 @@ METRIC = st.dictionaries(
     ),
     ODD,
 )
-@settings(max_examples=30)
+@settings(max_examples=amount(30))
 def test_values_of_every_kind_are_answered_about(
     events: list[Any], metrics: list[Any], config: dict[str, Any], state: Any
 ) -> None:

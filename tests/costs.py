@@ -1,0 +1,103 @@
+"""Processor time of each test, each fixture and the processes that they start, for `PENSTOCK_COSTS=FILE`.
+
+Each test process joins a control group of its own, and so do the processes that it starts; forks of the warm server
+(`warm_workers.py`) join the group of the process that asked for them. The time of a group before and after a fixture or
+a test is what it cost. A process that idles beside a test, such as a Ray node, is counted with this test.
+
+`FILE` gets a line of JSON for each test; the summary names the most expensive files, tests and fixtures.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.starts import Starts
+
+FILE = "PENSTOCK_COSTS"
+GROUP = "PENSTOCK_COSTS_GROUP"
+"""Environment variable: the control group that a process joins."""
+HIERARCHIES = (("/sys/fs/cgroup/cpuacct", "cpuacct.usage"), ("/sys/fs/cgroup", "cpu.stat"))
+NUM_SHOWN = 15
+
+
+def join_group(group: str) -> None:
+    """Count this process, and all that it starts from now on, with a control group."""
+    (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+
+
+class Group:
+    """Control group that counts processor time. Needs root, and a kernel with either version of control groups."""
+
+    def __init__(self, name: str) -> None:
+        root, self._figure = next((root, figure) for root, figure in HIERARCHIES if (Path(root) / figure).exists())
+        self.path = Path(root) / name
+        self.path.mkdir(exist_ok=True)
+        join_group(str(self.path))
+
+    def cpu_s(self) -> float:
+        said = (self.path / self._figure).read_text().split()
+        return int(said[0]) / 1e9 if len(said) == 1 else int(said[1]) / 1e6
+
+
+class Costs:
+    """Plugin of one test process. A fixture's time is not also its test's."""
+
+    def __init__(self, file: Path, starts: Starts) -> None:
+        self._file = file
+        self._seen = starts.seen
+        self._group = Group(f"penstock-tests-{os.getpid()}")
+        os.environ[GROUP] = str(self._group.path)
+        self._fixtures: Counter[str] = Counter()
+        self._started: list[str] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[None]:
+        before, within, known = self._group.cpu_s(), self._fixtures.total(), len(self._seen)
+        try:
+            return (yield)
+        finally:
+            spent = self._group.cpu_s() - before - (self._fixtures.total() - within)
+            if spent > 0.001:
+                self._fixtures[f"{fixturedef.argname} ({fixturedef.scope}, {fixturedef.baseid or 'tests'})"] += spent
+            if len(self._seen) > known:
+                self._started.append(f"{fixturedef.argname}: {self._seen[-1]}")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        before, known = self._group.cpu_s(), len(self._seen)
+        self._fixtures.clear()
+        self._started.clear()
+        try:
+            return (yield)
+        finally:
+            line = {
+                "test": item.nodeid,
+                "cpu_s": round(self._group.cpu_s() - before - self._fixtures.total(), 4),
+                "fixtures": {name: round(spent, 4) for name, spent in self._fixtures.items()},
+                "marks": sorted({mark.name for mark in item.iter_markers()}),
+                "closure": sorted(item.fixturenames),  # type: ignore[attr-defined]
+                "starts": self._seen[known:][:5],
+                "fixture_starts": list(self._started),
+            }
+            with self._file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def summary(file: Path) -> Iterator[str]:
+    """Lines for people: what is most expensive by file, test and fixture."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    fixtures: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for line in lines:
+        fixtures.update(line["fixtures"])
+        files[line["test"].partition("::")[0]] += line["cpu_s"] + sum(line["fixtures"].values())
+    tests = Counter({line["test"]: line["cpu_s"] for line in lines})
+    yield f"{files.total():.0f} s of processor time, {fixtures.total():.0f} s of them in fixtures"
+    for name, costs in {"files": files, "tests": tests, "fixtures": fixtures}.items():
+        yield f"the most expensive {name}:"
+        yield from (f"  {spent:7.1f} s  {which}" for which, spent in costs.most_common(NUM_SHOWN))
