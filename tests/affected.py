@@ -1,8 +1,9 @@
 """Test files that a change can affect: `python -m tests.affected [SINCE]` prints them, for `make affected`.
 
-A test file is affected by the modules that it imports, directly or through others, by those that the
-product names in quotes on the way (`"penstock.workers.reward.code"`), by the `conftest.py` of its folders, and by documents if it reads any. A file that is neither Python nor a document (a recipe, a page's script, a lock) affects
-every test. What changed is what differs from the commit SINCE (default: HEAD), files that Git does not know included.
+A test file is affected by the modules that it imports, directly or through others, by those that the product names in
+quotes on the way (`"penstock.workers.reward.code"`), by the `conftest.py` of its folders, and by documents if it reads
+any. A file that is neither Python nor a document (a recipe, a page's script, a lock) affects every test. What changed
+is what differs from the commit SINCE (default: HEAD), files that Git does not know included.
 """
 
 import re

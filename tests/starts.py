@@ -28,7 +28,7 @@ class Starts:
         """Event of each fixture that has started a process."""
 
     def listen(self) -> None:
-        """Hear of processes as long as this one lives. Those that `multiprocessing` spawns have no event of Python's."""
+        """Hear of processes from now on. Python has no event for those that `multiprocessing` spawns."""
         spawn = multiprocessing.util.spawnv_passfds
 
         def audited(path: Any, arguments: Any, files: Any) -> int:

@@ -63,6 +63,7 @@ def test_penstock_is_compared_with_the_fastest_engine_by_which_trl_trains():
     assert [target.value for target in end_to_end.targets_of(rounds)] == [2.0]
 
 
+@pytest.mark.real
 def test_a_side_gets_its_environment_beside_that_of_the_benchmark(monkeypatch):
     monkeypatch.setenv("OF_THE_BENCHMARK", "outer")
     program = "import os; print(os.environ['OF_THE_BENCHMARK'], os.environ['OF_THE_SIDE'])"

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.real
+
 
 def test_the_simulated_chain_is_that_of_the_model_and_leaves_no_node_behind(run_quickly):
     written, _ = run_quickly("simulated_chain")
@@ -9,7 +11,6 @@ def test_the_simulated_chain_is_that_of_the_model_and_leaves_no_node_behind(run_
     assert all(target["met"] for target in written["targets"])
 
 
-@pytest.mark.real
 @pytest.mark.machines
 @pytest.mark.soak("the other quick runs of this folder")
 def test_the_quick_run_measures_every_way_between_machines(run_quickly):
@@ -29,7 +30,6 @@ def test_the_quick_run_measures_every_way_between_machines(run_quickly):
     assert len(written["targets"]) == 11
 
 
-@pytest.mark.real
 @pytest.mark.soak("the other quick runs of this folder")
 def test_the_quick_run_brings_a_version_over_each_number_of_lanes(run_quickly):
     written, _ = run_quickly("relay")

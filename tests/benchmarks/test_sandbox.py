@@ -1,5 +1,9 @@
 """The benchmark of the sandbox runs through; its figures are for quiet machines."""
 
+import pytest
+
+pytestmark = pytest.mark.real
+
 
 def test_a_quick_run_writes_its_table_and_its_targets(run_quickly):
     result, printed = run_quickly("sandbox", "--rounds", "1")

@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks import store_pictures
 
+pytestmark = pytest.mark.real
+
 
 def test_a_picture_costs_an_eighth_of_copies_where_the_benchmark_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_pictures, "SIZE", 100_000)  # eight are less than what takes a preallocated file

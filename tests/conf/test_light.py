@@ -1,6 +1,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.real
+
 
 def test_configuration_imports_neither_torch_nor_ray():
     code = (

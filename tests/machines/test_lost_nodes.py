@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.real, pytest.mark.machines]
 STEPS = 10
 
 
+@pytest.mark.promise("4 machine lost")
 def test_ranks_of_a_lost_machine_or_agent_go_on_elsewhere_with_the_same_bits(
     warm_python: list[str], small_run: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -77,6 +77,7 @@ def same_bits(one, other):
     return expected.keys() == found.keys() and all(bool((expected[name] == found[name]).all()) for name in expected)
 
 
+@pytest.mark.promise("4 spread")
 @pytest.mark.parametrize(
     "expected",
     [

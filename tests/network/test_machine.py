@@ -35,6 +35,7 @@ def test_a_member_counts_with_calls_heartbeat_and_what_it_keeps_open_for_rows() 
     assert FILES_PER_CLIENT == 2 + KEPT
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("hard", [512, LOW_LIMIT])
 def test_the_soft_limit_becomes_the_hard_one_which_is_told_where_it_is_low(hard: int) -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:

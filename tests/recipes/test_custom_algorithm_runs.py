@@ -8,6 +8,8 @@ import pytest
 import penstock.recipes
 from tests.run_files import metrics_of
 
+pytestmark = pytest.mark.real
+
 RECIPE = next(path for root in penstock.recipes.__path__ if (path := Path(root) / "custom_algorithm").is_dir())
 SMALL = [
     "warm_start.recipe=null", "model.fresh.num_layers=2", "model.fresh.hidden_size=64",
@@ -30,7 +32,7 @@ def trained(warm_python, driver_environment, tmp_path):
     return run
 
 
-@pytest.mark.real
+@pytest.mark.promise("An algorithm is a dataflow")
 def test_the_graph_and_the_for_loop_train_the_same(trained):
     graph = ["-m", "penstock.orchestrator.cli", "run", "recipe=custom_algorithm"]
     declarative = trained(graph, "declarative")

@@ -26,8 +26,49 @@ SMALL = [
 """Words that make a run take seconds."""
 
 
+RUNS = {
+    "Two commands": ["recipe=arithmetic", "trainer.max_steps=2", "warm_start.overrides=[trainer.max_steps=3]"],
+    "Real text": ["recipe=gsm8k", "model=tiny", "trainer.max_steps=2", "data.path=train.jsonl"],
+}
+"""Runs that README names, with few steps."""
+
+
 @pytest.mark.real
-@pytest.mark.parametrize("name", ["my_reward.py", "my_game.py", "my_algorithm.py", "my_loop.py"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param("Two commands", marks=pytest.mark.promise("Two commands")),
+        pytest.param("Real text", marks=pytest.mark.promise("Real text")),
+    ],
+)
+def test_a_recipe_runs_as_readme_gives_it(
+    row: str, tmp_path: Path, warm_python: list[str], driver_environment: Mapping[str, str]
+) -> None:
+    said = [f"{number} pears and one\n#### {number + 1}" for number in range(64)]
+    rows = [json.dumps({"question": text.partition("\n")[0], "answer": text}) for text in said]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    words = [*RUNS[row], "rollout.sampling.max_tokens=16", "evaluation.num_problems=16", "name=first"]
+    ended = subprocess.run(
+        [*warm_python, "-m", "penstock.orchestrator.cli", "run", *words],
+        env=dict(driver_environment), cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    steps = [line for line in metrics_of(tmp_path / "runs" / "first") if "mismatch/logprob_abs_mean" in line]
+    assert len(steps) == 2
+    assert all(line["mismatch/logprob_abs_mean"] < 1e-4 for line in steps)  # of vLLM's tokens
+    assert (tmp_path / "runs" / "first" / "report.html").exists()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("my_reward.py", marks=pytest.mark.promise("Your own reward")),
+        pytest.param("my_game.py", marks=pytest.mark.promise("Your own environment")),
+        pytest.param("my_algorithm.py", marks=pytest.mark.promise("Your own algorithm")),
+        pytest.param("my_loop.py", marks=pytest.mark.promise("Your own loop")),
+    ],
+)
 def test_what_readme_says_can_be_done(
     name: str, tmp_path: Path, warm_python: list[str], driver_environment: Mapping[str, str]
 ) -> None:

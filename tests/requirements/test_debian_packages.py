@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("g++", "chromium", "prometheus", "ip", "tc")
 INSTALL = "install -y --no-install-recommends"

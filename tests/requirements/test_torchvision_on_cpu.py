@@ -41,6 +41,7 @@ def test_image_processors_and_vllms_models_that_see_can_be_imported() -> None:
     assert told.split("\n")[-2] == "Qwen2VLImageProcessor (3, 2, 2)"
 
 
+@pytest.mark.real
 def test_a_process_that_needs_no_torchvision_imports_neither_it_nor_torch() -> None:
     told = run(
         "import importlib.util, sys\n"
@@ -50,6 +51,7 @@ def test_a_process_that_needs_no_torchvision_imports_neither_it_nor_torch() -> N
     assert told.split() == ["True", "True"]
 
 
+@pytest.mark.real
 def test_the_projects_own_modules_import_torchvision_nowhere_by_themselves() -> None:
     told = run(
         "import sys\n"

@@ -25,6 +25,8 @@ from tests.processes import GONE_S, seen, wait_until_gone
 from tests.sandbox.conftest import in_a_loop
 from tests.virtual_time import put_forward, run_ahead
 
+pytestmark = pytest.mark.real
+
 LIMITS = Limits(cpu_s=600, wall_s=600)
 """Nothing here ends by itself while a test looks at it."""
 DRIVER = """

@@ -8,6 +8,8 @@ import pytest
 
 from penstock.workers.sandbox.execution import ProgramOutcome, Value
 
+pytestmark = pytest.mark.real
+
 TRACES = {
     "files": ("open('/tmp/x', 'w').write('x'); open('/dev/shm/y', 'w').write('y')", "os.listdir('/tmp')", []),
     "environment": ("os.environ['X'] = 'x'; os.putenv('Y', 'y')", "[dict(os.environ), ctypes.CDLL(None).getenv(b'Y')]", [{}, 0]),

@@ -14,6 +14,8 @@ import pytest
 from penstock.workers.sandbox.execution import Failed, Value
 from penstock.workers.sandbox.fence import DEVICES
 
+pytestmark = pytest.mark.real
+
 PRELUDE = """
 import ctypes, errno, os, socket, struct, subprocess, sys
 libc = ctypes.CDLL(None, use_errno=True)

@@ -282,6 +282,7 @@ print([call.args[0] for call in directory.event.call_args_list])
 """
 
 
+@pytest.mark.real
 def test_a_full_disk_costs_the_attempt_only(tmp_path: Path, warm_python: list[str]) -> None:
     output = run_in_tmpfs(SMALL_TMPFS, tmp_path, "test_resume.py has a place that cannot be written", warm_python)
     message, events = output.splitlines()[-2:]

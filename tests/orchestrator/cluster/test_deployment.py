@@ -46,6 +46,7 @@ def told(tmp_path: Path) -> list[str]:
     return (tmp_path / "told").read_text().splitlines()
 
 
+@pytest.mark.real
 def test_the_slurm_job_starts_ray_on_all_nodes_and_the_run_on_the_first(told: list[str]) -> None:
     assert told[0] == "ray get-auth-token --generate"
     assert "show hostnames gpu-[07-08]" in told

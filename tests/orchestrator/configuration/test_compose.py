@@ -133,6 +133,7 @@ def test_a_recipe_brings_its_own_algorithm_by_imports(tmp_path: Path) -> None:
     assert (config.algorithm.name, config.algorithm.sharpness) == ("brought", 5.0)  # type: ignore[attr-defined]
 
 
+@pytest.mark.real
 def test_functions_of_imported_files_travel_by_value(tmp_path: Path) -> None:
     (tmp_path / "travels.py").write_text("def double(x):\n    return 2 * x\n")
     load_config([f"imports=[{tmp_path}/travels.py]"])
@@ -269,6 +270,7 @@ def test_an_import_that_raises_is_told_with_its_file(tmp_path: Path) -> None:
     assert "nothing_of_that_name" in message
 
 
+@pytest.mark.real
 def test_a_wrong_key_is_told_without_importing_torch_or_ray() -> None:
     script = (
         "import sys\nfrom penstock.orchestrator.cli import main\n"

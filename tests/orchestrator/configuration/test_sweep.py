@@ -64,6 +64,7 @@ def calls(tmp_path: Path) -> list[str]:
     return sorted(file.name.rpartition("-")[0] for file in (tmp_path / "calls").iterdir())
 
 
+@pytest.mark.real
 def test_settings_are_told_with_the_spread_of_their_seeds(tmp_path: Path, pretender: list[str]) -> None:
     code, said = swept(tmp_path, pretender, "lr=1,2", "seed=1,2,3")
     assert code == 0
@@ -73,6 +74,7 @@ def test_settings_are_told_with_the_spread_of_their_seeds(tmp_path: Path, preten
     assert len(json.loads((tmp_path / "sweep" / "sweep.json").read_text())["runs"]) == 6
 
 
+@pytest.mark.real
 def test_a_run_that_fails_costs_itself_alone_and_is_made_again(tmp_path: Path, pretender: list[str]) -> None:
     code, said = swept(tmp_path, pretender, "mood=good,bad", "seed=1,2")
     assert code == 1
@@ -84,6 +86,7 @@ def test_a_run_that_fails_costs_itself_alone_and_is_made_again(tmp_path: Path, p
     assert calls(tmp_path).count("mood-bad_seed-1") == 2
 
 
+@pytest.mark.real
 def test_no_more_run_side_by_side_than_there_is_room_for(
     tmp_path: Path, pretender: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +102,7 @@ def test_no_more_run_side_by_side_than_there_is_room_for(
     assert (len(most), max(most)) == (5, 2)
 
 
+@pytest.mark.real
 def test_ctrl_c_ends_the_runs_in_order_and_the_sweep_goes_on_later(tmp_path: Path, pretender: list[str]) -> None:
     def interrupt() -> None:
         deadline = time.monotonic() + 30
@@ -118,12 +122,14 @@ def test_ctrl_c_ends_the_runs_in_order_and_the_sweep_goes_on_later(tmp_path: Pat
     assert (code, said.count("is finished")) == (0, 3)
 
 
+@pytest.mark.real
 def test_its_runs_are_one_group_for_trackers_unless_it_is_said_otherwise(tmp_path: Path, pretender: list[str]) -> None:
     for place, words, group in (("a", (), "sweep"), ("b", ("tracking.group=mine",), "mine")):
         swept(tmp_path / place, pretender, "seed=1,2", *words)
         assert {file.read_text() for file in (tmp_path / place / "calls").iterdir()} == {group}
 
 
+@pytest.mark.real
 def test_the_directory_of_another_sweep_is_not_mixed_with_it(tmp_path: Path, pretender: list[str]) -> None:
     swept(tmp_path, pretender, "seed=1,2")
     with pytest.raises(ConfigError, match="another sweep is there"):

@@ -35,6 +35,7 @@ def test_a_package_that_is_missing_is_told_with_the_command_that_brings_it() -> 
         need("sink", "a_module_of_no_package", "its-package")
 
 
+@pytest.mark.real
 def test_wandb_without_a_key_is_refused_as_it_would_ask_for_one() -> None:
     with pytest.raises(ConfigError, match="wandb login"):
         checked("tracking.sinks=[wandb]")

@@ -262,6 +262,7 @@ def test_a_url_for_runs_is_asked_whether_it_answers(model: Path, rows: Path, url
             check.look()
 
 
+@pytest.mark.real
 def test_the_fence_of_code_is_tried_where_it_is_to_hold(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["reward.function=python_tests", f"data.path={rows}"]
     told: list[str] = []
@@ -284,6 +285,7 @@ def test_the_fence_of_code_is_tried_where_it_is_to_hold(rows: Path, monkeypatch:
     assert (found.look(), found.is_told) == ("tried on the cluster's nodes when the run starts", False)
 
 
+@pytest.mark.real
 def test_the_fence_of_code_is_tried_with_the_limits_that_it_will_have(
     rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ print(*(event["kind"] for event in directory.read_events() if event["kind"] != "
 """
 
 
+@pytest.mark.real
 def test_a_real_disk_that_is_full_for_a_while_costs_samples_and_checkpoints(
     tmp_path: Path, warm_python: list[str]
 ) -> None:

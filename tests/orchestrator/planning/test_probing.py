@@ -163,6 +163,7 @@ def test_every_probe_has_a_deadline(plans: list[Plan], tmp_path: Path) -> None:
     assert limits == [1200.0, pytest.approx(900 + 10 * steps * plans[0].step_s)]
 
 
+@pytest.mark.real
 def test_a_run_that_is_not_done_in_time_is_ended(tmp_path: Path) -> None:
     forever = [sys.executable, "-c", "import time\nwhile True: time.sleep(60)"]
     with pytest.raises(ProbeOverdue, match="--probe N:MINUTES"):

@@ -182,6 +182,7 @@ print(len(told), told[0])
 """
 
 
+@pytest.mark.real
 def test_a_real_disk_that_fills_up_twice_has_every_line_in_the_end(tmp_path: Path) -> None:
     samples, events, told = run_in_tmpfs(REAL, tmp_path, "above, by sizes that files may have").splitlines()
     assert samples == "[50, 300, 350, 500, 550, 600]"

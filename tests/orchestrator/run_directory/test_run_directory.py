@@ -168,6 +168,7 @@ def test_a_text_with_unicode_line_ends_stays_one_line(tmp_path: Path) -> None:
     assert directory.read_metrics() == [{"step": 1, "text": "a\u2028b\x85c"}]
 
 
+@pytest.mark.real
 def test_a_run_killed_at_any_moment_leaves_whole_lines_but_perhaps_the_last(tmp_path: Path) -> None:
     script = (
         "import sys, itertools\nfrom penstock.orchestrator.configuration.compose import load_config\n"

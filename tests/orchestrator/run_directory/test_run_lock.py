@@ -40,6 +40,7 @@ def test_the_second_process_is_told_who_was_first(tmp_path: Path) -> None:
     RunLock.take(tmp_path / "sums", "name=sums").release()
 
 
+@pytest.mark.real
 def test_a_process_that_is_killed_holds_no_lock(tmp_path: Path) -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], **pipes) as holder:

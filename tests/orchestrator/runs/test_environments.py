@@ -62,6 +62,7 @@ def different(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Te
     return [name for name in found if not torch.equal(found[name], expected[name])]
 
 
+@pytest.mark.promise("4 environment")
 def test_two_turns_equal_the_straight_line_bit_for_bit(
     tmp_path: Path, cluster: str, model_path: str, straight: dict[str, torch.Tensor]
 ) -> None:
@@ -83,7 +84,9 @@ def test_each_turn_is_trained_at_the_temperature_that_it_was_sampled_at(
     assert all(line["mismatch/logprob_abs_max"] < 1e-4 for line in lines)
 
 
-@pytest.mark.parametrize("name", ["Rollout-1", "Environment-0"])
+@pytest.mark.parametrize(
+    "name", ["Rollout-1", pytest.param("Environment-0", marks=pytest.mark.promise("4 environment"))]
+)
 def test_a_death_changes_nothing(
     tmp_path: Path, cluster: str, model_path: str, straight: dict[str, torch.Tensor], name: str
 ) -> None:

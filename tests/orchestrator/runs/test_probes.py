@@ -13,8 +13,9 @@ from penstock.orchestrator.planning.asked import search_of
 from penstock.orchestrator.planning.probing import STEPS, best_of, first_steps, in_process, probe
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
+pytestmark = pytest.mark.real
 
-@pytest.mark.real
+
 def test_a_probe_is_a_run_whose_steps_are_measured(
     warm_python: list[str], ray_address: str, small_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def assert_same_model(one, other):
     assert not [name for name in one if not one[name].equal(other[name])]
 
 
+@pytest.mark.promise("4 resumed", "Killed runs go on")
 def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(words, tmp_path):
     """A run goes on in its own directory, from another run's checkpoint, with two ranks, and as a model for others."""
     words = [*words, "checkpoint.every_steps=2"]
@@ -92,6 +93,7 @@ def test_a_checkpoint_found_damaged_is_put_aside_and_the_one_before_taken(words,
     assert names == ["damaged_global_step_2", "global_step_2", "global_step_3"]
 
 
+@pytest.mark.promise("3")
 def test_finished_work_of_an_asynchronous_run_is_kept(words, tmp_path):
     """Groups that were sampled before the checkpoint are trained after it, within the staleness bound."""
     words = [*words, "checkpoint.every_steps=2", "max_staleness=2", "name=ahead"]
@@ -104,6 +106,7 @@ def test_finished_work_of_an_asynchronous_run_is_kept(words, tmp_path):
     assert not any(line.get("dropped/stale") for line in lines)
 
 
+@pytest.mark.promise("8")
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(words, tmp_path):
     (tmp_path / "file").write_text("")
     words = [*words, "checkpoint.every_steps=1", "trainer.max_steps=2", "name=full"]

@@ -13,8 +13,10 @@ from penstock.workers.fresh_model import build_fresh_model
 from tests.orchestrator.runs import reference_loop
 from tests.run_files import metrics_of
 
+pytestmark = pytest.mark.real
 
-@pytest.mark.real
+
+@pytest.mark.promise("4")
 def test_five_steps_of_the_real_run_equal_the_straight_line_bit_for_bit(tmp_path, cluster):
     build_fresh_model(tmp_path / "model", FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128), seed=3)
     lines = [json.dumps({"question": f"{i} and {i * i} are numbers"}) for i in range(64)]

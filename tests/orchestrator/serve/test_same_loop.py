@@ -119,7 +119,13 @@ def test_the_loop_runs_in_a_session(small_run: list[str], tmp_path: Path, cluste
         assert (tmp_path / "own" / "states" / "kept" / "state.json").is_file()
 
 
-@pytest.mark.parametrize(("trained", "rate"), [("serve.max_rank=8", 1e-2), ("serve.full=true", 6e-3)])
+@pytest.mark.parametrize(
+    ("trained", "rate"),
+    [
+        pytest.param("serve.max_rank=8", 1e-2, marks=pytest.mark.promise("Your own loop")),
+        ("serve.full=true", 6e-3),
+    ],
+)
 def test_the_loop_runs_on_a_server(
     model: str, warm_python: list[str], tmp_path: Path, trained: str, rate: float
 ) -> None:

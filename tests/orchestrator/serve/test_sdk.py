@@ -14,6 +14,8 @@ from penstock.conf.serve import ServeConfig, TenantConfig
 from penstock.orchestrator.serve.server import Server
 from tests.orchestrator.serve.fake_backend import FakeBackend
 
+pytestmark = pytest.mark.real
+
 SCRIPT = Path(__file__).parent / "sdk_loop.py"
 WAIT_S = 900
 ID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -79,7 +81,6 @@ def check(seen):
     assert seen.get("archive", archive) == archive
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("version", ["installed", "0.30.0", "0.22.0"])
 def test_the_sdk_trains_samples_saves_and_hears_what_is_refused(tmp_path, version):
     python = python_of(version)
@@ -87,7 +88,6 @@ def test_the_sdk_trains_samples_saves_and_hears_what_is_refused(tmp_path, versio
     check(seen)
 
 
-@pytest.mark.real
 def test_two_sdk_clients_at_once_see_what_each_sees_alone(tmp_path):
     tenants = {"alice": TenantConfig(key="tml-alice"), "bob": TenantConfig(key="tml-bob", share=0.5)}
     backend = FakeBackend(lose_at={5, 17, 40})
@@ -104,7 +104,6 @@ def test_two_sdk_clients_at_once_see_what_each_sees_alone(tmp_path):
     assert {name: len(one["clients"]) for name, one in status["tenants"].items()} == {"alice": 2, "bob": 2}
 
 
-@pytest.mark.real
 def test_a_server_that_is_killed_and_started_again_changes_nothing_for_the_sdk(tmp_path):
     alone = asyncio.run(
         served(tmp_path / "alone", FakeBackend(), ServeConfig(port=0), lambda _, url: loop(sys.executable, url))

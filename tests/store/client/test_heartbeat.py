@@ -283,6 +283,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.real
 def test_a_process_that_is_stopped_loses_its_lease_though_its_connection_lives(tmp_path: Path) -> None:
     async def body(client: StoreClient) -> None:
         await client.put_groups([group()])

@@ -104,6 +104,7 @@ def test_a_blocking_client_is_left_by_several_threads_at_once(tmp_path: Path) ->
     serve(tmp_path, body)
 
 
+@pytest.mark.real
 def test_one_whose_store_was_killed_leaves_without_a_word(tmp_path: Path) -> None:
     async def body() -> None:
         with store_process(tmp_path) as store:

@@ -57,7 +57,10 @@ def one_rank(rank: int, what: str, address: str, model: str, answers: Any) -> No
 
 @pytest.mark.real
 @pytest.mark.usefixtures("warm_spawn")
-@pytest.mark.parametrize(("what", "expected"), [("sleeps", DeadlineExceeded), ("dies", WorkerDied)])
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [pytest.param("sleeps", DeadlineExceeded, marks=pytest.mark.promise("5")), ("dies", WorkerDied)],
+)
 def test_a_rank_that_does_not_answer_ends_the_update_of_the_others(
     what: str, expected: type[PenstockError], model_path: str, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from penstock.metering.ray_export import ALMOST_NOTHING
 from penstock.orchestrator.observability.grafana.files import RULES, RULES_FILE, write
 from tests.orchestrator.observability.grafana.prometheus import needed
 
+pytestmark = pytest.mark.real
+
 Series = tuple[Metric, dict[str, str], str]
 MINUTES = 45
 """Minutes after which the alerts are looked at. Series have one value a minute until then."""

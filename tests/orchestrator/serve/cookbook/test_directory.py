@@ -67,6 +67,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_directory(tmp_path_factory.mktemp("cookbook"))
 
 
+@pytest.mark.real
 def test_the_cookbooks_loaders_find_all_of_it_without_a_network(directory: Path) -> None:
     assert "all there" in run_module(["-c", LOOKS.format(base=BASE, chat=CHAT)], NOWHERE, directory)
 
@@ -77,11 +78,13 @@ def test_the_same_seed_makes_the_same_rows(directory: Path, tmp_path: Path) -> N
         assert (tmp_path / name).read_bytes() == (directory / name).read_bytes()
 
 
+@pytest.mark.real
 def test_every_recipe_is_there_and_knows_its_arguments(directory: Path) -> None:
     commands = {recipe.module: recipe.command("logs/none")[2:] for recipe in RECIPES.values()}
     run_module(["-c", READS.format(commands=commands)], NOWHERE, directory)
 
 
+@pytest.mark.real
 def test_a_recipe_that_fails_is_told_with_its_last_lines(directory: Path) -> None:
     with pytest.raises(RecipeFailed, match="no such thing"):
         run_module(["-c", "raise ValueError('no such thing')"], NOWHERE, directory)

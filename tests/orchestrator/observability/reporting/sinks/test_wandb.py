@@ -12,6 +12,8 @@ from penstock.orchestrator.observability.reporting.sinks.tracker import End
 from penstock.orchestrator.observability.reporting.sinks.trackers import Wandb
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import about, new_run
 
+pytestmark = pytest.mark.real
+
 MAGIC_BYTES, BLOCK_BYTES, HEADER_BYTES = 7, 1 << 15, 7
 FULL, LAST = 1, 4
 """Kinds of a chunk: LevelDB's log, which wandb's files are."""

@@ -4,11 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.orchestrator.observability.ui.browser import visit
 from tests.orchestrator.observability.ui.pages.conftest import make_live
 from tests.orchestrator.observability.ui.told import write_state
+
+pytestmark = pytest.mark.real
 
 
 def test_waits_between_actors_are_drawn_and_told(page: Page, address: str) -> None:

@@ -7,6 +7,8 @@ from playwright.sync_api import Page, expect
 
 from tests.orchestrator.observability.ui.browser import until
 
+pytestmark = pytest.mark.real
+
 SWEEP = "#/compare/sweep%2Fa,sweep%2Fb,sweep%2Fc"
 REWARD = "document.querySelector('#chart-reward').chart"
 

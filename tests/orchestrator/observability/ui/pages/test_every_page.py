@@ -8,6 +8,8 @@ from playwright.sync_api import Browser, Page, expect
 from penstock.orchestrator.observability.reporting.report import write_report
 from tests.orchestrator.observability.ui.browser import PHONE, WIDE, visit
 
+pytestmark = pytest.mark.real
+
 PAGES = {
     "runs": ("#/", "tr[data-run=done]"),
     "run": ("#/run/done", "#chart-reward canvas"),

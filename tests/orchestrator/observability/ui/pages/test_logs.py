@@ -1,8 +1,11 @@
 """What the actors of a run printed."""
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from tests.orchestrator.observability.ui.pages.conftest import HACK
+
+pytestmark = pytest.mark.real
 
 LINES = ".lines .line"
 

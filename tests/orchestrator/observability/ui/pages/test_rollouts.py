@@ -10,6 +10,8 @@ from tests.orchestrator.observability.ui.browser import until, visit
 from tests.orchestrator.observability.ui.made_runs import append, write_samples
 from tests.orchestrator.observability.ui.pages.conftest import HACK, make_live, sampled
 
+pytestmark = pytest.mark.real
+
 LINES = ".samples .line"
 
 

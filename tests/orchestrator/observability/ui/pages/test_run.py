@@ -11,6 +11,8 @@ from tests.orchestrator.observability.ui.browser import until, visit
 from tests.orchestrator.observability.ui.made_runs import append, make_run, steps
 from tests.orchestrator.observability.ui.pages.conftest import NUM_STEPS, make_live
 
+pytestmark = pytest.mark.real
+
 REWARD = "document.querySelector('#chart-reward').chart"
 
 

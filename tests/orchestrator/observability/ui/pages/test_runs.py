@@ -3,11 +3,14 @@
 import shutil
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.orchestrator.observability.ui.browser import visit
 from tests.orchestrator.observability.ui.made_runs import append
 from tests.orchestrator.observability.ui.pages.conftest import make_live
+
+pytestmark = pytest.mark.real
 
 ALL = {"done", "failed", "live", "seen", "sweep/a", "sweep/b", "sweep/c"}
 

@@ -4,11 +4,14 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.orchestrator.observability.ui.browser import visit
 from tests.orchestrator.observability.ui.made_runs import HERE, make_run
 from tests.orchestrator.observability.ui.told import write_serving
+
+pytestmark = pytest.mark.real
 
 
 def test_line_of_a_server_leads_to_its_tenants(browser: Browser, place: Path, address: str) -> None:

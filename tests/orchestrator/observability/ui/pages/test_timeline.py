@@ -3,12 +3,15 @@
 import shutil
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.orchestrator.observability.ui.browser import visit
 from tests.orchestrator.observability.ui.made_runs import append
 from tests.orchestrator.observability.ui.pages.conftest import make_live
 from tests.orchestrator.observability.ui.told import NUM_STEPS, step_line, write_timeline
+
+pytestmark = pytest.mark.real
 
 LANES = ["Critical path", "Rollout-0", "Rollout-1", "Reward-0", "Trainer-policy-0"]
 
