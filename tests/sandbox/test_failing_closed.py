@@ -24,6 +24,8 @@ from penstock.workers.sandbox.fence import Machine
 from penstock.workers.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import HUNGRY, Group, in_a_loop
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
@@ -41,7 +43,6 @@ async def refused(marker: Path, machine: Machine | None = None, limits: Limits |
     return str(caught.value)
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_here_code_can_be_fenced_in():
     async with Sandbox() as sandbox:
@@ -61,7 +62,6 @@ print(asyncio.run(answer()))
 """The first process numbers are free there, as in a container: those that processes behind the fence have inside."""
 
 
-@pytest.mark.real
 @pytest.mark.machines
 def test_in_a_container_code_can_be_fenced_in():
     words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", IN_A_CONTAINER]
@@ -80,7 +80,6 @@ def missing(name: str) -> None:
     raise ImportError(f"No module named {name!r}")
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("program", ["/bin/false", "/bin/true", "/nonexistent/bwrap"])
 @in_a_loop
 async def test_with_a_bwrap_that_does_nothing_nothing_runs(marker, program):
@@ -88,21 +87,18 @@ async def test_with_a_bwrap_that_does_nothing_nothing_runs(marker, program):
     assert "docs/sandbox.md" in await refused(marker, machine)
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_a_fence_that_cannot_be_built_says_why(marker, monkeypatch):
     monkeypatch.setattr(fence, "DEVICES", ("/dev/null", "/dev/no-such-device"))
     assert "no-such-device" in await refused(marker)
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_an_interpreter_that_does_not_start_is_not_waited_for(marker):
     machine = replace(Machine.here(), python=Path("/usr/bin/no-such-python"))
     assert "no-such-python" in await refused(marker, machine)
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_a_keeper_that_says_nothing_is_not_waited_for_forever(marker, monkeypatch):
     monkeypatch.setattr(worker, "START_S", 0.3)
@@ -122,7 +118,6 @@ print(sandbox.run_python({hungry!r}).reason, sandbox.run_python("print(7)").stdo
 """
 
 
-@pytest.mark.real
 def test_an_ordinary_user_has_the_same_fence(tmp_path):
     """Without root: one bubblewrap, no cgroup. The interpreter is one that every user may run."""
     root = str(Path(__file__).parents[2])
@@ -154,7 +149,6 @@ LEAKS = {
 }  # fmt: skip
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("name", LEAKS)
 @in_a_loop
 async def test_a_fence_with_a_hole_is_found_out_before_anything_runs(marker, monkeypatch, name):
@@ -163,7 +157,6 @@ async def test_a_fence_with_a_hole_is_found_out_before_anything_runs(marker, mon
     assert complaint in await refused(marker)
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_root_inside_must_not_be_root_outside(marker, monkeypatch):
     """Without the first of two fences, a user namespace that root makes maps onto root."""
@@ -178,7 +171,6 @@ async def test_a_machine_whose_calls_are_not_listed_is_refused(marker, monkeypat
     assert "riscv64" in await refused(marker)
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_where_a_cgroup_is_required_and_there_is_none_nothing_runs(marker, monkeypatch):
     monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
@@ -188,7 +180,6 @@ async def test_where_a_cgroup_is_required_and_there_is_none_nothing_runs(marker,
     assert "no hierarchy of control groups is mounted here" in said
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_a_cgroup_that_counts_no_processor_time_is_not_what_was_required(marker, monkeypatch):
     monkeypatch.setattr(cgroup.Cgroup, "around", lambda pid, limits: Group(cpu_s=None))
@@ -196,7 +187,6 @@ async def test_a_cgroup_that_counts_no_processor_time_is_not_what_was_required(m
     assert "sandbox.require_cgroup=true: the control group for code of a model counts no processor time" in said
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_a_later_fence_that_is_given_no_cgroup_is_tried_and_told_too(monkeypatch, caplog):
     tried = []
@@ -218,7 +208,6 @@ async def test_a_later_fence_that_is_given_no_cgroup_is_tried_and_told_too(monke
     assert [record.getMessage().count("no room for another") for record in caplog.records] == [1]
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_a_watch_that_sees_nothing_is_found_out_before_anything_runs(marker, monkeypatch):
     monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
@@ -228,7 +217,6 @@ async def test_a_watch_that_sees_nothing_is_found_out_before_anything_runs(marke
     assert "the memory of a process inside is not seen in /proc" in said
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_a_reward_that_needs_a_fence_is_refused_before_the_first_sample(tmp_path, monkeypatch):
     (tmp_path / "bwrap").symlink_to("/bin/false")
@@ -238,7 +226,6 @@ async def test_a_reward_that_needs_a_fence_is_refused_before_the_first_sample(tm
             await RewardPool(RewardSpec.of(name)).start()
 
 
-@pytest.mark.real
 def test_a_reward_is_refused_before_any_sample_where_its_own_limits_do_not_hold(monkeypatch):
     monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
     for name in ("python_tests", "sql_result"):

@@ -11,6 +11,8 @@ from penstock.workers.reward.code import python_tests
 from penstock.workers.sandbox.execution import Failed, Value
 from tests.sandbox.conftest import LIMITS
 
+pytestmark = pytest.mark.real
+
 YES = """
 class Yes:
     def __eq__(self, other): return True
@@ -104,7 +106,6 @@ def test_a_forger_scores_nothing(score, name):
     assert score(FORGERS[name]) == 0.0
 
 
-@pytest.mark.real
 def test_a_loop_of_the_event_loop_is_not_disturbed_by_a_response_that_is_one():
     assert (
         python_tests("```python\nimport asyncio\n```", {"function": "f", "tests": [{"input": [], "output": 1}]}) == 0.0
@@ -112,7 +113,6 @@ def test_a_loop_of_the_event_loop_is_not_disturbed_by_a_response_that_is_one():
     assert asyncio.new_event_loop().is_running() is False
 
 
-@pytest.mark.real
 def test_expected_results_never_enter_the_fence(fence, monkeypatch):
     sent = []
     execute = type(fence.sandbox).execute
@@ -130,7 +130,6 @@ def test_expected_results_never_enter_the_fence(fence, monkeypatch):
     assert not any("EXPECTED" in text for text in sent)
 
 
-@pytest.mark.real
 def test_values_come_back_as_they_are(fence):
     values = [None, True, False, 0, -1, 2**80, 0.1, -0.0, 1e300, "", "é\ud800\0\n", [], [[1, [2]]], {"a": {"b": []}}]
     assert fence.call("def f(x): return x", "f", [[value] for value in values]) == [Value(value) for value in values]
@@ -142,7 +141,6 @@ def test_values_come_back_as_they_are(fence):
         assert result.reason == "not_data"
 
 
-@pytest.mark.real
 def test_one_calls_exception_does_not_fail_the_others(fence):
     results = fence.call("def f(x): return 1 // x", "f", [[1], [0], [-1]])
     assert results == [Value(1), Failed("raised", results[1].text), Value(-1)]

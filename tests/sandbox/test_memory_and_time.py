@@ -17,6 +17,8 @@ from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.sandbox.worker import Worker
 from tests.sandbox.conftest import HUNGRY, in_a_loop
 
+pytestmark = pytest.mark.real
+
 LIMITS = Limits(cpu_s=1, wall_s=60, memory_bytes=256 * MIB, num_processes=16, tmp_bytes=8 * MIB, tmp_files=64)
 BUFFERS = """
 import os, socket, time
@@ -64,7 +66,6 @@ def without_cgroup(monkeypatch):
     monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_without_a_cgroup_the_watch_bounds_memory(without_cgroup):
     async with Sandbox(LIMITS) as sandbox:
@@ -74,7 +75,6 @@ async def test_without_a_cgroup_the_watch_bounds_memory(without_cgroup):
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_without_a_cgroup_unreadable_processes_count_whole(without_cgroup, monkeypatch):
     """This happens to root without `CAP_SYS_PTRACE`, and with code that has become a program that nobody may read."""
@@ -91,7 +91,6 @@ async def test_without_a_cgroup_unreadable_processes_count_whole(without_cgroup,
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("has_cgroup", [True, False])
 @in_a_loop
 async def test_buffers_of_sockets_are_memory(has_cgroup, monkeypatch):
@@ -112,7 +111,6 @@ def solve():
 """
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_without_a_cgroup_a_socket_inside_has_the_buffer_that_is_counted(without_cgroup):
     """The socket has no larger buffer: the machine's limit (net.core.wmem_max) may be a hundred MiB."""
@@ -120,7 +118,6 @@ async def test_without_a_cgroup_a_socket_inside_has_the_buffer_that_is_counted(w
         assert await sandbox.call(BUFFER, "solve", [[]]) == [Value(usage.buffer_bytes())]
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_without_a_cgroup_no_memory_is_given_that_the_watch_does_not_see(without_cgroup):
     """A process writes to shared memory and ends; another holds it, and has no page of it."""
@@ -134,7 +131,6 @@ async def test_without_a_cgroup_no_memory_is_given_that_the_watch_does_not_see(w
         assert await sandbox.call(private, "solve", [[]]) == [Value(4096)]
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("has_cgroup", [True, False])
 @in_a_loop
 async def test_the_time_of_children_that_nobody_waits_for_is_counted(has_cgroup, monkeypatch):
@@ -147,7 +143,6 @@ async def test_the_time_of_children_that_nobody_waits_for_is_counted(has_cgroup,
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("has_cgroup", [True, False])
 @in_a_loop
 async def test_the_time_of_children_that_were_waited_for_is_counted_once(has_cgroup, monkeypatch):
@@ -173,7 +168,6 @@ class Told(Worker):
         return replace(ending, status=9, out_of_memory=True, answer=b"")
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_out_of_memory_is_run_again_behind_a_new_fence(monkeypatch):
     """The first, which is innocent, was charged for what one before it had left."""
@@ -193,7 +187,6 @@ async def passes(worker: Worker, machine: Machine) -> None:
     """No program has run behind this fence."""
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_out_of_memory_behind_a_new_fence_is_not_run_again(monkeypatch):
     """Processes that the kernel has left are not waited for."""
@@ -206,7 +199,6 @@ async def test_out_of_memory_behind_a_new_fence_is_not_run_again(monkeypatch):
         assert first.num_executions == 1
 
 
-@pytest.mark.real
 @in_a_loop
 async def test_a_tmp_that_stays_busy_after_the_end_costs_the_fence_not_the_result():
     """What is held here by this process was held by descriptors under way between sockets, while code could send
@@ -244,7 +236,6 @@ def test_the_watch_counts_rising_times_and_forgets_lost_processes(monkeypatch):
     assert seen == [1.5, 1.75, 4.0, 4.25]
 
 
-@pytest.mark.real
 def test_memory_counts_where_the_first_thread_of_a_process_has_ended():
     program = (
         "import ctypes, threading, time\n"

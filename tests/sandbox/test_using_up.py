@@ -8,6 +8,8 @@ from penstock.workers.sandbox.execution import Value
 from penstock.workers.sandbox.usage import descendants, memory_of
 from tests.sandbox.conftest import worker_of
 
+pytestmark = pytest.mark.real
+
 MIB = 1 << 20
 GREEDY = {
     "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
@@ -51,7 +53,6 @@ def reason(fence, name, wall_s=None):
     return fence.run_python(GREEDY[name], wall_s=wall_s).reason
 
 
-@pytest.mark.real
 def test_each_limit_has_its_name(fence):
     assert reason(fence, "memory") == "memory"
     assert reason(fence, "memory of children") == "memory"
@@ -63,7 +64,6 @@ def test_each_limit_has_its_name(fence):
     assert fence.run_python("raise SystemExit(3)").exit_code == 3
 
 
-@pytest.mark.real
 def test_processes_and_threads_are_counted_together(fence):
     source = """
 import os, time
@@ -82,7 +82,6 @@ def count():
     assert fence.call(source, "count", [[]]) == [Value(15)]  # nobody of before is counted
 
 
-@pytest.mark.real
 def test_tmp_holds_so_many_bytes_and_files(fence):
     source = """
 def fill():
@@ -121,14 +120,12 @@ def solve(x):
 """
 
 
-@pytest.mark.real
 def test_daemons_end_with_the_code_that_made_them_and_hold_nothing_up(fence, score):
     assert score(DAEMON) == 0.0
     assert fence.call(DAEMON, "solve", [[1]]) == [Value(1)]  # which it would not be, had the daemon been waited for
     assert descendants(worker_of(fence).keeper) == []
 
 
-@pytest.mark.real
 def test_a_hundred_executions_leave_the_keeper_as_it_was(fence):
     fence.call(DAEMON, "solve", [[1]])
     before = memory_of(worker_of(fence).keeper)
