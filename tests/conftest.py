@@ -3,6 +3,7 @@
 import gc
 import multiprocessing.spawn
 import os
+import platform
 import signal
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+platform.uname().processor  # noqa: B018 - asked of a program once in a process: packages want to know when they are imported
 STARTS = Starts()
 STARTS.listen()
 

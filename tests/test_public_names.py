@@ -65,6 +65,7 @@ def test_documents_import_public_names_alone(page: Path) -> None:
     assert [name for name in found if not public(name)] == []
 
 
+@pytest.mark.real
 def test_importing_penstock_imports_nothing_heavy() -> None:
     code = "import sys, penstock; print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -5,8 +5,12 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.warm_workers import STARTED
 from tests.warm_workers import warm_python as started
+
+pytestmark = pytest.mark.real
 
 ID = "from ray._raylet import UniqueID; print(UniqueID.from_random().hex())"
 

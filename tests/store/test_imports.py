@@ -14,10 +14,12 @@ def loaded_by(module: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
 
+@pytest.mark.real
 def test_the_store_loads_neither_torch_nor_ray() -> None:
     assert not loaded_by("penstock.store.client.client") & {"torch", "ray", "transformers", "vllm"}
 
 
+@pytest.mark.real
 def test_the_ledger_loads_no_arrow_and_no_event_loop() -> None:
     assert not loaded_by("penstock.store.ledger.ledger") & {"torch", "ray", "pyarrow", "numpy", "asyncio"}
 

@@ -41,6 +41,7 @@ def test_a_process_knows_itself() -> None:
     assert own.is_alive
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("stopped", [False, True])
 def test_it_and_its_children_are_ended_even_if_it_is_stopped(
     parent: tuple[subprocess.Popen[str], int], stopped: bool
@@ -55,6 +56,7 @@ def test_it_and_its_children_are_ended_even_if_it_is_stopped(
     assert process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.real
 def test_another_process_with_its_number_is_left_alone(parent: tuple[subprocess.Popen[str], int]) -> None:
     process, child = parent
     now = ProcessId.of(process.pid)
@@ -65,6 +67,7 @@ def test_another_process_with_its_number_is_left_alone(parent: tuple[subprocess.
     assert psutil.pid_exists(child)
 
 
+@pytest.mark.real
 def test_one_that_is_gone_needs_no_end() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     gone = ProcessId.of(process.pid)
@@ -73,6 +76,7 @@ def test_one_that_is_gone_needs_no_end() -> None:
     assert kill(gone)
 
 
+@pytest.mark.real
 def test_what_users_code_left_is_ended_with_its_children_and_nothing_older() -> None:
     code = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('ready', flush=True); time.sleep(60)"
     program = f"""

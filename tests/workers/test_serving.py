@@ -188,6 +188,7 @@ def test_who_drains_finishes_what_it_can_in_time_and_gives_back_the_rest(drain_s
     run(body)
 
 
+@pytest.mark.real
 def test_an_actor_whose_store_was_killed_serves_the_next(tmp_path: Path) -> None:
     config = RolloutConfig(engine="scripted", sampling=SamplingConfig(max_tokens=3))
     spec = RolloutSpec("Rollout-1", EngineSpec(config), 0, group_size=2)

@@ -53,6 +53,7 @@ def stop(process: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.real
 def test_py_spy_reads_the_stacks_of_a_stopped_process(worker: subprocess.Popen[str], tmp_path: Path) -> None:
     stop(worker)
     text = processes.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1")
@@ -60,6 +61,7 @@ def test_py_spy_reads_the_stacks_of_a_stopped_process(worker: subprocess.Popen[s
     assert "endless_c_call" in text
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("py_spy", [None, NOWHERE], ids=["py-spy", "signal"])
 def test_an_endless_c_call_and_the_other_threads_are_in_the_stacks(
     worker: subprocess.Popen[str], tmp_path: Path, py_spy: str | None
@@ -71,11 +73,13 @@ def test_an_endless_c_call_and_the_other_threads_are_in_the_stacks(
     assert worker.poll() is None
 
 
+@pytest.mark.real
 def test_a_second_dump_has_the_new_stacks_alone(worker: subprocess.Popen[str], tmp_path: Path) -> None:
     first, second = (processes.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1", NOWHERE) for _ in range(2))
     assert second.count("endless_c_call") == first.count("endless_c_call") == 1
 
 
+@pytest.mark.real
 def test_an_unregistered_process_is_not_sent_the_signal_which_would_end_it(tmp_path: Path) -> None:
     with started("") as process:
         (tmp_path / f"{process.pid}.txt").write_text("")  # of one before it, with the same number
@@ -85,6 +89,7 @@ def test_an_unregistered_process_is_not_sent_the_signal_which_would_end_it(tmp_p
         process.kill()
 
 
+@pytest.mark.real
 def test_a_stopped_process_that_py_spy_cannot_look_at_is_told_as_such(
     worker: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +105,7 @@ def test_of_a_process_that_is_gone_or_another_there_are_none(tmp_path: Path) -> 
     assert "it is gone, or of another machine" in processes.dump(other, tmp_path, "Rollout-1")
 
 
+@pytest.mark.real
 def test_a_dump_is_cut_to_its_size(tmp_path: Path) -> None:
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\nhead -c 1000000 /dev/zero | tr '\\0' x\n")

@@ -149,6 +149,7 @@ def test_what_a_dead_writer_leaves_goes_with_its_rows(tmp_path: Path) -> None:
     on_nodes(tmp_path, body)
 
 
+@pytest.mark.real
 def test_beyond_its_budget_a_node_moves_rows_to_its_own_disk(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint, remote: dict[str, RemoteNode]) -> None:
         producer = StoreClient(endpoint, node="b")

@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.tmpfs import run_in_tmpfs
+
+pytestmark = pytest.mark.real
 
 INSTEAD = "test_segments.py has refusals of other kinds only"
 COMMON = """

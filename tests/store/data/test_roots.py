@@ -23,6 +23,7 @@ sys.stdin.read()
 CLAIM = "import sys; from penstock.store.data.roots import claim_root; claim_root(sys.argv[1])"
 
 
+@pytest.mark.real
 def test_the_root_of_a_dead_process_is_removed(tmp_path: Path) -> None:
     root = tmp_path / "penstock-dead"
     subprocess.run([sys.executable, "-c", CLAIM, str(root)], check=True)
@@ -37,6 +38,7 @@ def test_the_root_of_a_living_process_stays(tmp_path: Path) -> None:
     assert root.exists()
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("is_claimed_again", [False, True])
 def test_the_guard_of_a_killed_process_removes_what_was_its_own_and_no_more(
     tmp_path: Path, is_claimed_again: bool
@@ -53,6 +55,7 @@ def test_the_guard_of_a_killed_process_removes_what_was_its_own_and_no_more(
     assert len(list(tmp_path.iterdir())) == is_claimed_again
 
 
+@pytest.mark.real
 def test_a_guard_that_is_slow_moves_nothing_that_was_claimed_meanwhile(tmp_path: Path) -> None:
     root = tmp_path / "penstock-guarded"
     with subprocess.Popen([sys.executable, "-c", GUARDED, str(root)], stdin=subprocess.PIPE) as process:
@@ -84,6 +87,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.real
 def test_a_process_that_its_parent_has_not_waited_for_is_dead(tmp_path: Path) -> None:
     root = tmp_path / "penstock-zombie"
     with subprocess.Popen([sys.executable, "-c", CLAIM, str(root)]) as process:

@@ -182,6 +182,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.real
 def test_what_a_killed_store_left_is_swept_by_the_next_one_beside_it(tmp_path: Path) -> None:
     """Files in memory and on disk are swept."""
     places = [tmp_path / "shm", tmp_path / "disk"]

@@ -92,6 +92,7 @@ def test_only_the_stores_user_may_enter_its_directories(place: Path, tmp_path: P
     assert not (tmp_path / "disk").exists()
 
 
+@pytest.mark.real
 def test_what_this_user_says_is_done(place: Path, tmp_path: Path) -> None:
     """Without this, the tests below could not fail."""
 
@@ -103,6 +104,7 @@ def test_what_this_user_says_is_done(place: Path, tmp_path: Path) -> None:
     serve(place, tmp_path / "disk", body)
 
 
+@pytest.mark.real
 @needs_root
 def test_another_user_does_not_get_to_the_socket(place: Path, tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
@@ -112,6 +114,7 @@ def test_another_user_does_not_get_to_the_socket(place: Path, tmp_path: Path) ->
     serve(place, tmp_path / "disk", body)
 
 
+@pytest.mark.real
 @needs_root
 def test_another_user_who_gets_to_the_socket_is_hung_up_on_and_counted(place: Path, tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
@@ -125,6 +128,7 @@ def test_another_user_who_gets_to_the_socket_is_hung_up_on_and_counted(place: Pa
     serve(place, tmp_path / "disk", body)
 
 
+@pytest.mark.real
 @needs_root
 def test_a_client_does_not_listen_to_a_store_of_another_user(place: Path) -> None:
     place.mkdir()

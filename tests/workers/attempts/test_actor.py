@@ -30,6 +30,7 @@ class Idle:
 """
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("sampling", "temperature"), [("run", 1.0), ("client", 0.5)])
 def test_the_configuration_decides_whose_temperature_counts(
     sampling: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +110,7 @@ class Pool(Saying):
         pass
 
 
+@pytest.mark.real
 def test_its_end_is_that_of_what_the_environment_started_and_of_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

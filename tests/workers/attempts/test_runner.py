@@ -194,6 +194,7 @@ def test_one_that_hangs_is_truncated_by_time_and_fails_without_a_turn() -> None:
     assert (failed.kind, failed.reason) == (FAILED, "timeout")
 
 
+@pytest.mark.real
 def test_a_wait_for_a_free_reward_process_is_not_in_the_time_of_an_attempt() -> None:
     """An attempt that has begun later is over while the first one still waits."""
 

@@ -146,6 +146,7 @@ def test_a_program_has_the_limits_of_the_environments_sandbox(monkeypatch: pytes
     assert asked == [Limits(require_cgroup=True)]
 
 
+@pytest.mark.real
 def test_a_tool_around_the_sandbox_does_not_wait_for_it_in_its_own_time() -> None:
     """A tool that is called later, and hangs, is over while the first one still waits."""
     sandbox, waits = Sandbox(num_workers=1), asyncio.Event()
@@ -260,6 +261,7 @@ def test_what_is_no_text_is_json() -> None:
     assert called("[table()]", [table])[0] == '{"a": [1, null, true]}'
 
 
+@pytest.mark.real
 def test_code_of_the_model_runs_in_the_sandbox() -> None:
     found: list[Any] = []
 

@@ -11,6 +11,8 @@ import pytest
 from penstock.workers.environments.child import Child
 from tests.processes import GONE_S, seen, wait_until_gone
 
+pytestmark = pytest.mark.real
+
 
 def test_what_it_leaves_is_killed_with_it_and_nobody_who_has_its_number_later(
     monkeypatch: pytest.MonkeyPatch,

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from penstock.workers.environments import toolbox
 from penstock.workers.environments.toolbox import MAX_CHARACTERS, program_text, python
 from penstock.workers.sandbox.execution import ProgramOutcome
@@ -9,6 +11,7 @@ from penstock.workers.sandbox.execution import ProgramOutcome
 WELL = ProgramOutcome("", "", 0, 0.1, 0.1, "exited")
 
 
+@pytest.mark.real
 def test_a_program_is_run_and_says_what_it_prints():
     async def both() -> tuple[str, str]:
         return await python("open('/tmp/x', 'w')\nprint(6 * 7)"), await python(
@@ -22,6 +25,7 @@ def test_a_program_is_run_and_says_what_it_prints():
     assert python.__doc__
 
 
+@pytest.mark.real
 def test_the_fences_of_a_loop_that_is_closed_are_taken_down_by_the_next():
     asyncio.run(python("1"))
     (first,) = toolbox.sandboxes.values()

@@ -38,6 +38,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.real
 def test_it_makes_the_root_and_removes_it(tmp_path: Path) -> None:
     agent = NodeAgent(tmp_path / "penstock-run", "here", HOST, new_token())
     try:
@@ -52,6 +53,7 @@ def test_it_makes_the_root_and_removes_it(tmp_path: Path) -> None:
     assert not agent.root.exists()
 
 
+@pytest.mark.real
 def test_a_fence_that_does_not_hold_on_its_node_is_told_with_the_nodes_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +70,7 @@ def test_a_fence_that_does_not_hold_on_its_node_is_told_with_the_nodes_name(
         agent.close()
 
 
+@pytest.mark.real
 def test_the_root_goes_when_the_agent_is_killed(tmp_path: Path) -> None:
     root = tmp_path / "penstock-killed"
     agent = subprocess.Popen([sys.executable, "-c", AGENT, str(root)], stdout=subprocess.PIPE, text=True)
@@ -83,6 +86,7 @@ def test_the_root_goes_when_the_agent_is_killed(tmp_path: Path) -> None:
     assert not root.exists()
 
 
+@pytest.mark.real
 def test_an_agent_that_hangs_is_ended_by_the_next_one_of_its_node_alone(tmp_path: Path) -> None:
     root = tmp_path / "penstock-hangs"
     with subprocess.Popen([sys.executable, "-c", AGENT, str(root)], stdout=subprocess.PIPE, text=True) as hangs:
@@ -103,6 +107,7 @@ def test_an_agent_that_hangs_is_ended_by_the_next_one_of_its_node_alone(tmp_path
         agent.close()
 
 
+@pytest.mark.real
 def test_the_next_agent_sweeps_what_an_earlier_run_left(tmp_path: Path) -> None:
     """Everything was killed at once, the guard among it."""
     stale = tmp_path / "penstock-stale"
@@ -113,6 +118,7 @@ def test_the_next_agent_sweeps_what_an_earlier_run_left(tmp_path: Path) -> None:
     assert not stale.exists()
 
 
+@pytest.mark.real
 def test_two_nodes_of_one_machine_share_the_root(tmp_path: Path) -> None:
     first = NodeAgent(tmp_path / "penstock-run", "here", HOST, new_token())
     second = NodeAgent(tmp_path / "penstock-run", "there", HOST, new_token())
@@ -130,6 +136,7 @@ def test_a_place_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         NodeAgent(tmp_path / "file" / "penstock-run", "here", HOST, new_token())
 
 
+@pytest.mark.real
 def test_no_free_port_is_named(tmp_path: Path) -> None:
     agent = NodeAgent(tmp_path / "penstock-a", "here", HOST, new_token())
     port = agent.facts.address.port
@@ -139,6 +146,7 @@ def test_no_free_port_is_named(tmp_path: Path) -> None:
     agent.close()
 
 
+@pytest.mark.real
 def test_it_serves_the_rows_of_its_node_and_nothing_outside_of_them(tmp_path: Path) -> None:
     token, disk = new_token(), tmp_path / "disk"
     agent = NodeAgent(tmp_path / "penstock-run", "here", HOST, token, spill_dir=str(disk))

@@ -40,6 +40,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.real
 def test_a_node_without_the_files_gets_a_copy(agents: tuple[NodeAgent, NodeAgent], model: Path, tmp_path: Path) -> None:
     has, lacks = agents
     files = FileSet.of_directory(model)
@@ -54,6 +55,7 @@ def test_a_node_without_the_files_gets_a_copy(agents: tuple[NodeAgent, NodeAgent
     assert contents(model)
 
 
+@pytest.mark.real
 def test_a_node_with_the_same_files_at_the_same_path_uses_them(
     agents: tuple[NodeAgent, NodeAgent], model: Path
 ) -> None:
@@ -65,6 +67,7 @@ def test_a_node_with_the_same_files_at_the_same_path_uses_them(
     assert shares.files.obtain(wanted, model, has.facts.address) == str(model)
 
 
+@pytest.mark.real
 def test_the_same_path_with_other_content_is_not_used(
     agents: tuple[NodeAgent, NodeAgent], model: Path, tmp_path: Path
 ) -> None:
@@ -80,6 +83,7 @@ def test_the_same_path_with_other_content_is_not_used(
     assert contents(place) == contents(model)
 
 
+@pytest.mark.real
 def test_a_file_that_changes_meanwhile_is_refused(
     agents: tuple[NodeAgent, NodeAgent], model: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +98,7 @@ def test_a_file_that_changes_meanwhile_is_refused(
         lacks.files.obtain(files, tmp_path / "elsewhere", has.facts.address)
 
 
+@pytest.mark.real
 def test_a_source_that_is_gone_is_named(agents: tuple[NodeAgent, NodeAgent], model: Path, tmp_path: Path) -> None:
     has, lacks = agents
     address = has.facts.address
@@ -102,6 +107,7 @@ def test_a_source_that_is_gone_is_named(agents: tuple[NodeAgent, NodeAgent], mod
         lacks.files.obtain(FileSet.of_directory(model), tmp_path / "elsewhere", address)
 
 
+@pytest.mark.real
 def test_what_another_node_has_written_is_collected_and_goes_there(
     agents: tuple[NodeAgent, NodeAgent], model: Path, tmp_path: Path
 ) -> None:
@@ -120,6 +126,7 @@ def test_what_another_node_has_written_is_collected_and_goes_there(
     assert not scratch.exists()
 
 
+@pytest.mark.real
 def test_a_name_that_leads_out_of_its_directory_is_refused(agents: tuple[NodeAgent, NodeAgent], tmp_path: Path) -> None:
     has, lacks = agents
     place = tmp_path / "out" / "deep"

@@ -25,6 +25,7 @@ def agents(tmp_path: Path) -> Iterator[list[NodeAgent]]:
         agent.close()
 
 
+@pytest.mark.real
 def test_what_is_sent_is_bounded_and_all_of_it_arrives(
     agents: list[NodeAgent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,6 +37,7 @@ def test_what_is_sent_is_bounded_and_all_of_it_arrives(
     assert all(0 < count <= link.MOST_BYTES and not count % link.FRAME_BYTES for count in sent)
 
 
+@pytest.mark.real
 def test_a_node_that_cannot_be_reached_is_named(agents: list[NodeAgent]) -> None:
     with socket.socket() as unused:
         unused.bind((HOST, 0))
@@ -44,6 +46,7 @@ def test_a_node_that_cannot_be_reached_is_named(agents: list[NodeAgent]) -> None
             agents[0].measure_link(nobody)
 
 
+@pytest.mark.real
 def test_another_run_is_not_answered(agents: list[NodeAgent], tmp_path: Path) -> None:
     other = NodeAgent(tmp_path / "penstock-c", "c", HOST, new_token())
     try:

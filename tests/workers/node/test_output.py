@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from penstock.workers.node.output import MOST_BYTES, Output
 from penstock.workers.processes import ProcessId
 
@@ -36,6 +38,7 @@ def do(process: "subprocess.Popen[str]", code: str) -> None:
     assert process.stderr.readline() == "done\n"
 
 
+@pytest.mark.real
 def test_lines_are_told_once_and_only_when_they_are_whole(tmp_path: Path) -> None:
     output = Output()
     with talker(tmp_path) as process:
@@ -47,6 +50,7 @@ def test_lines_are_told_once_and_only_when_they_are_whole(tmp_path: Path) -> Non
         assert output.take(there) == {}
 
 
+@pytest.mark.real
 def test_the_last_words_of_a_process_that_died_are_told(tmp_path: Path) -> None:
     output = Output()
     with talker(tmp_path) as process:
@@ -57,6 +61,7 @@ def test_the_last_words_of_a_process_that_died_are_told(tmp_path: Path) -> None:
     assert output.take({}) == {}
 
 
+@pytest.mark.real
 def test_another_in_its_place_goes_on_under_its_name(tmp_path: Path) -> None:
     output = Output()
     (tmp_path / "a").mkdir()
@@ -69,6 +74,7 @@ def test_another_in_its_place_goes_on_under_its_name(tmp_path: Path) -> None:
     assert told == {"Rollout-0": [("out", "the first"), ("out", "the second")]}
 
 
+@pytest.mark.real
 def test_who_is_not_known_of_for_a_while_repeats_nothing(tmp_path: Path) -> None:
     output = Output()
     with talker(tmp_path) as process:
@@ -80,6 +86,7 @@ def test_who_is_not_known_of_for_a_while_repeats_nothing(tmp_path: Path) -> None
         assert output.take(there) == {}
 
 
+@pytest.mark.real
 def test_a_flood_loses_its_middle_and_says_so(tmp_path: Path) -> None:
     output = Output()
     with talker(tmp_path) as process:

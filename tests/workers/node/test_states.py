@@ -63,6 +63,7 @@ def fetch(agent: NodeAgent, copies: dict[int, int], source: NodeAgent) -> None:
     agent.states.fetch(TRAINER, copies, source.facts.address)
 
 
+@pytest.mark.real
 def test_a_partner_brings_copies_of_several_ranks_to_the_same_place(agents: Agents) -> None:
     has, partner = agents
     for rank in range(6):
@@ -77,6 +78,7 @@ def test_a_partner_brings_copies_of_several_ranks_to_the_same_place(agents: Agen
     assert partner.stats()["node/states/received_bytes"] == 6 * NUM_BYTES
 
 
+@pytest.mark.real
 def test_two_slots_take_turns_there_too(agents: Agents) -> None:
     has, partner = agents
     inodes = set()
@@ -88,6 +90,7 @@ def test_two_slots_take_turns_there_too(agents: Agents) -> None:
     assert len(inodes) == 2
 
 
+@pytest.mark.real
 def test_what_is_there_already_stays_as_it_is(agents: Agents) -> None:
     has, partner = agents
     keep(has, 1)
@@ -100,6 +103,7 @@ def test_what_is_there_already_stays_as_it_is(agents: Agents) -> None:
     assert held(partner) == {1: contents(1, 0)}
 
 
+@pytest.mark.real
 def test_a_step_that_is_not_there_is_named_and_changes_nothing(agents: Agents) -> None:
     has, partner = agents
     keep(has, 1)
@@ -111,6 +115,7 @@ def test_a_step_that_is_not_there_is_named_and_changes_nothing(agents: Agents) -
     assert held(partner) == {1: contents(1, 0)}
 
 
+@pytest.mark.real
 def test_a_copy_that_arrives_damaged_is_none_and_the_one_before_stays(agents: Agents) -> None:
     """The rank may have written over the copy while it was sent."""
     has, partner = agents
@@ -128,6 +133,7 @@ def test_a_copy_that_arrives_damaged_is_none_and_the_one_before_stays(agents: Ag
     assert held(partner) == {number: contents(number, 0) for number in (1, 3)}
 
 
+@pytest.mark.real
 def test_of_several_ranks_those_that_can_be_brought_are(agents: Agents) -> None:
     has, partner = agents
     for rank in (0, 2):
@@ -137,6 +143,7 @@ def test_of_several_ranks_those_that_can_be_brought_are(agents: Agents) -> None:
     assert partner.states.there(TRAINER) == {0: [1], 2: [1]}
 
 
+@pytest.mark.real
 def test_a_rank_that_goes_on_meanwhile_is_fetched_whole_or_not_at_all(agents: Agents) -> None:
     has, partner = agents
     keep(has, 1)
@@ -164,6 +171,7 @@ def test_a_rank_that_goes_on_meanwhile_is_fetched_whole_or_not_at_all(agents: Ag
     writer.join()
 
 
+@pytest.mark.real
 def test_a_source_that_is_gone_is_named(agents: Agents) -> None:
     has, partner = agents
     keep(has, 1)
@@ -173,6 +181,7 @@ def test_a_source_that_is_gone_is_named(agents: Agents) -> None:
         partner.states.fetch(TRAINER, {0: 1}, address)
 
 
+@pytest.mark.real
 def test_room_that_publications_need_is_left_to_them(agents: Agents) -> None:
     has, partner = agents
     keep(has, 1, leave_bytes=2**60)
@@ -181,6 +190,7 @@ def test_room_that_publications_need_is_left_to_them(agents: Agents) -> None:
     assert not slots_of(partner).directory.exists()
 
 
+@pytest.mark.real
 def test_after_a_loss_copies_of_other_ranks_and_of_lost_steps_go(agents: Agents) -> None:
     has, partner = agents
     for rank in (0, 1):
@@ -194,6 +204,7 @@ def test_after_a_loss_copies_of_other_ranks_and_of_lost_steps_go(agents: Agents)
     assert held(partner) == {2: contents(2, 0)}
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("name", ["", ".", "..", "../weights", "a/b"])
 def test_a_trainers_name_is_no_path(agents: Agents, name: str) -> None:
     with pytest.raises(MemoryCheckpointError, match="is no name of a file"):
@@ -202,6 +213,7 @@ def test_a_trainers_name_is_no_path(agents: Agents, name: str) -> None:
         agents[0].states.fetch(name, {0: 1}, agents[1].facts.address)
 
 
+@pytest.mark.real
 def test_agents_of_one_machine_see_each_others_copies(tmp_path: Path) -> None:
     token = new_token()
     first, second = (NodeAgent(tmp_path / "penstock-run", name, HOST, token) for name in ("a", "b"))
@@ -213,6 +225,7 @@ def test_agents_of_one_machine_see_each_others_copies(tmp_path: Path) -> None:
     first.close()
 
 
+@pytest.mark.real
 def test_trainers_have_folders_of_their_own(agents: Agents) -> None:
     keep(agents[0], 1)
     assert agents[0].states.there("another") == {}

@@ -11,6 +11,8 @@ from penstock.workers.reward.result import MAX_TEXT, RewardError
 from tests.virtual_time import put_forward, run_ahead
 from tests.workers.reward.pools import PATIENCE_S, pool_of, score_past_hangs, scored, scored_past_hangs
 
+pytestmark = pytest.mark.real
+
 BAD = {
     "raise": ("raised", "RuntimeError: no judge"),
     "nan": ("bad_value", "nan"),

@@ -12,6 +12,8 @@ from penstock.conf.errors import ConfigError
 from tests.processes import seen, wait_until_gone
 from tests.workers.reward.pools import pool_of, scored
 
+pytestmark = pytest.mark.real
+
 
 def test_callables_given_in_python_run_in_the_child_processes():
     parent = os.getpid()

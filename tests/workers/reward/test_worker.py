@@ -69,6 +69,7 @@ def worker_for(**config):
     return RewardWorker(RewardPool.of(settings, RewardSpec.of(length_reward)), settings)
 
 
+@pytest.mark.real
 def test_rewards_are_written_and_failed_samples_dropped_with_their_reason():
     async def run():
         store = make_store()
@@ -93,6 +94,7 @@ def test_rewards_are_written_and_failed_samples_dropped_with_their_reason():
     assert last_error.startswith("timeout")
 
 
+@pytest.mark.real
 def test_a_run_whose_rewards_all_fail_ends_with_the_last_error():
     async def run():
         store = make_store(groups_per_step=8)
@@ -109,6 +111,7 @@ def test_a_run_whose_rewards_all_fail_ends_with_the_last_error():
         asyncio.run(run())
 
 
+@pytest.mark.real
 def test_a_group_whose_rewards_all_fail_gives_its_place_to_another():
     async def run():
         store = make_store(groups_per_step=2)
@@ -126,6 +129,7 @@ def test_a_group_whose_rewards_all_fail_gives_its_place_to_another():
     assert asyncio.run(run()) == [1.0] * GROUP + [2.0] * GROUP
 
 
+@pytest.mark.real
 def test_evaluation_scores_go_past_the_store_and_the_counts():
     async def run():
         settings = RewardConfig()
@@ -176,6 +180,7 @@ def test_a_share_of_one_bears_everything_and_a_share_of_zero_nothing():
         counted([1.0, BAD], max_share=0.0)
 
 
+@pytest.mark.real
 def test_rewards_and_errors_are_measured():
     async def body():
         meters = Meters()

@@ -14,6 +14,8 @@ from penstock.workers.rollout import engine_vllm
 from penstock.workers.rollout.sampling import sampling_logprobs
 from penstock.workers.sample_calls import SampleCall
 
+pytestmark = pytest.mark.real
+
 PROMPT = [20, 14, 21, 32, 50]
 TOLERANCE = 1e-4
 

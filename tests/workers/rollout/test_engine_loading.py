@@ -17,7 +17,7 @@ from penstock.workers.rollout.factory import make_engine
 from tests.publications import write_publication
 
 PROMPT = [20, 14, 21, 32, 50, 9, 33]
-pytestmark = pytest.mark.usefixtures("warm_spawn")
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 VLLM = pytest.param("vllm", marks=pytest.mark.real)
 
 
@@ -66,7 +66,6 @@ def reference_logprobs(model: Any, completion: Completion) -> torch.Tensor:
     return model(ids).logits[0, len(PROMPT) - 1 : -1].float().log_softmax(-1)
 
 
-@pytest.mark.real
 def test_two_tensor_parallel_ranks_load_and_answer_as_the_whole_model(model_path: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
     model = moved_model(model_path)

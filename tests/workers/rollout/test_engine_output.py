@@ -22,6 +22,7 @@ def printed(script: str, *, timeout_s: float = 60) -> int:
     return subprocess.run([sys.executable, "-c", script], timeout=timeout_s).returncode
 
 
+@pytest.mark.real
 def test_what_a_dead_process_printed_is_kept_and_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
     output = EngineOutput()
     with output.captured():
@@ -31,6 +32,7 @@ def test_what_a_dead_process_printed_is_kept_and_passed_on(capfd: pytest.Capture
     assert capfd.readouterr().err == "one\ntwo\nthree\n"
 
 
+@pytest.mark.real
 def test_a_process_that_lives_on_is_heard_after_the_start(capfd: pytest.CaptureFixture[str]) -> None:
     output = EngineOutput()
     script = "import sys\nfor line in sys.stdin: print('heard', line, end='', flush=True)"
@@ -42,6 +44,7 @@ def test_a_process_that_lives_on_is_heard_after_the_start(capfd: pytest.CaptureF
     assert capfd.readouterr().out == "to the terminal\n"
 
 
+@pytest.mark.real
 def test_the_tail_is_bounded_and_no_process_waits_for_a_reader(tmp_path: Path) -> None:
     output = EngineOutput()
     with output.captured():

@@ -26,6 +26,7 @@ def test_an_unknown_engine_is_named_with_the_nearest() -> None:
         make_engine(EngineSpec(config, ""))
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("name", "adapter"), [("vllm", None), ("vllm", LORA), ("scripted", None), ("scripted", LORA)])
 def test_making_an_engine_imports_neither_vllm_nor_torch(name: str, adapter: LoraConfig | None) -> None:
     program = (

@@ -47,6 +47,7 @@ def test_positions_are_those_of_the_model_in_an_older_configuration_too(eyes: Ey
     assert {name: text.rope_parameters[name] for name in expected} == expected
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("shown", PICTURES)
 def test_engine_trainer_and_transformers_see_the_same(served: Served, eyes: Eyes, shown: str) -> None:
     prompt, pictures = eyes.prompt(PICTURES[shown])
@@ -56,11 +57,13 @@ def test_engine_trainer_and_transformers_see_the_same(served: Served, eyes: Eyes
     assert trained_apart(served, eyes, shown) <= BAR
 
 
+@pytest.mark.real
 def test_every_picture_that_goes_astray_shows(served: Served, eyes: Eyes) -> None:
     normal, found = astray(served, eyes)
     assert min(found.values()) > 100 * max(normal, 1e-7)
 
 
+@pytest.mark.real
 def test_after_a_load_the_same_picture_is_seen_by_the_new_weights(served: Served, eyes: Eyes, tmp_path: Path) -> None:
     prompt, pictures = eyes.prompt(TWO)
     for _ in loaded(served, eyes, tmp_path):
@@ -68,11 +71,13 @@ def test_after_a_load_the_same_picture_is_seen_by_the_new_weights(served: Served
         assert eyes.apart(prompt, completions, eyes.processor.features(TWO), DRAWN) <= BAR
 
 
+@pytest.mark.real
 def test_a_publication_reaches_an_engine_with_requests_under_way(served: Served, eyes: Eyes, tmp_path: Path) -> None:
     found = published_apart(served, eyes, tmp_path, [])
     assert max(found["before"], found["after"]) <= BAR
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("eyes", ["qwen3_vl"], indirect=True)
 def test_what_is_peculiar_to_qwen3_vl_shows(served: Served, eyes: Eyes) -> None:
     """Features of fewer layers, in another order, and other shares of a head that turn by height and width."""

@@ -65,6 +65,7 @@ def bits(output: SampleOutput) -> list[Any]:
     return [prompt, *((sample.token_ids, sample.logprobs, sample.finish_reason) for sample in output.samples)]
 
 
+@pytest.mark.real
 def test_samples_have_the_logprobs_of_their_adapter_and_of_no_other(served: Adapting) -> None:
     for adapter, other in ((None, "a"), ("a", "b"), ("b", "a")):
         for sample in served.sample(adapter, CALL).samples:
@@ -74,6 +75,7 @@ def test_samples_have_the_logprobs_of_their_adapter_and_of_no_other(served: Adap
             assert np.abs(sample.logprobs - wrong).max() > 0.1
 
 
+@pytest.mark.real
 def test_adapters_are_served_side_by_side(served: Adapting) -> None:
     async def together() -> list[SampleOutput]:
         return await asyncio.gather(*(served.engine.sample(adapter, CALL) for adapter in (None, "a", "b", "a", None)))
@@ -84,6 +86,7 @@ def test_adapters_are_served_side_by_side(served: Adapting) -> None:
             np.testing.assert_allclose(sample.logprobs, said, **served.near)
 
 
+@pytest.mark.real
 def test_a_prompt_is_scored_at_temperature_one(served: Adapting) -> None:
     targets = np.array([[3, -1], [4, 5], [-1, -1], [6, 7], [8, 9], [1, 1], [2, 98]])
     call = replace(CALL, prompt_logprobs=True, topk_prompt_logprobs=4, target_prompt_ids=targets)
@@ -107,6 +110,7 @@ def test_a_prompt_is_scored_at_temperature_one(served: Adapting) -> None:
             assert len(output.samples) == 3
 
 
+@pytest.mark.real
 def test_prompts_of_several_adapters_are_scored_together(served: Adapting) -> None:
     prompts = [PROMPT, PROMPT[:3], PROMPT[::-1] * 2, [9, 9, 9]]
     pairs = [(adapter, prompt) for prompt in prompts for adapter in (None, "a", "b")]
@@ -123,6 +127,7 @@ def test_prompts_of_several_adapters_are_scored_together(served: Adapting) -> No
         np.testing.assert_allclose(output.prompt_logprobs[1:], said, **served.near)
 
 
+@pytest.mark.real
 def test_the_likeliest_tokens_are_told_at_each_sampled_position(served: Adapting) -> None:
     output = served.sample("a", replace(CALL, topk_logprobs=3))
     for sample in output.samples:
@@ -134,6 +139,7 @@ def test_the_likeliest_tokens_are_told_at_each_sampled_position(served: Adapting
         np.testing.assert_array_equal(sample.top.token_ids, best.indices.numpy())
 
 
+@pytest.mark.real
 def test_a_stop_token_ends_a_sample_and_is_its_last(served: Adapting) -> None:
     (whole,) = served.sample("b", replace(CALL, num_samples=1)).samples
     stop = whole.token_ids[4]
@@ -143,6 +149,7 @@ def test_a_stop_token_ends_a_sample_and_is_its_last(served: Adapting) -> None:
     assert cut.finish_reason == "stop"
 
 
+@pytest.mark.real
 def test_a_sample_is_cut_to_the_room_of_the_engine(served: Adapting) -> None:
     call = SampleCall([7] * 500, 1, replace(SAMPLING, max_tokens=10_000))
     (sample,) = served.sample("a", call).samples
@@ -151,6 +158,7 @@ def test_a_sample_is_cut_to_the_room_of_the_engine(served: Adapting) -> None:
         served.sample("a", SampleCall([7] * 512, 1, SAMPLING))
 
 
+@pytest.mark.real
 def test_more_adapters_than_are_loaded_take_turns(served: Adapting) -> None:
     states = {f"c{index}": adapter_state(served.model_path, 10 + index) for index in range(5)}
     for name, state in states.items():
@@ -170,6 +178,7 @@ def test_more_adapters_than_are_loaded_take_turns(served: Adapting) -> None:
         served.call(served.engine.drop_adapter(name))
 
 
+@pytest.mark.real
 def test_a_dropped_adapter_is_unknown_and_its_samples_in_flight_end(served: Adapting) -> None:
     state = adapter_state(served.model_path, 30)
     served.call(served.engine.add_adapter("gone", state))
@@ -189,6 +198,7 @@ def test_a_dropped_adapter_is_unknown_and_its_samples_in_flight_end(served: Adap
     np.testing.assert_allclose(output.samples[0].logprobs, said, **served.near)
 
 
+@pytest.mark.real
 def test_a_name_may_come_back_with_other_weights(served: Adapting) -> None:
     for seed in (40, 41):
         state = adapter_state(served.model_path, seed)
@@ -199,6 +209,7 @@ def test_a_name_may_come_back_with_other_weights(served: Adapting) -> None:
         served.call(served.engine.drop_adapter("again"))
 
 
+@pytest.mark.real
 def test_a_cancelled_call_costs_nothing_any_more(served: Adapting) -> None:
     async def scenario() -> int:
         call = SampleCall(PROMPT, 2, replace(SAMPLING, max_tokens=450))
@@ -214,6 +225,7 @@ def test_a_cancelled_call_costs_nothing_any_more(served: Adapting) -> None:
     assert served.call(scenario()) == 0
 
 
+@pytest.mark.real
 def test_generate_serves_the_published_weights_beside_adapters(served: Adapting) -> None:
     before = served.sample("a", CALL)
     (completion, *_) = served.call(served.engine.generate(PROMPT, 2, SAMPLING))
@@ -237,6 +249,7 @@ def without_b(state: AdapterState) -> AdapterState:
     return replace(state, tensors={name: value for name, value in state.tensors.items() if "lora_B" not in name})
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -251,11 +264,13 @@ def test_an_adapter_of_another_model_is_refused(served: Adapting, change: Any, m
     assert "strange" not in served.engine.adapters()
 
 
+@pytest.mark.real
 def test_a_rank_beyond_the_limit_is_refused(served: Adapting) -> None:
     with pytest.raises(DataError, match=r"rank 9 is more than serve\.max_rank=8"):
         served.call(served.engine.add_adapter("large", adapter_state(served.model_path, 3, rank=9)))
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -61,6 +61,7 @@ SAMPLINGS = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("shown", PICTURES)
 def test_an_engine_sees_what_transformers_does(served: Served, eyes: Eyes, shown: str, sampling: str) -> None:
@@ -72,12 +73,14 @@ def test_an_engine_sees_what_transformers_does(served: Served, eyes: Eyes, shown
     assert eyes.apart(prompt, completions, features, SAMPLINGS[sampling]) <= BAR
 
 
+@pytest.mark.real
 def test_a_text_after_pictures_is_placed_as_a_text(served: Served, eyes: Eyes) -> None:
     served.generate(*eyes.prompt(TWO), DRAWN)
     prompt, _ = eyes.prompt(())
     assert eyes.apart(prompt, served.generate(prompt, None, DRAWN), None, DRAWN) <= BAR
 
 
+@pytest.mark.real
 def test_special_tokens_of_vision_are_never_drawn(served: Served, eyes: Eyes) -> None:
     prompt, pictures = eyes.prompt(TWO[:1])
     sampling = Sampling(temperature=2.0, max_tokens=64, seed=3, ignore_eos=True)
@@ -91,6 +94,7 @@ def test_special_tokens_of_vision_are_never_drawn(served: Served, eyes: Eyes) ->
     assert -float(torch.cat(left).sum()) > 5  # else none of them would have been drawn anyway
 
 
+@pytest.mark.real
 def test_special_tokens_of_vision_are_not_the_likeliest_either(served: Served, eyes: Eyes) -> None:
     banned = torch.tensor(eyes.processor.token_ids)
     with torch.no_grad():
@@ -105,11 +109,13 @@ def test_special_tokens_of_vision_are_not_the_likeliest_either(served: Served, e
         assert eyes.apart(prompt, completions, None, greedy) <= BAR
 
 
+@pytest.mark.real
 def test_every_picture_that_goes_astray_shows(served: Served, eyes: Eyes) -> None:
     normal, found = astray(served, eyes)
     assert min(found.values()) > 100 * max(normal, 1e-7)
 
 
+@pytest.mark.real
 def test_another_picture_is_another_prompt_for_the_prefix_cache(served: Served, eyes: Eyes) -> None:
     """Same tokens, other pixels: what is kept of the first must not serve the second."""
     for seed in (1, 9, 1):
@@ -118,6 +124,7 @@ def test_another_picture_is_another_prompt_for_the_prefix_cache(served: Served, 
         assert eyes.apart(prompt, completions, eyes.processor.features(pictures.encoded), DRAWN) <= BAR
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("served", [VLLM], indirect=True)
 def test_both_engines_say_the_same(served: Served, eyes: Eyes) -> None:
     prompt, pictures = eyes.prompt(TWO)
@@ -128,6 +135,7 @@ def test_both_engines_say_the_same(served: Served, eyes: Eyes) -> None:
     assert np.abs(np.subtract(ours.logprobs, theirs.logprobs)).mean() <= BAR
 
 
+@pytest.mark.real
 def test_after_a_load_the_same_picture_is_seen_by_the_new_weights(served: Served, eyes: Eyes, tmp_path: Path) -> None:
     """Whoever kept what the old vision tower saw would be far off: its weights change too."""
     prompt, pictures = eyes.prompt(TWO)
@@ -137,6 +145,7 @@ def test_after_a_load_the_same_picture_is_seen_by_the_new_weights(served: Served
         assert eyes.apart(prompt, completions, eyes.processor.features(TWO), DRAWN) <= BAR
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("is_whole", [True, False], ids=["lost whole", "lost one"])
 def test_a_prompt_that_has_lost_pictures_is_refused(served: Served, eyes: Eyes, is_whole: bool) -> None:
     prompt, pictures = eyes.prompt(TWO)
@@ -145,6 +154,7 @@ def test_a_prompt_that_has_lost_pictures_is_refused(served: Served, eyes: Eyes, 
         served.generate(prompt, left, DRAWN)
 
 
+@pytest.mark.real
 def test_more_pictures_than_the_configuration_allows_are_refused(served: Served, eyes: Eyes) -> None:
     prompt, pictures = eyes.prompt([picture(28, 28)] * 4)
     with pytest.raises(DataError, match=r"4 pictures in a prompt, and rollout\.max_pictures=3"):
@@ -158,6 +168,7 @@ def test_a_model_of_text_refuses_pictures_by_name(tiny_model: Path, eyes: Eyes) 
     served.close()
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("served", [VLLM], indirect=True)
 def test_vllm_expands_tokens_again_where_it_is_left_to_process(served: Served, eyes: Eyes) -> None:
     """Why prompts come to it as features with their places: nothing says that another prompt was read."""
@@ -197,6 +208,7 @@ async def conversation(sampler: TurnSampler) -> None:
     await sampler.sample(messages[-2:-1])
 
 
+@pytest.mark.real
 def test_turns_with_new_pictures_are_trained_as_they_were_sampled(served: Served, eyes: Eyes) -> None:
     """Beside an attempt of text; and a picture that is lost where a turn goes on shows."""
     attempts = []
@@ -223,11 +235,13 @@ def test_turns_with_new_pictures_are_trained_as_they_were_sampled(served: Served
     assert wrong > 100 * BAR
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("shown", PICTURES)
 def test_the_trainer_computes_of_responses_what_the_engine_reported(served: Served, eyes: Eyes, shown: str) -> None:
     assert trained_apart(served, eyes, shown) <= BAR
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("freeze", [[], ["vision"]], ids=["tower trained", "tower frozen"])
 def test_engines_see_with_what_the_trainer_publishes(
     served: Served, eyes: Eyes, tmp_path: Path, freeze: list[str]

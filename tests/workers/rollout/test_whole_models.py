@@ -16,6 +16,8 @@ from penstock.workers.training_calls import WHOLE
 from tests.workers.rollout.adapter_states import model_with, said_of, whole_state
 from tests.workers.rollout.conftest import VLLM, EngineUnderTest
 
+pytestmark = pytest.mark.real
+
 PROMPT = [20, 14, 21, 32, 50, 7, 7, 61]
 CALL = SampleCall(PROMPT, 2, Sampling(temperature=0.8, max_tokens=8, seed=5, ignore_eos=True))
 NEAR = {"hf": {"atol": 1e-6, "rtol": 1e-6}, "vllm": {"atol": 1e-4}}

@@ -70,6 +70,7 @@ def test_a_group_that_cannot_be_made_leaves_nothing(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.real
 def test_groups_of_processes_that_are_gone_are_swept(tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -89,6 +90,7 @@ cgroup._made(pathlib.Path(sys.argv[1]), {})
 """
 
 
+@pytest.mark.real
 def test_processes_of_the_same_id_make_groups_of_their_own(tmp_path):
     """The first processes of two containers that share a hierarchy have the same id."""
     for number in (1, 2):
@@ -110,6 +112,7 @@ def test_hierarchies_are_told_apart(controller, kind, options, expected):
     assert cgroup._is_of(controller, kind, options) is expected
 
 
+@pytest.mark.real
 def test_the_memory_of_descendants_is_seen():
     with subprocess.Popen(["sh", "-c", "sleep 30 & echo; wait"], stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None

@@ -175,6 +175,7 @@ def systemd(tree, tmp_path, monkeypatch):
     return answers
 
 
+@pytest.mark.real
 def test_systemd_is_asked_for_a_scope_where_no_group_may_be_made(systemd, tree, monkeypatch):
     told = systemd("")
     made = tree.group("user.slice/penstock.scope")
@@ -191,12 +192,14 @@ def test_systemd_is_asked_for_a_scope_where_no_group_may_be_made(systemd, tree, 
     assert words[words.index("fail") + 1] == "6", "so many properties"
 
 
+@pytest.mark.real
 def test_a_systemd_that_refuses_is_quoted(systemd):
     systemd("sys.exit('Interactive authentication required.')")
     with pytest.raises(OSError, match=r"resource busy.*systemd made no scope: Interactive authentication required"):
         Cgroup.around(4711, LIMITS)
 
 
+@pytest.mark.real
 def test_a_systemd_that_does_not_do_what_it_says_is_not_waited_for(systemd, monkeypatch):
     systemd("")
     monkeypatch.setattr(scope, "ANSWER_S", 1.0)

@@ -42,6 +42,7 @@ def scorer_spec(model_path: str, **options: object) -> ScorerSpec:
     return ScorerSpec(name="Scorer-reference-0", config=TrainerConfig(), model_path=model_path, **options)
 
 
+@pytest.mark.real
 def test_the_actors_wait_for_torch_and_transformers_until_they_are_made() -> None:
     code = (
         "import sys, penstock.workers.trainer.actor\n"

@@ -133,6 +133,7 @@ print(trainer.export(str(place / "model")))
 """
 
 
+@pytest.mark.real
 def test_an_export_to_a_full_disk_says_what_it_needs_and_what_was_free(
     model_path: str, tmp_path: Path, warm_python: list[str]
 ) -> None:

@@ -44,11 +44,13 @@ def program(text: str, **options: Any) -> Trajectory:
     return attempt(command=[sys.executable, "-c", text], **options)
 
 
+@pytest.mark.real
 def test_a_program_reads_the_row_and_what_it_prints_is_its_answer() -> None:
     assert program("import json,sys; print(eval(json.load(sys.stdin)['question'].strip('?')))").reward == 1.0
     assert program("print(41)").reward == 0.0
 
 
+@pytest.mark.real
 def test_a_program_that_fails_is_told_with_the_end_of_its_output() -> None:
     outcome = program("import sys; print('x' * 10_000, file=sys.stderr); sys.exit('no such model')").outcome
     assert outcome.kind == FAILED
@@ -56,6 +58,7 @@ def test_a_program_that_fails_is_told_with_the_end_of_its_output() -> None:
     assert outcome.detail.endswith("no such model")
 
 
+@pytest.mark.real
 def test_a_program_sees_the_endpoint_and_none_of_our_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("SEARCH_API_KEY", "for the agent")
@@ -69,6 +72,7 @@ def test_a_program_sees_the_endpoint_and_none_of_our_secrets(monkeypatch: pytest
     assert program(check.replace("EXPECTED", "['for the agent', 'fast']"), env=given).reward == 1.0
 
 
+@pytest.mark.real
 def test_an_endless_output_is_cut_while_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gigabyte of it never lies in memory."""
     monkeypatch.setattr(adapter_module, "MAX_OUTPUT", 2)
@@ -76,18 +80,21 @@ def test_an_endless_output_is_cut_while_it_comes(monkeypatch: pytest.MonkeyPatch
     assert (found.outcome.kind, found.reward) == (COMPLETED, 1.0)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("session", [False, True])
 def test_what_a_program_leaves_behind_does_not_hold_up_its_answer(session: bool, tmp_path: Path) -> None:
     left = f"subprocess.Popen(['sleep', '3600'], start_new_session={session})"
     assert program(f"import subprocess; {left}; print(42)").reward == 1.0
 
 
+@pytest.mark.real
 def test_a_program_need_not_read_its_row() -> None:
     large = {**TASK, "text": "x" * 2**20}
     found, _ = played(Speaks(adapter("agent", command=["echo", "42"])), large, ["yes"])
     assert found.reward == 1.0
 
 
+@pytest.mark.real
 def test_a_reward_blocks_nobody_and_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "grade.py").write_text(
         "import os, sys\n"
@@ -106,6 +113,7 @@ def test_a_reward_blocks_nobody_and_ends_nothing(tmp_path: Path) -> None:
     assert "SystemExit: 3" in failed.detail
 
 
+@pytest.mark.real
 def test_a_function_may_answer_with_what_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(
         "async def solve(question):\n    return {'value': 42}\n"
@@ -174,6 +182,7 @@ def test_a_plain_function_whose_attempt_is_over_is_asked_to_end(tmp_path: Path) 
         time.sleep(0.01)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("own", [True, False])
 def test_an_answer_may_be_of_a_class_of_the_agents_own_file(own: bool, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(
@@ -194,6 +203,7 @@ def test_a_reward_that_fits_no_signature_is_refused_at_the_start(tmp_path: Path)
         adapter("agent", command=["echo"], reward=f"{tmp_path}/grade.py:one")
 
 
+@pytest.mark.real
 def test_an_attempt_that_ends_takes_its_program_along(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     text = f"import os,time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"

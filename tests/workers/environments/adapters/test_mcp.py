@@ -45,6 +45,7 @@ def is_alive(process: str) -> bool:
         return False
 
 
+@pytest.mark.real
 def test_a_servers_tools_are_the_models_and_what_goes_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_KEY", "x")
     calls = ["[keep('a')]", "[keep(note='b')]", "[divide(1,0)]", "[keep()]", "[picture()]",
@@ -59,6 +60,7 @@ def test_a_servers_tools_are_the_models_and_what_goes_wrong_is_told(monkeypatch:
     assert (counts["tools"], counts["tools_raised"]) == (7, 2)
 
 
+@pytest.mark.real
 def test_its_state_is_the_attempts() -> None:
     environment = rough()
     for _ in range(2):
@@ -67,12 +69,14 @@ def test_its_state_is_the_attempts() -> None:
         assert heard(attempt, "tool") == ["a", "a,b"]
 
 
+@pytest.mark.real
 def test_a_message_without_end_ends_its_server() -> None:
     attempt, counts = played(rough(), ROW, ["[flood()]", "4"])
     assert "the MCP server notes: it has ended" in heard(attempt, "tool")[0]
     assert counts["mcp_died"] == 1
 
 
+@pytest.mark.real
 def test_a_server_that_dies_is_told_and_the_attempt_goes_on() -> None:
     attempt, counts = played(rough(), ROW, ["[die()]", "[keep(note='a')]", "4"])
     dying, dead = heard(attempt, "tool")
@@ -83,6 +87,7 @@ def test_a_server_that_dies_is_told_and_the_attempt_goes_on() -> None:
     assert (counts["mcp_died"], counts["tools_raised"]) == (1, 2)
 
 
+@pytest.mark.real
 def test_a_server_that_hangs_is_given_up_and_killed() -> None:
     began = time.monotonic()
     attempt, counts = played(rough(), ROW, ["[child(),hang()]", "4"], tool_timeout_s=1.0)
@@ -94,11 +99,13 @@ def test_a_server_that_hangs_is_given_up_and_killed() -> None:
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.real
 def test_what_a_server_has_started_ends_with_the_attempt_though_it_dies_itself() -> None:
     attempt, _ = played(rough(), ROW, ["[child()]", "[die()]", "4"])
     assert are_gone(heard(attempt, "tool")[0])
 
 
+@pytest.mark.real
 def test_an_attempt_that_takes_too_long_leaves_no_server() -> None:
     answers = iter(["[child()]", "[hang()]"])
     engines = ScriptedEngines(lambda prompt, sampling: next(answers))
@@ -108,6 +115,7 @@ def test_an_attempt_that_takes_too_long_leaves_no_server() -> None:
     assert are_gone(heard(attempt, "tool")[0])
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("behaviour", "said"), [("silent", "did not say within 1 s"), ("broken", "no such database")])
 def test_a_server_that_does_not_start_fails_the_attempt_with_what_it_said(behaviour: str, said: str) -> None:
     attempt, counts = played(rough(behaviour, start_timeout_s=1.0 if behaviour == "silent" else 20.0), ROW, ["4"])
@@ -117,6 +125,7 @@ def test_a_server_that_does_not_start_fails_the_attempt_with_what_it_said(behavi
     assert counts["mcp_not_started"] == 1
 
 
+@pytest.mark.real
 def test_a_shared_server_keeps_its_state_and_is_started_again_where_it_died() -> None:
     answers = iter(["[keep(note='a')]", "4", "[keep(note='b'),child()]", "[die()]", "4", "[keep(note='c')]", "4"])
     environment = rough(shared=True)

@@ -54,6 +54,7 @@ def notes() -> Iterator[Callable[[], tuple[str, subprocess.Popen[bytes]]]]:
         process.wait()
 
 
+@pytest.mark.real
 def test_a_remote_servers_tools_are_the_models(notes: Callable[[], tuple[str, Any]]) -> None:
     url, _ = notes()
     attempt, counts = played(served(url), ROW, ["[keep('a')]", "[divide(1,0)]", "[picture()]", "4"])
@@ -64,6 +65,7 @@ def test_a_remote_servers_tools_are_the_models(notes: Callable[[], tuple[str, An
     assert (counts["tools"], counts["tools_raised"]) == (3, 1)
 
 
+@pytest.mark.real
 def test_a_connection_that_is_lost_is_told_and_the_attempt_goes_on(notes: Callable[[], tuple[str, Any]]) -> None:
     url, process = notes()
     environment = served(url)

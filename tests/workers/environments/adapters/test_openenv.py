@@ -63,6 +63,7 @@ def task(seed: int) -> tuple[Task, int]:
     return Task(str(seed), seed), random.Random(seed).randint(0, 9)
 
 
+@pytest.mark.real
 def test_turns_have_the_rewards_of_steps_until_the_server_is_done(serve: Serve) -> None:
     one, number = task(3)
     other = (number + 1) % 10
@@ -123,6 +124,7 @@ def test_a_server_that_is_not_there_is_no_fault_of_the_policy() -> None:
     assert not attempt.turns
 
 
+@pytest.mark.real
 def test_an_attempt_that_is_cut_gives_its_session_back(serve: Serve) -> None:
     """The server takes one session at a time."""
     url = serve(1)

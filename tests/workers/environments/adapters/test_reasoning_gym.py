@@ -16,6 +16,7 @@ def first_task(environment: object, seed: int = 3) -> Task:
     return next(environment.tasks(seed))  # type: ignore[attr-defined]
 
 
+@pytest.mark.real
 def test_a_wrong_answer_is_told_and_the_next_one_counts() -> None:
     environment = adapter("reasoning_gym", task="chain_sum", options=EASY, attempts=3, discount=0.5)
     task = first_task(environment)
@@ -25,6 +26,7 @@ def test_a_wrong_answer_is_told_and_the_next_one_counts() -> None:
     assert (attempt.reward, attempt.turn_rewards) == (0.5, {1: 0.5})
 
 
+@pytest.mark.real
 def test_after_the_last_attempt_its_score_is_the_reward() -> None:
     environment = adapter("reasoning_gym", task="chain_sum", options=EASY, attempts=2)
     attempt, counts = played(environment, first_task(environment), ["", "wrong"])

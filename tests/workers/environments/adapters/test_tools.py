@@ -35,6 +35,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.real
 def test_tools_are_called_until_there_is_an_answer(code: str) -> None:
     environment = adapter("tools", tools=[f"{code}:add"], system="Add.")
     attempt, counts = played(environment, ROW, ["[add(2,2)]", "[add(2,1]", "It is 4."])
@@ -46,12 +47,14 @@ def test_tools_are_called_until_there_is_an_answer(code: str) -> None:
     assert (counts["tools"], counts["calls_unreadable"]) == (1, 1)
 
 
+@pytest.mark.real
 def test_what_is_said_after_the_last_round_is_the_answer(code: str) -> None:
     environment = adapter("tools", tools=[f"{code}:add"], max_rounds=1)
     attempt, counts = played(environment, ROW, ["[add(2,2)]", "[add(2,2)]"])
     assert (attempt.outcome.kind, attempt.reward, counts["tools"]) == (COMPLETED, 0.0, 1)
 
 
+@pytest.mark.real
 def test_a_reward_of_a_file_sees_the_row(code: str) -> None:
     environment = adapter("tools", reward=f"{code}:length")
     assert played(environment, {**ROW, "most": 8}, ["four"])[0].reward == 0.5
@@ -62,12 +65,14 @@ def test_without_a_reward_other_stages_score() -> None:
     assert (attempt.outcome.kind, attempt.reward) == (COMPLETED, 0.0)
 
 
+@pytest.mark.real
 def test_an_answer_that_cannot_be_scored_has_failed_and_is_not_wrong(code: str) -> None:
     attempt, _ = played(adapter("tools", reward=f"{code}:raises"), ROW, ["4"])
     assert attempt.outcome.kind == FAILED
     assert "raises cannot score this answer: raised: KeyError: 'no such column'" in attempt.outcome.detail
 
 
+@pytest.mark.real
 def test_a_reward_that_hangs_is_given_up(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = adapter("tools", reward=f"{code}:hangs")
     environment.scoring.pool.timeout_s = 0.5
@@ -76,18 +81,21 @@ def test_a_reward_that_hangs_is_given_up(code: str, monkeypatch: pytest.MonkeyPa
     assert "hangs cannot score this answer: timeout" in attempt.outcome.detail
 
 
+@pytest.mark.real
 def test_an_answer_whose_scoring_runs_out_of_time_has_failed_and_is_not_wrong(code: str) -> None:
     attempt, _ = played(adapter("tools", reward=f"{code}:hangs"), ROW, ["4"], timeout_s=1.0)
     assert (attempt.outcome.kind, attempt.outcome.reason) == (FAILED, "timeout_in_reward")
     assert "environment.timeout_s" in attempt.outcome.detail
 
 
+@pytest.mark.real
 def test_a_conversation_is_gone_on_with() -> None:
     rows = {"messages": [{"role": "system", "content": "Short."}, {"role": "user", "content": "2+2?"}], "answer": "4"}
     attempt, _ = played(adapter("tools", prompt="messages"), rows, ["4"])
     assert (heard(attempt, "system"), heard(attempt), attempt.reward) == (["Short."], ["2+2?"], 1.0)
 
 
+@pytest.mark.real
 def test_a_row_begins_with_its_system_prompt_and_what_was_said_before() -> None:
     said = [
         {"role": "system", "content": "Short."}, {"role": "user", "content": "1?"},
@@ -99,6 +107,7 @@ def test_a_row_begins_with_its_system_prompt_and_what_was_said_before() -> None:
     assert heard(attempt, "system") == ["Mine."]
 
 
+@pytest.mark.real
 def test_the_system_prompt_of_the_data_is_before_the_text_of_another_column() -> None:
     row = {**ROW, "question": "3+1?"}
     said = [{"role": "system", "content": "Short."}, {"role": "user", "content": "2+2?"}]

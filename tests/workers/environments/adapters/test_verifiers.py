@@ -23,6 +23,8 @@ from tests.warm_workers import EXECUTABLE, warm_python
 from tests.workers.attempts.played import ScriptedEngines, make_runner
 from tests.workers.environments.adapters.adapted import adapter, heard
 
+pytestmark = pytest.mark.real
+
 PYTHON = Path(__file__).parents[4] / ".venv-verifiers/bin/python"
 HERE = str(Path(__file__).with_name("verifiers_tasks"))
 WARM = Path(f"/tmp/warm-{os.getpid()}-verifiers")

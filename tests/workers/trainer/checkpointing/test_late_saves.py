@@ -157,6 +157,7 @@ def one_of_two(rank: int, num_ranks: int, address: str, place: Path) -> None:
     ranks.leave()
 
 
+@pytest.mark.real
 def test_no_rank_begins_while_one_of_them_still_holds_its_copy(tmp_path: Path, warm_python: list[str]) -> None:
     run_ranks([*warm_python, "-m", "tests.workers.trainer.checkpointing.test_late_saves"], 2, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3"]

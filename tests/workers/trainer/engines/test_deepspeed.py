@@ -168,6 +168,7 @@ def test_a_device_that_it_does_not_compute_on_is_refused(make_trainer: Make) -> 
         load_deepspeed(elsewhere)
 
 
+@pytest.mark.real
 def test_fsdp_does_not_import_it() -> None:
     program = "import sys, penstock.workers.trainer.trainer; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

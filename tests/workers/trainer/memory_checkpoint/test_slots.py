@@ -149,6 +149,7 @@ assert not second.directory.exists()
 """
 
 
+@pytest.mark.real
 def test_publications_are_left_their_room(tmp_path: Path) -> None:
     instead = "tests/workers/trainer/memory_checkpoint/test_memory_checkpoint.py asks for more than there is"
     printed = run_in_tmpfs(FULL, tmp_path, instead)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.real
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
 

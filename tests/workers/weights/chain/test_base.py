@@ -34,6 +34,7 @@ def stats_of(cluster: Cluster, name: str) -> dict[str, float]:
     return {node: relay.stats()[name] for node, relay in cluster.relays.items()}
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("nodes", "receivers"), [
     (["x"], ["a"]),
     (["x"], ["a", "b", "c"]),

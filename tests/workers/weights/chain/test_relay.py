@@ -25,6 +25,7 @@ from tests.tmpfs import run_in_tmpfs
 from tests.workers.weights.chain.relays import CHUNK_BYTES, SERVICE, TOKEN, Cluster, plan_of, values_of
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(("nodes", "receivers"), [
     (["x"], ["a"]),
     (["x", "x"], ["a", "b", "c"]),
@@ -41,6 +42,7 @@ def test_every_receiver_gets_every_version_bit_for_bit(tmp_path: Path, nodes: li
         assert sum(relay.stats()["reparented"] for relay in cluster.relays.values()) == 0
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("nodes", [["x"], ["x", "y"]])
 def test_large_data_comes_over_several_lanes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[str]
@@ -298,6 +300,7 @@ for node in ("x", "a"):
 """
 
 
+@pytest.mark.real
 def test_no_room_on_one_node_is_told_when_the_version_begins(tmp_path: Path) -> None:
     told = run_in_tmpfs(FILL, tmp_path, "test_reused_files.py")
     assert told.count("no room for a publication") == 2

@@ -122,6 +122,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.real
 def test_a_killed_reader_leaves_no_lock(tmp_path: Path) -> None:
     first = publish(tmp_path, 1)
     expected = inode(first)
@@ -142,6 +143,7 @@ def publish_forever(root: Path, version: int) -> None:
         reclaim(root, keep=2)
 
 
+@pytest.mark.real
 def test_a_writer_killed_at_any_moment_leaves_the_newest_publication_whole(tmp_path: Path) -> None:
     dice = random.Random(5)
     last = publish(tmp_path, 1)
@@ -242,6 +244,7 @@ print("the last publication was whole")
 """
 
 
+@pytest.mark.real
 def test_a_small_tmpfs_that_fills_up_costs_the_attempt_only(tmp_path: Path, warm_python: list[str]) -> None:
     output = run_in_tmpfs(SMALL_TMPFS, tmp_path, "covered only by the simulated ENOSPC above", warm_python)
     assert output == "the last publication was whole\n"
