@@ -24,7 +24,7 @@ test: packages setup ## a test of each promise with the real parts, and all that
 
 OTHERS := verifiers openenv tinker22 tinker30 tinker38
 verify: verify-packages setup $(OTHERS:%=.venv-%/.locked) ## after `make test`, the rest: engines x algorithms, deaths, machines, other packages; about 26 minutes
-	PENSTOCK_AMOUNT=all $(PYTEST) -m "((real and (not promise or machines)) or hypothesis) and not gpu and not soak" $(ARGS)
+	PENSTOCK_AMOUNT=all $(PYTEST) -m "((real and (not promise or machines)) or hypothesis or histories) and not gpu and not soak" $(ARGS)
 
 SINCE := HEAD
 affected: packages setup ## tests that a change since the commit SINCE can affect; ARGS="-m 'not real'" for those that take seconds

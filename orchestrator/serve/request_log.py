@@ -91,8 +91,8 @@ class RequestLog:
         self._ends: deque[tuple[int, bool]] = deque(maxlen=2 * keep)
         """Numbers of the newest requests that have a result, in the order of their ends, and whether each failed."""
         self.cursor = time.time_ns() // 1000
-        """Cursor of who has heard of all ends. It starts at the time in microseconds and grows by one with each end, which
-        takes longer. So it is larger than any from before a start, and who has one of those hears of all results again."""
+        """Cursor of who has heard of all ends. It starts at the time in microseconds and grows by one with each end,
+        which takes longer. So it is larger than any from before a start: who has one of those hears of all again."""
         self._any_end = asyncio.Event()
         self._large_bytes = LARGE_BYTES
         self._requests = Journal(directory / "requests.journal")

@@ -13,6 +13,7 @@ import pytest
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from tests.amounts import amount
 from tests.chaos.plan import SEEDS
 from tests.orchestrator.scripted_cluster import Cluster, ScriptedNodesFleet
 from tests.orchestrator.scripted_fleet import controller_over, flow_of, scripted_config
@@ -20,7 +21,7 @@ from tests.run_files import metrics_of
 from tests.store.invariants import check_invariants
 from tests.virtual_time import run_virtually
 
-RUNS = 6
+RUNS = amount(6)
 """Runs of each seed, with each bound on staleness."""
 NUM_STEPS = 20
 GROUPS, SIZE = 4, 2
@@ -110,6 +111,7 @@ def test_engines_that_are_all_lost_with_their_nodes_start_again_elsewhere(
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.histories
 @pytest.mark.parametrize("seed", [RUNS * seed + number for seed in SEEDS for number in range(RUNS)])
 def test_a_run_over_several_machines_goes_on_or_says_why_it_cannot(
     seed: int, max_staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

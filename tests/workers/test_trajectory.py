@@ -21,6 +21,7 @@ from penstock.workers.trajectory import (
     segments_of,
     spans_of,
 )
+from tests.amounts import amount
 from tests.workers.histories import random_turns, turn
 
 
@@ -111,7 +112,8 @@ def test_a_limit_is_the_finish_reason() -> None:
     assert row_columns(trajectories)["finish_reason"] == ["stop", "turns"]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(20)))
 def test_the_store_takes_any_history(seed: int) -> None:
     rng = random.Random(seed)
     columns = row_columns([Trajectory(random_turns(rng, 8)) for _ in range(3)])
@@ -158,7 +160,8 @@ def test_a_longer_match_wins() -> None:
     assert [segment.tokens for segment in segments_of(turns)] == [[1, 2, 3, 4], [5, 6]]
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(50)))
 def test_every_turn_is_in_one_segment_and_reads_its_prompt_there(seed: int) -> None:
     turns = random_turns(random.Random(seed), 12)
     segments = segments_of(turns)

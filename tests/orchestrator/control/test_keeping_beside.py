@@ -12,6 +12,7 @@ import pytest
 
 from penstock.conf.errors import PartnerGone
 from penstock.workers.protocols import Publication
+from tests.amounts import amount
 from tests.fakes.actors import FakeHandle
 from tests.orchestrator import scripted_fleet
 from tests.orchestrator.control import test_publishing_beside as beside
@@ -175,7 +176,8 @@ def test_a_step_that_did_not_count_is_made_again_and_its_version_published(tmp_p
     assert after.index(("made", 4)) < after.index(("begun", 4), 1)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(8)))
 @pytest.mark.parametrize("snapshot_s", [0, 5])
 def test_whoever_dies_each_row_is_trained_once(tmp_path: Path, seed: int, snapshot_s: int) -> None:
     """At most one rank in three steps: another would be a return to the checkpoint."""

@@ -14,6 +14,7 @@ from penstock.orchestrator.membership.takeover import TakeoverPoint, take_up
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.report import StepReport
+from tests.amounts import amount
 from tests.fakes.actors import FakeHandle
 from tests.orchestrator import scripted_fleet
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
@@ -118,7 +119,8 @@ def test_with_staleness_a_step_is_made_before_the_version_before_is_sealed(tmp_p
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(4)))
 def test_no_step_is_noted_before_that_whoever_dies(tmp_path: Path, max_staleness: int, seed: int) -> None:
     """At most one rank a step: another would be a return to the checkpoint."""
     random, struck = Random(seed), set[int]()

@@ -13,6 +13,7 @@ import pytest
 from penstock.conf.errors import CannotScale
 from penstock.orchestrator.membership.scaling_requests import ScalingRequest
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from tests.amounts import amount
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
 from tests.store.invariants import check_invariants
@@ -62,7 +63,8 @@ async def power_off(fleet: ScriptedFleet, random: Random) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(6)))
 def test_whoever_joins_and_leaves_each_row_is_trained_once_within_its_bound(
     max_staleness: int, seed: int, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from penstock.orchestrator.membership.supervisor import Supervisor, nothing_to_c
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.errors import StoreUnreachable
+from tests.amounts import amount
 from tests.fakes.actors import FakeHandle, never
 from tests.metering.measured import measured
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
@@ -78,7 +79,8 @@ async def look(fleet: ScriptedFleet, found: set[str]) -> None:
 
 
 @pytest.mark.parametrize(("max_staleness", "placement"), [(0, "disaggregated"), (0, "colocated"), (2, "disaggregated")])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(8)))
 def test_whoever_dies_and_whenever_each_row_is_trained_once_within_its_bound(
     max_staleness: int, placement: str, seed: int, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ async def live(words: Sequence[str], random: Random, tmp_path: Path, strikes: Se
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 @pytest.mark.parametrize("strikes", [[], ["Rollout-0", "Reward-0"], ["Trainer-1"], ["Rollout-1", JOIN]])
+@pytest.mark.histories
 @pytest.mark.parametrize("seed", SEEDS)
 def test_another_controller_goes_on_at_any_moment_and_every_row_is_trained_once(
     max_staleness: int, strikes: list[str], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

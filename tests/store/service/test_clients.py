@@ -8,6 +8,7 @@ import pytest
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.service.clients import Clients
 from penstock.store.service.messages import LeaseRequest
+from tests.amounts import amount
 from tests.store.driver import Driver, make_spec
 
 STAGES = ("rollout", "reward")
@@ -23,7 +24,8 @@ def recounted(clients: Clients, leases: dict[int, tuple[str, HeldLease]], driver
     return found
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(8)))
 def test_counts_are_those_of_the_leases_whatever_becomes_of_them(seed: int) -> None:
     random, driver = Random(seed), Driver(make_spec(max_active_groups=1000, group_size=3))
     clients, leases = Clients(driver.ledger), dict[int, tuple[str, HeldLease]]()

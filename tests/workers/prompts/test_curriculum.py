@@ -24,6 +24,7 @@ from penstock.workers.prompts.dataset_row import DatasetRow
 from penstock.workers.prompts.order import PromptCursor, chance
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
+from tests.amounts import amount
 from tests.store.driver import make_spec
 from tests.store.players import STAGES, train, values_of
 from tests.workers.prompts.test_source import Characters, make_config
@@ -188,7 +189,8 @@ def test_what_teaches_is_drawn_most(tmp_path: Path, by: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["level", "row"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(4)))
 def test_sources_that_are_ended_at_any_moment_draw_what_one_would(tmp_path: Path, by: str, seed: int) -> None:
     path, dice, taken = write_rows(tmp_path), random.Random(seed), list[list[int]]()
 

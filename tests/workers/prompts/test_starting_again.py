@@ -19,6 +19,7 @@ from penstock.store.service.store import Store
 from penstock.workers.prompts.actor import Prompts
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
 from penstock.workers.prompts.source import PromptSource
+from tests.amounts import amount
 from tests.store.driver import make_spec
 from tests.store.players import STAGES, train, values_of
 from tests.store.visitors import serve
@@ -121,7 +122,8 @@ async def consume(client: StoreClient, steps: range, taken: list[list[int]]) -> 
 
 
 @skipping
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(4)))
 def test_sources_that_are_ended_at_any_moment_put_what_one_would(tmp_path: Path, too_long: str, seed: int) -> None:
     path, dice, taken = write_rows(tmp_path, too_long), random.Random(seed), list[list[int]]()
 

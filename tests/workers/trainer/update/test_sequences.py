@@ -18,6 +18,7 @@ from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.sequences import sequences_of, shapes_of, without_old_turns
 from penstock.workers.trajectory import Trajectory, Turn, row_columns, segments_of
+from tests.amounts import amount
 from tests.workers.histories import random_turns, turn
 
 TOKENS = ("response_ids", "behavior_logprobs", "token_versions")
@@ -29,7 +30,8 @@ def rows_of(*histories: list[Turn]) -> Rows:
     return Rows.from_lists({name: columns[name] for name in COLUMNS})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(20)))
 def test_a_microbatch_has_every_segment_and_every_sampled_token_once(seed: int) -> None:
     rng = random.Random(seed)
     histories = [random_turns(rng, rng.randrange(1, 7)) for _ in range(5)]
@@ -48,7 +50,8 @@ def test_a_microbatch_has_every_segment_and_every_sampled_token_once(seed: int) 
         assert read[place // width][place % width + 1] == target
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(10)))
 def test_one_turn_is_what_a_prompt_and_its_response_are_bit_for_bit(seed: int) -> None:
     rng = random.Random(seed)
     histories = [random_turns(rng, 1) for _ in range(6)]
@@ -175,7 +178,8 @@ def test_pictures_stay_with_the_tokens_that_are_read() -> None:
     assert found.lists("seen_ranges") == [[0, 0, 0, 0, 1, 2, 0, 4, 2, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(30)))
 def test_the_model_reads_the_same_before_every_token_that_is_left(seed: int) -> None:
     rng = random.Random(seed)
     turns = [turn(one.id, list(one.prompt_ids), list(one.output_ids), rng.randrange(3)) for one in random_turns(rng, 8)]
@@ -198,7 +202,8 @@ def test_the_model_reads_the_same_before_every_token_that_is_left(seed: int) -> 
     assert found == expected
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(30)))
 def test_a_row_that_the_store_takes_for_young_has_a_turn_that_is_trained(seed: int) -> None:
     """Weights change within turns: of the newest turn only the end may be young."""
     rng = random.Random(seed)
