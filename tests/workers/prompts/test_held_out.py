@@ -214,8 +214,18 @@ def test_a_question_is_the_same_problem_as_text_and_as_messages() -> None:
         ("gymnasium", {"id": "FrozenLake-v1"}, {"id": "Taxi-v4"}),
         ("gymnasium", {"id": "FrozenLake-v1"}, {"id": "FrozenLake-v1", "kwargs": {"map_name": "8x8"}}),
         ("textarena", {"id": "TicTacToe-v0"}, {"id": "Nim-v0"}),
-        ("verifiers", {"env": {"taskset": {"id": "sums"}}}, {"env": {"taskset": {"id": "products"}}}),
-        ("verifiers", {"env": {"taskset": {"id": "sums"}}}, {"env": {"taskset": {"id": "sums", "split": "test"}}}),
+        pytest.param(
+            "verifiers",
+            {"env": {"taskset": {"id": "sums"}}},
+            {"env": {"taskset": {"id": "products"}}},
+            marks=pytest.mark.real,
+        ),
+        pytest.param(
+            "verifiers",
+            {"env": {"taskset": {"id": "sums"}}},
+            {"env": {"taskset": {"id": "sums", "split": "test"}}},
+            marks=pytest.mark.real,
+        ),
     ],
 )
 def test_tasks_of_one_number_or_seed_are_told_apart_by_what_they_are_of(

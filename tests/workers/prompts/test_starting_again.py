@@ -155,6 +155,7 @@ def put_all(endpoint: Endpoint, path: Path, too_long: str, batch: int) -> None:
     asyncio.run(following(path, too_long).run(StoreClient(endpoint), batch))
 
 
+@pytest.mark.real
 @skipping
 def test_sources_that_are_killed_at_any_moment_put_what_one_would(tmp_path: Path, too_long: str) -> None:
     processes = multiprocessing.get_context("forkserver")

@@ -15,6 +15,7 @@ insert into t values ('a', 1.5, x'00ff'), ('b', 2.0, null), ('c;d', 1.5, x'');
 """
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("response", "reward"),
     [
@@ -31,6 +32,7 @@ def test_functions_are_called_and_their_share_of_right_answers_counts(response, 
     assert python_tests(response, ADD, share=False) == float(reward == 1.0)
 
 
+@pytest.mark.real
 def test_programs_are_run_and_their_lines_compared():
     source = "a, b = map(int, input().split())\nprint(a + b, '')"
     assert python_tests(source, SUM) == 1.0
@@ -41,6 +43,7 @@ def test_programs_are_run_and_their_lines_compared():
     assert python_tests(source, {"tests": json.dumps(SUM["tests"])}) == 1.0
 
 
+@pytest.mark.real
 def test_all_tests_of_a_response_have_one_budget():
     task = {"tests": [{"stdin": "", "stdout": "1"}] * 50}
     assert 0.0 < python_tests("import time\ntime.sleep(0.2)\nprint(1)", task, budget_s=1.0) <= 0.1
@@ -71,6 +74,7 @@ def query_task(query):
     return {"setup": SETUP, "query": query}
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("gold", "response", "reward"),
     [
@@ -98,6 +102,7 @@ def test_a_query_scores_if_its_rows_are_those_of_the_rows_own(gold, response, re
     assert sql_result(response, query_task(gold), budget_s=3.0) == reward
 
 
+@pytest.mark.real
 def test_a_rows_own_query_that_fails_is_the_datas_fault():
     with pytest.raises(ValueError, match=r"own query fails.*no such column"):
         sql_result("select 1", query_task("select nope from t"))

@@ -77,6 +77,7 @@ def test_turns_have_the_rewards_of_steps_until_the_server_is_done(serve: Serve) 
     assert len(attempt.turns) == 3
 
 
+@pytest.mark.real
 def test_an_answer_that_is_no_action_is_told_and_costs(serve: Serve) -> None:
     one, number = task(5)
     attempt, counts = played(game(serve(), penalty=0.25), one, ["what?", "12", str(number)])
@@ -85,6 +86,7 @@ def test_an_answer_that_is_no_action_is_told_and_costs(serve: Serve) -> None:
     assert counts["no_action"] == 2
 
 
+@pytest.mark.real
 def test_arguments_reach_reset_and_observations_are_json_unless_said(serve: Serve) -> None:
     environment = adapter("openenv", url=serve().replace("http", "ws"), action="guess", reset={"largest": 0})
     attempt, _ = played(environment, task(1)[0], ["0"])
@@ -92,6 +94,7 @@ def test_arguments_reach_reset_and_observations_are_json_unless_said(serve: Serv
     assert attempt.reward == 1.0
 
 
+@pytest.mark.real
 def test_ones_own_functions_read_observations_and_make_actions(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(
@@ -105,6 +108,7 @@ def test_ones_own_functions_read_observations_and_make_actions(serve: Serve, tmp
     assert (attempt.reward, counts["no_action"]) == (1.0, 1)
 
 
+@pytest.mark.real
 def test_the_servers_own_faults_are_played_again_and_then_fail_the_attempt(serve: Serve) -> None:
     one, number = task(6)
     wrong = next(digit for digit in range(10) if digit not in (7, number))
