@@ -40,6 +40,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+MAX_PROMISES = 45
+"""Tests with real parts that `make test` takes."""
 platform.uname().processor  # noqa: B018 - asked of a program once in a process: packages want to know when they are imported
 STARTS = Starts()
 STARTS.listen()
@@ -57,6 +59,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("processor time")
         for line in costs.summary(file):
             terminalreporter.line(line)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    promises = [item for item in items if item.get_closest_marker("promise")]
+    if unmarked := [item.nodeid for item in promises if not item.get_closest_marker("real")]:
+        raise pytest.UsageError(f"a test of a promise is marked `real`, too: {unmarked}")
+    if len(promises) > MAX_PROMISES:
+        raise pytest.UsageError(f"{len(promises)} tests of promises: `make test` has room for {MAX_PROMISES}")
 
 
 def pytest_collection_finish() -> None:

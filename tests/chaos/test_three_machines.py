@@ -11,7 +11,7 @@ from tests.chaos.bed import Machines
 from tests.chaos.checker import Promises, answers_of, broken
 from tests.chaos.disturbance import Disturbed, Done
 from tests.chaos.outcome import note
-from tests.chaos.plan import COMMAND, CUT, KILL, POWER, SEEDS, STOP, Fault, Target, draw
+from tests.chaos.plan import COMMAND, CUT, IS_CHAOS, KILL, NET_S, POWER, SEEDS, STOP, Fault, Target, draw
 from tests.machines.cluster import Cluster, machines
 from tests.model_files import load_model
 from tests.run_files import events_of
@@ -23,7 +23,9 @@ QUICK_STEPS, STEPS = 4, 32
 LAST_STEP = 24
 """Nothing happens after it, so that the run needs what it has lost once more."""
 HEARTBEAT_S, START_S = 10.0, 60.0
-NOTICED_S = {KILL: 30.0, STOP: HEARTBEAT_S + 30.0, POWER: 60.0}
+NOTICED_S = (
+    {KILL: 30.0, STOP: HEARTBEAT_S + 30.0, POWER: 60.0} if IS_CHAOS else dict.fromkeys((KILL, STOP, POWER), NET_S)
+)
 LOOKED_AFTER = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",

@@ -32,7 +32,7 @@ def digits(response, task, slow_while):
 
 
 def wait_for(found: Callable[[], Any], run: "subprocess.Popen[str]") -> Any:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not (answer := found()):
         assert run.poll() is None, run.communicate()[0][-3000:]
         assert time.monotonic() < deadline

@@ -44,7 +44,7 @@ def test_a_connection_without_the_clusters_token_is_refused(ray_machines, warm_p
     status = [*warm_python, "-m", "ray.scripts.scripts", "status"]
     with pytest.raises(CommandFailed, match="InvalidAuthToken"):
         ray_machines[2].run(status, env=environment)
-    deadline = time.monotonic() + 30  # a node that is just there has not told what it has
+    deadline = time.monotonic() + 300  # a node that is just there has not told what it has
     while "/8.0 CPU" not in (told := ray_machines[2].run(status).stdout):
         assert time.monotonic() < deadline, told
 
@@ -56,7 +56,7 @@ def test_workers_end_with_their_node(ray_machines, warm_python) -> None:
         [_, (hostname, *_, worker)] = json.loads(driver.stdout.readline())["actors"]
         assert hostname == "machine2"
         ray_machines[2].run(["pkill", "-KILL", "raylet"])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while ray_machines[2].run(["test", "-e", f"/proc/{worker}"], check=False).returncode == 0:
             assert time.monotonic() < deadline
         driver.kill()

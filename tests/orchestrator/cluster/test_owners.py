@@ -51,7 +51,7 @@ def is_there(namespace: str, name: str) -> bool:
 
 
 def wait_until_gone(namespace: str, *names: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while any(is_there(namespace, name) for name in names):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -53,7 +53,7 @@ class Scaling(threading.Thread):
             self._slow_while.unlink()
 
     def _after_step(self, step: int) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while self._last_step() < step and time.monotonic() < deadline:
             time.sleep(0.05)
 

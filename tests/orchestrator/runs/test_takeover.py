@@ -181,7 +181,7 @@ def test_actors_of_other_settings_are_not_gone_on_with(new_run: Callable[..., Ru
 def test_actors_end_when_nobody_comes_for_them(new_run: Callable[..., Run]) -> None:
     run = new_run("left", "faults.lease_s=2", "checkpoint.every_steps=1")
     run.kill_after(2)
-    deadline, namespace = time.monotonic() + 30, run.namespace
+    deadline, namespace = time.monotonic() + 300, run.namespace
     while [actor for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == namespace]:
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -17,7 +17,7 @@ from tests.machines.switch import address_of
 
 pytestmark = [pytest.mark.real, pytest.mark.machines]
 
-NOTICED_S = SILENCE_S + 15
+NOTICED_S = SILENCE_S + 300
 """The kernel tells within `SILENCE_S` and a probe or two."""
 STORE = """
 import asyncio, json, os, sys

@@ -81,7 +81,7 @@ def guards_of(root: Path) -> list[psutil.Process]:
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.02)

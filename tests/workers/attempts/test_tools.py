@@ -84,7 +84,7 @@ def test_a_tool_that_hangs_is_given_up_and_blocks_nobody() -> None:
     over = threading.Event()
 
     def hangs() -> str:
-        over.wait(20)
+        over.wait(900)
         return "late"
 
     began = time.monotonic()
@@ -92,7 +92,7 @@ def test_a_tool_that_hangs_is_given_up_and_blocks_nobody() -> None:
     over.set()
     assert told == "Error: hangs did not return within 0.3 s.\n2"
     assert counts["tools_timeout"] == 1
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 600
 
 
 def test_tools_that_hang_for_good_take_no_thread_from_others() -> None:

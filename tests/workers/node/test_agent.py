@@ -80,7 +80,7 @@ def test_the_root_goes_when_the_agent_is_killed(tmp_path: Path) -> None:
     agent.send_signal(signal.SIGKILL)
     agent.wait()
     agent.stdout.close()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while root.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not root.exists()
@@ -186,7 +186,7 @@ def test_a_node_that_counts_as_lost_is_told_nothing_more() -> None:
         assert orders.lost == 0
         orders.node_lost("here")
         orders.give("here", Spill("writer-1"))
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + 300
         while orders.lost < 2 and time.monotonic() < give_up:
             time.sleep(0.01)
         assert orders.lost == 2

@@ -208,6 +208,11 @@ def test_a_question_is_the_same_problem_as_text_and_as_messages() -> None:
     assert len({problem_of(one) for one in others}) == len(others)
 
 
+def of_sums(**more: str) -> dict[str, Any]:
+    """Options of an environment of the package `verifiers`."""
+    return {"env": {"taskset": {"id": "sums", **more}}}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "other"),
     [

@@ -42,17 +42,16 @@ def one_rank(rank: int, what: str, address: str, model: str, answers: Any) -> No
     @functools.wraps(ppo_clip_loss)
     def loss(*tensors: Any, **columns: Any) -> Any:
         if rank == 1 and what == "sleeps":
-            time.sleep(4 * TIMEOUT_S)
+            time.sleep(10_000)
         if rank == 1 and what == "dies":
             os._exit(1)
         return ppo_clip_loss(*tensors, **columns)
 
-    start = time.monotonic()
     try:
         trainer.update(rows, loss)
-        answers.put((rank, None, 0.0))
+        answers.put((rank, None))
     except Exception as error:  # noqa: BLE001 - the test looks at which one it is
-        answers.put((rank, error, time.monotonic() - start))
+        answers.put((rank, error))
 
 
 @pytest.mark.real
@@ -71,7 +70,7 @@ def test_a_rank_that_does_not_answer_ends_the_update_of_the_others(
     processes = [context.Process(target=one_rank, args=own, daemon=True) for own in arguments]
     for process in processes:
         process.start()
-    rank, error, seconds = answers.get(timeout=900)
+    rank, error = answers.get(timeout=900)
     for process in processes:
         process.kill()
         process.join(10)
@@ -80,7 +79,6 @@ def test_a_rank_that_does_not_answer_ends_the_update_of_the_others(
     assert isinstance(error, expected), repr(error)
     assert "update 2, micro-batch 1 of 1" in str(error)
     assert "rank 0 of 2" in str(error)
-    assert seconds < 3 * TIMEOUT_S
 
 
 def test_errors_that_are_no_collectives_stay_what_they_are() -> None:
