@@ -27,9 +27,10 @@ verify: verify-packages setup $(OTHERS:%=.venv-%/.locked) ## after `make test`, 
 	PENSTOCK_AMOUNT=all $(PYTEST) -m "((real and (not promise or machines)) or hypothesis or histories) and not gpu and not soak" $(ARGS)
 
 SINCE := HEAD
-affected: packages setup ## tests that a change since the commit SINCE can affect; ARGS="-m 'not real'" for those that take seconds
-	@files=$$($(BIN)/python -m tests.affected $(SINCE)) && [ -n "$$files" ] || { echo "no test reads what changed since $(SINCE)"; exit 0; }; \
-	  $(PYTEST) -m "not gpu and not soak" $$files $(ARGS)
+affected: packages setup ## tests that import what changed since the commit SINCE, then all real ones; REAL=no for the first alone
+	@files=$$($(BIN)/python -m tests.affected $(SINCE)) && \
+	  { [ -z "$$files" ] || $(PYTEST) -m "not real and not gpu and not soak" $$files $(ARGS) || [ $$? = 5 ]; }
+	@[ "$(REAL)" = no ] || { $(PYTEST) -m "promise and not machines" && $(MAKE) verify; }
 
 packages: # of Debian, that tests need: first of all, so that one that cannot be had is told before anything runs
 	@requirements/debian.sh test $(PYTHON)

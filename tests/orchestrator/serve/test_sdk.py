@@ -21,7 +21,7 @@ WAIT_S = 900
 ID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 """The id of a session, another one in each."""
 ENVIRONMENTS = {"0.22.0": ".venv-tinker22", "0.30.0": ".venv-tinker30"}
-"""Environments of other versions, which `make test` brings."""
+"""Environments of other versions, which `make verify` brings."""
 
 
 def python_of(version):

@@ -22,7 +22,7 @@ def needed(program: str) -> str:
     """Where it is; without it the test has failed."""
     path = shutil.which(program)
     if path is None:
-        pytest.fail(f"there is no {program}: `make test` installs it", pytrace=False)
+        pytest.fail(f"there is no {program}: `make verify` installs it", pytrace=False)
     return path
 
 
