@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(STARTS)
     is_controller = config.option.numprocesses and "PYTEST_XDIST_WORKER" not in os.environ
     if (file := os.environ.get(costs.FILE)) and not is_controller:
-        config.pluginmanager.register(costs.Costs(Path(file), STARTS))
+        config.pluginmanager.register(costs.Costs(Path(file)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -11,12 +11,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.starts import Starts
 
 FILE = "PENSTOCK_COSTS"
 GROUP = "PENSTOCK_COSTS_GROUP"
@@ -31,13 +30,22 @@ def join_group(group: str) -> None:
 
 
 class Group:
-    """Control group that counts processor time. Needs root, and a kernel with either version of control groups."""
+    """Control group that counts processor time. Raises `pytest.UsageError` where none can be made."""
 
     def __init__(self, name: str) -> None:
-        root, self._figure = next((root, figure) for root, figure in HIERARCHIES if (Path(root) / figure).exists())
-        self.path = Path(root) / name
+        found = [(Path(root), figure) for root, figure in HIERARCHIES if (Path(root) / figure).exists()]
+        if not found or os.getuid():
+            raise pytest.UsageError(f"{FILE} needs root and control groups (/sys/fs/cgroup).")
+        self._root, self._figure = found[0]
+        self.path = self._root / name
         self.path.mkdir(exist_ok=True)
         join_group(str(self.path))
+
+    def leave(self) -> None:
+        """Give this process back, and remove the group if nothing else is in it."""
+        join_group(str(self._root))
+        with suppress(OSError):
+            self.path.rmdir()
 
     def cpu_s(self) -> float:
         said = (self.path / self._figure).read_text().split()
@@ -47,31 +55,29 @@ class Group:
 class Costs:
     """Plugin of one test process. A fixture's time is not also its test's."""
 
-    def __init__(self, file: Path, starts: Starts) -> None:
+    def __init__(self, file: Path) -> None:
         self._file = file
-        self._seen = starts.seen
         self._group = Group(f"penstock-tests-{os.getpid()}")
         os.environ[GROUP] = str(self._group.path)
         self._fixtures: Counter[str] = Counter()
-        self._started: list[str] = []
+
+    def pytest_unconfigure(self) -> None:
+        self._group.leave()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[None]:
-        before, within, known = self._group.cpu_s(), self._fixtures.total(), len(self._seen)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        before, within = self._group.cpu_s(), self._fixtures.total()
         try:
             return (yield)
         finally:
             spent = self._group.cpu_s() - before - (self._fixtures.total() - within)
             if spent > 0.001:
                 self._fixtures[f"{fixturedef.argname} ({fixturedef.scope}, {fixturedef.baseid or 'tests'})"] += spent
-            if len(self._seen) > known:
-                self._started.append(f"{fixturedef.argname}: {self._seen[-1]}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        before, known = self._group.cpu_s(), len(self._seen)
+        before = self._group.cpu_s()
         self._fixtures.clear()
-        self._started.clear()
         try:
             return (yield)
         finally:
@@ -80,9 +86,6 @@ class Costs:
                 "cpu_s": round(self._group.cpu_s() - before - self._fixtures.total(), 4),
                 "fixtures": {name: round(spent, 4) for name, spent in self._fixtures.items()},
                 "marks": sorted({mark.name for mark in item.iter_markers()}),
-                "closure": sorted(item.fixturenames),  # type: ignore[attr-defined]
-                "starts": self._seen[known:][:5],
-                "fixture_starts": list(self._started),
             }
             with self._file.open("a") as file:
                 file.write(json.dumps(line) + "\n")
