@@ -10,7 +10,7 @@ a test is what it cost. A process that idles beside a test, such as a Ray node, 
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,10 @@ class Costs:
         self._group = Group(f"penstock-tests-{os.getpid()}")
         os.environ[GROUP] = str(self._group.path)
         self._fixtures: Counter[str] = Counter()
+        self._written_s = 0.0
+
+    def pytest_sessionfinish(self) -> None:
+        self._write("imports and collection", self._group.cpu_s() - self._written_s)
 
     def pytest_unconfigure(self) -> None:
         self._group.leave()
@@ -77,18 +81,18 @@ class Costs:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         before = self._group.cpu_s()
-        self._fixtures.clear()
         try:
             return (yield)
         finally:
-            line = {
-                "test": item.nodeid,
-                "cpu_s": round(self._group.cpu_s() - before - self._fixtures.total(), 4),
-                "fixtures": {name: round(spent, 4) for name, spent in self._fixtures.items()},
-                "marks": sorted({mark.name for mark in item.iter_markers()}),
-            }
-            with self._file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            spent = self._group.cpu_s() - before - self._fixtures.total()
+            self._write(item.nodeid, spent, sorted({mark.name for mark in item.iter_markers()}))
+
+    def _write(self, name: str, spent: float, marks: Sequence[str] = ()) -> None:
+        line = {"test": name, "cpu_s": spent, "fixtures": dict(self._fixtures), "marks": marks}
+        with self._file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._written_s += spent + self._fixtures.total()
+        self._fixtures.clear()
 
 
 def summary(file: Path) -> Iterator[str]:

@@ -21,7 +21,7 @@ ELSEWHERE = {"arithmetic", "arithmetic_sft", "gsm8k", "geo3k", "custom_algorithm
 """Seen running by tests of their own."""
 SMALL = [
     "rollout.engine=hf", "trainer.max_steps=2", "trainer.groups_per_step=4", "evaluation.every_steps=0",
-    "trainer.num_threads=1", "tracking.samples_every_steps=1", "data.size=400",
+    "trainer.num_threads=1", "rollout.num_threads=1", "tracking.samples_every_steps=1", "data.size=400",
 ]  # fmt: skip
 FEWER = dict.fromkeys(
     ("agent", "guess", "parallel_answers", "see_and_move", "tictactoe", "tool_use", "tree"), ("algorithm.group_size=4",)
