@@ -30,4 +30,5 @@ def small_run(tmp_path_factory):
         f"model.path={folder}/model", f"data.path={folder}/prompts.jsonl", "rollout.max_model_len=64",
         "rollout.sampling.max_tokens=12", "reward.function=digits", "trainer.groups_per_step=4",
         "algorithm.group_size=4", "rollout.kv_cache_gib=0.1", "trainer.optimizer.lr=1e-3",
+        "rollout.num_threads=1", "trainer.num_threads=1",  # else the run tries how many are fastest
     ]  # fmt: skip

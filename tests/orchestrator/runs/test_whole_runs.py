@@ -32,6 +32,7 @@ PATIENCE_S = 900.0
 @pytest.mark.pngs
 def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(small_run, tmp_path, cluster):
     words = [*small_run, "rollout.engine=vllm", "max_staleness=1", "trainer.max_steps=5", "name=async"]
+    words += ["rollout.num_threads=0", "trainer.num_threads=0"]  # as many as a trial finds
     words += ["store.inline_bytes=100", "store.shared_memory_mib=1", f"store.spill_dir={tmp_path}/disk"]
     result = run(load_config([*words, f"output_dir={tmp_path}"]), quiet=True)
     steps = metrics_of(result.directory)
