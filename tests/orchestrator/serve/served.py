@@ -22,8 +22,9 @@ KEY = "tml-test"
 class Served:
     """A server that has started. Lifecycle: `start`, `kill` and `start` again any number of times, `end`."""
 
-    def __init__(self, directory: Path, words: Sequence[str], python: Sequence[str]) -> None:
+    def __init__(self, directory: Path, words: Sequence[str], python: Sequence[str], cluster: str) -> None:
         self.directory, self.words, self.python = directory, list(words), python
+        self._environment = os.environ | {"COLUMNS": "400"} | ({"RAY_ADDRESS": cluster} if cluster else {})
         self.lines: list[str] = []
         """Lines that it printed."""
         self.url = ""
@@ -35,7 +36,7 @@ class Served:
         words = [*self.words, f"output_dir={self.directory}", "--port", port]
         process = subprocess.Popen(
             [*self.python, "-m", "penstock.orchestrator.cli", "serve", *words], stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, cwd=self.directory, env=os.environ | {"COLUMNS": "400"},
+            stderr=subprocess.STDOUT, text=True, cwd=self.directory, env=self._environment,
             start_new_session=True,
         )  # fmt: skip
         self._process, found = process, queue.Queue[str]()
@@ -82,9 +83,15 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(directory: Path, words: Sequence[str], python: Sequence[str] = (sys.executable,)) -> Iterator[Served]:
-    """Start a server, and leave no process of it behind. `python`: what runs it, by default as for users."""
-    server = Served(directory, words, python)
+def served(
+    directory: Path, words: Sequence[str], python: Sequence[str] = (sys.executable,), cluster: str = ""
+) -> Iterator[Served]:
+    """Start a server, and leave no process of it behind.
+
+    `python`: what runs it, by default as for users. `cluster`: address of the Ray cluster that it uses; by default it
+    starts its own, which `kill` ends with it.
+    """
+    server = Served(directory, words, python, cluster)
     try:
         server.start()
         yield server

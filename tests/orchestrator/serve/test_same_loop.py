@@ -127,10 +127,10 @@ def test_the_loop_runs_in_a_session(small_run: list[str], tmp_path: Path, cluste
     ],
 )
 def test_the_loop_runs_on_a_server(
-    model: str, warm_python: list[str], tmp_path: Path, trained: str, rate: float
+    model: str, warm_python: list[str], ray_address: str, tmp_path: Path, trained: str, rate: float
 ) -> None:
     words = [f"model.path={model}", "rollout.engine=hf", "rollout.max_model_len=64", trained]
-    with served(tmp_path, words, warm_python) as server, penstock.Client(server.url, KEY, rank=8) as run:
+    with served(tmp_path, words, warm_python, ray_address) as server, penstock.Client(server.url, KEY, rank=8) as run:
         check(loop(run.policy, rate))
         with pytest.raises(DataError, match="min_p"):
             run.policy.sample([1], 1, penstock.Sampling(min_p=0.5))

@@ -32,9 +32,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(
+    place: Path, warm_python: list[str], ray_address: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     words = [f"model.path={place / BASE}", "rollout.engine=hf", "rollout.max_model_len=4096", "rollout.num_threads=1"]
-    with served(tmp_path_factory.mktemp("served"), [*words, "trainer.num_threads=1"]) as found:
+    words.append("trainer.num_threads=1")
+    with served(tmp_path_factory.mktemp("served"), words, warm_python, ray_address) as found:
         yield found
 
 
