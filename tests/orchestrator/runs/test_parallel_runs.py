@@ -44,7 +44,6 @@ def test_a_run_whose_ranks_share_rows_or_weights_is_the_run_of_one_rank(small_ru
     ("engine", "publish"),
     [
         ("hf", "merged"),
-        ("hf", "adapter"),
         pytest.param("vllm", "adapter", marks=pytest.mark.promise("Larger models")),
     ],
 )
