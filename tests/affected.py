@@ -1,9 +1,9 @@
-"""Test files that a change can affect: `python -m tests.affected [SINCE]` prints them, for `make affected`.
+"""Prints the test files that a change can affect: `python -m tests.affected [SINCE]`. Used by `make affected`.
 
-A test file is affected by the modules that it imports, directly or through others, by those that the product names in
-quotes on the way (`"penstock.workers.reward.code"`), by the `conftest.py` of its folders, and by documents if it reads
-any. A file that is neither Python nor a document (a recipe, a page's script, a lock) affects every test. What changed
-is what differs from the commit SINCE (default: HEAD), files that Git does not know included.
+A test file is affected by the modules that it imports, directly or indirectly, by modules that these name in quotes
+(`"penstock.workers.reward.code"`), by the `conftest.py` of its folders, and by documents if it reads any. A file that
+is neither Python nor a document (a recipe, a script of the page, a lock) affects every test. The change is the
+difference from the commit SINCE (default: HEAD), including untracked files.
 """
 
 import re
@@ -17,18 +17,18 @@ import grimp
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("penstock", "tests", "benchmarks")
 QUOTED = re.compile(r"[\"'`](penstock(?:\.[a-z_0-9]+)+)")
-"""A module that is imported by its name, or run as a program; it may be followed by what is in it."""
+"""A module that is imported by name or run as a program, perhaps followed by a name inside it."""
 
 
 def changed_files(since: str) -> list[str]:
-    """Paths below the project's root; files that were removed are among them."""
+    """Paths relative to the project's root, including removed files."""
     commands = (["git", "diff", "--name-only", since], ["git", "ls-files", "--others", "--exclude-standard"])
     printed = [subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout for words in commands]
     return sorted({line for text in printed for line in text.splitlines()})
 
 
 def import_graph() -> grimp.ImportGraph:
-    """Imports within the project, and modules that the product names in quotes as if they were imported."""
+    """Imports within the project. A module that the product names in quotes counts as imported."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     for module in [name for name in graph.modules if name.startswith("penstock.")]:
         file = ROOT / path_of(module)
@@ -41,7 +41,7 @@ def import_graph() -> grimp.ImportGraph:
 
 
 def affected_tests(changed: Iterable[str], graph: grimp.ImportGraph, text_of: Callable[[str], str]) -> list[str]:
-    """Paths of test files. `text_of`: the text of the file at a path."""
+    """Paths of test files. `text_of` returns the text of the file at a path."""
     tests = {module: path_of(module) for module in graph.modules if is_test(module)}
     found: set[str] = set()
     for path in changed:

@@ -1,6 +1,7 @@
-"""How many random cases a property, a history or a run with kills gets, by `PENSTOCK_AMOUNT`.
+"""Number of random cases of a property, a history or a run with kills.
 
-`few` is the default, also of `make test`: a tenth. `make verify` says `all` and `make soak` says `many`.
+The environment variable `PENSTOCK_AMOUNT` selects it: `few`, the default and that of `make test`, is a tenth; `make
+verify` sets `all`, `make soak` sets `many`.
 """
 
 import os
@@ -10,5 +11,5 @@ IS_MANY = LEVEL == "many"
 
 
 def amount(everything: int, many: int | None = None) -> int:
-    """`everything`: what `make verify` takes. `many`: what `make soak` takes, if it is more."""
+    """`everything`: the number for `make verify`. `many`: the number for `make soak`, if it is larger."""
     return {"few": max(1, everything // 10), "all": everything, "many": many or everything}[LEVEL]

@@ -41,8 +41,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 MAX_PROMISES = 45
-"""Tests with real parts that `make test` takes."""
-platform.uname().processor  # noqa: B018 - asked of a program once in a process: packages want to know when they are imported
+"""Largest number of real tests in `make test`."""
+platform.uname().processor  # noqa: B018 - Python runs a program for it, once; packages ask for it when they are imported
 STARTS = Starts()
 STARTS.listen()
 

@@ -1,10 +1,11 @@
-"""Processor time of each test, each fixture and the processes that they start, for `PENSTOCK_COSTS=FILE`.
+"""Processor time of each test and fixture, including the processes that they start. Enabled by `PENSTOCK_COSTS=FILE`.
 
-Each test process joins a control group of its own, and so do the processes that it starts; forks of the warm server
-(`warm_workers.py`) join the group of the process that asked for them. The time of a group before and after a fixture or
-a test is what it cost. A process that idles beside a test, such as a Ray node, is counted with this test.
+Each test process joins its own control group, and the processes that it starts inherit it. Forks of the warm server
+(`warm_workers.py`) join the group of the process that requested them. The cost of a test or fixture is the difference
+of its group's counter before and after. Processes that idle in the background, such as a Ray node, are charged to the
+test that runs meanwhile.
 
-`FILE` gets a line of JSON for each test; the summary names the most expensive files, tests and fixtures.
+`FILE` gets one line of JSON per test. The summary lists the most expensive files, tests and fixtures.
 """
 
 import json
@@ -25,12 +26,12 @@ NUM_SHOWN = 15
 
 
 def join_group(group: str) -> None:
-    """Count this process, and all that it starts from now on, with a control group."""
+    """Charge this process, and all that it starts from now on, to a control group."""
     (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
 
 
 class Group:
-    """Control group that counts processor time. Raises `pytest.UsageError` where none can be made."""
+    """Control group that counts processor time. Raises `pytest.UsageError` if it cannot be created."""
 
     def __init__(self, name: str) -> None:
         found = [(Path(root), figure) for root, figure in HIERARCHIES if (Path(root) / figure).exists()]
@@ -42,7 +43,7 @@ class Group:
         join_group(str(self.path))
 
     def leave(self) -> None:
-        """Give this process back, and remove the group if nothing else is in it."""
+        """Move this process back to the root group, and remove the group if it is empty."""
         join_group(str(self._root))
         with suppress(OSError):
             self.path.rmdir()
@@ -53,7 +54,7 @@ class Group:
 
 
 class Costs:
-    """Plugin of one test process. A fixture's time is not also its test's."""
+    """Plugin of one test process. The time of a test excludes that of its fixtures."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -96,7 +97,7 @@ class Costs:
 
 
 def summary(file: Path) -> Iterator[str]:
-    """Lines for people: what is most expensive by file, test and fixture."""
+    """Lines of text: the most expensive files, tests and fixtures."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     fixtures: Counter[str] = Counter()
     files: Counter[str] = Counter()

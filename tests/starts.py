@@ -1,7 +1,8 @@
-"""Whether a test stays inside its own process, as Python's audit events tell.
+"""Fails tests that leave their own process without the mark `real`.
 
-A test without the mark `real` starts no process: what would start one fails there, and so does the test. A test that
-uses a fixture which has started one, maybe for another test, fails as well.
+An audit hook of Python sees each start of a process. In a test without the mark the call that would start one raises,
+and the test fails even if it catches that. A test without the mark also fails if it uses a fixture that started a
+process for an earlier test.
 """
 
 import multiprocessing.util
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "penstock.spawn")
-RULE = "is not marked `real` (see CONTRIBUTING.md, Tests), and "
+RULE = "is not marked `real` (CONTRIBUTING.md, Which tier a test is in), and "
 
 
 class Starts:
@@ -23,12 +24,12 @@ class Starts:
         self.seen: list[str] = []
         """Events since the process began."""
         self._watched = ""
-        """Test that runs now, unless it is marked `real`."""
+        """Name of the running test, unless it is marked `real`."""
         self._processes_of: dict[Any, str] = {}
-        """Event of each fixture that has started a process."""
+        """Fixtures that started a process, with the event."""
 
     def listen(self) -> None:
-        """Hear of processes from now on. Python has no event for those that `multiprocessing` spawns."""
+        """Install the audit hook, for good. `multiprocessing` raises no event of its own when it spawns a process."""
         spawn = multiprocessing.util.spawnv_passfds
 
         def audited(path: Any, arguments: Any, files: Any) -> int:
@@ -67,6 +68,6 @@ class Starts:
     def pytest_runtest_call(self, item: Any) -> Iterator[None]:
         known = len(self.seen)
         result = yield
-        if self._watched and len(self.seen) > known:  # in a thread, or caught
+        if self._watched and len(self.seen) > known:  # the failure was caught, or raised in a thread
             pytest.fail(f"{self._watched} {RULE}starts a process: {self.seen[known]}")
         return result
