@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with an engine of DeepSpeed (`zero1` and so on in their name) as real: it runs programs when it starts."""
+    """Mark tests with an engine of DeepSpeed (`zero1` and so on by name) as real: it runs programs when it starts."""
     for item in items:
         if item.path.is_relative_to(HERE) and "[" in item.name and re.search(r"\bzero\d", item.name):
             item.add_marker(pytest.mark.real)
