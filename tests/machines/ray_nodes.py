@@ -30,10 +30,11 @@ QUIET = {
 """Settings that the cluster of the other tests has as well (`ray_cluster.py`)."""
 SOON = {
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "4",
 }
-"""Settings of a head that takes a machine without power for dead after some seconds, instead of a minute."""
+"""Settings of a head that takes a machine without power for dead after twenty seconds, instead of a minute. A machine
+that is only busy answers sooner."""
 COUNT = """
 import sys, time
 from ray._raylet import GcsClient
