@@ -49,7 +49,7 @@ STARTS.listen()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(STARTS)
-    is_controller = config.option.numprocesses and "PYTEST_XDIST_WORKER" not in os.environ
+    is_controller = getattr(config.option, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
     if (file := os.environ.get(costs.FILE)) and not is_controller:
         config.pluginmanager.register(costs.Costs(Path(file)))
 
