@@ -37,6 +37,27 @@ def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def filling(target: Path) -> Iterator[Path]:
+    """Yield a new directory to write to within the block. At its end what is there comes into `target`, beside what
+    that has already; nothing comes if the block fails."""
+    is_there = target.is_dir()
+    part = target / ".new.part" if is_there else part_of(target)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        if not is_there:
+            part.rename(target)
+            return
+        for file in sorted(path for path in part.rglob("*") if path.is_file()):
+            place = target / file.relative_to(part)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(place)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
 def part_of(target: Path) -> Path:
     """The path where a file is written until it is whole."""
     return target.with_name(f".{target.name}.part")

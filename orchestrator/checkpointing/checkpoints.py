@@ -41,7 +41,7 @@ from penstock.workers.files import (
     upload_directory,
     write_text,
 )
-from penstock.workers.local_files import replacing
+from penstock.workers.local_files import filling
 from penstock.workers.prompts.curriculum import CurriculumState
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
@@ -261,8 +261,7 @@ def with_local_models(checkpoint: Checkpoint, directory: RunDirectory) -> Checkp
 def bring_model(url: str, directory: Path) -> None:
     """Download a model, unless it is there. Raises `CheckpointError`."""
     if not directory.is_dir():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(directory) as part:
+        with filling(directory) as part:
             download(url, part)
 
 

@@ -21,21 +21,24 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.workers.files import absolute, is_url, list_names, upload_directory
-from penstock.workers.trainer.exported_files import check_exported
+from penstock.workers.local_files import filling
+from penstock.workers.trainer.exported_files import check_exported, remove_weights
 
 if TYPE_CHECKING:
     from penstock.workers.trainer.trainer import PolicyTrainer
 
 
 async def export_model(fleet: Fleet, directory: str) -> None:
-    """Export the trainer's model to the driver's machine. Raises `DeadlineExceeded`, `WorkerDied`, `ResourceError`,
-    `WeightError`, `CheckpointError`."""
+    """Export the trainer's model to the driver's machine, whole or not at all. Raises `DeadlineExceeded`, `WorkerDied`,
+    `ResourceError`, `WeightError`, `CheckpointError`."""
     try:
-        places = await fleet.places(directory)
-        calls = [(name, handle.export.remote(places[name])) for name, handle in fleet.role("trainer")]
-        written = await answers(calls, phase="export", timeout_s=fleet.config.trainer.collective_timeout_s)
-        await fleet.collect(directory, places)
-        await asyncio.to_thread(check_exported, directory, written)
+        with filling(Path(directory)) as part:
+            places = await fleet.places(str(part))
+            calls = [(name, handle.export.remote(places[name])) for name, handle in fleet.role("trainer")]
+            written = await answers(calls, phase="export", timeout_s=fleet.config.trainer.collective_timeout_s)
+            await fleet.collect(str(part), places)
+            await asyncio.to_thread(check_exported, str(part), written)
+        remove_weights(Path(directory), [name for own in written for name in own])
     except OSError as error:  # of this machine: an actor's is an error of Ray's
         raise WeightError(
             f"export to {directory}: cannot be written: {error}. Make room there, or see whether its file system "
@@ -59,15 +62,16 @@ def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> str
         if is_url(checkpoint.model_path):
             bring_model(checkpoint.model_path, Path(folder, "base"))
             checkpoint = replace(checkpoint, model_path=f"{folder}/base")
-        written = f"{folder}/model" if is_url(target) else target
+        written = Path(f"{folder}/model" if is_url(target) else target)
         trainer = open_trainer(checkpoint, dtype)
         try:
             TrainingState({"policy": trainer}).load(checkpoint.trainer, checkpoint.files)
-            trainer.export(written)
+            with filling(written) as part:
+                trainer.export(str(part))
         finally:
             trainer.close()
         if is_url(target):
-            upload_directory(Path(written), target)
+            upload_directory(written, target)
     return str(directory)
 
 

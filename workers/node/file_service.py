@@ -31,6 +31,7 @@ from penstock.network.names import OutsideName, below
 from penstock.store.data.roots import claim_root, guard_root, remove_root, sweep_stale
 from penstock.workers.files import SavedFile, saved_file
 from penstock.workers.local_files import replacing
+from penstock.workers.model_files import model_files
 
 FILES = 3
 """Service of an agent's port, a byte: a connection from another node asks for one. `agent.py` has all of them."""
@@ -50,8 +51,13 @@ class FileSet:
 
     @classmethod
     def of_directory(cls, directory: Path) -> "FileSet":
-        """Make a set of all files of a model or checkpoint. Raises `OSError`."""
+        """Make a set of all files of a checkpoint. Raises `OSError`."""
         return cls._of(directory, (path for path in directory.rglob("*") if path.is_file()))
+
+    @classmethod
+    def of_model(cls, directory: Path) -> "FileSet":
+        """Make a set of the files of a model, whatever else is in its directory. Raises `OSError`, `ValueError`."""
+        return cls._of(directory, (directory / name for name in model_files(directory)))
 
     @classmethod
     def of_code(cls, file: Path) -> "FileSet":

@@ -36,6 +36,7 @@ from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 
+from penstock.workers.weights.stored import check_model
 T = TypeVar("T")
 
 
@@ -171,6 +172,7 @@ class HfEngine:
             self._processor = PictureProcessor.if_it_sees(self._spec.model_path, self._spec.picture_digest)
             kind = auto_class(AutoConfig.from_pretrained(self._spec.model_path))
             self.model = kind.from_pretrained(self._spec.model_path, dtype=dtype).eval()
+            check_model(self._spec.model_path)
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={self._spec.model_path}: the hf engine cannot load it: {error}") from None
         self._banned = () if self._processor is None else self._processor.token_ids

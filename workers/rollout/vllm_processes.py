@@ -58,12 +58,15 @@ class VllmProcesses:
         self._children: list[BaseProcess] = []
 
     def _build(self) -> None:
-        """Start them. Raises `ResourceError`."""
+        """Start them. Raises `ResourceError`, and `ModelError` for weights that are not the model's."""
         others = multiprocessing.active_children()
         with self._output.captured(), vllm_environment(self._spec):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            from penstock.workers.weights.stored import check_model
+
+            check_model(self._spec.model_path)
             try:
                 self._pictures = PictureProcessor.if_it_sees(self._spec.model_path, self._spec.picture_digest)
                 family = self._pictures.family if self._pictures is not None else None

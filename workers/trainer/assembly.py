@@ -131,6 +131,7 @@ def assemble_trainer(
         trainer.replay_experts()
     _give_sight(trainer, spec)
     trainer.check_scores()
+    trainer.try_export()
     critic = _critic(spec, address)
     ranks = trainer.ranks
     replay = None

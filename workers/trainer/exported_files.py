@@ -7,9 +7,8 @@ from pathlib import Path
 
 from penstock.conf.errors import WeightError
 from penstock.workers.files import fault_of_size
+from penstock.workers.model_files import INDEX, SINGLE
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 SHARDS = "model-*-of-*.safetensors"
 
 

@@ -13,11 +13,12 @@ import contextlib
 import json
 import math
 import os
-import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer
 
-from penstock.conf.errors import WeightError
+from penstock.conf.errors import ModelError, WeightError
 from penstock.workers.local_files import FreeSpace, part_of, write_whole
+from penstock.workers.model_files import CONFIG, INDEX, SINGLE, copy_texts
 from penstock.workers.trainer.engines.engine import TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
-from penstock.workers.trainer.exported_files import INDEX, SINGLE, remove_weights, shard_name
+from penstock.workers.trainer.exported_files import remove_weights, shard_name
 from penstock.workers.trainer.models.pictures import tower_of
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece, Span, spans_by_tensor
@@ -37,10 +39,7 @@ from penstock.workers.weights.publication.layout import DTYPE_BYTES, Layout, com
 
 ADVICE = "Make room, or make the model of a checkpoint elsewhere: penstock export CHECKPOINT DIRECTORY."
 ADAPTER_FOLDER = "adapter"
-WEIGHT_FILES = (
-    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "*.h5", "*.msgpack", "manifest*.json",
-    ADAPTER_FOLDER,
-)  # fmt: skip
+GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,7 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
             if len(plan.names) > 1:
                 write_whole(target / INDEX, index := plan.index())
                 written[INDEX] = len(index.encode())
-            _copy_texts(model_path, target, sees=bool(tower_of(engine.model.lm)))
-            _write_config(engine, target, dtype)
+            _write_texts(engine.model.lm, target, model_path, dtype)
         save_adapter(engine.model.lm, target / ADAPTER_FOLDER, ranks.rank == 0)
     ranks.barrier()
     return written
@@ -119,7 +117,7 @@ def _named(target: Path, rank: int, plan: FilePlan, what: str | None = None) -> 
     free.measure(target)
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         name = plan.names.get(rank)
         if name is not None:
             with contextlib.suppress(OSError):
@@ -169,19 +167,29 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _copy_texts(model_path: str, target: Path, *, sees: bool) -> None:
-    """Copy a directory's files as they are, weights left out; a hub id's tokenizer through transformers, or its
-    processor: tokenizer, chat template, and what makes pixels of pictures."""
+def try_texts(lm: Any, model_path: str, dtype: str) -> None:
+    """Write all that an export has but for the weights, and throw it away: what cannot be written is told before
+    anything is trained. Raises `ModelError`."""
+    with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
+        try:
+            _write_texts(lm, Path(folder), model_path, dtype)
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"model.path={model_path}: what belongs to its weights could not be exported after the training: "
+                f"{error}. Mend the file there, or choose another model.path."
+            ) from error
+
+
+def _write_texts(lm: Any, target: Path, model_path: str, dtype: str) -> None:
+    """Write what a directory has besides its weights: a directory's files as they are; a hub id's tokenizer through
+    transformers, or its processor. Configurations are written as they are, too: transformers would refuse what it
+    has read before, such as a temperature without sampling."""
     source = Path(model_path)
     if not source.is_dir():
-        (AutoProcessor if sees else AutoTokenizer).from_pretrained(model_path).save_pretrained(target)
+        (AutoProcessor if tower_of(lm) else AutoTokenizer).from_pretrained(model_path).save_pretrained(target)
     elif source.resolve() != target.resolve():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHT_FILES), dirs_exist_ok=True)
-
-
-def _write_config(engine: TrainEngine, target: Path, dtype: str) -> None:
-    lm = engine.model.lm
+        copy_texts(source, target)
     config = type(lm.config).from_dict(lm.config.to_dict() | {"dtype": dtype})
-    config.save_pretrained(target)
+    config.to_json_file(target / CONFIG)
     if getattr(lm, "generation_config", None) is not None:
-        lm.generation_config.save_pretrained(target)
+        lm.generation_config.to_json_file(target / GENERATION_CONFIG)

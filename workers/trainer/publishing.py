@@ -241,6 +241,11 @@ class Publishes:
         alone = self.trainable and self.config.lora.publishes_adapter
         return self.engine.adapter_pieces() if alone else self.engine.pieces()
 
+    def try_export(self) -> None:
+        """See that what an export has besides the weights can be written. Raises `ModelError`."""
+        if self.ranks.rank == 0:
+            exporting.try_texts(self.engine.model.lm, self.model_path, self.engine_dtype)
+
     def export(self, directory: str) -> dict[str, int]:
         """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype; return the weight
         files that this rank has written, with their bytes. `directory`: one that all ranks see. Collective. Raises

@@ -21,6 +21,7 @@ from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Minibatch
+from penstock.workers.weights.stored import HEAD
 
 
 class ScalarTrainer(PolicyTrainer):
@@ -32,8 +33,9 @@ class ScalarTrainer(PolicyTrainer):
         self, path: str, dtype: str, attention: str, checkpoint_layers: bool
     ) -> tuple[nn.Module, StartingWeights, int | None]:
         lm, weights = open_scalar_lm(
-            path, "model.path", dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers
-        )
+            path, "model.path", new=(HEAD,) if self.trainable else (), dtype=dtype, attention=attention,
+            checkpoint_layers=checkpoint_layers,
+        )  # fmt: skip
         return ScalarModel(lm), weights, max_length(lm)
 
     def check_scores(self) -> None:

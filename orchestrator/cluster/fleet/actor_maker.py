@@ -24,6 +24,7 @@ from penstock.workers.attempts.actor import Environments, EnvironmentSpec
 from penstock.workers.attempts.worker import AttemptColumns
 from penstock.workers.compute.actor import Compute
 from penstock.workers.judging import JudgeSpec
+from penstock.workers.node.file_service import FileSet
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.actor import Prompts
 from penstock.workers.protocols import AdapterLimits, EngineSpec
@@ -91,7 +92,7 @@ class ActorMaker:
         for stage in dict.fromkeys(actor.stage for actor in plan if actor.role == "scorer"):
             self._files.provide(self._scored_by(self._flow.stage(str(stage))), nodes["scorer"])
         if self._resumed is not None:
-            self._files.provide(self._resumed.trainer, nodes["trainer"])
+            self._files.provide(self._resumed.trainer, nodes["trainer"], FileSet.of_directory)
         self._files.provide(self._judge_path, {self._node_of(actor.name) for actor in plan if self._judges(actor)})
         self._bring_code(nodes["reward"] | nodes["environment"])
 
@@ -106,14 +107,14 @@ class ActorMaker:
         if actor.role in ("reward", "environment"):
             self._bring_code({node})
         if actor.role == "trainer" and self._resumed is not None:
-            self._files.provide(self._resumed.trainer, {node})
+            self._files.provide(self._resumed.trainer, {node}, FileSet.of_directory)
 
     def _bring_code(self, nodes: Collection[str]) -> None:
         named = [self._config.reward.function, self._config.environment.name or ""]
         named += [reward.function for reward in self._config.rewards]
         named += [value for value in self._config.environment.options.values() if _is_code(value)]
         for file in filter(None, [*self._config.imports, *map(file_of, named)]):
-            self._files.provide(file, nodes, is_code=True)
+            self._files.provide(file, nodes, FileSet.of_code)
 
     def local(self, name: str, path: str) -> str:
         """The path under which the actor of that name finds a file of the driver."""

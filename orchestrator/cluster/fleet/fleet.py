@@ -42,6 +42,7 @@ from penstock.orchestrator.cluster.ray_calls import Handles, answers, get_all, o
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.service.actor import STORE
 from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
+from penstock.workers.node.file_service import FileSet
 
 LEAST_GRACE_S = 5.0
 """Seconds to end that the store and the agents have though others hang, unless cluster.shutdown_timeout_s is less:
@@ -245,7 +246,7 @@ class Fleet(MemberTable):
         """Bring a directory to the nodes of the trainer's ranks. Returns where each finds it, by name. Raises
         `ResourceError`, `DeadlineExceeded`."""
         nodes = {name: self._node_of(name) for name, _ in self.role("trainer")}
-        self._files.provide(directory, sorted(set(nodes.values())))
+        self._files.provide(directory, sorted(set(nodes.values())), FileSet.of_directory)
         return {name: self._files.local(node, directory) for name, node in nodes.items()}
 
     async def collect(self, directory: str, places: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ driver's disk is collected there.
 """
 
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,23 @@ class NodeFiles:
         self._places: dict[tuple[str, str], str] = {}
         """Place of a path on a node, by node and the driver's path."""
 
-    def provide(self, path: str, nodes: Collection[str], *, is_code: bool = False) -> None:
-        """Bring a directory, or a Python file with what lies beside it, to nodes. Nothing happens for what is no path
-        of this machine, such as a model hub's id. Raises `ResourceError`, `DeadlineExceeded`."""
+    def provide(
+        self, path: str, nodes: Collection[str], files_of: Callable[[Path], FileSet] = FileSet.of_model
+    ) -> None:
+        """Bring a model, or what else `files_of` finds by its path, to nodes. Nothing happens for what is no path of
+        this machine, such as a model hub's id. Raises `ResourceError`, `DeadlineExceeded`."""
         others = [node for node in nodes if self._is_elsewhere(node) and (node, path) not in self._places]
         source = Path(path).expanduser().resolve()
-        if not others or not (source.is_file() if is_code else source.is_dir()):
+        if not others or not source.exists():
             return
-        folder = source.parent if is_code else source
-        files = FileSet.of_code(source) if is_code else FileSet.of_directory(source)
+        folder = source if source.is_dir() else source.parent
+        files = files_of(source)
         here = ray.get_runtime_context().get_node_id()
         self._wait("offer", {here: (files, str(folder))})
         for wave in waves([here], others):
             wanted = {target: (files, str(folder), self._facts_of(origin).address) for origin, target in wave}
             for target, place in self._wait("obtain", wanted).items():
-                self._places[target, path] = f"{place}/{source.name}" if is_code else place
+                self._places[target, path] = place if source.is_dir() else f"{place}/{source.name}"
 
     @property
     def state(self) -> dict[tuple[str, str], str]:

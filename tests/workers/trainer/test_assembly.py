@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.algorithms.losses import ppo_clip_loss
-from penstock.conf.errors import NotStarted
+from penstock.conf.errors import ModelError, NotStarted
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.client.client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
@@ -115,8 +115,13 @@ def test_a_trainer_that_keeps_nothing_says_by_which_key_it_would(model_path: str
         trainer.close()
 
 
-def test_a_reward_model_is_assembled_where_the_stage_asks_for_scores(model_path: str) -> None:
-    parts = assemble_scorer(scorer_spec(model_path, head="scores", columns=("reward",)), None)
+def test_a_reward_model_is_assembled_where_the_stage_asks_for_scores(model_path: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"score\.weight\. A language model has no such head\. Choose a reward model"):
+        assemble_scorer(scorer_spec(model_path, head="scores", columns=("reward",)), None)
+    trained = ScalarTrainer(TrainerConfig(), model_path)
+    trained.export(str(tmp_path))
+    trained.close()
+    parts = assemble_scorer(scorer_spec(str(tmp_path), head="scores", columns=("reward",)), None)
     try:
         assert isinstance(parts.trainer, ScalarTrainer)
         assert not parts.trainer.trainable

@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,9 +20,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.algorithms.losses import sft_loss
-from penstock.conf.errors import WeightError
+from penstock.conf.errors import ModelError, WeightError
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.exported_files import INDEX, check_exported
+from penstock.workers.model_files import INDEX, model_files
+from penstock.workers.trainer.assembly import assemble_trainer
+from penstock.workers.trainer.exported_files import check_exported
 from penstock.workers.trainer.exporting import plan_files
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
@@ -29,6 +32,7 @@ from tests.model_files import load_model
 from tests.small_files import files_up_to
 from tests.tmpfs import run_in_tmpfs
 from tests.workers.trainer.conftest import ENGINES
+from tests.workers.trainer.test_assembly import trainer_spec
 
 Make = Callable[..., PolicyTrainer]
 
@@ -61,6 +65,45 @@ def test_an_export_in_bfloat16_says_so_and_can_be_trained_on(
     make_trainer(engine_dtype="bfloat16").export(str(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert make_trainer(path=str(tmp_path)).update(make_rows(4), sft_loss).num_samples == 4
+
+
+def as_users_have_it(model_path: str, place: Path) -> Path:
+    """The model with settings that transformers reads and refuses to write, and with what lies beside a model."""
+    for name in model_files(Path(model_path)):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(model_path, name), place / name)
+    for name, more in (("generation_config.json", {"temperature": 0.6}), ("config.json", {"temperature": 0.7})):
+        values = json.loads((place / name).read_text()) | more
+        (place / name).write_text(json.dumps(values))
+    for name in (".git/lfs/big", "onnx/model.onnx", "checkpoint-5/model.safetensors", "data.json", "README.md"):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text("beside")
+    (place / "additional_chat_templates").mkdir()
+    (place / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    (place / "vocab.txt").symlink_to(place / "gone")
+    os.mkfifo(place / "vocab.fifo")
+    return place
+
+
+def test_an_export_has_the_files_of_a_model_as_they_are_and_no_others(
+    make_trainer: Make, model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(as_users_have_it(model_path, tmp_path))
+    trainer = make_trainer(".")
+    trainer.try_export()
+    trainer.export("runs/a/model")
+    names = {path.relative_to("runs/a/model").as_posix() for path in Path("runs/a/model").rglob("*") if path.is_file()}
+    assert names == {*model_files(Path(model_path)), "additional_chat_templates/tools.jinja"}
+    assert json.loads(Path("runs/a/model/generation_config.json").read_text())["temperature"] == 0.6
+    assert AutoModelForCausalLM.from_pretrained("runs/a/model").generation_config.temperature == 0.6
+
+
+def test_what_could_not_be_exported_is_told_before_anything_is_trained(model_path: str, tmp_path: Path) -> None:
+    """A file whose name is a model's, and which is there, and cannot be read."""
+    place = as_users_have_it(model_path, tmp_path)
+    (place / "tokenizer.model").symlink_to("/proc/self/mem")
+    with pytest.raises(ModelError, match=r"could not be exported after the training: .*Input/output error.* Mend"):
+        assemble_trainer(trainer_spec(str(place)), None)
 
 
 def test_the_file_is_what_the_library_writes(make_trainer: Make, model_path: str, tmp_path: Path) -> None:
@@ -116,7 +159,7 @@ def test_an_export_that_cannot_be_written_leaves_nothing_of_its_weights(
 SMALL_TMPFS = """
 import shutil, sys
 from pathlib import Path
-from penstock.conf.errors import WeightError
+from penstock.conf.errors import ModelError, WeightError
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.trainer import PolicyTrainer
 

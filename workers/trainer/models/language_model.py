@@ -11,7 +11,7 @@ for.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -30,6 +30,7 @@ from penstock.workers.trainer.models.token_scores import ENTROPY, whole_scores
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update.blocks import Blocks
 from penstock.workers.trainer.update.pictures import Pictures
+from penstock.workers.weights.stored import HEAD
 
 FACTORS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -37,7 +38,6 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 GAP_NATS = 1e-3
 """Largest mean difference, beyond rounding, from log-probabilities by the model's own logits. One that a model's logits
 leave out is tenths of a nat and more; rounding in float32 is some millionths."""
-HEAD = "score.weight"
 
 
 class PolicyModel(nn.Module):
@@ -265,13 +265,15 @@ def open_causal_lm(
 
 
 def open_scalar_lm(
-    path: str, key: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
-) -> tuple[Any, StartingWeights]:
-    """A sequence classification model with one label, without its weights, and the weights; from such a directory or
-    from a causal model's, whose head is then new and all zero: a critic that begins by expecting nothing, a reward
-    model without an opinion.
+    path: str, key: str, *, new: Collection[str] = (), dtype: str = "float32", attention: str = "sdpa",
+    checkpoint_layers: bool = False,
+) -> tuple[Any, StartingWeights]:  # fmt: skip
+    """A sequence classification model with one label, without its weights, and the weights; from such a directory or,
+    with `new=[HEAD]`, from a causal model's, whose head is then new and all zero: a critic that begins by expecting
+    nothing, a reward model without an opinion.
 
-    `key`: the configuration's, for messages. Raises `ModelError` if there is no such model.
+    `key`: the configuration's, for messages. Raises `ModelError` if there is no such model, or no head that is not
+    asked for.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -283,13 +285,14 @@ def open_scalar_lm(
             lambda: AutoModelForSequenceClassification.from_config(config, **options),
             lambda: AutoModelForSequenceClassification.from_pretrained(path, config=config, **options),
             path,
-            new=() if has_head else (HEAD,),
+            key,
+            () if has_head else new,
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}={path}: no model with a scalar head can be made from there: {error}") from error
     if not isinstance(getattr(lm, "score", None), nn.Linear):
         raise ModelError(f"{key}={path}: {type(lm).__name__} has no linear head `score`, which the trainer reads.")
-    if not has_head:
+    if not has_head and HEAD in new:
         weights.add({HEAD: torch.zeros(lm.score.weight.shape)})
     lm.config.architectures = [type(lm).__name__]
     return for_training(lm, checkpoint_layers), weights

@@ -5,28 +5,24 @@ more of the model than its own part.
 
 Ranges are read where safetensors hold the parameters as the model has them, under names that transformers maps one to
 one, or hold one tensor an expert, which transformers stacks. Where they do not (files of another kind, weights that are
-missing, or made in another way), transformers loads the whole model, and ranges are cut from that: correct, but each
-rank holds the whole for a moment, which is logged.
+made in another way), transformers loads the whole model, and ranges are cut from that: correct, but each rank holds the
+whole for a moment, which is logged. Weights that are missing, or have another shape, are an error.
 """
 
-import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.workers.weights.checkpoint_form import stacks
+from penstock.workers.weights.stored import SAFETENSORS, check_weights, keys_of_model, stored_files
 
 CHUNK_BYTES = 4 * 2**20
 """Most bytes that are copied at once, and that stay mapped of a checkpoint: mapped pages count as memory."""
 STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Dtypes that are a weight as it stands, with their bytes. Others are parts of a quantized one."""
-INITIAL_SEED = 0
-"""Seed of weights that a checkpoint lacks. The same in every rank, or their shards would be of different tensors."""
 ALL = slice(None)
 _LOG = logging.getLogger("penstock")
 
@@ -40,13 +36,13 @@ class StoredTensors:
 
     def __init__(self, files: Mapping[str, str]) -> None:
         """`files`: the path of the file of each key."""
-        self._files = files
+        self.files = files
         self._path = ""
         self._file: Any = None
         self._num_touched = 0
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self.files)
 
     def __getitem__(self, key: str) -> "StoredTensor":
         return StoredTensor(self, key)
@@ -57,8 +53,8 @@ class StoredTensors:
         from safetensors import safe_open
 
         self._num_touched += num_bytes
-        if self._file is None or self._path != self._files[key] or self._num_touched > CHUNK_BYTES:
-            self._path, self._num_touched = self._files[key], num_bytes
+        if self._file is None or self._path != self.files[key] or self._num_touched > CHUNK_BYTES:
+            self._path, self._num_touched = self.files[key], num_bytes
             self._file = safe_open(self._path, framework="pt")
         return self._file.get_slice(key)
 
@@ -130,13 +126,13 @@ class StartingWeights:
 
 
 def without_weights(
-    make: Callable[[], Any], load: Callable[[], Any], path: str, new: Iterable[str] = ()
+    make: Callable[[], Any], load: Callable[[], Any], path: str, key: str = "model.path", new: Collection[str] = ()
 ) -> tuple[Any, StartingWeights]:
     """A language model whose parameters have shapes but no values (they are on torch's meta device), and the values.
 
     `make`: the model from its configuration. `load`: the model with its weights, as transformers loads it, for
-    checkpoints that cannot be read by range; weights that these lack get the same random values in every rank.
-    `new`: parameters that the checkpoint does not have; they start at zero.
+    checkpoints that cannot be read by range. `key`: the configuration's, for messages. `new`: parameters that the
+    checkpoint need not have; they start at zero. Raises `ModelError` for other weights that it lacks.
     """
     from accelerate import init_empty_weights
 
@@ -144,10 +140,10 @@ def without_weights(
         with init_empty_weights(include_buffers=False):
             lm = make()
         lm.tie_weights()  # which making them empty has undone
+        check_weights(lm, path, key, new)
         sources = _stored_weights(lm, path, set(new))
     except NotByRange as reason:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(INITIAL_SEED)
+        with torch.random.fork_rng(devices=[]):  # new parameters are drawn
             lm = load()
         num_bytes = sum(parameter.nbytes for parameter in lm.parameters())
         _LOG.warning(
@@ -187,9 +183,14 @@ def replace_parameters(
 
 def _stored_weights(lm: Any, path: str, new: set[str]) -> dict[str, Any]:
     """A source for each parameter of `lm`; its persistent buffers get their values here. Raises `NotByRange`."""
-    _check_plain(lm, path)
-    stored = StoredTensors(_files_of(path))
-    keys, stacked = _keys_by_name(lm, stored)
+    _check_plain(lm)
+    stored = StoredTensors(stored_files(path))
+    if not all(file.endswith(SAFETENSORS) for file in stored.files.values()):
+        raise NotByRange("it has no safetensors")
+    found = keys_of_model(lm, stored)
+    for name, key in found.converted.items():
+        raise NotByRange(f"transformers makes {name} of {key} and maybe others")
+    keys, stacked = found.single, found.stacked
     names_of = defaultdict(list)
     for name, parameter in lm.named_parameters(remove_duplicate=False):
         names_of[parameter].append(name)
@@ -201,12 +202,12 @@ def _stored_weights(lm: Any, path: str, new: set[str]) -> dict[str, Any]:
         if names[0] in stacked:
             sources[names[0]] = _stack(stored, names[0], stacked[names[0]], parameter)
             continue
-        found = [_checked(stored, name, keys[name], parameter) for name in names if name in keys]
-        if not found:
+        tied = [_checked(stored, name, keys[name], parameter) for name in names if name in keys]
+        if not tied:
             raise NotByRange(f"it has no {names[0]}")
-        for other in found[1:]:
-            _check_same(names, found[0], other)
-        sources[names[0]] = found[0]
+        for other in tied[1:]:
+            _check_same(names, tied[0], other)
+        sources[names[0]] = tied[0]
     parameters = {name for names in names_of.values() for name in names}
     for name, buffer in lm.state_dict().items():
         if name not in parameters:
@@ -216,78 +217,14 @@ def _stored_weights(lm: Any, path: str, new: set[str]) -> dict[str, Any]:
     return sources
 
 
-def _check_plain(lm: Any, path: str) -> None:
+def _check_plain(lm: Any) -> None:
     """Raise `NotByRange` for checkpoints of which transformers makes something else than what lies in the files."""
     if getattr(lm.config, "quantization_config", None) is not None:
         raise NotByRange("it is quantized")
     if getattr(lm.config, "transformers_weights", None) is not None:
         raise NotByRange("its configuration names a file of weights of its own")
-    if Path(path, "adapter_config.json").exists():
-        raise NotByRange("it is an adapter")
     if lm.dtype != torch.float32 and (lm._keep_in_fp32_modules_strict or lm._keep_in_fp32_modules):
         raise NotByRange(f"{type(lm).__name__} keeps some of its weights in float32")
-
-
-def _files_of(path: str) -> dict[str, str]:
-    """The safetensors file of each key. Raises `NotByRange`."""
-    from safetensors import safe_open
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-    from transformers.utils.hub import get_checkpoint_shard_files
-
-    single = _file(path, SAFE_WEIGHTS_NAME)
-    if single is not None:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    index = _file(path, SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        raise NotByRange("it has no safetensors")
-    names = json.loads(Path(index).read_text())["weight_map"]
-    shards, _ = get_checkpoint_shard_files(path, index)
-    by_name = {Path(shard).name: shard for shard in shards}
-    return {key: by_name[Path(name).name] for key, name in names.items()}
-
-
-def _file(path: str, name: str) -> str | None:
-    """The path of a file of a directory, or of a hub id; None where there is none."""
-    from transformers.utils import cached_file
-
-    if Path(path).is_dir():
-        return str(Path(path, name)) if Path(path, name).is_file() else None
-    try:
-        return cached_file(path, name)
-    except OSError:
-        return None
-
-
-def _keys_by_name(lm: Any, keys: Iterable[str]) -> tuple[dict[str, str], dict[str, list[list[str]]]]:
-    """The key of each parameter or buffer that is stored, by transformers' own rules for renaming; and the keys of each
-    parameter that is stored expert by expert. Raises `NotByRange` where one is made in another way."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    transforms = get_model_conversion_mapping(lm)
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    known, prefix = lm.state_dict(), lm.base_model_prefix
-    found: dict[str, str] = {}
-    several: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
-        if name not in known and key in known:
-            name, pattern = rename_source_key(key, [], [], prefix, known)
-        if name in known:
-            if pattern is None:
-                found[name] = key
-            elif stacks(by_pattern[pattern]):
-                several[name][pattern].append(key)
-            else:
-                raise NotByRange(f"transformers makes {name} of {key} and maybe others")
-    stacked = {
-        name: [list(keys) for keys in zip(*(some[pattern] for pattern in by_pattern if pattern in some), strict=False)]
-        for name, some in several.items()
-    }
-    return found, stacked
 
 
 def _checked(stored: StoredTensors, name: str, key: str, parameter: Tensor) -> StoredTensor:

@@ -26,6 +26,7 @@ from penstock.conf.errors import ModelError
 from penstock.workers.trainer.models import starting_weights
 from penstock.workers.trainer.models.language_model import load_causal_lm, open_causal_lm, open_scalar_lm
 from penstock.workers.trainer.models.starting_weights import StartingWeights
+from penstock.workers.weights.stored import HEAD
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -165,15 +166,16 @@ def test_files_of_another_kind_are_loaded_whole_and_a_line_says_so(
     assert "it has no safetensors. Each rank loads the whole model" in reasons()[0]
 
 
-def test_what_a_checkpoint_lacks_is_the_same_in_every_rank(tmp_path: Path, reasons: Callable[[], list[str]]) -> None:
-    made("qwen2").save_pretrained(tmp_path)
+@pytest.mark.parametrize("is_bin", [False, True])
+def test_weights_that_a_checkpoint_lacks_are_an_error_with_their_names(tmp_path: Path, is_bin: bool) -> None:
+    model = made("qwen2")
+    model.save_pretrained(tmp_path)
     rewrite(tmp_path, lambda all: all.__delitem__("model.layers.1.mlp.up_proj.weight"))
-    values = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        values.append(filled(*open_causal_lm(str(tmp_path))))
-    assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
-    assert "it has no model.layers.1.mlp.up_proj.weight" in reasons()[0]
+    if is_bin:
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"^model\.path=.* it lacks 1 of 27 tensors: model\.layers\.1\.mlp\.up_proj"):
+        open_causal_lm(str(tmp_path))
 
 
 def test_nothing_random_happens_where_nothing_is_missing(tmp_path: Path) -> None:
@@ -193,15 +195,20 @@ def test_an_index_that_names_a_missing_file_is_a_model_error(tmp_path: Path) -> 
 
 def test_a_new_head_is_zero_and_one_of_the_checkpoint_is_kept(tmp_path: Path, reasons: Callable[[], list[str]]) -> None:
     made("llama").save_pretrained(tmp_path / "causal")
-    ours = filled(*open_scalar_lm(str(tmp_path / "causal"), "model.path"))
+    ours = filled(*open_scalar_lm(str(tmp_path / "causal"), "model.path", new=[HEAD]))
     assert not ours["score.weight"].any()
     assert torch.equal(
         ours["model.norm.weight"], load_file(tmp_path / "causal" / "model.safetensors")["model.norm.weight"]
     )
     LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).save_pretrained(tmp_path / "scores")
-    ours = filled(*open_scalar_lm(str(tmp_path / "scores"), "model.path"))
+    ours = filled(*open_scalar_lm(str(tmp_path / "scores"), "model.path", new=[HEAD]))
     assert torch.equal(ours["score.weight"], load_file(tmp_path / "scores" / "model.safetensors")["score.weight"])
     assert ours["score.weight"].any()
+    with pytest.raises(ModelError, match=r"^model\.paths\.judge=.* it lacks 1 of 21 tensors: score\.weight"):
+        open_scalar_lm(str(tmp_path / "causal"), "model.paths.judge")
+    rewrite(tmp_path / "scores", lambda all: all.__delitem__("score.weight"))
+    with pytest.raises(ModelError, match="it lacks 1 of 21 tensors"):
+        open_scalar_lm(str(tmp_path / "scores"), "model.path", new=[HEAD])
     assert not reasons()
 
 

@@ -1,0 +1,68 @@
+"""The files of a Hugging Face model's directory: one listing of what is exported with a model, copied to other nodes,
+and read for its weights.
+
+A model may lie in a clone, in a trainer's output or in the working directory, beside `.git`, checkpoints, runs and
+data. So files count by their names, and those of the directory itself alone. Names are relative to it. Links count as
+what they lead to, as in the hub's cache; what is no regular file does not count.
+"""
+
+import json
+import shutil
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+CONFIG = "config.json"
+TEXTS = (
+    CONFIG, "*_config.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "added_tokens.json", "chat_template.json",
+    "merges.txt", "params.json", "special_tokens_map.json", "tekken.json", "tokenizer.json", "vocab.*", "LICENSE*",
+    "NOTICE*",
+)  # fmt: skip
+"""Names of configurations, of what tokenizers and processors of pictures read, and of code."""
+ADAPTER_CONFIG = "adapter_config.json"
+TEMPLATES = "additional_chat_templates"
+"""Folder of the tokenizer's further chat templates, the only one that counts."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def text_files(directory: Path) -> list[str]:
+    """Names of all files that belong to a model but for its weights."""
+    names = [path.name for path in directory.iterdir() if _is_text(path.name) and path.is_file()]
+    templates = [path for path in directory.glob(f"{TEMPLATES}/*.jinja") if path.is_file()]
+    return sorted([*names, *(path.relative_to(directory).as_posix() for path in templates)])
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Names of the files that transformers reads the weights from, and of their index: safetensors before others, one
+    file before several. Raises `ValueError` for an index that is none."""
+    for single, index in ((SINGLE, INDEX), (BIN, BIN_INDEX)):
+        if (directory / single).is_file():
+            return [single]
+        if (directory / index).is_file():
+            return [index, *sorted({*files_of_index((directory / index).read_text(encoding="utf-8")).values()})]
+    return []
+
+
+def files_of_index(text: str) -> dict[str, str]:
+    """The file of each tensor, by an index of weights. Raises `ValueError`."""
+    values = json.loads(text)
+    files = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError("an index of weights without a weight_map")
+    return {str(name): str(file) for name, file in files.items()}
+
+
+def model_files(directory: Path) -> list[str]:
+    """Names of all files of a model. Raises `ValueError` as `weight_files` does."""
+    return sorted([*text_files(directory), *weight_files(directory)])
+
+
+def copy_texts(source: Path, target: Path) -> None:
+    """Copy the files of a model but for its weights into a directory, under the same names. Raises `OSError`."""
+    for name in text_files(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+
+
+def _is_text(name: str) -> bool:
+    return name != ADAPTER_CONFIG and any(fnmatchcase(name, pattern) for pattern in TEXTS)
