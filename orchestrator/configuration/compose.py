@@ -26,8 +26,17 @@ from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.model import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.configuration.completed import make_paths_absolute
-from penstock.orchestrator.configuration.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
+from penstock.orchestrator.configuration.overrides import (
+    CHOICES,
+    Override,
+    Schema,
+    apply,
+    parse,
+    unresolved,
+    wrong_type,
+)
 from penstock.orchestrator.configuration.recipes import Recipe, find_recipe, load_file
+from penstock.orchestrator.configuration.values import literal
 
 DEFAULT_ALGORITHM = "grpo"
 OPTIONS_OF = {"reward.function": "reward.options", "environment.name": "environment.options"}
@@ -52,12 +61,12 @@ def load_config(overrides: Sequence[str] = ()) -> RunConfig:
     tree = _composed(recipe, algorithm, config_class, choices)
     _leave_options(tree, assignments)
     for word in assignments:
-        apply(tree, word)
+        apply(tree, word, Schema(config_class))
     tree.imports = [str(file) for file in files]
     try:
         config = cast(RunConfig, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from None
+        raise unresolved(error) from None
     _infer_jsonl(config, {word.key for word in words})
     make_paths_absolute(config, recipe.directory)
     validate(config)
@@ -68,9 +77,9 @@ def _choices(words: list[Override]) -> dict[str, str]:
     chosen: dict[str, str] = {}
     for word in words:
         if word.key in CHOICES:
-            if not isinstance(word.value, str | int | float):
+            if isinstance(literal(word.value), dict | list):
                 raise ConfigError(f"{word.text}: {word.key}= takes a name. Set single keys as {word.key}.key=value.")
-            chosen[word.key] = word.text.partition("=")[2].strip("'\"")
+            chosen[word.key] = str(word.value).strip()
     return chosen
 
 
@@ -78,7 +87,8 @@ def _load_imports(recipe: Recipe, assignments: list[Override]) -> list[Path]:
     files = recipe.imports
     for word in assignments:
         if word.key == "imports":
-            names = word.value if isinstance(word.value, list) else [word.value]
+            value = literal(word.value)
+            names = value if isinstance(value, list) else [value]
             files += [Path(str(name)).expanduser().resolve() for name in names]
     files = list(dict.fromkeys(files))
     for file in files:
@@ -136,12 +146,12 @@ def _composed(
 def _compose_groups(
     recipe: Recipe, algorithm: str, config_class: type[AlgorithmConfig], choices: dict[str, str]
 ) -> DictConfig:
-    values, preset = _recipe_values(recipe, config_class, algorithm_replaced="algorithm" in choices)
+    written, preset = _recipe_values(recipe, config_class, algorithm_replaced="algorithm" in choices)
+    values = Schema(config_class).fit(written, f"{recipe.file}: ")
     store = ConfigStore.instance()
     if "penstock_schema.yaml" not in store.repo:  # a tenth of a second, each time
         store.store(name="penstock_schema", node=RunConfig)
     store.store(group="algorithm", name="chosen", node=config_class)
-    store.store(group="recipe", name="chosen", node=values, package="_global_")
     defaults: list[Any] = ["penstock_schema", {"algorithm": "chosen"}]
     if preset:
         defaults.append({"model": _store_preset(preset, "model")})
@@ -155,6 +165,7 @@ def _compose_groups(
     backup = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()  # a program that runs under Hydra itself may call us
     try:
+        store.store(group="recipe", name="chosen", node=values, package="_global_")
         with initialize(version_base=None, config_path=None, job_name="penstock"):
             tree = compose("penstock_run")
     except (HydraException, OmegaConfBaseException):
@@ -162,7 +173,6 @@ def _compose_groups(
         raise
     finally:
         GlobalHydra.instance().hydra = backup
-    check_keys(tree, values, f"{recipe.file}: ")
     return tree
 
 
@@ -194,7 +204,7 @@ def _recipe_values(
         values["algorithm"] = settings
     model = values.pop("model", None)
     if isinstance(model, str):
-        return values, model
+        return values, str(model)
     preset = None
     if isinstance(model, dict):
         preset = model.get("preset")
@@ -203,17 +213,16 @@ def _recipe_values(
 
 
 def _refuse(recipe: Recipe, values: dict[str, Any], config_class: type[AlgorithmConfig]) -> None:
-    """Raise `ConfigError` for an unknown key or a wrong type of the YAML, with its file name: Hydra names neither."""
+    """Raise `ConfigError` for a wrong type of the YAML, with its file name: Hydra does not name it."""
     tree = OmegaConf.structured(RunConfig)
     tree.algorithm = OmegaConf.structured(config_class)
-    where = f"{recipe.file}: "
-    check_keys(tree, values, where)
     try:
         OmegaConf.merge(tree, values)
     except OmegaConfBaseException as error:
-        key = str(error.full_key)
-        value = OmegaConf.select(OmegaConf.create(values), key.partition("[")[0])
-        raise wrong_type(tree, error, key, value, where) from None
+        key, value = str(error.full_key), cast(Any, values)
+        for part in key.partition("[")[0].split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        raise wrong_type(tree, error, key, value, f"{recipe.file}: ") from None
 
 
 def _leave_options(tree: DictConfig, assignments: list[Override]) -> None:

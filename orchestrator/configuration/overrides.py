@@ -1,135 +1,172 @@
-"""Words of the command line, `trainer.max_steps=20`: parsed, checked against the schema, explained when they do not
-fit.
+"""Words of the command line, `trainer.max_steps=20`, and values of recipes: fitted to the types of their keys, and
+explained where they do not fit.
 
-Hydra's grammar reads the values, OmegaConf converts them; neither's own errors reach a user.
+`values.py` reads what is written, OmegaConf converts what is left; its own errors do not reach a user.
 """
 
 import dataclasses
 import difflib
+import types
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from penstock.conf.errors import ConfigError
+from penstock.conf.algorithms.base import AlgorithmConfig
+from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.renamed import present_key
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.configuration.translation.counterparts import counterpart
+from penstock.orchestrator.configuration.values import NULLS, Plain, literal, unquoted
 
 CHOICES = ("recipe", "algorithm", "model")
 """Keys whose plain value is a name that stands for many keys."""
+SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
+"""Words that stand for true and false where the key wants one of these."""
 
 
 @dataclass(frozen=True)
 class Override:
     key: str
-    value: Any
+    value: str
+    """The value without its quotes; a `Plain` if it had none."""
     text: str
     """The word as typed."""
 
 
 def parse(words: Iterable[str]) -> list[Override]:
     """Parse `key=value` words. Raises `ConfigError` for a word that is none."""
-    parser = OverridesParser.create()
-    return [_parse_word(word, parser) for word in words]
+    return [_parse_word(word) for word in words]
 
 
-def _parse_word(word: str, parser: OverridesParser) -> Override:
+def _parse_word(word: str) -> Override:
     key, equals, text = word.partition("=")
     key = key.strip().lstrip("+")
     if not equals or not key or key.startswith(("-", "~")) or any(c.isspace() for c in key):
         hint = f" To see all keys: penstock validate recipe={word}" if word.isidentifier() else ""
         raise ConfigError(f"{word!r} is not key=value, like recipe=arithmetic or trainer.max_steps=20.{hint}")
-    try:
-        parsed = parser.parse_override(f"x={text}")
-        # What is no literal of Hydra's grammar ("Solve: {prompt}", "a, b") is text; the schema says whether text is
-        # welcome.
-        value = text if parsed.is_sweep_override() else parsed.value()
-    except HydraException:
-        value = _list_of_words(text) or text
-    return Override(present_key(key), value, word)
+    return Override(present_key(key), unquoted(text), word)
 
 
-def _list_of_words(text: str) -> list[Any] | None:
-    """Parse a list of words as YAML, such as `[trainer.max_steps=300]`: Hydra's grammar wants quotes around such
-    words."""
-    try:
-        value = yaml.safe_load(text) if text.startswith("[") else None
-    except yaml.YAMLError:
-        return None
-    return value if isinstance(value, list) else None
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
-def keys_of(tree: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a configuration that can be set."""
-    for key in tree:
-        path = f"{prefix}{key!s}"
-        child = tree._get_node(key)
-        if (
-            isinstance(child, DictConfig)
-            and not child._is_none()
-            and dataclasses.is_dataclass(OmegaConf.get_type(child))
-        ):
-            yield from keys_of(child, f"{path}.")
-        else:
-            yield path
+@dataclass(frozen=True)
+class Schema:
+    """The types of a run's keys. `algorithm`: the class of that section."""
+
+    algorithm: type[AlgorithmConfig] = AlgorithmConfig
+
+    def keys(self, kind: type = RunConfig, prefix: str = "") -> Iterator[str]:
+        """Every dotted key that can be set."""
+        for name, hint in self._hints(kind).items():
+            if dataclasses.is_dataclass(hint):
+                yield from self.keys(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+            else:
+                yield prefix + name
+
+    def fit(self, values: Any, where: str = "", hint: Any = RunConfig, key: str = "") -> Any:
+        """Nested values with every `Plain` text as the type of its key has it. What fits no type stays as it is
+        written, and OmegaConf refuses it.
+
+        Raises `ConfigError` for an unknown key, with the nearest one, and for a section that is no mapping. `where`
+        opens the message; `hint`: the type of `values`, which are those of `key`.
+        """
+        members = _members(hint)
+        if isinstance(values, Plain):
+            values = _value_of(values, members)
+        section = next((one for one in members if dataclasses.is_dataclass(one)), None)
+        if section is not None and values is not None and not isinstance(values, dict):
+            names = ", ".join(self._hints(section))  # type: ignore[arg-type]
+            raise ConfigError(f"{where}{key}={_show(values)}: is a section; set its keys: {names}.")
+        if isinstance(values, dict):
+            return {self._name(one, members): self.fit(value, where, *self._inner(one, members, key, where))
+                    for one, value in values.items()}  # fmt: skip
+        if isinstance(values, list):
+            inner = next((typing.get_args(one)[0] for one in members if typing.get_origin(one) is list), Any)
+            return [self.fit(value, where, inner, f"{key}.{place}") for place, value in enumerate(values)]
+        return values
+
+    def _inner(self, name: Any, members: tuple[Any, ...], key: str, where: str) -> tuple[Any, str]:
+        """Type and key of what a mapping holds under a name."""
+        dotted = f"{key}.{name}" if key else str(name)
+        for one in members:
+            if dataclasses.is_dataclass(one):
+                hints = self._hints(one)  # type: ignore[arg-type]
+                if name not in hints:
+                    raise ConfigError(f"{where}{dotted}: unknown key{self._nearest(dotted, key, hints)}")
+                return hints[name], dotted
+            if typing.get_origin(one) is dict:
+                return typing.get_args(one)[1], dotted
+        return Any, dotted
+
+    def _name(self, name: Any, members: tuple[Any, ...]) -> Any:
+        """A key of a mapping: a text, unless any type will do."""
+        texts = any(dataclasses.is_dataclass(one) or typing.get_origin(one) is dict for one in members)
+        found = str(name) if texts or not isinstance(name, Plain) else literal(name)
+        return found if isinstance(found, str | int | float | bool) else str(name)
+
+    def _hints(self, kind: type) -> dict[str, Any]:
+        hints = _hints(kind)
+        return hints | {"algorithm": self.algorithm} if kind is RunConfig else hints
+
+    def _nearest(self, dotted: str, section: str, there: Iterable[str]) -> str:
+        """The key that was probably meant, or the section's keys, as half a sentence."""
+        known = list(self.keys())
+        leaf = dotted.rpartition(".")[2]
+        if not any(key.startswith(f"{section}.") for key in known) and section:  # an entry of a mapping
+            return suggest(leaf, there)
+        near = [key for key in known if key.rpartition(".")[2] == leaf]
+        if not near and (said := counterpart(dotted)):
+            return f". {said}"
+        near = near or difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
+        if not near:
+            leaves = {key.rpartition(".")[2]: key for key in known}
+            near = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.65)]
+        if near:
+            return f"; did you mean {' or '.join(near[:3])}?"
+        siblings = [key for key in known if section and key.startswith(f"{section}.")]
+        if siblings:
+            return f". Keys there: {', '.join(siblings)}."
+        return f". Sections: {', '.join(there)}. `penstock validate recipe=arithmetic` prints every key."
 
 
-def check_keys(tree: DictConfig, values: dict[str, Any], where: str = "", path: str = "") -> None:
-    """Check that every key of nested `values` is in the schema `tree`. Raises `ConfigError` with the nearest key;
-    `where` opens the message."""
-    _walk(tree, tree, values, where, path)
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types that a key may have."""
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if is_union else (hint,)
 
 
-def _walk(root: DictConfig, node: DictConfig, values: dict[str, Any], where: str, path: str) -> None:
-    for key, value in values.items():
-        dotted = f"{path}{key}"
-        if not dataclasses.is_dataclass(OmegaConf.get_type(node)):
-            return  # a free dictionary, such as reward.options
-        if key not in node:
-            raise ConfigError(f"{where}{dotted}: unknown key{nearest_key(dotted, root)}")
-        child = node._get_node(key)
-        if isinstance(child, DictConfig):
-            if isinstance(value, dict):
-                _walk(root, child, value, where, f"{dotted}.")
-            elif dataclasses.is_dataclass(OmegaConf.get_type(child)):
-                raise ConfigError(f"{where}{dotted}={value}: is a section; set its keys: {', '.join(map(str, child))}.")
+def _value_of(text: Plain, members: tuple[Any, ...]) -> Any:
+    """What a plain text is for a key of these types: where it may be a text, a text, unless another of them fits."""
+    if bool in members and text.lower() in SWITCHES:
+        return SWITCHES[text.lower()]
+    if str in members and text not in NULLS:
+        found = literal(text) if set(members) - {str, types.NoneType} else None
+        return found if type(found) in members and found is not None else str(text)
+    return literal(text)
 
 
-def nearest_key(dotted: str, tree: DictConfig) -> str:
-    """The key that was probably meant, or the section's keys, as half a sentence."""
-    known = list(keys_of(tree))
-    leaf = dotted.rpartition(".")[2]
-    same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
-    near = same_leaf or difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
-    if not near:
-        leaves = {key.rpartition(".")[2]: key for key in known}
-        near = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.65)]
-    if near:
-        return f"; did you mean {' or '.join(near[:3])}?"
-    section = dotted.rpartition(".")[0]
-    siblings = [key for key in known if section and key.startswith(f"{section}.")]
-    if siblings:
-        return f". Keys there: {', '.join(siblings)}."
-    return f". Sections: {', '.join(str(key) for key in tree)}. `penstock validate recipe=arithmetic` prints every key."
-
-
-def apply(tree: DictConfig, override: Override) -> None:
+def apply(tree: DictConfig, override: Override, schema: Schema) -> None:
     """Set one key. Raises `ConfigError` naming key, value and expected type."""
     nested: Any = override.value
     for part in reversed(override.key.split(".")):
         nested = {part: nested}
-    check_keys(tree, nested)
+    value = schema.fit(nested)
+    for part in override.key.split("."):
+        value = value[part]
     try:
         # A mapping is merged into what is there; an empty one empties it: reward.options={}
-        key, value = _where(tree, override.key, override.value)
-        OmegaConf.update(tree, key, value, merge=value != {}, force_add=True)
+        key, whole = _where(tree, override.key, value)
+        OmegaConf.update(tree, key, whole, merge=whole != {}, force_add=True)
     except OmegaConfBaseException as error:
-        raise wrong_type(tree, error, override.key, override.value) from None
+        raise wrong_type(tree, error, override.key, value) from None
 
 
 def _where(tree: DictConfig, key: str, value: Any) -> tuple[str, Any]:
@@ -148,11 +185,32 @@ def _where(tree: DictConfig, key: str, value: Any) -> tuple[str, Any]:
 def wrong_type(tree: DictConfig, error: OmegaConfBaseException, key: str, value: Any, where: str = "") -> ConfigError:
     """OmegaConf's refusal of a value as one sentence."""
     full_key = str(error.full_key or key)
+    if "${" in str(value):
+        return unresolved(error, key, where)
     expected = expected_type(tree, full_key.partition("[")[0])
-    hint = f" A list is written {key}=[a,b]." if expected.startswith("list") and not isinstance(value, list) else ""
     if expected == "unknown" or isinstance(error, ConfigKeyError):
         return ConfigError(f"{where}{full_key}={value}: {str(error).splitlines()[0]}.")
+    hint = _way_to_write(key, expected, value)
     return ConfigError(f"{where}{full_key}={_show(value)}: expected {expected}, got {type(value).__name__}.{hint}")
+
+
+def _way_to_write(key: str, expected: str, value: Any) -> str:
+    """A sentence about how a value of the type is written, if that may be what is wrong."""
+    if expected.startswith("list") and not isinstance(value, list):
+        return f" A list is written {key}=[a,b]."
+    if expected.startswith("str") and not isinstance(value, str):
+        return " Write it in quotes if it is a text."
+    if isinstance(value, str) and ("," in value or "(" in value):
+        return f" A run has one value of it; `penstock sweep {key}={value}` makes a run of each."
+    return ""
+
+
+def unresolved(error: OmegaConfBaseException, key: str = "", where: str = "") -> ConfigError:
+    """The error about a value with `${…}` that names no key, or cannot be read."""
+    return ConfigError(
+        f"{where}{error.full_key or key}: {str(error).splitlines()[0]}. ${{…}} stands for the value of another key. "
+        "Where it is a part of the text itself, write \\${…}."
+    )
 
 
 def _show(value: Any) -> str:
@@ -166,6 +224,6 @@ def expected_type(tree: DictConfig, dotted: str) -> str:
     owner = OmegaConf.get_type(parent) if isinstance(parent, DictConfig) else None
     if owner is None or not dataclasses.is_dataclass(owner):
         return "unknown"
-    hint = typing.get_type_hints(owner).get(leaf)
+    hint = _hints(owner).get(leaf)
     name = str(hint) if not isinstance(hint, type) or typing.get_args(hint) else hint.__name__
     return name.replace("typing.", "").replace("NoneType", "None").replace("None", "null")

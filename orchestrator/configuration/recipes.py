@@ -12,10 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
-
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.renamed import present_values
+from penstock.orchestrator.configuration.values import Plain, read_yaml, twice
 from penstock.workers.user_code import RECIPE_FILE, import_file, packaged_recipes
 
 FREE = ("options", "tags", "labels")
@@ -24,8 +23,8 @@ FREE = ("options", "tags", "labels")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as written. `values` holds keys of `RunConfig`; `directory` is what its relative paths are relative
-    to."""
+    """A recipe as written. `values` holds keys of `RunConfig`, with texts that no type has been given to (`values.py`);
+    `directory` is what its relative paths are relative to."""
 
     name: str
     directory: Path
@@ -106,35 +105,33 @@ def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{file}{where}: not valid YAML ({getattr(error, 'problem', None) or error}).") from None
+    values = read_yaml(file)
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{file}: must hold `key: value` lines at its top, not a {type(values).__name__}.")
-    return present_values(_expand(values))
+    return present_values(_expand(values, file))
 
 
-def _expand(values: dict[str, Any]) -> dict[str, Any]:
-    """Expand dotted keys: `trainer.max_steps: 5` is the same as the nested form; both may be mixed."""
+def _expand(values: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Expand dotted keys: `trainer.max_steps: 5` is the same as the nested form; both may be mixed. Raises
+    `ConfigError` for a key to which both forms give a value."""
     result: dict[str, Any] = {}
     for key, value in values.items():
-        *parents, leaf = key.split(".")
-        node = result
-        for parent in parents:
-            node = node.setdefault(parent, {})
+        *parents, leaf = str(key).split(".")
         is_free = leaf in FREE or any(parent in FREE for parent in parents)
-        _merge(node, {leaf: _expand(value) if isinstance(value, dict) and not is_free else value})
+        nested: Any = _expand(value, file) if isinstance(value, dict) and not is_free else value
+        for part in reversed([*parents, leaf]):
+            nested = {Plain(part, getattr(key, "line", 0)): nested}
+        _merge(result, nested, file)
     return result
 
 
-def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+def _merge(into: dict[str, Any], values: dict[str, Any], file: Path, path: str = "") -> None:
     for key, value in values.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
+        if key not in into:
             into[key] = value
+        elif isinstance(value, dict) and isinstance(into[key], dict):
+            _merge(into[key], value, file, f"{path}{key}.")
+        else:
+            raise twice(file, f"{path}{key}", next(known for known in into if known == key), key)

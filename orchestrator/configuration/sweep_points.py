@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from penstock.conf.errors import ConfigError
+from penstock.orchestrator.configuration.values import split
 
 MOST = 10_000
 """Most runs of one sweep."""
@@ -24,7 +25,7 @@ SEED = "seed"
 @dataclass(frozen=True)
 class Point:
     name: str
-    """Name of the point's run, made of what differs from the others: lr-0.0001_seed-1."""
+    """Name of the point's run, made of what differs from the others: lr-1e-4_seed-1."""
     values: dict[str, str]
     """Values of the keys that are swept, by key."""
     words: tuple[str, ...]
@@ -76,7 +77,12 @@ def _values(parser: OverridesParser, word: str) -> list[str] | None:
     """The values of a word; None for a word of one value. Raises `ConfigError`."""
     try:
         parsed = parser.parse_override(word)
-        return list(parsed.sweep_string_iterator()) if parsed.is_sweep_override() else None
+        if not parsed.is_sweep_override():
+            return None
+        text = word.partition("=")[2]
+        listed = re.fullmatch(r"\s*choice\((.*)\)\s*", text)
+        written, values = split(listed[1] if listed else text), list(parsed.sweep_string_iterator())
+        return written if len(written) == len(values) else values  # a commit 2e90114 is no number, and stays as it is
     except HydraException as error:
         if re.search(r"=\s*(interval|glob)\(", word):
             raise ConfigError(f"{word}: {str(error).splitlines()[0]}. List the values, or use range(…).") from None

@@ -9,10 +9,9 @@ A kind that is not here, or one of another make, is a YAML file in its place: `2
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import yaml
-
 from penstock.conf.errors import ConfigError, suggest
 from penstock.orchestrator.configuration.memory.known import GPU_GIB
+from penstock.orchestrator.configuration.values import Plain, literal, read_yaml
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,10 @@ def kind_of(name: str) -> GpuKind:
 
 def _read(file: Path) -> GpuKind:
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return GpuKind(**values)
-    except (OSError, TypeError, yaml.YAMLError) as error:
+        written = read_yaml(file)
+        return GpuKind(
+            **{name: literal(value) if isinstance(value, Plain) else value for name, value in written.items()}
+        )
+    except (OSError, TypeError, AttributeError) as error:
         names = ", ".join(one.name for one in fields(GpuKind))
         raise ConfigError(f"{file}: no kind of GPU can be read from it ({error}). It has the fields {names}.") from None

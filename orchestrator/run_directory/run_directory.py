@@ -29,6 +29,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,16 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def to_yaml(config: RunConfig) -> str:
     """Every key, resolved: what `config.yaml` of a run holds."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return str(OmegaConf.to_yaml(_escaped(asdict(config))))
+
+
+def _escaped(value: Any) -> Any:
+    """The value with `${` in texts as it has to be written, since by itself it names another key."""
+    if isinstance(value, dict):
+        return {key: _escaped(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(one) for one in value]
+    return value.replace("${", r"\${") if isinstance(value, str) else value
 
 
 class RunDirectory:

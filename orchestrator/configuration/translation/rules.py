@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+UNKNOWN = "not known to this translation: `penstock keys` may know a key for it"
 Values = Mapping[str, Any]
 """Keys with dots, and their values."""
 
@@ -54,9 +55,16 @@ class Framework:
     """Beginnings of keys without a counterpart, and why there is none."""
     always: Values = field(default_factory=dict)
     """Our keys where theirs have another default."""
+    owned: tuple[str, ...] = ()
+    """Beginnings of keys that Penstock has none of, so that a key with one is meant for this framework."""
 
     def is_of(self, values: Values) -> bool:
         return any(key.startswith(self.marks) for key in values)
+
+    def reason(self, key: str) -> str:
+        """Why a key that no rule knows has no counterpart, or what there is instead; empty where nothing is known."""
+        beginnings = [beginning for beginning in self.without if key.startswith(beginning)]
+        return self.without[max(beginnings, key=len)] if beginnings else ""
 
 
 @dataclass
@@ -94,7 +102,7 @@ def translate(framework: Framework, values: Values) -> Translation:
         found.became += [(key, what) for key in given]
     for key in values:
         if key not in known:
-            found.lost.append((key, _why(framework, key)))
+            found.lost.append((key, framework.reason(key) or UNKNOWN))
     for key, value in ours.items():
         _put(found.recipe, key.split("."), value)
     return found
@@ -108,13 +116,6 @@ def table(framework: Framework) -> str:
     lines += ["", f"| {framework.name}, without a counterpart | why, or what there is instead |", "|---|---|"]
     lines += [f"| `{key}{'…' if key[-1] in '._' else ''}` | {why} |" for key, why in framework.without.items()]
     return "\n".join(lines) + "\n"
-
-
-def _why(framework: Framework, key: str) -> str:
-    beginnings = [beginning for beginning in framework.without if key.startswith(beginning)]
-    if beginnings:
-        return framework.without[max(beginnings, key=len)]
-    return "not known to this translation: `penstock keys` may know a key for it"
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -6,9 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from penstock.conf.errors import ConfigError
+from penstock.orchestrator.configuration.values import read_yaml
 from penstock.orchestrator.planning.durations import Sync
 
 
@@ -73,8 +72,8 @@ class ConstantDurations:
     def read(cls, file: str | Path) -> "ConstantDurations":
         """Read a file. Raises `ConfigError`."""
         try:
-            values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
+            values = read_yaml(Path(file))
+        except OSError as error:
             raise ConfigError(f"--durations {file}: cannot be read: {error}") from None
         return cls.of(values if isinstance(values, Mapping) else {"": values}, f"--durations {file}")
 

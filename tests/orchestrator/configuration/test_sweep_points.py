@@ -11,12 +11,12 @@ from penstock.orchestrator.configuration.sweep_points import points_of
 def test_every_combination_is_a_run_with_a_name_of_its_own() -> None:
     points = points_of(["recipe=arithmetic", "trainer.optimizer.lr=1e-4,3e-4", "seed=range(1,4)"])
     assert [point.name for point in points] == [
-        "lr-0.0001_seed-1", "lr-0.0001_seed-2", "lr-0.0001_seed-3",
-        "lr-0.0003_seed-1", "lr-0.0003_seed-2", "lr-0.0003_seed-3",
+        "lr-1e-4_seed-1", "lr-1e-4_seed-2", "lr-1e-4_seed-3",
+        "lr-3e-4_seed-1", "lr-3e-4_seed-2", "lr-3e-4_seed-3",
     ]  # fmt: skip
-    assert points[4].words == ("recipe=arithmetic", "trainer.optimizer.lr=0.0003", "seed=2")
-    assert points[4].values == {"trainer.optimizer.lr": "0.0003", "seed": "2"}
-    assert points[4].setting == (("trainer.optimizer.lr", "0.0003"),)
+    assert points[4].words == ("recipe=arithmetic", "trainer.optimizer.lr=3e-4", "seed=2")
+    assert points[4].values == {"trainer.optimizer.lr": "3e-4", "seed": "2"}
+    assert points[4].setting == (("trainer.optimizer.lr", "3e-4"),)
 
 
 def test_keys_are_as_short_as_they_can_be_told_apart() -> None:
@@ -44,6 +44,14 @@ def test_values_that_make_no_names_do_not_make_two_runs_one() -> None:
 def test_words_that_make_no_sweep_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         points_of(words)
+
+
+def test_values_are_given_to_the_runs_as_they_are_written() -> None:
+    points = points_of(["tracking.group=2e90114,3e90114", "data.path=choice('a, b.jsonl',1e3)", "seed=1"])
+    assert [point.words[1:] for point in points] == [
+        (f"tracking.group={group}", f"data.path={path}")
+        for group in ("2e90114", "3e90114") for path in ("'a, b.jsonl'", "1e3")
+    ]  # fmt: skip
 
 
 def test_lists_and_texts_are_one_value() -> None:
