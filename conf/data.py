@@ -4,11 +4,11 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.checks import AUTO, above, at_least, one_of, within
 from penstock.conf.errors import ConfigError
 
 ENVIRONMENT = "environment"
-SOURCES = ("jsonl", "huggingface", "reasoning_gym", "python", ENVIRONMENT)
+SOURCES = (AUTO, "jsonl", "huggingface", "reasoning_gym", "python", ENVIRONMENT)
 
 
 @dataclass
@@ -17,7 +17,7 @@ class ColumnsConfig:
 
     prompt: str = "question"
     """Column with the user's text, or with chat messages: [{role: user, content: …}, …]. If these end with the
-    assistant's, that is the demonstration."""
+    assistant's, that is the demonstration. Where no column is called question and one prompt, it is that."""
     answer: str | None = "answer"
     """Column with the reference answer, handed to the reward; a.b is the field b of column a. `null`: the reward needs
     none."""
@@ -97,16 +97,20 @@ class CurriculumConfig:
 
 @dataclass
 class DataConfig:
-    source: str = "jsonl"
-    """Kind of the source: jsonl (one object a line), huggingface (a dataset id), reasoning_gym (procedural tasks with
-    their verifier), python (rows that a function makes), environment (the tasks that environment.name itself has)."""
+    source: str = AUTO
+    """Kind of the source. auto: what data.path names. jsonl: files alone, in any format. huggingface: a dataset of the
+    hub, or files. reasoning_gym: procedural tasks with their verifier. python: rows that a function makes. environment:
+    the tasks that environment.name itself has."""
     path: str | None = None
-    """Path or name in the source. jsonl: the file. huggingface: the dataset id. reasoning_gym: the task's name, e.g.
-    chain_sum. python: `file.py:function`, called with a seed."""
+    """Files, a dataset of the hub, or a name in the source. Files are read by their bytes and names: .jsonl, .json,
+    .csv, .parquet or .arrow, also as .gz, .zst or .bz2; a file, a folder, a pattern such as data/*.parquet, or an
+    fsspec URL such as s3://bucket/data. A dataset of the hub is OWNER/NAME. python: `file.py:function`, called with a
+    seed. reasoning_gym: the task's name, e.g. chain_sum."""
     subset: str | None = None
-    """Name of the dataset's configuration (huggingface), e.g. main."""
+    """Name of the configuration of a dataset of the hub, or of a folder in data.path, e.g. main."""
     split: str = "train"
-    """Name of the split (huggingface)."""
+    """Name of the split of a dataset of the hub, or of the files in a folder, such as train.jsonl or
+    train-00000-of-00002.parquet. Where no file of a folder is named for a split, all of them are train."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the task itself (reasoning_gym), e.g. {max_digits: 2}."""
     size: int | None = None
@@ -139,6 +143,12 @@ class DataConfig:
     too_long: str = "error"
     """Treatment of longer prompts. error: end with the row's number, before anything starts. skip: leave the row out,
     counted as dropped/prompt_too_long."""
+
+    @property
+    def kind(self) -> str:
+        """The source: python where it is left to the path, which names a function."""
+        is_function = self.source == AUTO and re.search(r"\.py:\w+$", self.path or "")
+        return "python" if is_function else self.source
 
     def part(self, name: str) -> "DataConfig":
         """Settings of a part of the mixture, as if it were all the data."""

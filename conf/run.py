@@ -183,7 +183,7 @@ def validate(config: RunConfig) -> None:
             f"rollout.sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt in "
             f"rollout.max_model_len={config.rollout.max_model_len}. Lower the first or raise the second."
         )
-    if config.data.source in ("reasoning_gym", "python", ENVIRONMENT) and config.evaluation.seed == config.data.seed:
+    if config.data.kind in ("reasoning_gym", "python", ENVIRONMENT) and config.evaluation.seed == config.data.seed:
         raise ConfigError(
             f"evaluation.seed={config.evaluation.seed} equals data.seed: the held-out problems would be the trained "
             "ones. Choose another evaluation.seed."

@@ -1,13 +1,16 @@
 """Completes a configuration, loaded or made in Python, for the actors of a run: paths are absolute, the user's files
 imported, sections checked against each other."""
 
-from collections.abc import Callable
+import glob
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from penstock.conf.checks import AUTO
 from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.configuration.recipes import load_file
+from penstock.workers.prompts.data_names import names_split
 from penstock.workers.user_code import with_file
 
 
@@ -30,14 +33,21 @@ def make_paths_absolute(config: RunConfig, directory: Path) -> None:
         if not value:
             return value
         candidates = (base / Path(value).expanduser() for base in (Path.cwd(), directory))
-        return next((str(path.resolve()) for path in candidates if path.exists()), value)
+        return next((str(path.resolve()) for path in candidates if path.exists() or any(matches(path))), value)
+
+    def matches(pattern: Path) -> Iterator[str]:
+        return glob.iglob(str(pattern), recursive=True)
 
     parts: list[Any] = [config.data, *config.data.mixture.values()]
     for data in parts:
         if (data.source or config.data.source) != "reasoning_gym":
             data.path = absolute(data.path)
-    if config.data.source == "jsonl":
-        config.evaluation.path = absolute(config.evaluation.path)
+    if config.data.kind in (AUTO, "jsonl", "huggingface"):
+        trained = next((str(part.path) for part in config.data.mixture.values()), config.data.path or "")
+        measured: list[Any] = [config.evaluation, *config.evaluation.sets.values()]
+        for held_out in measured:
+            if held_out.path and not names_split(held_out.path, trained):
+                held_out.path = absolute(held_out.path)
     config.model.path = absolute(config.model.path)
     config.model.reference_path = absolute(config.model.reference_path)
     config.model.paths = {name: absolute(path) or path for name, path in config.model.paths.items()}

@@ -7,6 +7,7 @@ objects once, here. Every fault is a `ConfigError` of one sentence.
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import fields
@@ -22,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from penstock.conf.algorithms import known_algorithms
 from penstock.conf.algorithms.base import AlgorithmConfig
+from penstock.conf.checks import AUTO
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.model import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
@@ -37,6 +39,7 @@ from penstock.orchestrator.configuration.overrides import (
 )
 from penstock.orchestrator.configuration.recipes import Recipe, find_recipe, load_file
 from penstock.orchestrator.configuration.values import literal
+from penstock.workers.prompts.data_names import has_splits, names_files
 
 DEFAULT_ALGORITHM = "grpo"
 OPTIONS_OF = {"reward.function": "reward.options", "environment.name": "environment.options"}
@@ -67,7 +70,7 @@ def load_config(overrides: Sequence[str] = ()) -> RunConfig:
         config = cast(RunConfig, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
         raise unresolved(error) from None
-    _infer_jsonl(config, {word.key for word in words})
+    _infer_source(config, {word.key for word in words})
     make_paths_absolute(config, recipe.directory)
     validate(config)
     return config
@@ -232,14 +235,22 @@ def _leave_options(tree: DictConfig, assignments: list[Override]) -> None:
             OmegaConf.update(tree, OPTIONS_OF[word.key], {}, merge=False)
 
 
-def _infer_jsonl(config: RunConfig, typed: set[str]) -> None:
-    """Make a recipe that reads the hub read a file, if `data.path=train.jsonl` alone was given."""
-    data = config.data
-    if data.source != "huggingface" or "data.source" in typed or not str(data.path).endswith((".jsonl", ".json")):
+def _infer_source(config: RunConfig, typed: set[str]) -> None:
+    """Make a recipe of another source read files, if `data.path=train.csv` alone was given. What the recipe holds out,
+    and its teachers, are for its own problems."""
+    data, path = config.data, config.data.path or ""
+    is_of_hub = data.source == "huggingface"
+    may_be_files = is_of_hub or ("data.path" in typed and not re.fullmatch(r"\w+", path))
+    if "data.source" in typed or data.source in (AUTO, "jsonl") or not may_be_files or not names_files(path):
         return
-    data.source, data.subset = "jsonl", None
+    data.source = AUTO
+    if is_of_hub and has_splits(path):
+        return
+    data.subset = None
+    for key in {"teacher", "rejected_teacher"} - {name.removeprefix("data.") for name in typed}:
+        setattr(data, key, None)
     if config.evaluation.every_steps and "evaluation.path" not in typed:
         config.evaluation.path, config.evaluation.every_steps = None, 0
         _LOG.warning(
-            "data.path is a file: held-out evaluation is off. Name a held-out file: evaluation.path=test.jsonl"
+            "data.path names files: held-out evaluation is off. Name a held-out file: evaluation.path=test.jsonl"
         )

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.conf.data import DataConfig, EvaluationConfig
+from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError, suggest
 from penstock.workers.problems import Problems
+from penstock.workers.prompts.data_files import Wanted, open_table
+from penstock.workers.prompts.data_names import names_split
 from penstock.workers.prompts.dataset_row import (
     DatasetRow,
     Message,
@@ -23,7 +25,7 @@ from penstock.workers.prompts.dataset_row import (
     with_template,
 )
 from penstock.workers.prompts.pictures import RowPictures
-from penstock.workers.prompts.rows import JsonLines, PythonRows, RawRows, open_huggingface
+from penstock.workers.prompts.rows import PythonRows, RawRows, check_texts, without_none
 from penstock.workers.user_code import find_function
 
 DEFAULT_PROBLEMS = 100_000
@@ -31,13 +33,14 @@ MOST_ROWS = 10_000_000
 """Largest number of rows of a mixture: with very different weights, small parts would be repeated very often."""
 Teacher = Callable[[dict[str, Any]], str]
 """Function from a task (its JSON as a dict: prompt, answer, index, the row's own columns) to the demonstration."""
+_FILES = "files with rows (.jsonl, .json, .csv, .parquet, .arrow), their folder, a pattern or a URL"
 _PATH_MEANS = {
-    "jsonl": "a file with one JSON object a line",
+    "auto": f"{_FILES}; a dataset of the hub such as openai/gsm8k; or a function that makes rows, file.py:function",
+    "jsonl": _FILES,
     "python": "a function that makes rows, file.py:function",
-    "huggingface": "a dataset id such as openai/gsm8k, or a folder of parquet files",
+    "huggingface": "a dataset id such as openai/gsm8k, or a folder of files",
     "reasoning_gym": "the name of a task such as chain_sum",
 }
-_HELD_OUT_MEANS = {"jsonl": "a second file", "huggingface": "the name of another split, e.g. test"}
 
 
 class TableDataset:
@@ -52,10 +55,10 @@ class TableDataset:
         return self.size
 
     def row(self, index: int) -> DatasetRow:
-        row, columns = self.rows.row(index), self.config.columns
-        where = self.rows.where(index)
+        row, where = self.rows.row(index), self.rows.where(index)
+        columns = _with_prompt(self.config.columns, row)
         seen = RowPictures(where, self.rows.folder, self._pictures(row, where))
-        messages, demonstration = self._conversation(row, where, seen)
+        messages, demonstration = self._conversation(row, columns.prompt, where, seen)
         prompt = ""
         if not messages:
             prompt = self.config.prompt_template.replace("{prompt}", self._text(row, columns.prompt, "prompt", where))
@@ -67,6 +70,8 @@ class TableDataset:
         rejected = None if columns.rejected is None else self._text(row, columns.rejected, "rejected", where)
         left_out = (columns.response, columns.rejected, *((columns.pictures, columns.prompt) if pictures else ()))
         extra = {key: value for key, value in row.items() if key not in left_out}
+        if self.rows.is_filled:
+            extra = {key: without_none(value) for key, value in extra.items()}
         response = None if response is None else str(response)
         return DatasetRow(prompt, answer, index, where, response, rejected, messages, pictures, extra)
 
@@ -77,10 +82,11 @@ class TableDataset:
         value = self._value(row, self.config.columns.pictures, "pictures", where)
         return () if value is None else value if isinstance(value, list | tuple) else (value,)
 
-    def _conversation(self, row: dict[str, Any], where: str, seen: RowPictures) -> tuple[list[Message], str | None]:
+    def _conversation(
+        self, row: dict[str, Any], column: str, where: str, seen: RowPictures
+    ) -> tuple[list[Message], str | None]:
         """The conversation of a prompt column with messages, and their demonstration if they end with one; empty for a
         column with text."""
-        column = self.config.columns.prompt
         value = self._value(row, column, "prompt", where)
         if not is_conversation(value):
             return [], None
@@ -112,6 +118,12 @@ class TableDataset:
                 "text is due."
             )
         return value
+
+
+def _with_prompt(columns: ColumnsConfig, row: Mapping[str, Any]) -> ColumnsConfig:
+    """The names of the columns; that of the prompt may be left to the row, which has `question` or `prompt`."""
+    is_left = columns.prompt == ColumnsConfig.prompt and columns.prompt not in row and "prompt" in row
+    return replace(columns, prompt="prompt") if is_left else columns
 
 
 def _with_pictures(
@@ -164,6 +176,7 @@ class TeacherDataset:
             raise DataError(
                 f"{row.where}: the teacher (data.teacher) returned {type(response).__name__}, where text is due."
             )
+        check_texts(response, f"{row.where}: what the teacher (data.teacher) returned")
         changed: dict[str, Any] = {self._writes: response}
         return replace(row, **changed)
 
@@ -237,9 +250,9 @@ def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Pro
         data = data.part(next(iter(data.mixture)))
     if not data.path:
         raise DataError(f"data.path=null: data.source={data.source} needs {_PATH_MEANS[data.source]}.")
-    if data.source == "reasoning_gym":
+    if data.kind == "reasoning_gym":
         return ProblemDataset(_problems(data, evaluation, held_out), data)
-    if data.source == "python":
+    if data.kind == "python":
         spec, key = (evaluation.path or data.path, "evaluation.path") if held_out else (data.path, "data.path")
         seed, size = (evaluation.seed, evaluation.num_problems) if held_out else (data.seed, data.size)
         return TableDataset(PythonRows(spec, seed, size, key), data, size)
@@ -248,15 +261,22 @@ def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Pro
             return None
         raise DataError(
             f"evaluation.every_steps={evaluation.every_steps}, but there are no held-out problems: set evaluation.path "
-            f"to {_HELD_OUT_MEANS[data.source]}, or evaluation.every_steps=0."
+            "to a second file, or to the name of another split, e.g. test; or evaluation.every_steps=0."
         )
     size = evaluation.num_problems if held_out else data.size
-    if data.source == "jsonl":
-        path, key = (evaluation.path, "evaluation.path") if held_out and evaluation.path else (data.path, "data.path")
-        rows: RawRows = JsonLines(path, key)
-    else:
-        rows = open_huggingface(data.path, data.subset, evaluation.path if held_out and evaluation.path else data.split)
-    return TableDataset(rows, data, size)
+    named = data.columns
+    texts = {named.prompt, "prompt", *filter(None, (named.answer, named.response, named.rejected))}
+    wanted = _wanted(data, data.path, evaluation.path if held_out else None)
+    return TableDataset(open_table(wanted, data.source, texts), data, size)
+
+
+def _wanted(data: DataConfig, path: str, held_out: str | None) -> Wanted:
+    """What is wanted of the data to train on. `held_out`: what evaluation wants, another split or other files."""
+    if held_out is None:
+        return Wanted(path, data.subset, data.split)
+    if names_split(held_out, path):
+        return Wanted(path, data.subset, held_out, split_key="evaluation.path")
+    return Wanted(held_out, key="evaluation.path", split_key="evaluation.path")
 
 
 def _problems(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Problems:

@@ -19,7 +19,7 @@ from penstock.workers.prompts.curriculum import Curriculum, CurriculumState
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DatasetRow, PromptDataset
 from penstock.workers.prompts.held_out import HeldOutProblems
-from penstock.workers.prompts.rows import first_of
+from penstock.workers.prompts.rows import check_texts, first_of
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits, load_tokenizer
 
@@ -116,6 +116,8 @@ class EnvironmentTasks:
         self._name = name
         if not self._tasks:
             raise DataError(f"environment.name={name}: its tasks(seed) gives no task at all.")
+        for task in self._tasks:
+            check_texts(task.data, f"{name} task {task.id!a}")
 
     def __len__(self) -> int:
         return len(self._tasks)

@@ -200,7 +200,7 @@ def test_paths_in_a_recipe_may_be_relative_to_it(tmp_path: Path) -> None:
 
 def test_a_file_for_a_recipe_that_reads_the_hub_switches_the_source() -> None:
     config = load_config(["recipe=gsm8k", "data.path=rows.jsonl"])
-    assert (config.data.source, config.data.subset, config.evaluation.every_steps) == ("jsonl", None, 0)
+    assert (config.data.source, config.data.subset, config.evaluation.every_steps) == ("auto", None, 0)
 
 
 def test_the_yaml_of_a_configuration_composes_to_the_same_again(tmp_path: Path) -> None:

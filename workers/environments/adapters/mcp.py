@@ -32,7 +32,7 @@ class Mcp(Tools):
           files: {command: python, args: [files_server.py], env: {ROOT: /data}}
           search: {url: https://tools.example/mcp, headers: {Authorization: $SEARCH_KEY}}
         reward: math_verify
-    data: {source: jsonl, path: questions.jsonl}
+    data: {path: questions.jsonl}
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class Tools:
     environment:
       name: tools
       options: {tools: [python, my_tools.py:look_up], system: "Use the tools.", reward: math_verify}
-    data: {source: jsonl, path: questions.jsonl}
+    data: {path: questions.jsonl}
     """
 
     def __init__(
