@@ -3,11 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.checks import above, at_least, one_of
+from penstock.conf.checks import above, at_least, one_of, within
 
 OLD_TURNS = ("refuse", "context")
 SAMPLING = ("run", "client")
-TOOL_FORMATS = ("hermes", "llama3_json", "mistral", "pythonic", "none")
+TOOL_FORMATS = (
+    "auto", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "glm45", "muse_glimmer", "deepseek_v3",
+    "gemma4", "lfm2", "openai", "none",
+)  # fmt: skip
 
 
 @dataclass
@@ -31,14 +34,16 @@ class GatewayConfig:
     rollout.sampling; others are ignored and counted (environment/ignored_temperature, …), as clients send their own
     defaults. client: the client's; the trainer computes log-probabilities at the temperature of each turn. Evaluation's
     greedy attempts are greedy in both."""
-    tools: str = "hermes"
-    """Format of the model's tool calls, with format=template: hermes (Qwen, Hermes), llama3_json, mistral, pythonic, or
-    none."""
+    tools: str = "auto"
+    """Format of the model's tool calls, with format=template. auto: the one that reads back a call that the model's
+    chat template has written; the run says which when it starts, and refuses tools where there is none. Name one for a
+    model that was trained to write calls which its template leaves out: hermes, llama3_json, mistral, pythonic,
+    qwen3_coder, glm45, muse_glimmer, deepseek_v3, gemma4, lfm2, openai (gpt-oss). none: no calls are read."""
 
     def __post_init__(self) -> None:
         one_of("environment.gateway.sampling", self.sampling, SAMPLING)
         one_of("environment.gateway.tools", self.tools, TOOL_FORMATS)
-        at_least("environment.gateway.port", self.port, 0)
+        within("environment.gateway.port", self.port, 0, 65535)
 
 
 @dataclass
@@ -135,3 +140,4 @@ class EnvironmentConfig:
             at_least(f"environment.{key}", getattr(self, key), 0)
         for key in ("timeout_s", "tool_timeout_s"):
             above(f"environment.{key}", getattr(self, key), 0)
+        within("environment.max_error_share", self.max_error_share, 0, 1)

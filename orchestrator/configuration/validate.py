@@ -36,8 +36,11 @@ from penstock.orchestrator.configuration.prerequisites import (
 )
 from penstock.orchestrator.configuration.weights_view import describe_weights
 from penstock.orchestrator.run_directory.run_directory import to_yaml
+from penstock.orchestrator.run_directory.run_place import try_place
+from penstock.workers.environments.adapters.tools import Tools
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.files import is_url, list_names
+from penstock.workers.gateway.formats.conversation import Format
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.prompts.curriculum import MOST_SHOWN, level_of
 from penstock.workers.prompts.dataset_row import is_cut
@@ -83,6 +86,7 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
         yield Check("states", lambda: _states(states))
     if flow.has_environment:
         yield Check("environment", lambda: _environment(config))
+        yield Check("tool calls", lambda: _format_of(config).describe_tools(), is_told=True)
     yield Check("data", lambda: _data(config, flow))
     if config.data.curriculum.by is not None:
         yield Check("curriculum", lambda: _curriculum(config, flow))
@@ -251,11 +255,16 @@ def _left_out(config: RunConfig) -> str:
 
 
 def _environment(config: RunConfig) -> str:
-    make_environment(config.environment, config.imports)
-    told, sees = config.model.chat_template_kwargs, config.rollout.max_pictures > 0
-    make_format(tokenizer_of(config), config.environment.gateway, told, sees=sees)
+    environment, form = make_environment(config.environment, config.imports), _format_of(config)
+    if isinstance(environment, Tools) and form.refusal:
+        raise ConfigError(form.refusal)
     limits = config.environment
     return f"{limits.name}: up to {limits.max_turns} turns and {limits.timeout_s:g} s an attempt"
+
+
+def _format_of(config: RunConfig) -> Format:
+    told, sees = config.model.chat_template_kwargs, config.rollout.max_pictures > 0
+    return make_format(tokenizer_of(config), config.environment.gateway, told, sees=sees)
 
 
 def _needs_path(stage: Stage) -> bool:

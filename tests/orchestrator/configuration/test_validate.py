@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.algorithms.catalogue import build_dataflow
+from penstock.algorithms.catalogue import build_dataflow, dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss
 from penstock.conf.errors import (
@@ -32,6 +32,7 @@ from penstock.orchestrator.configuration.prerequisites import (
 from penstock.orchestrator.configuration.validate import check_run, checks
 from penstock.workers.fresh_model import build_fresh_model, model_config, vocabulary_size
 from penstock.workers.sandbox.execution import Limits
+from tests.workers.gateway.formats.real_templates import trl_template
 
 SMALL = FreshModelConfig(
     num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, max_position_embeddings=256
@@ -299,6 +300,28 @@ def test_the_fence_of_code_is_tried_with_the_limits_that_it_will_have(
     assert limits_of_code(config) == [Limits(cpu_s=2), Limits()]
     assert limits_of_code(load_config(["environment.sandbox.require_cgroup=true"])) == [Limits(require_cgroup=True)]
     assert limits_of_code(load_config(["reward.function=math_verify"])) == []
+
+
+def test_how_calls_of_tools_are_read_is_told_at_the_start(model: Path, rows: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats"
+    shutil.copytree(model, chats)
+    (chats / "chat_template.jinja").write_text(trl_template("qwen3_5_think"))
+    tools = ["environment.name=tools", f"data.path={rows}", "rollout.max_model_len=256", "rollout.sampling.max_tokens=8"]
+
+    def told(*words: str) -> list[str]:
+        said: list[str] = []
+        config = load_config([*tools, *words])
+        flow = dataflow_of(config)
+        check_run(config, flow, plan_actors(flow, config), said.append)
+        return [text for text in said if text.startswith("tool calls")]
+
+    assert told(f"model.path={chats}") == ["tool calls: calls are read as qwen3_coder"]
+    with pytest.raises(ConfigError, match="chat template leaves out the tools and their calls"):
+        told(f"model.path={model}")
+    with pytest.raises(ConfigError, match=r"environment\.gateway\.tools=hermes: .* writes calls as qwen3_coder"):
+        told(f"model.path={chats}", "environment.gateway.tools=hermes")
+    (left_out,) = told(f"model.path={model}", "environment.gateway.tools=pythonic")
+    assert left_out.startswith("tool calls: calls are read as pythonic; the model's chat template leaves out the tools")
 
 
 def test_a_judge_of_the_run_is_looked_at_before_it_starts(rows: Path, tmp_path: Path) -> None:

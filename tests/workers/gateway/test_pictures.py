@@ -62,7 +62,7 @@ class Seeing:
 
     def __init__(self, path: Path) -> None:
         self.tokenizer, self.processor = load_tokenizer(str(path)), PictureProcessor.of(str(path))
-        self.form = TemplateFormat(self.tokenizer, in_parts=True)
+        self.form = TemplateFormat(self.tokenizer, "hermes", in_parts=True)
 
     def sampler(self, *texts: str, max_pictures: int = 4) -> TurnSampler:
         processor = self.processor if max_pictures else None

@@ -27,9 +27,10 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.meters import Meters
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.gateway.formats.answers import READERS
+from penstock.workers.gateway.formats.readers import READERS
 from penstock.workers.gateway.formats.forced import ANY, forced_call
 from penstock.workers.protocols import EngineSpec, Publication, Sampling
+from penstock.workers.rollout.detokenizer import Detokenizer
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.vllm_conversion import completion_of, engine_arguments, vllm_environment
 from penstock.workers.routed_experts import RoutingShape

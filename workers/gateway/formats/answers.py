@@ -112,20 +112,23 @@ def pythonic(text: str, tools: Tools) -> Found:
     if not (bare.startswith("[") and bare.endswith("]") and "(" in bare):
         return text, [], ""
     try:
-        tree = ast.parse(bare, mode="eval").body
+        return checked_calls("", python_calls(bare, tools), tools, text)
+    except Unreadable as problem:
+        return text, [], str(problem)
+
+
+def python_calls(text: str, tools: Tools) -> list[Any]:
+    """The calls of a list that is written as Python writes it. Raises `Unreadable`."""
+    try:
+        tree = ast.parse(text, mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else []
-        return checked_calls("", [_of_python(node, tools) for node in nodes], tools, text)
+        return [_of_python(node, tools) for node in nodes]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, Unreadable) as error:
-        return text, [], f"The call is no Python: {error}."
+        raise Unreadable(f"The call is no Python: {error}.") from error
 
 
 def none(text: str, tools: Tools) -> Found:
     return text, [], ""
-
-
-READERS: dict[str, Reader] = {
-    "hermes": hermes, "llama3_json": llama3_json, "mistral": mistral, "pythonic": pythonic, "none": none,
-}  # fmt: skip
 
 
 def checked_calls(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> Found:
@@ -199,9 +202,22 @@ def _of_python(node: ast.expr, tools: Tools) -> dict[str, Any]:
     parameters = _parameters(node.func.id, tools)
     if len(node.args) > len(parameters) and node.func.id in _names(tools):
         raise Unreadable(f"{node.func.id} takes {len(parameters)} argument(s), and got {len(node.args)}")
-    arguments = {name: ast.literal_eval(value) for name, value in zip(parameters, node.args, strict=False)}
-    named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    arguments = {name: _literal(value) for name, value in zip(parameters, node.args, strict=False)}
+    named = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
     return {"name": node.func.id, "arguments": strict_json(json.dumps(arguments | named))}
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Reads true, false and null as JSON has them: templates write objects and lists as JSON."""
+
+    values: Mapping[str, Any] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.values[node.id]) if node.id in self.values else node
+
+
+def _literal(node: ast.expr) -> Any:
+    return ast.literal_eval(_JsonNames().visit(node))
 
 
 def _names(tools: Tools) -> list[str]:

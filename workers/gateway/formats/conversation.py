@@ -56,6 +56,13 @@ def tool_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any
 class Format(Protocol):
     """A format, by which the gateway writes conversations, with one placeholder a picture."""
 
+    @property
+    def refusal(self) -> str:
+        """The reason why no conversation with tools is taken; empty where they are."""
+
+    def describe_tools(self) -> str:
+        """How calls of tools are read, and what prompts leave out of them."""
+
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Tokens of the conversation, up to the start of the next answer."""
 

@@ -16,6 +16,7 @@ from penstock.workers.gateway.formats.answers import Unreadable, checked_calls, 
 from penstock.workers.gateway.formats.conversation import Format, Message, ParsedAnswer, Tools, tool_call
 from penstock.workers.gateway.formats.forced import forced_call
 from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.tool_support import AUTO
 from penstock.workers.trajectory import Turn, encodable
 
 TEMPLATE = "template"
@@ -28,9 +29,13 @@ def make_format(
     tokenizer: Any, config: GatewayConfig, template_kwargs: Mapping[str, Any] | None = None, *, sees: bool = False
 ) -> Format:
     """Make the format. `template_kwargs`: `model.chat_template_kwargs`. `sees`: conversations may have pictures. Raises
-    `ConfigError` for a family that is not known, or for pictures in one, `ModelError` for a model that cannot chat."""
+    `ConfigError` for a family that is not known, for pictures in one, or for calls that the template writes in another
+    way, `ModelError` for a model that cannot chat."""
     if config.format == TEMPLATE:
-        return TemplateFormat(tokenizer, config.tools, template_kwargs, in_parts=sees)
+        form = TemplateFormat(tokenizer, config.tools, template_kwargs, in_parts=sees)
+        if config.tools != AUTO and form.refusal:
+            raise ConfigError(form.refusal)
+        return form
     if sees:
         raise ConfigError(
             f"environment.gateway.format={config.format}: pictures are written by the model's own chat template alone. "
@@ -42,11 +47,16 @@ def make_format(
 class RenderedFormat:
     """The format of one tokenizer and a family."""
 
+    refusal = ""
+
     def __init__(self, tokenizer: Any, family: str, template_kwargs: Mapping[str, Any] | None = None) -> None:
         """`template_kwargs`: of the family, such as enable_thinking. Raises `ConfigError` for a family that is not
         known or is not the tokenizer's, or has no such arguments."""
         self._tokenizer, self._family = tokenizer, family
         self._renderer = _renderer(tokenizer, family, template_kwargs or {})
+
+    def describe_tools(self) -> str:
+        return f"calls are read by the package renderers, as {self._family} writes them"
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         return list(self._written(self._renderer.render_ids, encodable(messages), tools, add_generation_prompt=True))

@@ -21,17 +21,24 @@ from typing import Any
 from jinja2 import TemplateError
 
 from penstock.conf.errors import DataError, ModelError
-from penstock.workers.gateway.formats.answers import EMPTY, READERS, Call, begins_thinking, split_thinking, with_ids
+from penstock.workers.gateway.formats.answers import EMPTY, Found, begins_thinking, split_thinking, with_ids
 from penstock.workers.gateway.formats.conversation import SHORT_ID, Message, ParsedAnswer, Tools, tool_call
 from penstock.workers.gateway.formats.forced import forced_call
 from penstock.workers.gateway.formats.pictures import written_for_template
+from penstock.workers.gateway.formats.readers import IN_CHANNELS, READERS
+from penstock.workers.gateway.formats.tool_support import (
+    AUTO,
+    MARK,
+    QUESTION,
+    ToolSupport,
+    tool_support,
+    with_arguments_as_text,
+)
 from penstock.workers.trajectory import Turn, encodable
 
 NUM_BEFORE = 16
 """Number of tokens at a prompt's end that show whether it has begun the thinking, however the text is cut into
 tokens."""
-MARK = "\u2042"
-"""Placeholder for an answer in a text of the template."""
 OTHER_ENDINGS = ("<|eom_id|>",)
 """Other tokens that end an answer: of Llama 3, where it calls a tool."""
 MISTRAL = "mistral"
@@ -43,21 +50,21 @@ class TemplateFormat:
     def __init__(
         self,
         tokenizer: Any,
-        tool_format: str = "hermes",
+        tool_format: str = AUTO,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         in_parts: bool = False,
     ) -> None:
-        """`template_kwargs`: the template's arguments besides messages and tools, such as enable_thinking. `in_parts`:
-        the template gets lists of parts, as those of models that see read them. Raises `ModelError` for a tokenizer
-        without a chat template."""
+        """`tool_format`: `environment.gateway.tools`. `template_kwargs`: the template's arguments besides messages and
+        tools, such as enable_thinking. `in_parts`: the template gets lists of parts, as those of models that see read
+        them. Raises `ModelError` for a tokenizer without a chat template."""
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(
                 "an environment needs a chat template, and the model's tokenizer has none: put chat_template.jinja "
                 "into its directory, or take a model that was trained to chat."
             )
         self._tokenizer = tokenizer
-        self._tool_format, self._read_calls = tool_format, READERS[tool_format]
+        self._named_format = tool_format
         self._template_kwargs, self._in_parts = dict(template_kwargs or {}), in_parts
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -72,28 +79,27 @@ class TemplateFormat:
             closed = _without_last(EMPTY, closed)
         if not going_on.startswith(closed):
             return None
-        more = self._encode(self._ending + going_on[len(closed) :])
+        more = self._encode(self._ending_after(turn.message) + going_on[len(closed) :])
         has_ended = turn.output_ids and turn.output_ids[-1] in (*more[:1], *self._other_ending_ids)
         if more and has_ended:
             more = more[1:]
         return [*turn.prompt_ids, *turn.output_ids, *more]
 
     def forced(self, tools: Tools, name: str) -> Mapping[str, Any]:
-        return forced_call(self._tool_format, tools, name)
+        return forced_call(self.tool_format, tools, name)
 
     def read(
         self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0
     ) -> ParsedAnswer:
-        text = str(self._tokenizer.decode(self._without_ending(token_ids), skip_special_tokens=False))
+        text = str(self._tokenizer.decode(self._without_ending(token_ids, tools), skip_special_tokens=False))
         before = str(self._tokenizer.decode(prompt_ids[-NUM_BEFORE:], skip_special_tokens=False))
-        thinking, said = split_thinking(text, begun=begins_thinking(before))
+        thinking, said, (content, found, problem) = self._parts(text, tools, begun=begins_thinking(before))
         message: dict[str, Any] = {"role": "assistant"}
         if thinking is not None:
             message["reasoning_content"] = thinking
         if not tools:
             return ParsedAnswer(message | {"content": said})
-        content, found, problem = self._read_calls(said, tools)
-        if len(found) > 1 and not self._takes_several:
+        if len(found) > 1 and not self.tool_support.takes_several:
             return ParsedAnswer(message | {"content": said}, (), "Make one call at a time.")
         calls = with_ids(found, turn)
         message["content"] = content
@@ -101,49 +107,88 @@ class TemplateFormat:
             message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
         return ParsedAnswer(message, calls, problem)
 
+    def _parts(self, text: str, tools: Tools, *, begun: bool) -> tuple[str | None, str, Found]:
+        """The thinking, what was said, and what is read of that."""
+        if tools and self.tool_format in IN_CHANNELS:
+            rest, found, problem = READERS[self.tool_format](text, tools)
+            thinking, said = split_thinking(rest, begun=begun)
+            return thinking, said, (said, found, problem)
+        thinking, said = split_thinking(text, begun=begun)
+        return thinking, said, READERS[self.tool_format](said, tools) if tools else (said, [], "")
+
+    @cached_property
+    def tool_support(self) -> ToolSupport:
+        """What the template does with tools."""
+        return tool_support(self._rendered)
+
+    @cached_property
+    def tool_format(self) -> str:
+        """Name of the reader of calls: the one that was named, or the one that fits the template."""
+        return self.tool_support.format_of(self._named_format)
+
+    @cached_property
+    def refusal(self) -> str:
+        """The reason why no conversation with tools is taken; empty where they are."""
+        return self.tool_support.refusal(self._named_format)
+
+    def describe_tools(self) -> str:
+        """How calls are read, and what the template leaves out."""
+        return self.tool_support.describe(self._named_format)
+
     @cached_property
     def _ending(self) -> str:
         """The text that the template writes directly after an answer."""
-        text = self._text([{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}], ())
+        text = self._rendered([QUESTION, {"role": "assistant", "content": MARK}], ())
         _, mark, ending = text.rpartition(MARK)
         if not mark:
             raise ModelError("the model's chat template leaves out what the assistant says: nothing can go on with it.")
         return ending
 
+    def _ending_after(self, message: Message) -> str:
+        ending = self.tool_support.ending if message.get("tool_calls") else None
+        return self._ending if ending is None else ending
+
+    def _without_ending(self, token_ids: Sequence[int], tools: Tools) -> Sequence[int]:
+        ends = (self._tokenizer.eos_token_id, *self._ending_ids, *(self._call_ending_ids if tools else ()))
+        return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
+
     @cached_property
-    def _ending_id(self) -> int | None:
-        ids = self._encode(self._ending)
-        return ids[0] if ids else None
+    def _ending_ids(self) -> list[int]:
+        """Tokens that end an answer: what the template writes first behind it."""
+        return [*self._encode(self._ending or self._following)[:1], *self._other_ending_ids]
+
+    @cached_property
+    def _call_ending_ids(self) -> list[int]:
+        """The same of an answer that calls a tool."""
+        support = self.tool_support
+        return [] if support.ending is None else self._encode(support.ending or support.following)[:1]
+
+    @cached_property
+    def _following(self) -> str:
+        """The text that the template writes after an answer, where a question follows."""
+        try:
+            text = self._rendered([QUESTION, {"role": "assistant", "content": MARK}, QUESTION], ())
+        except DataError:
+            return ""
+        return text.rpartition(MARK)[2]
 
     @cached_property
     def _other_ending_ids(self) -> list[int]:
-        ids = [self._encode(ending) for ending in OTHER_ENDINGS]
-        return [one[0] for one in ids if len(one) == 1]
-
-    @cached_property
-    def _takes_several(self) -> bool:
-        """True if the template allows several calls in one answer: some templates raise for more than one."""
-        calls = with_ids([Call("f", {}), Call("f", {})], 0)
-        said = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [tool_call(call.id, call.name, call.arguments) for call in calls],
-        }
-        results = [{"role": "tool", "content": "1", "tool_call_id": call.id, "name": "f"} for call in calls]
-        try:
-            self._text([{"role": "user", "content": "."}, said, *results], ())
-        except DataError:
-            return False
-        return True
-
-    def _without_ending(self, token_ids: Sequence[int]) -> Sequence[int]:
-        ends = (self._ending_id, self._tokenizer.eos_token_id, *self._other_ending_ids)
-        return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
+        return [ids[0] for ending in OTHER_ENDINGS if len(ids := self._encode(ending)) == 1]
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, for_answer: bool = False) -> str:
+        if (tools or any(message.get("role") == "tool" for message in messages)) and self.refusal:
+            raise DataError(self.refusal)
         written = [dict(message) for message in messages]
-        if self._tool_format == MISTRAL:
-            written = _with_short_ids(written)
+        if any(message.get("tool_calls") for message in messages):
+            if self.tool_format == MISTRAL:
+                written = _with_short_ids(written)
+            if self.tool_support.arguments_as_text:
+                written = with_arguments_as_text(written)
+        return self._rendered(written, tools, for_answer=for_answer)
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools, *, for_answer: bool = False) -> str:
+        written = [dict(message) for message in messages]
         try:
             return self._applied(written, tools, for_answer)
         except DataError as error:

@@ -3,6 +3,7 @@ and what `mistral_common` makes for each version of Mistral's tokenizers. With a
 family's marks as tokens."""
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -32,10 +33,28 @@ Write = Callable[[str, str], str]
 """A call as the family writes it: of the tool's name and JSON arguments."""
 
 
-def trl_template(name: str) -> str:
+def _trl_templates() -> Path:
     spec = find_spec("trl")
     assert spec is not None, "TRL is not installed: make setup"
-    return (Path((spec.submodule_search_locations or [""])[0]) / "chat_templates" / f"{name}.jinja").read_text()
+    return Path((spec.submodule_search_locations or [""])[0]) / "chat_templates"
+
+
+TRL_TEMPLATES = sorted(path.stem for path in _trl_templates().glob("*.jinja"))
+"""All chat templates of models that TRL has, and those that it has made of them to train with."""
+_MARKS = re.compile(r"""<\|"\|>|</?[|｜]?[A-Za-z_][^<>\s{}%'"=]*[|｜]?>|<[|｜][^<>\s{}%'"]+>""")
+
+
+def trl_template(name: str) -> str:
+    return (_trl_templates() / f"{name}.jinja").read_text()
+
+
+def trl_tokenizer(name: str) -> Any:
+    """A character tokenizer with one of TRL's templates, and the marks in it as tokens."""
+    template = trl_template(name)
+    marks = {mark for mark in _MARKS.findall(template) if "arg_" not in mark and "=" not in mark}
+    made = character_tokenizer(FreshModelConfig(words=sorted(marks), max_position_embeddings=100_000))
+    made.chat_template = template
+    return made
 
 
 def mistral_template(version: TokenizerVersion, *, spm: bool = False, thinking: bool = False) -> str:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from penstock.workers.gateway.formats.answers import (
     MAX_NESTING,
-    READERS,
     Call,
     hermes,
     llama3_json,
@@ -17,9 +16,19 @@ from penstock.workers.gateway.formats.answers import (
     pythonic,
     with_ids,
 )
+from penstock.workers.gateway.formats.readers import READERS
 from tests.workers.gateway.chat_models import ADD
 
 TOOLS = [ADD]
+BEGINNINGS = (
+    "<tool_call>", "[TOOL_CALLS]", "[add(", "<function=add><parameter=", "<tool_call>add<arg_key>",
+    '<atem:invoke name="add">', "<｜tool▁call▁begin｜>add<｜tool▁sep｜>", "<|tool_call>call:add{",
+    "<|tool_call_start|>[", "to=functions.add<|message|>",
+)  # fmt: skip
+ENDS = (
+    "</tool_call>", "]", ")]", "</parameter></function>", "</arg_value></tool_call>", "</atem:invoke>",
+    "<｜tool▁call▁end｜>", "}<tool_call|>", "]<|tool_call_end|>", "<|call|>",
+)  # fmt: skip
 CALL = [Call("add", {"a": 1, "b": 2})]
 
 
@@ -53,7 +62,7 @@ def test_arguments_may_be_json_text() -> None:
     assert hermes('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', TOOLS)[1] == CALL
 
 
-@pytest.mark.parametrize("reader", ["hermes", "llama3_json", "mistral", "pythonic"])
+@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("text", ["Plain words.", "", "2 + 2 = 4", "[1, 2]", "a {b} c"])
 def test_words_are_no_calls(reader: str, text: str) -> None:
     assert READERS[reader](text, TOOLS) == (text, [], "")
@@ -86,6 +95,23 @@ def test_words_are_no_calls(reader: str, text: str) -> None:
         ("pythonic", "[add(" + "(" * 50_000 + ")]", "The call is no Python"),
         ("pythonic", "[add(" + "-" * 50_000 + "1)]", "The call is no Python"),
         ("pythonic", "[sub(a=1)]", "There is no tool 'sub'"),
+        ("qwen3_coder", "<tool_call>", "A call is not whole. It is written as <tool_call><function=NAME>"),
+        ("qwen3_coder", '<tool_call>{"name": "add"}</tool_call>', "A call is not whole"),
+        ("qwen3_coder", "<function=add><parameter=a>1</parameter>", "A call is not whole"),
+        ("qwen3_coder", "<function=add><parameter=a>1</function>", "A call is not whole"),
+        ("qwen3_coder", "<function=sub></function>", "There is no tool 'sub'"),
+        ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>", "A call is not whole"),
+        ("glm45", "<tool_call>add<arg_key>a</arg_key></tool_call>", "A call is not whole"),
+        ("muse_glimmer", '<atem:invoke name="add">', "A call is not whole"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{", "A call is not whole"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{<｜tool▁call▁end｜>", "The call is no JSON"),
+        ("gemma4", "<|tool_call>call:add{a:1}", "A call is not whole"),
+        ("gemma4", "<|tool_call>call:add{a:[1}<tool_call|>", "The arguments of add cannot be read"),
+        ("gemma4", '<|tool_call>call:add{a:<|"|>1}<tool_call|>', "The arguments of add cannot be read"),
+        ("lfm2", "<|tool_call_start|>[add(a=1)]", "A call is not whole"),
+        ("lfm2", "<|tool_call_start|>[add(a=]<|tool_call_end|>", "The call is no Python"),
+        ("openai", "<|channel|>commentary to=functions.add", "A call is not whole"),
+        ("openai", "<|channel|>commentary to=functions.add<|message|>{<|call|>", "The call is no JSON"),
     ],
 )
 def test_what_cannot_be_read_stays_text_and_is_said_in_a_sentence(reader: str, text: str, problem: str) -> None:
@@ -120,6 +146,52 @@ def test_arguments_come_back_as_they_were_written(arguments: dict[str, Any]) -> 
 @given(st.text(alphabet='<>{}[]()",:=ad1 \n/tool_call', max_size=60))
 def test_no_text_makes_a_reader_raise(text: str) -> None:
     for reader in READERS.values():
-        for prefix in ("", "<tool_call>", "[TOOL_CALLS]", "[add(", "{"):
+        for prefix, end in (*zip(BEGINNINGS, ENDS, strict=True), ("", ""), ("{", "")):
             reader(prefix + text, TOOLS)
-            reader(prefix + text + ")]", TOOLS)
+            reader(prefix + text + end, TOOLS)
+
+
+def test_the_time_of_reading_grows_no_faster_than_the_text_does_many_times() -> None:
+    """A pattern that may match in many ways would take for ever."""
+    argument = "<parameter=a>1</parameter>"
+    for reader in READERS.values():
+        for text in ("<function=add>" + argument * 2000, "<tool_call>add" + "<arg_key>a</arg_key><arg_value>" * 2000):
+            assert reader(text, TOOLS)[1] == []
+
+
+def test_other_ways_of_the_same_formats_are_read() -> None:
+    coder = "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>"
+    assert READERS["qwen3_coder"](f"So.\n{coder}", TOOLS) == ("So.", CALL, "")  # some forget the outer mark
+    newer = '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": 2}<｜tool▁call▁end｜>'
+    assert READERS["deepseek_v3"](f"<｜tool▁calls▁begin｜>{newer}<｜tool▁calls▁end｜>", TOOLS) == ("", CALL, "")
+    sampled = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>'
+    assert READERS["openai"](sampled, TOOLS) == ("", CALL, "")
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    assert READERS["openai"](thought + sampled, TOOLS) == ("<|channel|>analysis<|message|>hm", CALL, "")
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "7", "7"),
+        ({"type": ["string", "null"]}, "7", "7"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "7", 7),
+        ({"type": "integer"}, "seven", "seven"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array"}, '["a", 1]', ["a", 1]),
+        ({}, "7", 7),
+        ({}, "a b", "a b"),
+        ({"enum": ["x", "y"]}, "x", "x"),
+        ({"type": 3, "anyOf": 4}, "7", 7),
+    ],
+)
+def test_the_schema_tells_the_type_of_an_argument(schema: Any, text: str, value: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
+    for body in (
+        f"<function=f><parameter=a>\n{text}\n</parameter></function>",
+        f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>",
+        f'<atem:invoke name="f"><atem:parameter name="a">{text}</atem:parameter></atem:invoke>',
+    ):
+        found = [reader(body, [tool]) for reader in READERS.values()]
+        assert [call.arguments for _, calls, _ in found for call in calls] == [{"a": value}]

@@ -47,8 +47,9 @@ async def seeing_gateway(path: Path) -> AsyncIterator[Gateway]:
     engine = HfEngine(EngineSpec(RolloutConfig(engine="hf", max_model_len=256, max_pictures=4), str(path)))
     await engine.start()
     keys = AttemptKeys()
+    form = TemplateFormat(load_tokenizer(str(path)), "hermes", in_parts=True)
     sampler = TurnSampler(
-        Engines(engine), TemplateFormat(load_tokenizer(str(path)), in_parts=True), Sampling(max_tokens=6, seed=3),
+        Engines(engine), form, Sampling(max_tokens=6, seed=3),
         TurnLimits(max_model_len=256, max_pictures=4), processor=PictureProcessor.of(str(path)),
     )  # fmt: skip
     server = HttpServer(keys)
