@@ -1,7 +1,9 @@
 """Checks of numbers and names, for config dataclasses and for `algorithms/`: each failure names its key."""
 
 import json
+import math
 from collections.abc import Collection
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from penstock.conf.errors import ConfigError, suggest
@@ -41,6 +43,24 @@ def within(key: str, value: Any, low: float, high: float) -> None:
 def one_of(key: str, value: str, names: Collection[str]) -> None:
     if not _is_open(value) and value not in names:
         raise ConfigError(f"{key}={value}: unknown{suggest(value, names)}")
+
+
+def check_numbers(value: Any, key: str = "") -> None:
+    """Check every number of a dataclass and of those in it: finite, and a whole one within 64 bits."""
+    if is_dataclass(value):
+        for field in fields(value):
+            check_numbers(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
+    elif isinstance(value, list):
+        for place, one in enumerate(value):
+            check_numbers(one, f"{key}.{place}")
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            if is_dataclass(one):  # any other is the user's own
+                check_numbers(one, f"{key}.{name}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value}: must be a finite number.")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{key}={value}: must be a number of 64 bits, at most {2**63 - 1}.")
 
 
 def is_utf8(value: Any) -> bool:

@@ -56,8 +56,9 @@ class ClusterConfig:
             raise ConfigError(f"cluster.ports={self.ports}: write the first and the last port, such as [20000,20099].")
         if self.gpu_memory_gib is not None:
             above("cluster.gpu_memory_gib", self.gpu_memory_gib, 0)
-        if self.num_gpus is not None:
-            at_least("cluster.num_gpus", self.num_gpus, 0)
+        for key in ("num_cpus", "num_gpus"):
+            if getattr(self, key) is not None:
+                at_least(f"cluster.{key}", getattr(self, key), 0)
         for role in self.labels:
             if role not in PLACED_ROLES:
                 raise ConfigError(f"cluster.labels.{role}: no role that could be placed{suggest(role, PLACED_ROLES)}")

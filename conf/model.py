@@ -9,7 +9,7 @@ the preset.
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.checks import at_least, one_of, within
+from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.errors import ConfigError, ModelError
 
 TEMPLATE_ARGUMENTS = ("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template")
@@ -52,6 +52,8 @@ class FreshModelConfig:
             at_least(f"model.fresh.{key}", getattr(self, key), 1)
         at_least("model.fresh.max_position_embeddings", self.max_position_embeddings, 16)
         at_least("model.fresh.num_experts", self.num_experts, 0)
+        at_least("model.fresh.experts_per_token", self.experts_per_token, 1)
+        above("model.fresh.initializer_range", self.initializer_range, 0)
         if self.num_experts:
             within("model.fresh.experts_per_token", self.experts_per_token, 1, self.num_experts)
         at_least("model.fresh.num_vision_layers", self.num_vision_layers, 0)

@@ -207,6 +207,7 @@ class RolloutConfig:
             at_least(f"rollout.{key}", getattr(self, key), 1)
         at_least("rollout.max_pictures", self.max_pictures, 0)
         at_least("rollout.num_gpus_per_worker", self.num_gpus_per_worker, 0)
+        at_least("rollout.num_threads", self.num_threads, 0)
         at_least("rollout.max_model_len", self.max_model_len, 2)
         if not auto_or_number("rollout.gpu_memory_utilization", self.gpu_memory_utilization):
             within("rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)

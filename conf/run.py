@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig
-from penstock.conf.checks import at_least, one_of
+from penstock.conf.checks import at_least, check_numbers, one_of
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.data import ENVIRONMENT, DataConfig, EvaluationConfig
 from penstock.conf.diagnosis import DiagnosisConfig
@@ -91,6 +91,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least("max_staleness", self.max_staleness, 0)
         one_of("placement", self.placement, ("disaggregated", "colocated"))
+        if not self.output_dir.strip():
+            raise ConfigError("output_dir=: names no place. Set it to a directory, such as runs, or a URL.")
 
     @property
     def algorithm_of_run(self) -> AlgorithmConfig:
@@ -169,7 +171,9 @@ class RunConfig:
 
 
 def validate(config: RunConfig) -> None:
-    """Check across sections. Raises `ConfigError` naming the keys."""
+    """Check numbers, and across sections. Raises `ConfigError` naming the keys."""
+    check_numbers(config)
+    at_least("algorithm.group_size", config.algorithm.group_size, 1)
     if config.window_staleness > config.max_staleness:
         raise ConfigError(
             f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} version(s), "

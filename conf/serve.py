@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from penstock.conf.checks import at_least
+from penstock.conf.checks import at_least, within
 from penstock.conf.errors import ConfigError
 
 
@@ -84,10 +84,10 @@ class ServeConfig:
             )
         for name in (
             "max_loaded", "max_resident", "snapshot_every", "keep_results", "keep_unnamed", "max_body_mib",
-            "max_sampling",
+            "max_sampling", "max_adapters",
         ):  # fmt: skip
             at_least(f"serve.{name}", getattr(self, name), 1)
-        at_least("serve.port", self.port, 0)
+        within("serve.port", self.port, 0, 65535)
         at_least("serve.drain_s", self.drain_s, 0)
         for name in ("poll_s", "session_timeout_s", "gap_s"):
             if getattr(self, name) <= 0:

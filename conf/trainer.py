@@ -47,9 +47,14 @@ class OptimizerConfig:
     """Share of the peak that a cosine ends at."""
 
     def __post_init__(self) -> None:
-        at_least("trainer.optimizer.lr", self.lr, 0)
-        at_least("trainer.optimizer.clip_norm", self.clip_norm, 0)
-        at_least("trainer.optimizer.warmup_steps", self.warmup_steps, 0)
+        for key in ("lr", "weight_decay", "clip_norm", "warmup_steps"):
+            at_least(f"trainer.optimizer.{key}", getattr(self, key), 0)
+        above("trainer.optimizer.eps", self.eps, 0)
+        if isinstance(self.betas, list) and (len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas)):
+            raise ConfigError(
+                f"trainer.optimizer.betas={self.betas}: must be two numbers of at least 0 and less than 1, such as "
+                "[0.9,0.95]."
+            )
         within("trainer.optimizer.min_lr_share", self.min_lr_share, 0, 1)
         one_of("trainer.optimizer.schedule", self.schedule, SCHEDULES)
 
@@ -265,6 +270,8 @@ class TrainerConfig:
                 f"trainer.router_aux_loss_coef={self.router_aux_loss_coef}: routers are watched where they run, on "
                 "whole rows. Set it to 0, or trainer.compile=false and trainer.sequence_parallel_size=1."
             )
+        within("trainer.num_gpus_per_rank", self.num_gpus_per_rank, 0, 1)
+        at_least("trainer.num_threads", self.num_threads, 0)
         for key in ("logprob_chunk_mib", "collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)
 

@@ -68,8 +68,7 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     yield Check(MEMORY, lambda: MemoryView.of(config, flow, plan).found())
     if CHECKS.keys() & set(config.tracking.sinks):
         yield Check("trackers", lambda: check_trackers(config.tracking))
-    if is_url(config.output_dir):
-        yield Check("output_dir", lambda: _output_dir(config.output_dir))
+    yield Check("output_dir", lambda: _output_dir(config.output_dir))
     if any(actor.role == "rollout" for actor in plan):
         yield Check("weights", lambda: describe_weights(config))
     if config.rollout.follows_cluster:
@@ -164,9 +163,11 @@ def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
     return f"{len(plan)} actors reserve {cpus:g} logical CPU(s) and {gpus:g} GPU(s) of a local Ray"
 
 
-def _output_dir(url: str) -> str:
-    """Check that there is a file system for the URL, and that it answers."""
-    return f"{url} answers: {len(list_names(url))} runs are there"
+def _output_dir(place: str) -> str:
+    """Check that runs can be made there; of a URL, that there is a file system for it which answers."""
+    if is_url(place):
+        return f"{place} answers: {len(list_names(place))} runs are there"
+    return str(try_place(place))
 
 
 def _states(states: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ output_dir=s3://bucket/runs  s3://bucket/runs/<name>, with a working copy in ~/.
 import hashlib
 import os
 import re
+import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
@@ -81,6 +82,17 @@ def cannot_make(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"output_dir: cannot make {path} ({error.strerror}). Set output_dir to a place that can be written."
     )
+
+
+def try_place(output_dir: str) -> Path:
+    """Make a directory where those of runs are to be, and remove it. Returns the place. Raises `ConfigError`."""
+    path = Path(output_dir).expanduser().resolve()
+    try:
+        there = next(place for place in (path, *path.parents) if place.exists())
+        with tempfile.TemporaryDirectory(dir=there, prefix=".penstock-"):
+            return path
+    except OSError as error:
+        raise cannot_make(path, error) from None
 
 
 def new_place(config: RunConfig, time_s: float, is_taken: Callable[[str], bool]) -> RunPlace:

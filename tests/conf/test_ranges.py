@@ -7,12 +7,14 @@ from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.diagnosis import DiagnosisConfig
+from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, SamplingError
 from penstock.conf.faults import FaultsConfig
 from penstock.conf.model import FreshModelConfig, ModelConfig
 from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
 from penstock.conf.run import RunConfig, validate
+from penstock.conf.serve import ServeConfig
 from penstock.conf.store import StoreConfig
 from penstock.conf.tracking import TrackingConfig, WandbConfig
 from penstock.conf.trainer import DeepSpeedConfig, LoraConfig, OptimizerConfig, TrainerConfig
@@ -76,6 +78,19 @@ OUT_OF_RANGE = [
     (StoreConfig, "store.inline_bytes", -1),
     (StoreConfig, "store.lease_timeout_s", 0.0),
     (OptimizerConfig, "trainer.optimizer.lr", -1e-6),
+    (OptimizerConfig, "trainer.optimizer.betas", [0.9]),
+    (OptimizerConfig, "trainer.optimizer.betas", [0.9, 1.0]),
+    (OptimizerConfig, "trainer.optimizer.eps", 0.0),
+    (OptimizerConfig, "trainer.optimizer.eps", math.nan),
+    (OptimizerConfig, "trainer.optimizer.weight_decay", -0.1),
+    (TrainerConfig, "trainer.num_gpus_per_rank", -1),
+    (TrainerConfig, "trainer.num_gpus_per_rank", 2),
+    (TrainerConfig, "trainer.num_threads", -1),
+    (RolloutConfig, "rollout.num_threads", -1),
+    (ClusterConfig, "cluster.num_cpus", -1),
+    (EnvironmentConfig, "environment.max_error_share", 2.0),
+    (FreshModelConfig, "model.fresh.initializer_range", -0.1),
+    (ServeConfig, "serve.port", 65536),
     (OptimizerConfig, "trainer.optimizer.clip_norm", -1.0),
     (OptimizerConfig, "trainer.optimizer.warmup_steps", -1),
     (OptimizerConfig, "trainer.optimizer.min_lr_share", 2.0),
@@ -141,6 +156,25 @@ def test_what_hydra_has_not_resolved_yet_is_left_alone():
     above("key", "${seed}", 1)
     within("key", "???", 0, 1)
     one_of("key", "${model.name}", ["a"])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (RunConfig(seed=2**63), rf"^seed={2**63}: must be a number of 64 bits"),
+        (RunConfig(data=DataConfig(seed=-(2**64))), r"^data\.seed=-\d+: must be a number of 64 bits"),
+        (RunConfig(trainer=TrainerConfig(optimizer=OptimizerConfig(lr=math.inf))), r"^trainer\.optimizer\.lr=inf: "),
+        (RunConfig(algorithm=SftConfig(group_size=-1)), r"^algorithm\.group_size=-1: must be at least 1"),
+    ],
+)
+def test_numbers_that_no_machine_has_are_refused_with_their_keys(config, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+def test_a_run_without_a_place_is_refused():
+    with pytest.raises(ConfigError, match="output_dir=: names no place"):
+        RunConfig(output_dir=" ")
 
 
 def test_the_bounds_themselves_are_allowed():

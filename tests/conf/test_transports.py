@@ -115,7 +115,7 @@ def test_an_unknown_transport_and_an_empty_bucket_are_refused():
 
 
 @given(
-    st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 2.0]),
+    st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]),
     st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]),
     st.integers(1, 3),
     st.integers(1, 3),

@@ -35,6 +35,22 @@ def test_every_key_can_be_set_to_its_default() -> None:
     load_config([f"{key.name}={key.default}" for key in plain if key.name != "recipe"])
 
 
+def test_no_number_may_be_none_or_endless() -> None:
+    numbers = [key for key in keys() if "float" in key.kind and not {"N", "NAME"} & set(key.name.split("."))]
+    assert len(numbers) > 60
+    for key in numbers:
+        base = [f"algorithm={algorithm_with(key)}"] if key.name.startswith("algorithm.") else []
+        for value in ("nan", "inf", "-inf"):
+            with pytest.raises(ConfigError):
+                load_config([*base, f"{key.name}={f'[{value}]' if 'list' in key.kind else value}"])
+
+
+def algorithm_with(key: Key) -> str:
+    """An algorithm that has the key."""
+    titles = [one.title for one in sections() if one.title.startswith("algorithm=") and key in one.keys]
+    return titles[0].removeprefix("algorithm=").split(", ")[0]
+
+
 BUILT_IN = sorted(name for name, one in ALGORITHMS.items() if one.build.__module__.startswith("penstock.algorithms."))
 
 
