@@ -137,6 +137,10 @@ class WorkerDied(PenstockError):
     """An actor or engine process ended on its own. The message names it."""
 
 
+class RayEnded(WorkerDied):
+    """The local Ray of this process has ended before its run, and all actors with it."""
+
+
 class WorkerFailed(WorkerDied):
     """An actor that raised what is none of Penstock's errors: the user's code, or a bug, so a new process does not
     help. The message names both, with the end of the traceback."""

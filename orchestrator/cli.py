@@ -8,12 +8,11 @@ data. Heavy imports wait until a command needs them, so that a misspelt key is a
 import argparse
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.orchestrator.cli_parser import Functions, make_parser
@@ -39,11 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PenstockError as error:
         return _report_error(error)
     except KeyboardInterrupt:
-        _stderr("[yellow]interrupted[/]")
+        try:
+            _stderr("[yellow]interrupted[/]")
+        except OSError:  # a terminal that is closed
+            _discard(sys.stdout, sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `penstock validate | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)
         return 0
+
+
+def _discard(*streams: TextIO) -> None:
+    """Have what a stream is told, and has been told, come nowhere."""
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _load(overrides: Sequence[str]) -> Any:
@@ -70,24 +78,17 @@ def _run(arguments: argparse.Namespace) -> int:
         from penstock.orchestrator.control.retries import run_with_retries
 
         return run_with_retries(arguments.overrides, arguments.retries)
+    from penstock.orchestrator.control.process import heed_end
     from penstock.orchestrator.observability.reporting.closing import (
         print_summary,
     )  # late: the configuration is in order, so it may take seconds
     from penstock.orchestrator.run import run
 
-    signal.signal(signal.SIGTERM, _end)
+    heed_end()
     result = run(config)
     with contextlib.suppress(OSError):  # of an output that is a file on a full disk
         print_summary(result.directory, config)
     return 0
-
-
-def _end(*_: object) -> None:
-    """End as by Ctrl-C at the SIGTERM of `ray job stop` and schedulers. A shell without job control has what it starts
-    by `&` ignore Ctrl-C, but a SIGTERM is meant for this process all the same."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.raise_signal(signal.SIGINT)
 
 
 def _validate(arguments: argparse.Namespace) -> int:
@@ -116,10 +117,11 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
+    from penstock.orchestrator.control.process import heed_end
     from penstock.orchestrator.planning.plan_view import run, wide_console
 
     if arguments.probe:
-        signal.signal(signal.SIGTERM, _end)  # so that no probe is left
+        heed_end()  # so that no probe is left
     run(config, arguments, wide_console())
     return 0
 

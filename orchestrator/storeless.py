@@ -8,7 +8,7 @@ from functools import partial
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.cluster import Cluster, check_placement, namespace_of
+from penstock.orchestrator.cluster.cluster import Cluster, check_placement, namespace_of, while_it_lives
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
@@ -42,7 +42,10 @@ def started_fleet(
         config = with_other_models(config, directory, model_path)
         namespace = namespace_of(directory.run_id)
         agents = NodeAgents(directory.run_id, namespace, config.cluster, config.store.spill_dir)
-        with contextlib.closing(Fleet(plan, config, flow, model_path, agents, with_store=False)) as fleet:
+        fleet = Fleet(plan, config, flow, model_path, agents, with_store=False)
+        try:
             fleet.create()
             fleet.start()
             yield StorelessFleet(fleet, config, model_path)
+        finally:
+            while_it_lives(fleet.close)

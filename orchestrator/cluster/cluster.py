@@ -1,6 +1,8 @@
-"""The Ray cluster of a run: the one that RAY_ADDRESS names, or a local one that ends with the run.
+"""The Ray cluster of a run: the one that RAY_ADDRESS names, or a local one that ends with the run (`local_ray.py`).
 
 Cluster   connects, and stays connected while the run goes on
+while_it_lives
+          makes a call that needs Ray, where a local one may have ended before the run
 look      the nodes that a run would have, without staying connected, for `penstock validate`: a process of its own
           joins the cluster, prints its nodes as JSON and leaves
 """
@@ -19,20 +21,25 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 from ray.job_config import JobConfig
 
-from penstock.conf.errors import ResourceError
+from penstock.conf.errors import RayEnded, ResourceError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.connection import AUTH_MODE
+from penstock.orchestrator.cluster.local_ray import LocalRay
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, check_fits, needed
 from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import Node, cluster_nodes
+from penstock.store.data.roots import sweep_stale
 
 MIB = 2**20
 KNOCK_S = 10.0
@@ -42,8 +49,12 @@ LOOK_S = 90.0
 PRIVATE, OTHERS = 0o600, 0o077
 TOKEN_BYTES = 32
 """Size of a token, in bytes, as Ray makes them."""
-_started: set[str] = set()
-"""Clusters that this process has started, and that end with it."""
+AUTO_CONNECT = "RAY_ENABLE_AUTO_CONNECT"
+"""Environment variable that says whether calls of Ray start one where there is none."""
+LOOKS_S = 0.2
+"""Seconds between two looks whether a local Ray has ended."""
+_started: dict[str, LocalRay] = {}
+"""Clusters that this process has started, and that end with it, by address."""
 
 
 def count_local_gpus() -> int:
@@ -80,6 +91,41 @@ def is_elsewhere() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
+def is_over() -> bool:
+    """Return whether the local Ray of this process has ended before it was closed."""
+    return any(local.is_over for local in _started.values())
+
+
+def raise_if_over() -> None:
+    """Raise `RayEnded` if the local Ray of this process has ended before it was closed."""
+    if is_over():
+        raise RayEnded(
+            "Ray has ended on this machine, and all actors with it. Out of memory is the usual reason, or a signal to "
+            "every process of the run. Start the command again with resume=auto, or with --retries."
+        )
+
+
+def while_it_lives(call: Callable[[], None]) -> None:
+    """Make a call that needs Ray. Returns as soon as a local Ray has ended, whatever the call waits for."""
+    if not _started:
+        call()
+        return
+    calling: Future[None] = Future()
+    threading.Thread(target=_resolve, args=(calling, call), daemon=True).start()
+    while not (wait([calling], LOOKS_S).done or is_over()):
+        pass
+    if calling.done():
+        calling.result()
+
+
+def _resolve(calling: "Future[None]", call: Callable[[], None]) -> None:
+    try:
+        call()
+        calling.set_result(None)
+    except BaseException as error:  # noqa: BLE001 - the caller raises it
+        calling.set_exception(error)
+
+
 def this_node() -> str:
     """Ray's id of the node that this process is on."""
     return str(ray.get_runtime_context().get_node_id())
@@ -111,7 +157,10 @@ class Cluster:
 
     def close(self) -> None:
         if self._is_own:
+            if is_over():
+                os.environ[AUTO_CONNECT] = "0"  # a call that was left behind would start another Ray
             ray.shutdown()
+            _end_started()
         self._is_connected = self._is_own = False
 
 
@@ -216,7 +265,10 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str, metadata:
     }
     keep_token_private(is_joining=bool(os.environ.get("RAY_ADDRESS")))
     with _own_sigterm():
-        _connect(actors, config, common)
+        if address := os.environ.get("RAY_ADDRESS"):
+            join(address, **common)
+        else:
+            _start_here(actors, config, common)
 
 
 @contextlib.contextmanager
@@ -229,23 +281,35 @@ def _own_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _connect(actors: list[ActorPlan], config: RunConfig, common: dict[str, Any]) -> None:
-    if address := os.environ.get("RAY_ADDRESS"):
-        join(address, **common)
-        return
-    wanted = max(1, math.ceil(needed(actors)[0]))
+def _start_here(actors: list[ActorPlan], config: RunConfig, common: dict[str, Any]) -> None:
+    """Start a Ray on this machine, not whatever cluster somebody has started there, and connect to it."""
     # Ray's workers are niced by 15 unless told otherwise. Threads that meet at barriers then wait for the one that
     # shares its core with any other process: a step becomes twenty times slower.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        address="local",  # not whatever cluster somebody has started on this machine
-        num_cpus=config.cluster.num_cpus or wanted,
-        num_gpus=config.cluster.num_gpus,
-        include_dashboard=config.cluster.dashboard,
-        object_store_memory=config.cluster.object_store_mib * MIB,
-        **common,
-    )
-    _started.add(ray.get_runtime_context().gcs_address)
+    os.environ.setdefault(AUTH_MODE, "token")  # as `ray.init` does where it starts Ray in its own process
+    Config.initialize("")  # Ray has read its environment when it was imported
+    local = LocalRay({
+        "num_cpus": config.cluster.num_cpus or max(1, math.ceil(needed(actors)[0])),
+        "num_gpus": config.cluster.num_gpus,
+        "include_dashboard": config.cluster.dashboard,
+        "object_store_memory": config.cluster.object_store_mib * MIB,
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+    })  # fmt: skip
+    _started[local.address] = local
+    try:
+        ray.init(address=local.address, **common)
+    except BaseException:
+        _end_started()
+        raise
+
+
+def _end_started() -> None:
+    """End the local Ray. What its processes have in shared memory goes with them, also where they were killed."""
+    for local in _started.values():
+        local.close()
+    _started.clear()
+    sweep_stale()
 
 
 def main() -> None:

@@ -129,6 +129,11 @@ class Controller:
             self._trained,
         )  # fmt: skip
 
+    @property
+    def is_told_to_end(self) -> bool:
+        """True once a scheduler has told the run to end."""
+        return self._preemption.is_due
+
     async def run(self) -> TrainingResult:
         """Make all steps. Raises the failure that explains the others."""
         try:

@@ -20,7 +20,13 @@ from penstock.conf.weights import takes_newcomers
 from penstock.metering.meters import Meters
 from penstock.metering.ray_export import exporting
 from penstock.orchestrator.checkpointing.resuming import damage_of, fall_back, newest, rewind
-from penstock.orchestrator.cluster.cluster import is_elsewhere, namespace_of
+from penstock.orchestrator.cluster.cluster import (
+    is_elsewhere,
+    is_over,
+    namespace_of,
+    raise_if_over,
+    while_it_lives,
+)
 from penstock.orchestrator.cluster.connection import note_connection
 from penstock.orchestrator.cluster.failures import first_line
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
@@ -89,7 +95,7 @@ class RunLifecycle:
         config = self._config
         evaluator = Evaluator.of(config, self._model_path) if config.evaluation.every_steps else None
         while True:
-            step = 0
+            step, is_told_to_end = 0, False
             try:
                 left, self._left = self._left, None
                 with self._fleet(left) as fleet:
@@ -99,10 +105,12 @@ class RunLifecycle:
                         context, sinks, evaluator, self._recoveries, self._wanted, self._handover(fleet), taken, meters
                     )
                     try:
-                        return process.run(controller.run())
+                        return process.run(controller.run(), raise_if_over)
                     finally:
-                        step = controller.outcome.num_steps
+                        step, is_told_to_end = controller.outcome.num_steps, controller.is_told_to_end
             except PenstockError as error:
+                if is_told_to_end and is_recoverable(error):
+                    raise KeyboardInterrupt from error
                 if self._fell_back(error, step, starts_from_it=left is None):
                     continue
                 if not self._may_return(error, step):
@@ -159,9 +167,7 @@ class RunLifecycle:
             if is_anothers:
                 fleet.let_go()
             else:
-                with contextlib.suppress(PenstockError, RayError):  # of a fleet that was never there
-                    logs.last()
-                fleet.close()
+                while_it_lives(lambda: _end(logs, fleet))
 
     def _new_owner(self) -> Owner:
         """The owner of the next fleet."""
@@ -200,7 +206,7 @@ class RunLifecycle:
         """
         if self._cause is not None:
             self._directory.event("return_failed", error=type(failure).__name__, message=str(failure))
-        if not (is_recoverable(failure) and self._has_started):
+        if not (is_recoverable(failure) and self._has_started) or is_over():
             return False
         now = time.monotonic()
         if self._cause is not None:
@@ -260,6 +266,12 @@ class RunLifecycle:
         self._cause = None
         self._directory.event("returned", step=step, seconds=round(seconds, 3), steps_again=steps, tokens_again=tokens)
         self._progress.note(f"goes on after step {step}, {seconds:.1f} s after it was lost")
+
+
+def _end(logs: Logs, fleet: Fleet) -> None:
+    with contextlib.suppress(PenstockError, RayError):  # of a fleet that was never there
+        logs.last()
+    fleet.close()
 
 
 def _starting_text(plan: list[ActorPlan], config: RunConfig) -> str:

@@ -4,15 +4,18 @@ A file system that does not answer keeps its thread for as long as it likes: fil
 directory. Such a thread keeps neither a run from returning to its checkpoint nor a command from ending: both wait
 `LEAVE_S` for it. What a thread does after that must harm nobody: `checkpointing/saving.py` has its part in this.
 
-Schedulers and spot machines send SIGTERM before they end a process. A run that has some time left
-(`faults.preemption_s`) takes a checkpoint:
+Schedulers and spot machines send SIGTERM before they end a process, a terminal that is closed SIGHUP. A run that has
+some time left (`faults.preemption_s`) takes a checkpoint:
 
     SIGTERM ─▶ the step under way ends ─▶ a checkpoint ─▶ the end, as by Ctrl-C
        └────── the time is over, or a second SIGTERM ────▶
+
+`timeout` and `--retries` have one SIGTERM arrive several times: what comes within `SAME_S` is the same one.
 """
 
 import asyncio
 import contextlib
+import math
 import signal
 import threading
 import time
@@ -25,14 +28,66 @@ LEAVE_S = 15.0
 """Seconds that the end of a loop waits for threads: what a write to a slow disk takes, and not what a dead one does."""
 END_S = 60.0
 """Seconds for the ending by a signal to be delivered; far more than it needs."""
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that tell a process to end."""
+SAME_S = 1.0
+"""Seconds within which a signal that comes again is the same one."""
+CHECKS_S = 0.5
+"""Seconds between two checks of what the work needs."""
 T = TypeVar("T")
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run as `asyncio.run` does, and end without threads that hang."""
+def run(main: Coroutine[Any, Any, T], check: Callable[[], None] = lambda: None) -> T:
+    """Run as `asyncio.run` does, and end without threads that hang. `check`: raises what ends the work, asked again and
+    again. An interrupt is told as one, whatever else fails with it."""
     with asyncio.Runner() as runner:
         runner.get_loop().set_default_executor(DaemonThreads())
-        return runner.run(main)
+        return runner.run(_checked(main, check))
+
+
+async def _checked(main: Coroutine[Any, Any, T], check: Callable[[], None]) -> T:
+    working, checking = asyncio.ensure_future(main), asyncio.ensure_future(_check(check))
+    try:
+        done, _ = await asyncio.wait([working, checking], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        checking.cancel()
+        await asyncio.gather(working, checking, return_exceptions=True)
+    return await (working if working in done else checking)
+
+
+async def _check(check: Callable[[], None]) -> NoReturn:
+    while True:
+        await asyncio.sleep(CHECKS_S)
+        check()
+
+
+class Interrupt:
+    """Handler of SIGTERM and SIGHUP: ends the process as Ctrl-C does, once for a signal that arrives several times.
+
+    A shell without job control has what it starts by `&` ignore Ctrl-C, but these signals are meant for this process
+    all the same.
+    """
+
+    def __init__(self) -> None:
+        self._heard = -math.inf
+
+    def __call__(self, *_: object) -> None:
+        again, self._heard = time.monotonic() < self._heard + SAME_S, time.monotonic()
+        if again:
+            return
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)
+
+
+def heed_end() -> None:
+    """Have the signals that tell this process to end be as Ctrl-C. A SIGHUP that is ignored stays so: the command was
+    started by `nohup`."""
+    handler = Interrupt()
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 class DaemonThreads(ThreadPoolExecutor):
@@ -70,44 +125,50 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 class Preemption:
-    """Handler of a scheduler's SIGTERM. Lifecycle: within `heeded`, `is_due` is true once no further step is to begin;
-    then `leave`."""
+    """Handler of a scheduler's SIGTERM, and of SIGHUP. Lifecycle: within `heeded`, `is_due` is true once no further
+    step is to begin; then `leave`."""
 
     def __init__(self, time_s: float, tell: Callable[[str], None]) -> None:
-        """`time_s`: seconds between the signal and the end; 0: SIGTERM does what it did before."""
+        """`time_s`: seconds between the signal and the end; 0: the signals do what they did before."""
         self.is_due = False
         self._time_s, self._tell = time_s, tell
+        self._heard = -math.inf
         self._end: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
     def heeded(self) -> Iterator[None]:
-        """Handle SIGTERM, if this process has a handler of its own for it, as the command line has."""
-        before = signal.getsignal(signal.SIGTERM)
-        if not (self._time_s and callable(before) and threading.current_thread() is threading.main_thread()):
+        """Handle the signals that this process has handlers of its own for, as the command line has."""
+        before = {number: signal.getsignal(number) for number in ENDING}
+        own = {number: handler for number, handler in before.items() if callable(handler)}
+        if not (self._time_s and own and threading.current_thread() is threading.main_thread()):
             yield
             return
-        self._end = lambda: before(signal.SIGTERM, None)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._hear, loop)
+        loop, (first, way_out) = asyncio.get_running_loop(), next(iter(own.items()))
+        self._end = lambda: way_out(first, None)
+        for number in own:
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._hear, loop))
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGTERM)
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in own.items():
+                signal.signal(number, handler)
 
     async def leave(self) -> NoReturn:
-        """End now, by the handler that SIGTERM had before."""
+        """End now, by the handler that the signal had before."""
         self._end()
         await asyncio.sleep(END_S)
         raise AssertionError("the way out of SIGTERM leads nowhere")
 
     def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
+        again, self._heard = time.monotonic() < self._heard + SAME_S, time.monotonic()
+        if again:
+            return
         if self.is_due:
             self._end()
             return
         self.is_due = True
         loop.call_later(self._time_s, self._end)
         self._tell(
-            f"SIGTERM: a checkpoint follows the step that is under way, if there is time for both within "
+            f"told to end: a checkpoint follows the step that is under way, if there is time for both within "
             f"faults.preemption_s={self._time_s:g} s. Ctrl-C, or SIGTERM again, ends the run at once."
         )

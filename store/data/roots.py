@@ -54,14 +54,15 @@ def guard_root(root: str | Path) -> None:
 
 
 _GUARD = f"""
+trap '' HUP INT TERM
 read -r _
 exec 9<"$1" && flock -w {MOVED_WITHIN_S:g} 9 || exit
 [ "$(cat "$1/{OWNER_NAME}")" = "$2" ] && mv -- "$1" "$1.$$" || exit
 exec 9<&-
 rm -rf -- "$1.$$"
 """
-"""The guard's script. It moves the directory first: a process that claims the name again must find nothing there, and
-keep what it has made."""
+"""The guard's script. It outlives a signal that every process of a run is sent. It moves the directory first: a process
+that claims the name again must find nothing there, and keep what it has made."""
 _guards: list[int] = []
 """Pipe ends of this process's guards, open until it ends."""
 

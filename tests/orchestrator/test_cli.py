@@ -12,6 +12,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError, WorkerDied
 from penstock.orchestrator import cli
+from penstock.orchestrator.control.process import ENDING
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 
@@ -19,12 +20,13 @@ def run_with(monkeypatch: pytest.MonkeyPatch, function: Any, *words: str) -> int
     """`penstock run` with another `run`, so that nothing starts."""
     import penstock.orchestrator.run as run_module
 
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in ENDING}
     monkeypatch.setattr(run_module, "run", function)
     try:
         return cli.main(["run", *(words or ("recipe=arithmetic",))])
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def raising(error: BaseException) -> Any:
@@ -119,11 +121,25 @@ def started_as(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("started_as")
-def test_sigterm_takes_the_way_out_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", ENDING)
+def test_sigterm_and_sighup_take_the_way_out_of_ctrl_c(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(config: object) -> None:
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
 
     assert run_with(monkeypatch, run) == 130
+
+
+def test_a_command_of_nohup_ignores_the_end_of_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def run(config: object) -> None:
+        signal.raise_signal(signal.SIGHUP)
+        raise WorkerDied("later")
+
+    try:
+        assert run_with(monkeypatch, run) == 1
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.usefixtures("started_as")

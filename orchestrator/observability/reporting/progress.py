@@ -132,8 +132,9 @@ class ProgressDisplay:
         if not self._closed:
             self._closed = True
             if self._live is not None:
-                self._live.refresh()
-                self._live.stop()
+                with self._failed_writes.tolerating("output"):  # a terminal that is closed
+                    self._live.refresh()
+                    self._live.stop()
 
     def render(self) -> RenderableType:
         """The whole display, made in the refresh thread."""

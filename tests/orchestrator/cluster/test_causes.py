@@ -18,6 +18,7 @@ from penstock.conf.errors import (
     LeaseExpired,
     PartnerGone,
     PenstockError,
+    RayEnded,
     StoreDied,
     WorkerDied,
     WorkerFailed,
@@ -28,7 +29,7 @@ from penstock.store.errors import LeaseSuperseded, RowsLost, RowsUnreachable, St
 
 RECOVERABLE = {
     WorkerDied, PartnerGone, DeadlineExceeded, LeaseExpired, StoreClosed, StoreUnreachable, RowsUnreachable, RowsLost,
-    LeaseSuperseded, StoreDied,
+    LeaseSuperseded, StoreDied, RayEnded,
 }  # fmt: skip
 ALL = {
     cls

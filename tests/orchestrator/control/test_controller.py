@@ -13,12 +13,13 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.errors import CheckpointError, DataError, PartnerGone, PenstockError, WeightError, WorkerDied
-from penstock.orchestrator import cli
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.cluster.nodes.memory_checkpoints import StateNodes
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.control import process
 from penstock.orchestrator.control.controller import Controller, TrainingResult
+from penstock.orchestrator.control.process import Interrupt
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.observability.monitoring.state import StateLog
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
@@ -159,7 +160,7 @@ def test_a_run_that_stops_early_exports_and_saves_the_model_that_was_measured(
 @pytest.fixture
 def way_out() -> Iterator[None]:
     """That of the command line at SIGTERM."""
-    before = signal.signal(signal.SIGTERM, cli._end)
+    before = signal.signal(signal.SIGTERM, Interrupt())
     yield
     signal.signal(signal.SIGTERM, before)
 
@@ -196,6 +197,16 @@ async def again() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.usefixtures("way_out")
+def test_sigterm_that_arrives_several_times_at_once_is_one(tmp_path: Path) -> None:
+    """`timeout` sends it to the command, then to the command's process group."""
+    words = ["checkpoint.every_steps=50", "faults.preemption_s=3600", "trainer.max_steps=20"]
+    play = Play(tmp_path, *words, trainer={"step": told_to_end_at(2, again)})
+    with pytest.raises(KeyboardInterrupt):
+        play.run()
+    assert Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps() == [2]
+
+
 async def forever() -> None:
     await asyncio.sleep(3600)
 
@@ -210,13 +221,16 @@ async def forever() -> None:
     ],
     ids=["the time is over", "a second one", "there is no time"],
 )
-def test_without_time_sigterm_is_ctrl_c(tmp_path: Path, word: str, then: list[Callable[[], Any]]) -> None:
+def test_without_time_sigterm_is_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, then: list[Callable[[], Any]]
+) -> None:
+    monkeypatch.setattr(process, "SAME_S", 0.0)
     play = Play(tmp_path, word, "trainer.max_steps=20", trainer={"step": told_to_end_at(2, *then)})
     with pytest.raises(KeyboardInterrupt):
         play.run()
     assert play.steps() == [1, 2]
     assert not play.directory.checkpoints.exists()
-    assert signal.getsignal(signal.SIGTERM) is cli._end
+    assert isinstance(signal.getsignal(signal.SIGTERM), Interrupt)
 
 
 @pytest.mark.usefixtures("way_out")

@@ -1,6 +1,7 @@
 """The end of a run's loop waits for threads that hang for so long and no longer."""
 
 import asyncio
+import signal
 import threading
 
 import pytest
@@ -54,3 +55,34 @@ def test_what_ends_soon_is_waited_for_and_its_result_and_errors_are_its_callers(
     began = threading.Event()
     assert process.run(main()) == 3
     assert written == ["run", "run"]
+
+
+def test_work_ends_with_what_a_check_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "CHECKS_S", 0.01)
+    ended = []
+
+    async def main() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("in order")
+            raise ValueError("a consequence")
+
+    def check() -> None:
+        raise ConnectionError("nobody is there")
+
+    with pytest.raises(ConnectionError, match="nobody is there"):
+        process.run(main(), check)
+    assert ended == ["in order"]
+
+
+def test_an_interrupt_is_one_whatever_else_fails_with_it() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            raise ConnectionError("the actors have ended, too")
+
+    with pytest.raises(KeyboardInterrupt):
+        process.run(main())
