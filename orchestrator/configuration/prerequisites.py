@@ -1,9 +1,10 @@
 """Prerequisites of a run, which are checked before anything starts: the model's directory, the sandbox for code that
 models write, and the experiment trackers.
 
-No weights are loaded: the check reads the directory's JSON files. The sandbox has to hold where the code runs. On a
-cluster that was there before the run the nodes' agents try it when the run starts (`cluster/fleet/trials.py`). Of
-trackers, their packages have to be there, and what they need of the user; nothing is sent.
+No weights are loaded: the check reads the directory's JSON files, and names and shapes of the weights. The sandbox has
+to hold where the code runs. On a cluster that was there before the run the nodes' agents try it when the run starts
+(`cluster/fleet/trials.py`). Of trackers, their packages have to be there, and what they need of the user; nothing is
+sent.
 """
 
 import json
@@ -15,18 +16,24 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.model import FreshModelConfig, ModelConfig
+from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.context_length import longest_context, longest_short_context
-from penstock.workers.fresh_model import character_tokenizer, fresh_processor, vocabulary_size
+from penstock.workers.fresh_model import character_tokenizer, fresh_processor, model_config, vocabulary_size
+from penstock.workers.model_files import CONFIG, weight_files
+from penstock.workers.pictures.families import auto_class
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.code import limits_of
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import checked_here
+from penstock.workers.weights.publication.adapter import targets_of
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Numbers of a head that vLLM's CPU build has kernels for."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 SANDBOXED = ("python_tests", "sql_result")
 """Rewards that run code."""
@@ -35,17 +42,69 @@ SANDBOXED = ("python_tests", "sql_result")
 # The model.
 
 
-def check_model(config: RunConfig) -> str:
-    """Describe the policy in a few words. Raises `ModelError` naming the missing file, or `ConfigError` for lengths
-    that do not fit."""
+def check_model(config: RunConfig, *, samples: bool = True) -> str:
+    """Describe the policy in a few words. `samples`: an engine of the run has it. Raises `ModelError` for one that is
+    nowhere, naming the missing files or weights, and `ConfigError` for lengths, heads or adapters that do not fit."""
     if config.model.reference_path is not None:
-        _describe(config.model.reference_path, "model.reference_path", config.rollout.max_model_len)
+        _described(config.model.reference_path, "model.reference_path", config.rollout.max_model_len)
     model = starting_model_config(config)
     if config.rollout.router_replay:
         _check_has_routers(model)
     if model.path is None:
-        return _fresh(model.fresh, config.rollout.max_model_len)
-    return _describe(model.path, "model.path", config.rollout.max_model_len)
+        told, lm = _fresh(model.fresh, config.rollout.max_model_len), _empty_fresh(model.fresh)
+    else:
+        told, lm = _described(model.path, "model.path", config.rollout.max_model_len)
+    if config.trainer.lora.rank:
+        targets_of(lm, config.trainer.lora)
+    if samples:
+        _check_heads(config.rollout, lm, "rollout.engine")
+    return told
+
+
+def check_other_model(path: str, key: str, *, scores: bool = False, judge: RolloutConfig | None = None) -> str:
+    """Describe a model that is not trained in a few words. `scores`: it has a scalar head. `judge`: the settings of the
+    engine that has it. Raises `ModelError` for one that is nowhere, and for weights that are not the model's,
+    `ConfigError` for one that its engine does not take."""
+    if not _is_here(path, key):
+        _check_at_hub(path, key)
+    lm = _empty(path, key, scores=scores)
+    if judge is not None:
+        _check_heads(judge, lm, "reward.judge.engine")
+    return path
+
+
+def _empty(path: str, key: str, *, scores: bool = False) -> Any:
+    """The model without weights. Those of a directory are looked at; the hub's are, once they are fetched."""
+    from penstock.workers.weights import stored  # late: transformers takes seconds
+
+    try:
+        if Path(path).expanduser().exists():
+            return stored.check_model(str(Path(path).expanduser()), key, scores=scores)
+        return stored.empty_model(path, scores=scores)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{key}={path}: transformers makes no model of its configuration: {error}") from error
+
+
+def _empty_fresh(model: FreshModelConfig) -> Any:
+    import torch
+
+    made = model_config(model, vocabulary_size(model))
+    with torch.device("meta"):
+        return auto_class(made).from_config(made)
+
+
+def _check_heads(engine: RolloutConfig, lm: Any, key: str) -> None:
+    """Refuse a model whose heads vLLM has no kernel for on a CPU."""
+    text = lm.config.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", None)
+    size = getattr(text, "head_dim", None) or (text.hidden_size // num_heads if num_heads else None)
+    is_latent = getattr(text, "kv_lora_rank", None) is not None  # whose heads are made of several parts
+    if engine.engine != "vllm" or engine.num_gpus_per_worker or size is None or is_latent or size in CPU_HEAD_SIZES:
+        return
+    raise ConfigError(
+        f"{key}=vllm: its CPU build has kernels for heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, and "
+        f"{type(lm).__name__} has heads of {size}. Set {key}=hf, or choose another model."
+    )
 
 
 def starting_model_config(config: RunConfig) -> ModelConfig:
@@ -100,21 +159,42 @@ def _vision_parameters(model: FreshModelConfig) -> int:
     return 2 * 3 * 14 * 14 * width + model.num_vision_layers * (attention + mlp + 2 * width) + merger
 
 
-def _describe(path: str, key: str, max_model_len: int) -> str:
+def _is_here(path: str, key: str) -> bool:
+    """Return whether a model is a directory of this machine. Raises `ModelError` for what can be no hub id either."""
+    if Path(path).expanduser().exists():
+        return True
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ModelError(f"{key}={path}: there is no such directory.")
+    return False
+
+
+def _check_at_hub(path: str, key: str) -> None:
+    """See that the hub, or what was fetched from there before, has the configuration of a model. Raises
+    `ModelError`."""
+    from transformers.utils import cached_file
+
+    try:
+        cached_file(path, CONFIG)
+    except OSError as error:
+        why = str(error).partition("\n")[0]
+        raise ModelError(
+            f"{key}={path}: there is no such directory, and the Hugging Face hub does not give such a model: {why} Set "
+            f"{key} to a directory, or to a hub id such as Qwen/Qwen2.5-0.5B-Instruct."
+        ) from error
+
+
+def _described(path: str, key: str, max_model_len: int) -> tuple[str, Any]:
+    """A model in a few words, and without weights."""
     directory = Path(path).expanduser()
-    if not directory.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ModelError(f"{key}={path}: there is no such directory.")
-        return f"{path} of the Hugging Face hub, fetched at the start unless it is in the cache"
+    if not _is_here(path, key):
+        _check_at_hub(path, key)
+        told = f"{path} of the Hugging Face hub, fetched at the start unless it is in the cache"
+        return told, _empty(path, key)
     model = _read_config(directory, key)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
             f"{key}={path}: has no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             f"Save it there: tokenizer.save_pretrained({path!r})."
-        )
-    if not any(directory.glob("*.safetensors")):
-        raise ModelError(
-            f"{key}={path}: has no weights (*.safetensors). Save them there: model.save_pretrained({path!r})."
         )
     if key == "model.path" and model.get("quantization_config"):
         method = model["quantization_config"].get("quant_method", "a method without a name")
@@ -132,8 +212,9 @@ def _describe(path: str, key: str, max_model_len: int) -> str:
             f"{longest_short} tokens. Engines that serve longer sequences take them for every token, the trainer for "
             f"long rows alone: log-probabilities would differ. Set rollout.max_model_len={longest_short} or less."
         )
-    size_mib = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 2**20
-    return f"{path}: {model.get('model_type', 'unknown type')}, {size_mib:,.0f} MiB of weights"
+    lm = _empty(path, key)
+    size_mib = sum((directory / name).stat().st_size for name in weight_files(directory)) / 2**20
+    return f"{path}: {model.get('model_type', 'unknown type')}, {size_mib:,.0f} MiB of weights", lm
 
 
 def _check_has_routers(model: ModelConfig) -> None:

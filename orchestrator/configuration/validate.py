@@ -28,10 +28,12 @@ from penstock.orchestrator.configuration.placement_view import PlacementView
 from penstock.orchestrator.configuration.prerequisites import (
     CHECKS,
     check_model,
+    check_other_model,
     check_sandbox,
     check_trackers,
     processor_of,
     runs_code,
+    starting_model_config,
     tokenizer_of,
 )
 from penstock.orchestrator.configuration.weights_view import describe_weights
@@ -74,7 +76,7 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     if config.rollout.follows_cluster:
         most = config.max_active_groups
         yield Check("engines", lambda: f"1 to {most}: as many as there is room for, and groups under way")
-    yield Check("model", lambda: check_model(config))
+    yield Check("model", lambda: check_model(config, samples=any(actor.role == "rollout" for actor in plan)))
     scores_held_out = config.evaluation.every_steps and not flow.has_environment
     if any(stage.function is None for stage in flow.of_kind("reward")) or scores_held_out:
         yield Check("reward", lambda: _reward(config))
@@ -90,9 +92,9 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     if config.data.curriculum.by is not None:
         yield Check("curriculum", lambda: _curriculum(config, flow))
     yield Check("not trained on", lambda: _left_out(config), is_told=True)
-    others = [str(stage.model) for stage in flow.stages if _needs_path(stage)]
+    others = [stage for stage in flow.stages if _needs_path(stage)]
     if others:
-        yield Check("other models", lambda: ", ".join(_other_model(config, name) for name in others))
+        yield Check("other models", lambda: ", ".join(_other_model(config, stage) for stage in others))
     if config.evaluation.every_steps:
         yield Check("held-out data", lambda: _data(config, flow, held_out=True))
         for name in config.evaluation.sets:
@@ -193,6 +195,8 @@ def _own_judge(config: RunConfig, options: Mapping[str, Any]) -> None:
             "or reward.judge.engine=vllm."
         )
     path = config.model.paths.get(JUDGE)
+    if (model := path or starting_model_config(config).path) is not None:
+        check_other_model(model, f"model.paths.{JUDGE}" if path else "model.path", judge=config.reward.judge.rollout)
     make_format(load_tokenizer(path) if path is not None else tokenizer_of(config), GatewayConfig())
 
 
@@ -278,10 +282,12 @@ def first_runs(config: RunConfig) -> list[WarmStartConfig]:
     return starts + [start for name, start in config.other_models.items() if name not in config.model.paths]
 
 
-def _other_model(config: RunConfig, name: str) -> str:
+def _other_model(config: RunConfig, stage: Stage) -> str:
+    name = str(stage.model)
     if name in config.other_models and name not in config.model.paths:
         return f"{name} by {config.other_models[name].recipe}"
-    return config.model.path_of(name, "")
+    path = config.model.path_of(name, "")
+    return check_other_model(path, f"model.paths.{name}", scores=stage.kind == "scores")
 
 
 def _first_run(start: WarmStartConfig) -> str:

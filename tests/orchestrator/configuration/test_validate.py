@@ -5,7 +5,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from safetensors.torch import load_file, save_file
 
 from penstock.algorithms.catalogue import build_dataflow, dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -24,6 +26,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import (
+    CPU_HEAD_SIZES,
     check_model,
     limits_of_code,
     num_parameters,
@@ -35,7 +38,7 @@ from penstock.workers.sandbox.execution import Limits
 from tests.workers.gateway.formats.real_templates import trl_template
 
 SMALL = FreshModelConfig(
-    num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, max_position_embeddings=256
+    num_layers=1, hidden_size=64, intermediate_size=32, num_heads=2, num_kv_heads=1, max_position_embeddings=256
 )
 
 
@@ -107,6 +110,77 @@ def test_a_model_directory_without_a_tokenizer_is_refused(model: Path, rows: Pat
     (bare / "config.json").unlink()
     assert "no config.json" in refused(ModelError, *words)
     assert "no such directory" in refused(ModelError, f"data.path={rows}", f"model.path={tmp_path}/gone")
+
+
+def test_a_model_that_is_neither_here_nor_at_the_hub_is_refused(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for key in ("model.path", "model.reference_path"):
+        message = refused(ModelError, f"data.path={rows}", f"{key}=Nobody/no-such-model")
+        assert message.startswith(f"{key}=Nobody/no-such-model: there is no such directory, and the Hugging Face hub ")
+        assert f"Set {key} to a directory, or to a hub id" in message
+
+
+@pytest.fixture(scope="module")
+def lacking(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model without the weights of a norm."""
+    directory = tmp_path_factory.mktemp("lacking") / "lacking"
+    shutil.copytree(model, directory)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+LENGTHS = ("rollout.max_model_len=256", "rollout.sampling.max_tokens=8")
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("model.path", []),
+        ("model.reference_path", ["model=tiny"]),
+        ("+model.paths.teacher", ["algorithm=distill", "model=tiny"]),
+        ("+model.paths.judge", ["reward.function=judge", "model=tiny"]),
+    ],
+)
+def test_weights_that_a_models_files_lack_are_told_by_key(
+    key: str, words: list[str], lacking: Path, rows: Path
+) -> None:
+    message = refused(ModelError, f"data.path={rows}", *words, *LENGTHS, f"{key}={lacking}")
+    assert message.startswith(f"{key.lstrip('+')}={lacking}: its weights are not those of Qwen2ForCausalLM")
+    assert "it lacks 1 of 15 tensors: model.norm.weight" in message
+
+
+def test_a_reward_model_needs_a_head(model: Path, rows: Path) -> None:
+    words = ("algorithm=ppo", "algorithm.reward_model=true", "model=tiny")
+    message = refused(ModelError, f"data.path={rows}", *words, *LENGTHS, f"+model.paths.reward_model={model}")
+    assert "score.weight. A language model has no such head. Choose a reward model" in message
+
+
+def test_adapters_whose_targets_match_nothing_are_refused(model: Path, rows: Path) -> None:
+    words = ("trainer.lora.rank=4", "trainer.lora.target_modules=[query_key_value]", f"data.path={rows}", *LENGTHS)
+    for brought in (f"model.path={model}", "model=tiny"):
+        message = refused(ConfigError, brought, *words)
+        assert "no linear layer of Qwen2ForCausalLM is called 'query_key_value'" in message
+
+
+def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_refused_and_hf_takes_them(rows: Path, tmp_path: Path) -> None:
+    build_fresh_model(tmp_path, replace(SMALL, hidden_size=16), seed=0)
+    for brought in (f"model.path={tmp_path}", "model.fresh.hidden_size=32"):
+        words = (f"data.path={rows}", brought, *LENGTHS)
+        message = refused(ConfigError, *words)
+        assert message.startswith("rollout.engine=vllm: its CPU build has kernels for heads of 32, 64, ")
+        assert "Qwen2ForCausalLM has heads of 8. Set rollout.engine=hf, or choose another model." in message
+        check(*words, "rollout.engine=hf")
+    judge = ("reward.function=judge", "rollout.engine=hf", f"+model.paths.judge={tmp_path}")
+    assert "Set reward.judge.engine=hf" in refused(ConfigError, f"data.path={rows}", *LENGTHS, *judge)
+
+
+@pytest.mark.real
+def test_the_sizes_of_heads_are_vllms() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
 
 
 def test_a_length_that_the_model_does_not_take_is_refused(model: Path, rows: Path) -> None:
@@ -306,7 +380,7 @@ def test_how_calls_of_tools_are_read_is_told_at_the_start(model: Path, rows: Pat
     chats = tmp_path / "chats"
     shutil.copytree(model, chats)
     (chats / "chat_template.jinja").write_text(trl_template("qwen3_5_think"))
-    tools = ["environment.name=tools", f"data.path={rows}", "rollout.max_model_len=256", "rollout.sampling.max_tokens=8"]
+    tools = ["environment.name=tools", f"data.path={rows}", *LENGTHS]
 
     def told(*words: str) -> list[str]:
         said: list[str] = []
