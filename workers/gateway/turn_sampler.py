@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.conf.errors import AttemptOver, LimitReached, SamplingError, suggest
 from penstock.workers.gateway.engines import Engines
-from penstock.workers.gateway.formats.conversation import Format, Key, Message, Tools, history_key
+from penstock.workers.gateway.formats.conversation import Format, Key, Message, ParsedAnswer, Tools, history_key
 from penstock.workers.gateway.formats.pictures import kept
 from penstock.workers.gateway.prompt_writer import PromptWriter, WrittenPrompt
 from penstock.workers.pictures.processor import PictureProcessor
@@ -25,7 +25,7 @@ from penstock.workers.trajectory import Turn
 
 MUST_CALL = "must_call"
 """Option that names the tool which an answer has to call, or is `ANY` of them: a structure is made of it."""
-OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "structure")
+OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "structure", "ignore_eos")
 """Options in which a request may differ from the run."""
 DISTRIBUTION = OPTIONS[:4]
 """Options that a client chooses only with `environment.gateway.sampling=client`, and never in a greedy attempt."""
@@ -110,30 +110,32 @@ class TurnSampler:
         train: bool = True,
         is_client: bool = False,
         is_retry: bool = False,
+        one_call: bool = False,
         **options: Any,
     ) -> Turn:
         """Sample the policy's answer to a conversation, with pictures in any form that `formats/pictures.py` reads.
 
-        `options`: temperature, top_p, top_k, min_p, max_tokens, stop, structure: other than the run's; must_call: the
-        name of a tool that the answer has to call, "*" for any, in the formats of `forced.py`. `train=False`: it is no
-        turn of the attempt (an opponent that the policy plays). `is_client`: the request came over HTTP, from a client
-        that may not know of the run. `is_retry`: the client asks again, and gets the answer that it missed, if there is
-        one. Raises `LimitReached`, `AttemptOver`, `DataError` (`SamplingError`, which is a `ValueError`, for options
-        that no engine can take), `DeadlineExceeded`.
+        `options`: temperature, top_p, top_k, min_p, max_tokens, stop, structure, ignore_eos: other than the run's;
+        must_call: the name of a tool that the answer has to call, "*" for any, in the formats of `forced.py`.
+        `train=False`: it is no turn of the attempt (an opponent that the policy plays). `is_client`: the request came
+        over HTTP, from a client that may not know of the run. `is_retry`: the client asks again, and gets the answer
+        that it missed, if there is one. `one_call`: of several calls in an answer the first alone is made. Raises
+        `LimitReached`, `AttemptOver`, `DataError` (`SamplingError`, which is a `ValueError`, for options that no engine
+        can take), `DeadlineExceeded`.
         """
         messages = kept(messages)
         if name := options.pop(MUST_CALL, None):
             if options.get("structure") is not None:
                 raise SamplingError("structure: a call has to be made, which has a structure of its own.", "structure")
             options["structure"] = self._form.forced(tools, name)
-        request = history_key(messages, tools) + repr(sorted(options.items())).encode()
+        request = history_key(messages, tools) + repr((one_call, sorted(options.items()))).encode()
         if is_retry and request in self._by_request:
             self.counts["retries_answered"] += 1
             return self._by_request[request]
         self._check_open()
         options = self._accepted(options) if is_client else options
         if not train:
-            return await self._untrained(messages, tools, options)
+            return await self._untrained(messages, tools, options, one_call)
         if len(self._turns) + self.num_under_way >= self._limits.max_turns:
             text = f"the attempt has had {self._limits.max_turns} turns (environment.max_turns)"
             raise self._truncated("turns", text)
@@ -144,7 +146,7 @@ class TurnSampler:
         self._num_asked += 1
         self.num_under_way += 1
         try:
-            turn = await self._until_over(self._turn(number, parent, prompt, sampling, tools, options))
+            turn = await self._until_over(self._turn(number, parent, prompt, sampling, tools, options, one_call))
         finally:
             self.num_under_way -= 1
         self._turns[number] = turn
@@ -201,10 +203,12 @@ class TurnSampler:
         sampling: Sampling,
         tools: Tools,
         options: Any,
+        one_call: bool,
     ) -> Turn:
         seen = (prompt.pictures,) if prompt.pictures.encoded else ()
         completion = await self.engines.sample(prompt.ids, sampling, self, *seen)
         read = self._form.read(completion.token_ids, tools, prompt.ids, number)
+        read = _with_one_call(read) if one_call and len(read.calls) > 1 else read
         self.counts["turns"] += 1
         self.counts["calls"] += len(read.calls)
         self.counts["calls_unreadable"] += bool(read.problem)
@@ -217,7 +221,9 @@ class TurnSampler:
             prompt.pictures,
         )  # fmt: skip
 
-    async def _untrained(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Turn:
+    async def _untrained(
+        self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any], one_call: bool
+    ) -> Turn:
         self._num_untrained += 1
         prompt = self._writer.whole(messages, tools)
         sampling = self._sampling_of(options, turn_seed(self._sampling.seed, -self._num_untrained))
@@ -225,7 +231,8 @@ class TurnSampler:
         if room < 1:
             raise self._no_room(len(prompt))
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        return await self._until_over(self._turn(-self._num_untrained, None, prompt, sampling, tools, options))
+        number = -self._num_untrained
+        return await self._until_over(self._turn(number, None, prompt, sampling, tools, options, one_call))
 
     def _prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Message], WrittenPrompt]:
         """The turn that a conversation goes on with, the conversation as it is kept here, and its prompt."""
@@ -309,6 +316,11 @@ def _is_cancelled() -> bool:
     """Return whether the caller of the turn is cancelled, and not only the sampling."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _with_one_call(read: ParsedAnswer) -> ParsedAnswer:
+    message = {**read.message, "tool_calls": read.message["tool_calls"][:1]}
+    return replace(read, message=message, calls=read.calls[:1])
 
 
 def _without_stop(message: Message, stops: Sequence[str]) -> tuple[Message, str]:

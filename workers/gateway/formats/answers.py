@@ -153,7 +153,9 @@ def _call(value: Any, tools: Tools) -> Call:
         raise value
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise Unreadable('A call is an object with "name" and "arguments".')
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters"))
+    if arguments in (None, ""):  # what some write for a tool without parameters
+        arguments = {}
     if isinstance(arguments, str):
         arguments = _loaded(arguments)
     if isinstance(arguments, Unreadable):

@@ -26,6 +26,8 @@ from penstock.workers.gateway.http.exchange import (
     tool_results_named,
 )
 from penstock.workers.gateway.http.fields import Fields
+from penstock.workers.gateway.http.options import CHAT as CHAT_OPTIONS
+from penstock.workers.gateway.http.options import CONTINUED
 from penstock.workers.gateway.http.pictures import of_chat
 from penstock.workers.trajectory import Turn
 
@@ -35,7 +37,7 @@ PICTURES = {"image_url": of_chat}
 
 def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> ClientRequest:
     """Read a request. `earlier`: not used, since each request has all messages."""
-    _refuse(body)
+    ignored = CHAT_OPTIONS.checked(body)
     options = sampling_options(body, length=("max_completion_tokens", "max_tokens"), stop="stop")
     options |= json_format(body.object("response_format")) or {}
     streaming = body.object("stream_options")
@@ -45,7 +47,7 @@ def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Client
     return ClientRequest(
         tool_results_named([_message(message) for message in body.need_objects("messages")]),
         chosen([_tool(tool) for tool in body.objects("tools")], body), options, body.text("model") or "policy",
-        body.flag("stream"), frozenset(wants),
+        body.flag("stream"), frozenset(wants), ignored=ignored,
     )  # fmt: skip
 
 
@@ -70,23 +72,13 @@ def events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[Event]:
     yield Event("[DONE]")
 
 
-def _refuse(body: Fields) -> None:
-    body.refuse("n", "there is one answer to a request: send several, side by side.", 1)
-    body.refuse("best_of", "there is one answer to a request.", 1)
-    body.refuse("modalities", "the policy answers in text alone.", ["text"])
-    body.refuse("functions", "is not supported: describe them as `tools`.")
-    body.refuse("top_logprobs", "only the log-probabilities of sampled tokens are known (logprobs).", 0)
-    for name in ("audio", "prediction", "web_search_options"):
-        body.refuse(name, "is not supported.")
-    body.refuse("chat_template_kwargs", "is the run's to choose: set model.chat_template_kwargs.")
-
-
 def _message(message: Fields) -> dict[str, Any]:
     role = message.need_text("role")
     if role in ROLES:
         pictures = PICTURES if role == "user" else {}
         return {"role": ROLES[role], "content": content(message, "content", ("text",), pictures)}
     if role == "assistant":
+        message.refuse("prefix", CONTINUED, False)
         thinking = message.text("reasoning_content") or message.text("reasoning")
         calls = [_call(call) for call in message.objects("tool_calls")]
         said = content_text(message, "content", ("text", "refusal"), between="")

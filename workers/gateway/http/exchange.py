@@ -1,9 +1,7 @@
 """An exchange with a client in the gateway's own terms, whatever its protocol: a request, parsed by what the protocols
 share, and the server-sent events by which an answer is streamed; and the interface of a protocol. Pure.
 
-A request may contain some fields that have no effect: seed (the attempt has its own), user, metadata, store,
-service_tier, effort and cache settings, parallel_tool_calls. Fields that would change the answer and are not supported
-are refused: penalties, logit_bias, audio and files, several answers at once, tools that a provider runs.
+Options that are refused, and those that have no effect, are listed in `options.py`.
 """
 
 import json
@@ -18,7 +16,6 @@ from penstock.workers.gateway.http.fields import Fields
 from penstock.workers.gateway.http.pictures import PictureReader, in_order
 from penstock.workers.trajectory import Turn
 
-PENALTIES = ("frequency_penalty", "presence_penalty")
 GUIDED = ("json", "regex", "choice", "grammar")
 COMMENT = b": the turn is being sampled\n\n"
 """Comment that is no event: clients skip it, and know that the connection lives."""
@@ -41,15 +38,13 @@ class ClientRequest:
     """Further parts of the answer: usage, logprobs, thinking."""
     kept: Sequence[Message] | None = None
     """Messages that a later request may refer to; None: it may not."""
+    ignored: Sequence[str] = ()
+    """Options that have no effect here."""
 
 
 def sampling_options(body: Fields, *, length: Sequence[str], stop: str) -> dict[str, Any]:
     """Options of sampling. `length`, `stop`: the protocol's names for them; of several for one thing, the first that is
     there counts."""
-    for name in PENALTIES:
-        body.refuse(name, "penalties are not supported: they would change what the policy is trained on.", 0)
-    body.refuse("repetition_penalty", "penalties are not supported.", 1)
-    body.refuse("logit_bias", "is not supported.")
     lengths = [body.whole(name, 1) for name in length]
     top_k = body.whole("top_k", -1)
     found = {
@@ -61,6 +56,8 @@ def sampling_options(body: Fields, *, length: Sequence[str], stop: str) -> dict[
         "stop": body.texts(stop) or None,
         "structure": guided(body),
         "must_call": forced(body),
+        "ignore_eos": body.flag("ignore_eos") or None,
+        "one_call": takes_one_call(body) or None,
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -117,6 +114,13 @@ def forced(body: Fields) -> str | None:
     if not isinstance(name, str) or not name:
         raise body.wrong("tool_choice", 'is not known: "auto", "none", "required", or a function by its name.')
     return name
+
+
+def takes_one_call(body: Fields) -> bool:
+    """Return whether a client takes no more than one call in an answer."""
+    choice = body.object("tool_choice") if isinstance(body.raw("tool_choice"), Mapping) else None
+    is_one = choice is not None and choice.flag("disable_parallel_tool_use")
+    return is_one or ("parallel_tool_calls" in body and not body.flag("parallel_tool_calls"))
 
 
 def _choice(body: Fields) -> tuple[Any, Mapping[str, Any]]:

@@ -26,6 +26,7 @@ from penstock.workers.gateway.http.exchange import (
     tool_results_named,
 )
 from penstock.workers.gateway.http.fields import Fields
+from penstock.workers.gateway.http.options import MESSAGES as MESSAGES_OPTIONS
 from penstock.workers.gateway.http.pictures import in_order, of_messages
 from penstock.workers.trajectory import Turn
 
@@ -33,13 +34,14 @@ PICTURES = {"image": of_messages}
 ACCOUNTS = "x-anthropic-billing-header"
 SIGNATURE = "policy"
 """Signature of thinking. Clients send back thinking only if it is signed; no client checks the signature."""
+ERROR = "Error: "
+"""Words before what a tool has returned that failed."""
 PING = Event({"type": "ping"}, "ping").encode()
 
 
 def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> ClientRequest:
     """Read a request. `earlier`: not used, since each request has all messages."""
-    for name in ("container", "mcp_servers", "context_management"):
-        body.refuse(name, "is not supported.")
+    ignored = MESSAGES_OPTIONS.checked(body)
     options = sampling_options(body, length=("max_tokens",), stop="stop_sequences")
     output = body.object("output_config")
     options |= json_format(output.object("format") if output is not None else body.object("output_format")) or {}
@@ -51,6 +53,7 @@ def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Client
     return ClientRequest(
         tool_results_named([*_system(body), *said]), chosen([_tool(tool) for tool in body.objects("tools")], body),
         options, body.text("model") or "policy", body.flag("stream"), frozenset({"thinking"} if thinks else ()),
+        ignored=ignored,
     )  # fmt: skip
 
 
@@ -113,11 +116,19 @@ def _user(role: str, blocks: Sequence[Fields]) -> Iterator[dict[str, Any]]:
             yield {"role": role, "content": in_order(pieces, "\n")}
             pieces = []
         yield {
-            "role": "tool", "content": content(block, "content", ("text",), PICTURES),
+            "role": "tool", "content": _result(block),
             "tool_call_id": block.need_text("tool_use_id"),
         }  # fmt: skip
     if pieces:
         yield {"role": role, "content": in_order(pieces, "\n")}
+
+
+def _result(block: Fields) -> str | list[dict[str, Any]]:
+    """What a tool has returned. Templates have no mark for an error: it is said in words."""
+    said = content(block, "content", ("text",), PICTURES)
+    if not block.flag("is_error"):
+        return said
+    return ERROR + said if isinstance(said, str) else [{"type": "text", "text": ERROR}, *said]
 
 
 def _text(block: Fields) -> str:

@@ -28,6 +28,7 @@ from penstock.workers.gateway.http.exchange import (
     tool_results_named,
 )
 from penstock.workers.gateway.http.fields import Fields
+from penstock.workers.gateway.http.options import RESPONSES as RESPONSES_OPTIONS
 from penstock.workers.gateway.http.pictures import of_responses
 from penstock.workers.trajectory import Turn
 
@@ -38,7 +39,7 @@ PICTURES = {"input_image": of_responses}
 
 def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> ClientRequest:
     """Read a request. `earlier`: the conversations of the attempt's responses, by their ids."""
-    _refuse(body)
+    ignored = RESPONSES_OPTIONS.checked(body)
     options = sampling_options(body, length=("max_output_tokens",), stop="stop")
     text = body.object("text")
     options |= json_format(text.object("format") if text is not None else None) or {}
@@ -50,6 +51,7 @@ def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Client
     return ClientRequest(
         messages, chosen([_tool(tool) for tool in body.objects("tools")], body), options,
         body.text("model") or "policy", body.flag("stream"), kept=messages[len(system) :] if is_kept else None,
+        ignored=ignored,
     )  # fmt: skip
 
 
@@ -106,13 +108,6 @@ def _part(at: Mapping[str, Any], part: Mapping[str, Any]) -> Iterator[tuple[str,
         yield f"response.{kind}.delta", {**at, "delta": piece, **more}
     yield f"response.{kind}.done", {**at, "text": text, **more}
     yield "response.content_part.done", {**at, "part": part}
-
-
-def _refuse(body: Fields) -> None:
-    for name in ("conversation", "prompt", "background", "context_management"):
-        body.refuse(name, "is not supported: send the messages as `input`.", False)
-    body.refuse("truncation", "the conversation is not cut: send a shorter one.", "disabled")
-    body.refuse("top_logprobs", "are not given here.", 0)
 
 
 def _earlier(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> Sequence[Message]:

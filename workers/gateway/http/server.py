@@ -61,6 +61,8 @@ PROTOCOLS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/mess
 """Protocols by their paths."""
 COUNT = "/v1/messages/count_tokens"
 RETRIES = "x-stainless-retry-count"
+MAX_TOLD = 100
+"""Number of options that are told by name: clients may send any."""
 EVERY_INTERFACE = ("0.0.0.0", "::")
 
 
@@ -116,6 +118,7 @@ class HttpServer:
         self._app.router.add_post(COUNT, self._count)
         self._app.router.add_get("/v1/models", self._models)
         self._runner: web.AppRunner | None = None
+        self._told: set[str] = set()
 
     async def start(self, host: str, port: int, address: str = "") -> str:
         """Start listening; return the address for clients, such as http://127.0.0.1:41234/v1. `port`: 0 for any that is
@@ -145,10 +148,19 @@ class HttpServer:
         sampler = self._sampler(request)
         answers = self._answers.setdefault(sampler, _AttemptAnswers(_tag(request)))
         asked = protocol.request_of(parsed(await request.read()), answers.responses)
+        self._tell(asked.ignored, sampler)
         is_retry = request.headers.get(RETRIES, "0") != "0"
         answering = _Answering(request, protocol, asked, answers, self._waiting_s)
         async with _sampled(sampler, asked, is_retry, answers) as sampling:
             return await answering.written(sampling)
+
+    def _tell(self, ignored: Sequence[str], sampler: TurnSampler) -> None:
+        """Count options that have no effect, and tell each once."""
+        sampler.counts["ignored_options"] += len(ignored)
+        for name in ignored:
+            if name not in self._told and len(self._told) < MAX_TOLD:
+                self._told.add(name)
+                _LOG.warning("agents send the option %.100r, which has no effect on the policy", name)
 
     def _sampler(self, request: web.Request) -> TurnSampler:
         key = _key(request)

@@ -58,6 +58,13 @@ def test_a_call_keeps_the_id_that_the_model_gave_it() -> None:
     assert [call.id for call in with_ids(twice, 0)] == ["c00000000", "c00000001"]
 
 
+@pytest.mark.parametrize("arguments", ["null", '""', "{}", '"{}"'])
+def test_no_arguments_are_none_at_all_however_they_are_written(arguments: str) -> None:
+    call = f'{{"name": "add", "arguments": {arguments}}}'
+    for text in (f"<tool_call>{call}</tool_call>", f"[TOOL_CALLS]{call}", '[TOOL_CALLS]{"name": "add"}'):
+        assert READERS["hermes" if text[0] == "<" else "mistral"](text, TOOLS) == ("", [Call("add", {})], "")
+
+
 def test_arguments_may_be_json_text() -> None:
     assert hermes('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', TOOLS)[1] == CALL
 
