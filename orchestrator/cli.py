@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
     heed_end()
     result = run(config)
     with contextlib.suppress(OSError):  # of an output that is a file on a full disk
-        print_summary(result.directory, config)
+        print_summary(result.directory, config, arguments.overrides)
     return 0
 
 

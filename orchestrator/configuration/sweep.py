@@ -85,7 +85,7 @@ class Sweep:
         for point in self._points:
             settings.setdefault(point.setting, []).append(self._line(point))
         keys = [key for key, _ in next(iter(settings))]
-        for title in (*keys, "runs", "accuracy", "reward", "samples/s"):
+        for title in (*keys, "runs", "accuracy", "reward", "loss", "samples/s"):
             table.add_column(title)
         for setting, lines in settings.items():
             done = [line for line in lines if line is not None and line.state == FINISHED]
@@ -211,7 +211,7 @@ def _number(value: float | None) -> str:
 
 
 SHOWN: Mapping[str, Callable[[float | None], str]] = {
-    "accuracy": _percent, "reward": _number, "samples_per_s": _number,
+    "accuracy": _percent, "reward": _number, "loss": _number, "samples_per_s": _number,
 }  # fmt: skip
 
 

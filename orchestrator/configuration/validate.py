@@ -91,7 +91,7 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     yield Check("data", lambda: _data(config, flow))
     if config.data.curriculum.by is not None:
         yield Check("curriculum", lambda: _curriculum(config, flow))
-    yield Check("not trained on", lambda: _left_out(config), is_told=True)
+    yield Check("rows left out", lambda: _left_out(config), is_told=True)
     others = [stage for stage in flow.stages if _needs_path(stage)]
     if others:
         yield Check("other models", lambda: ", ".join(_other_model(config, stage) for stage in others))
@@ -133,17 +133,19 @@ def validate_run(config: RunConfig, console: Console) -> int:
     show_memory(memory, console)
     console.rule("checks", align="left")
     seen = {MEMORY: memory.found} | ({RESOURCES: view.found} if view.is_of_cluster else {})
-    exit_code = 0
+    exit_code, known = 0, dict[str, str]()
     for check in checks(config, flow, plan):
         try:
             found = seen.get(check.name, check.look)()
         except PenstockError as error:
             exit_code = max(exit_code, error.exit_code)
             console.print(f"[red]✗[/] {check.name}: ", end="")
-            console.print(str(error), highlight=False, markup=False, soft_wrap=True)
+            first = known.setdefault(str(error), check.name)
+            said = str(error) if first == check.name else f"as of {first}, above"
+            console.print(said, highlight=False, markup=False, soft_wrap=True)
         else:
             console.print(f"[green]✓[/] {check.name}: ", end="")
-            console.print(found or "nothing", highlight=False, markup=False, soft_wrap=True)
+            console.print(found or "none", highlight=False, markup=False, soft_wrap=True)
     return exit_code
 
 

@@ -127,7 +127,7 @@ def _encode_column(column: Column, given: Any, row_ids: Sequence[int], allocate:
     is_plain = set(map(type, given)) <= (_LISTS if ragged else _NUMBERS)
     for row, value in zip(row_ids, given, strict=True) if not is_plain else ():
         if ragged != (isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)):
-            raise _misfit(column, row, f"got {_short(value)}")
+            raise _misfit(column, row, f"got {_short(value)}", is_list=not ragged)
     try:
         array = ragged_array(column, given) if ragged else _flat(column, given)
     except _MISFIT as error:
@@ -195,10 +195,12 @@ def _first_misfit(column: Column, given: Any, row_ids: Sequence[int]) -> tuple[i
     return None
 
 
-def _misfit(column: Column, row: int, problem: str) -> WrongType:
+def _misfit(column: Column, row: int, problem: str, *, is_list: bool = False) -> WrongType:
     due = {"sample": "", "list": ", any number", "token": ", one for each response token",
            "prompt": ", one for each prompt token"}[column.shape]  # fmt: skip
-    return WrongType(f"column {column.name!r}, row {row}: {problem}; it must be {column.dtype}{due}.")
+    other = f'Column("{column.name}", "{column.dtype}", shape="token")'
+    hint = f" Declare {other} for a value of each response token." if is_list else ""
+    return WrongType(f"column {column.name!r}, row {row}: {problem}; it must be {column.dtype}{due}.{hint}")
 
 
 def _check_finite(column: Column, array: pa.Array, row_ids: Sequence[int]) -> None:

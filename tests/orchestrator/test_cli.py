@@ -237,6 +237,14 @@ def test_validate_tells_all_faults_at_once_and_ends_with_two(capsys: pytest.Capt
     assert "✗ data" in out
 
 
+def test_validate_tells_an_error_once_and_says_which_other_checks_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", "recipe=tree", "environment.name=nope"]) == 2
+    out = capsys.readouterr().out
+    assert out.count("no environment is registered under this name") == 1
+    assert "✗ data: as of environment, above" in out
+    assert "✓ rows left out: none" in out
+
+
 def test_errors_survive_pickling() -> None:
     for module in ("store.errors", "workers.gateway.http.errors"):
         importlib.import_module(f"penstock.{module}")

@@ -1,5 +1,7 @@
 """The last screen of `penstock run`: the results, where they lie, and what to try next, or how to go on."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,8 +17,11 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 
 
-def print_summary(directory: Path, config: RunConfig, console: Console | None = None) -> None:
-    """Print the summary of a finished run, after the progress display has closed."""
+def print_summary(
+    directory: Path, config: RunConfig, words: Sequence[str] | None = None, console: Console | None = None
+) -> None:
+    """Print the summary of a finished run, after the progress display has closed. `words`: those that the command was
+    given; None: its recipe alone."""
     console = console or Console(highlight=False)
     try:
         run = RunDirectory.open(directory)
@@ -39,7 +44,7 @@ def print_summary(directory: Path, config: RunConfig, console: Console | None = 
     if url is not None:
         console.print(f"also in   {_short(run.path)}", markup=False, soft_wrap=True)
     console.print("\n[bold]Try next[/]")
-    for command, meaning in next_steps(config, run):
+    for command, meaning in next_steps(config, run, words):
         console.print(f"  {command}", markup=False, soft_wrap=True)
         console.print(f"      [dim]{meaning}[/]", soft_wrap=True)
 
@@ -64,36 +69,34 @@ def cards_of(directory: RunDirectory) -> list[Card]:
     return cards(columns, directory.read_config(), events, duration_s(events))
 
 
-def next_steps(config: RunConfig, run: RunDirectory) -> list[tuple[str, str]]:
-    """Commands that make sense after this run, with what they show."""
-    recipe = config.recipe or "arithmetic"
+def next_steps(config: RunConfig, run: RunDirectory, words: Sequence[str] | None = None) -> list[tuple[str, str]]:
+    """Commands that make sense after this run, with what they show. They have the words of its own command."""
+    words = [f"recipe={config.recipe or 'arithmetic'}"] if words is None else words
     steps = []
-    model = f" model.path={_short(run.model)}" if run.model.is_dir() else ""
-    if config.max_staleness == 0 and config.algorithm.name != "sft":
-        steps.append(
-            (
-                f"penstock run recipe={recipe} max_staleness=1",
-                "generation runs one step ahead of training: compare samples/s",
-            )
-        )
+    model = [f"model.path={_short(run.model)}"] if run.model.is_dir() else []
+    if config.max_staleness == 0 and config.algorithm.name != "sft" and config.placement != "colocated":
+        told = "generation runs one step ahead of training: compare samples/s"
+        steps.append((_command("run", words, "max_staleness=1"), told))
     if config.recipe_name == "arithmetic":
-        steps.append(
-            (
-                f"penstock run recipe={recipe} data.options.max_terms=3{model}",
-                "sums of three numbers, from the model just trained",
-            )
-        )
-        steps.append(
-            (f"penstock run recipe={recipe} reward.function=my_reward.py:score", "a reward of your own: see README.md")
-        )
+        told = "sums of three numbers, from the model just trained"
+        steps.append((_command("run", words, "data.options.max_terms=3", *model), told))
+        told = "a reward of your own: see README.md"
+        steps.append((_command("run", words, "reward.function=my_reward.py:score"), told))
         steps.append(
             (
                 "penstock run recipe=gsm8k model=tiny trainer.max_steps=2",
                 "word problems, by the path of larger models; downloads openai/gsm8k, or data.path=FILE.jsonl",
             )
         )
-    steps.append((f"penstock validate recipe={recipe}", "every key that can be set, and the dataflow"))
+    steps.append((_command("validate", words), "every key that can be set, and the dataflow"))
     return steps
+
+
+def _command(name: str, words: Sequence[str], *more: str) -> str:
+    """The command with a run's words and further ones in their place. A new run has a name of its own."""
+    replaced = {word.partition("=")[0] for word in more} | {"name", "resume"}
+    kept = [word for word in words if word.partition("=")[0].lstrip("+") not in replaced]
+    return shlex.join(["penstock", name, *kept, *more])
 
 
 def _at(url: str | None, path: Path) -> str:

@@ -86,6 +86,12 @@ def test_a_recipe_for_gpus_runs_on_a_cpu_with_the_tiny_model() -> None:
     assert on_cpu.trainer.dtype == on_cpu.rollout.dtype == "float32"
 
 
+def test_a_model_of_ones_own_stays_with_the_settings_for_a_cpu(tmp_path: Path) -> None:
+    config = load_config(["recipe=gsm8k", "model=tiny", f"model.path={tmp_path}"])
+    assert config.model.path == str(tmp_path)
+    assert config.rollout.num_gpus_per_worker == config.trainer.num_gpus_per_rank == 0
+
+
 def test_the_command_lines_algorithm_replaces_the_recipes_and_keeps_shared_keys() -> None:
     config = load_config(["recipe=arithmetic", "algorithm=sft"])
     assert isinstance(config.algorithm, SftConfig)

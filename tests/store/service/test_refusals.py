@@ -59,6 +59,11 @@ def test_bad_groups_are_refused_by_name(groups: list[dict[str, Any]], error: typ
         ({"finish_reason": ["stop"]}, WrongLength, "'finish_reason' has 1 values for 2 rows"),
         ({"finish_reason": ["stop", None]}, WrongType, "'finish_reason', row 1: None is no value in None"),
         ({"finish_reason": ["stop", 3]}, WrongType, "'finish_reason', row 1: .* in 3; it must be string"),
+        (
+            {"reward": [[0.5, 1.0], [0.5]]},
+            WrongType,
+            r"'reward', row 0: .*; it must be float32. Declare Column\(\"reward\", \"float32\", shape=\"token\"\)",
+        ),
         ({"response_ids": [[0, 1], [0, 1.5, 2]]}, WrongType, "'response_ids', row 1: got float64"),
         ({"response_ids": [np.zeros(2), np.zeros(3)]}, WrongType, "'response_ids', row 0: got float64 in"),
         (

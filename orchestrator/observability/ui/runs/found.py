@@ -66,6 +66,8 @@ class RunLine:
     max_steps: int | None = None
     accuracy: float | None = None
     reward: float | None = None
+    loss: float | None = None
+    """The loss of a run that has no reward."""
     samples_per_s: float | None = None
     cost: float | None = None
     cost_unit: str | None = None
@@ -185,7 +187,8 @@ def line_of(path: Path, run: str = ".") -> RunLine:
         step=None if step is None else int(step),
         max_steps=None if max_steps is None else int(max_steps),
         accuracy=newest(metrics, "accuracy/heldout"),
-        reward=newest(metrics, "reward/mean"),
+        reward=(reward := newest(metrics, "reward/mean")),
+        loss=newest(metrics, "actor/loss") if reward is None else None,
         samples_per_s=newest(metrics, "perf/samples_per_s"),
         cost=cost,
         cost_unit=unit,

@@ -20,7 +20,7 @@ from penstock.orchestrator.observability.ui.chart import plain, thinned
 from penstock.orchestrator.observability.ui.known_curves import with_known
 from penstock.orchestrator.observability.ui.runs.activity import Traced, printed
 from penstock.orchestrator.observability.ui.runs.columns import Columns
-from penstock.orchestrator.observability.ui.runs.found import MAX_CHARACTERS, SERVING, line_of
+from penstock.orchestrator.observability.ui.runs.found import FINISHED, MAX_CHARACTERS, SERVING, line_of
 from penstock.orchestrator.observability.ui.runs.own_files import (
     MOST_STATE_BYTES,
     MOST_TOKENIZER_BYTES,
@@ -160,9 +160,11 @@ class OpenRun:
         return {"bounds": bounds, "steps": steps, "events": events}
 
     def state(self) -> dict[str, Any]:
-        """Actors that are there, and which wait for which, as the run has told last."""
-        line = asdict(line_of(self._path, self._run))
-        return {"line": line, "state": read_json(self._path, "state.json", MOST_STATE_BYTES)}
+        """Actors that are there, and which wait for which, as the run has told last; of a finished run none waits."""
+        line, state = line_of(self._path, self._run), read_json(self._path, "state.json", MOST_STATE_BYTES)
+        if line.state == FINISHED and isinstance(state, dict):
+            state = state | {"waits": []}
+        return {"line": asdict(line), "state": state}
 
     def serving(self) -> dict[str, Any]:
         """The tenants of a server, their clients, and what each waits for, as it has told last."""

@@ -1,6 +1,7 @@
 """What a person reads when a run has ended before its end."""
 
 import io
+import shlex
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_a_run_that_failed_says_where_it_lies_and_how_it_goes_on(tmp_path: Path,
 
 def test_a_run_that_has_ended_and_cannot_be_read_says_so(tmp_path: Path) -> None:
     text = io.StringIO()
-    print_summary(tmp_path / "away", load_config([]), Console(file=text, width=200))
+    print_summary(tmp_path / "away", load_config([]), console=Console(file=text, width=200))
     assert "The run has ended, and its directory cannot be read: " in text.getvalue()
 
 
@@ -43,7 +44,7 @@ def test_a_run_at_a_url_is_told_by_its_url_and_its_working_copy(
     run = RunDirectory.create(config)
     run.model.mkdir()
     summary, unfinished = io.StringIO(), io.StringIO()
-    print_summary(run.path, config, Console(file=summary, width=200))
+    print_summary(run.path, config, console=Console(file=summary, width=200))
     print_unfinished(config, run, Console(file=unfinished, width=200))
     url = f"file://{tmp_path}/bucket/run"
     for line in (f"report    {url}/report.html", f"model     {url}/model", f"all files {url}", f"also in   {run.path}"):
@@ -51,12 +52,28 @@ def test_a_run_at_a_url_is_told_by_its_url_and_its_working_copy(
     assert f"run       {url}" in unfinished.getvalue().splitlines()
 
 
+def test_the_commands_to_try_next_have_the_words_of_the_users_own(tmp_path: Path) -> None:
+    words = ["recipe=arithmetic", "trainer.max_steps=5", "name=demo", f"output_dir={tmp_path}", "resume=auto"]
+    words += ["data.system_prompt=Be brief, please", "data.options.max_terms=2"]
+    config = load_config(words)
+    run = RunDirectory.create(config)
+    text = io.StringIO()
+    print_summary(run.path, config, words, Console(file=text, width=60))
+    commands = [line.strip() for line in text.getvalue().splitlines() if line.startswith("  penstock ")]
+    own = f"recipe=arithmetic trainer.max_steps=5 output_dir={tmp_path} 'data.system_prompt=Be brief, please'"
+    assert commands[0] == f"penstock run {own} data.options.max_terms=2 max_staleness=1"
+    assert commands[1] == f"penstock run {own} data.options.max_terms=3"
+    assert commands[-1] == f"penstock validate {own} data.options.max_terms=2"
+    for command in commands:
+        load_config(shlex.split(command)[2:])
+
+
 def test_an_error_with_brackets_is_told_as_it_is(tmp_path: Path) -> None:
     config = load_config([f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=1"])
     run, text = RunDirectory.create(config), io.StringIO()
     run.log_metrics({"step": 1, "checkpoint/failed": 1.0})
     run.event("checkpoint_failed", step=1, error="CheckpointError", message="rank 1: [/src/pair.cc:537] closed")
-    print_summary(run.path, config, Console(file=text, width=200))
+    print_summary(run.path, config, console=Console(file=text, width=200))
     assert "[/src/pair.cc:537] closed" in text.getvalue()
 
 

@@ -195,7 +195,7 @@ def test_the_closing_screen_has_the_numbers_the_files_and_what_to_try_next(tmp_p
     directory = make_run(tmp_path, 5)
     console = Console(record=True, width=120)
     config = load_config(["recipe=arithmetic"])
-    print_summary(directory.path, config, console)
+    print_summary(directory.path, config, console=console)
     text = console.export_text()
     assert "50.0% → 90.0%" in text
     assert "report.html" in text

@@ -47,6 +47,7 @@ export class ComparePage {
       h("div.scroll", {}, h("table", {}, h("thead", {}, head), h("tbody", {},
         row("state", (id) => runs[id].state), row("step", (id) => number(runs[id].step)),
         row("held-out accuracy", (id) => percent(runs[id].accuracy)), row("reward", (id) => number(runs[id].reward)),
+        row("loss", (id) => number(runs[id].loss)),
         Object.entries(differing).map(([key, values]) => row(key, (id) => JSON.stringify(values[id] ?? null)))))),
       toggle, this.board.element);
   }

@@ -10,6 +10,7 @@ const COLUMNS = [
   { key: "step", title: "Step", number: true },
   { key: "accuracy", title: "Accuracy", number: true, say: percent },
   { key: "reward", title: "Reward", number: true, say: number },
+  { key: "loss", title: "Loss", number: true, say: number, less: true },
   { key: "samples_per_s", title: "Samples/s", number: true, say: number, less: true },
   { key: "seconds", title: "Time", number: true, say: elapsed, less: true },
   { key: "cost", title: "Cost", number: true, sayOf: cost, less: true },

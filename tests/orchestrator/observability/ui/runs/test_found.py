@@ -9,6 +9,7 @@ import pytest
 from penstock.orchestrator.observability.differences import differing
 from penstock.orchestrator.observability.ui.runs.found import RunLine, Runs, newest
 from penstock.orchestrator.observability.ui.runs.own_files import last_lines
+from penstock.orchestrator.observability.ui.server.open_run import OpenRun
 from tests.orchestrator.observability.ui.made_runs import HERE, make_run, steps
 
 
@@ -21,6 +22,22 @@ def test_a_run_is_a_line(tmp_path: Path) -> None:
     line = lines_of(tmp_path)["sums"]
     assert (line.name, line.state, line.recipe, line.algorithm) == ("sums", "finished", "sums", "grpo")
     assert (line.step, line.max_steps, line.accuracy, line.reward, line.seconds) == (2, 9, 0.25, 0.2, 2.0)
+
+
+def test_a_run_without_rewards_has_its_loss_in_the_line(tmp_path: Path) -> None:
+    make_run(tmp_path / "sft", "start", "end", metrics=[{"step": 1, "actor/loss": 2.5}])
+    make_run(tmp_path / "grpo", "start", "end", metrics=[{"step": 1, "actor/loss": 2.5, "reward/mean": 0.5}])
+    lines = lines_of(tmp_path)
+    assert (lines["sft"].loss, lines["sft"].reward) == (2.5, None)
+    assert (lines["grpo"].loss, lines["grpo"].reward) == (None, 0.5)
+
+
+def test_in_a_finished_run_nobody_waits(tmp_path: Path) -> None:
+    state = {"step": 2, "members": [], "waits": [{"who": "Rollout-0", "on": "Prompts", "what": "a prompt"}]}
+    for kinds, waits in ((("start", "end"), []), (("start", "failed"), state["waits"])):
+        make_run(tmp_path / kinds[-1], *kinds)
+        (tmp_path / kinds[-1] / "state.json").write_text(json.dumps(state))
+        assert OpenRun(tmp_path / kinds[-1], kinds[-1]).state()["state"]["waits"] == waits
 
 
 @pytest.mark.parametrize(
