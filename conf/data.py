@@ -143,6 +143,10 @@ class DataConfig:
     too_long: str = "error"
     """Treatment of longer prompts. error: end with the row's number, before anything starts. skip: leave the row out,
     counted as dropped/prompt_too_long."""
+    no_answer: str = "error"
+    """Treatment of rows whose answer is null or NaN, where the reward asks for it (by a parameter `answer` or
+    `ground_truth`), or where it is the demonstration; likewise of the columns response and rejected. error: end with
+    the row's number, before anything starts. skip: leave the row out, counted as dropped/no_answer."""
 
     @property
     def kind(self) -> str:
@@ -159,6 +163,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         one_of("data.source", self.source, SOURCES)
         one_of("data.too_long", self.too_long, ("error", "skip"))
+        one_of("data.no_answer", self.no_answer, ("error", "skip"))
         at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
         if self.size is not None:
             at_least("data.size", self.size, 1)

@@ -29,7 +29,7 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, plan_actors
 from penstock.orchestrator.cluster.ray_calls import get_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.configuration.completed import completed
@@ -204,7 +204,11 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
             config,
             directory.path,
             Policy(fleet, config, weights, samples, states),
-            PromptStream(open_source(config, started.model_path, rows_are=flow.rows_are)),
+            PromptStream(
+                open_source(
+                    config, started.model_path, rows_are=flow.rows_are, needs_answer=answers_are_needed(flow, config)
+                )
+            ),
             Reward(fleet, config),
             Attempts(fleet, config, flow) if flow.has_environment else None,
             Workers(

@@ -6,6 +6,7 @@ shows the same checks one by one, with the resolved configuration, the dataflow 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,12 +17,13 @@ from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.describe import draw
 from penstock.algorithms.graph.stage import Stage
+from penstock.conf.data import ENVIRONMENT
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.reward import ENVIRONMENT_REWARD, JUDGE, has_own_judge
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed, plan_actors
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.memory_view import MemoryView
 from penstock.orchestrator.configuration.placement_view import PlacementView
@@ -45,7 +47,7 @@ from penstock.workers.files import is_url, list_names
 from penstock.workers.gateway.formats.conversation import Format
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.prompts.curriculum import MOST_SHOWN, level_of
-from penstock.workers.prompts.dataset_row import is_cut
+from penstock.workers.prompts.dataset_row import Needs, PromptDataset, is_cut
 from penstock.workers.prompts.opening import check_prompts, encoder_of, open_held_out, open_rows, rows_to_read
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.registry import RewardSpec
@@ -91,7 +93,7 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     yield Check("data", lambda: _data(config, flow))
     if config.data.curriculum.by is not None:
         yield Check("curriculum", lambda: _curriculum(config, flow))
-    yield Check("rows left out", lambda: _left_out(config), is_told=True)
+    yield Check("rows left out", lambda: _left_out(config, flow), is_told=True)
     others = [stage for stage in flow.stages if _needs_path(stage)]
     if others:
         yield Check("other models", lambda: ", ".join(_other_model(config, stage) for stage in others))
@@ -207,15 +209,36 @@ def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
     if dataset is None:
         return "none"
     if flow.has_environment:
-        return f"{len(dataset):,} tasks, such as {dataset.row(0).where}"
+        return f"{len(dataset):,} tasks, such as {dataset.row(0).where}{_unanswered(dataset, config)}"
     rows_are = "prompts" if held_out else flow.rows_are
     processor = processor_of(config) if config.rollout.max_pictures else None
     encoder = encoder_of(config, tokenizer_of(config), processor, rows_are)
-    report = check_prompts(dataset, encoder, config, rows_are=rows_are)
+    needs = _needs(config, flow, rows_are, held_out=held_out)
+    report = check_prompts(dataset, encoder, config, rows_are=rows_are, needs=needs)
     found = f"{report.rows:,} rows, {report.read:,} read; longest prompt {report.longest_prompt} tokens"
     if report.longest_response:
         found += f", longest response {report.longest_response}"
+    if report.left_out:
+        found += f"; {report.left_out:,} without an answer and left out"
+    elif report.unanswered:
+        found += f"; {report.unanswered:,} without an answer, which nothing asks for"
     return found + (f"; {report.skipped} too long and left out" if report.skipped else "")
+
+
+def _needs(config: RunConfig, flow: Dataflow, rows_are: str, *, held_out: bool = False) -> Needs:
+    """What the run needs of each row. A reward that is not found is told by the look at rewards."""
+    needs_answer = False
+    with suppress(ConfigError):
+        needs_answer = answers_are_needed(flow, config, held_out=held_out)
+    return Needs.of(config.data, rows_are, needs_answer)
+
+
+def _unanswered(dataset: PromptDataset, config: RunConfig) -> str:
+    """Describe how many tasks of a dataset have no answer."""
+    if config.data.source == ENVIRONMENT or config.data.columns.answer is None:
+        return ""
+    lacking = sum(dataset.row(index).answer is None for index in range(rows_to_read(dataset, config)))
+    return f"; {lacking:,} without an answer, which the environment is told as null" if lacking else ""
 
 
 def _curriculum(config: RunConfig, flow: Dataflow) -> str:
@@ -243,7 +266,7 @@ def _curriculum(config: RunConfig, flow: Dataflow) -> str:
     )
 
 
-def _left_out(config: RunConfig) -> str:
+def _left_out(config: RunConfig, flow: Dataflow) -> str:
     """Describe what a source has beyond what is trained on; empty for nothing. Raises `DataError` where most is held
     out."""
     try:
@@ -258,6 +281,9 @@ def _left_out(config: RunConfig) -> str:
     num_read = rows_to_read(dataset, config)
     if held_out := problems.check(dataset, num_read):
         told.append(f"{held_out:,} of {num_read:,} rows, which are problems of evaluation")
+    needs = _needs(config, flow, flow.rows_are)
+    if needs.skips and (lacking := sum(needs.lacks(dataset.row(index)) for index in range(num_read))):
+        told.append(f"{lacking:,} of {num_read:,} rows, which have no answer")
     return "; ".join(told)
 
 

@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -61,13 +62,15 @@ class HeldOut:
     """What the set changes of the environment's options."""
 
     @classmethod
-    def of(cls, config: RunConfig, model_path: str, name: str | None = None) -> "HeldOut":
-        """Read the problems of evaluation itself, or of one of its `sets`, at most `num_problems`. Raises `DataError`
-        if they cannot be read."""
+    def of(
+        cls, config: RunConfig, model_path: str, name: str | None = None, *, needs_answer: bool = False
+    ) -> "HeldOut":
+        """Read the problems of evaluation itself, or of one of its `sets`, at most `num_problems`. `needs_answer`: the
+        reward needs their answers. Raises `DataError` if they cannot be read."""
         options = {} if name is None else config.environment_changes(name)
         config = config if name is None else config.with_set(name)
         rows_are = "tasks" if config.environment.name is not None else "prompts"
-        source = open_source(config, model_path, held_out=True, rows_are=rows_are)
+        source = open_source(config, model_path, held_out=True, rows_are=rows_are, needs_answer=needs_answer)
         groups = source.next_groups(min(config.evaluation.num_problems, len(source.dataset)))
         prompts = [list(group["prompt_ids"]) for group in groups if "prompt_ids" in group]
         pictures = list(map(PromptPictures.of, groups)) if config.rollout.max_pictures else []
@@ -85,11 +88,12 @@ class Evaluator:
         self._timeout_s = config.rollout.generate_timeout_s
 
     @classmethod
-    def of(cls, config: RunConfig, model_path: str) -> "Evaluator":
-        """The evaluator of all sets of a run. Raises `DataError`."""
-        sets = {name: HeldOut.of(config, model_path, name) for name in config.evaluation.sets}
+    def of(cls, config: RunConfig, model_path: str, *, needs_answer: bool = False) -> "Evaluator":
+        """The evaluator of all sets of a run. Arguments as of `HeldOut.of`. Raises `DataError`."""
+        read = partial(HeldOut.of, config, model_path, needs_answer=needs_answer)
+        sets = {name: read(name) for name in config.evaluation.sets}
         kind = EnvironmentEvaluator if config.environment.name is not None else cls
-        return kind({ITSELF: HeldOut.of(config, model_path), **sets}, config)
+        return kind({ITSELF: read(), **sets}, config)
 
     async def measure(self, fleet: Fleet) -> dict[str, float]:
         """Measure. Returns metrics, each in [0, 1]. A response whose reward fails counts as wrong. Where an actor dies

@@ -33,7 +33,13 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.trials import try_fences, try_threads
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.owners import Owner, RunOwner, ThisProcess
-from penstock.orchestrator.cluster.placement.actors import DRIVER, ActorPlan, needed, origin_of
+from penstock.orchestrator.cluster.placement.actors import (
+    DRIVER,
+    ActorPlan,
+    answers_are_needed,
+    needed,
+    origin_of,
+)
 from penstock.orchestrator.cluster.placement.threads import read_trials
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.configuration.prerequisites import limits_of_code
@@ -93,7 +99,10 @@ class RunLifecycle:
 
     def _run(self, sinks: list[Sink], meters: Meters) -> TrainingResult:
         config = self._config
-        evaluator = Evaluator.of(config, self._model_path) if config.evaluation.every_steps else None
+        evaluator = None
+        if config.evaluation.every_steps:
+            asks = answers_are_needed(self._flow, config, held_out=True)
+            evaluator = Evaluator.of(config, self._model_path, needs_answer=asks)
         while True:
             step, is_told_to_end = 0, False
             try:

@@ -18,12 +18,13 @@ class Prompts(ServingActor):
         rows_are: str,
         start: PromptStart | None = None,
         picture_digest: str | None = None,
+        needs_answer: bool = False,
     ) -> None:
         """`rows_are`: "prompts", "tasks", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where
         the tokenizer is. `start`: the place where a resumed run goes on. `picture_digest`: of the processor of the
-        run's pictures."""
+        run's pictures. `needs_answer`: the reward needs each prompt's answer."""
         super().__init__("Prompts")
-        self._start, self._picture_digest = start, picture_digest
+        self._start, self._picture_digest, self._needs_answer = start, picture_digest, needs_answer
         self._config, self._model_path, self._rows_are = config, model_path, rows_are
         self._source: PromptSource | None = None
 
@@ -34,6 +35,7 @@ class Prompts(ServingActor):
             rows_are=self._rows_are,
             start=self._start,
             picture_digest=self._picture_digest,
+            needs_answer=self._needs_answer,
         )
         await super().start()
 

@@ -3,6 +3,7 @@
 They are opened at the start of a run, by evaluation for the held-out problems, and by `penstock validate`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,13 +64,13 @@ class TableDataset:
         if not messages:
             prompt = self.config.prompt_template.replace("{prompt}", self._text(row, columns.prompt, "prompt", where))
         messages, prompt, pictures = _with_pictures(messages, prompt, seen)
-        answer = None if columns.answer is None else self._value(row, columns.answer, "answer", where)
+        answer = None if columns.answer is None else known(self._value(row, columns.answer, "answer", where))
         response = answer if demonstration is None else demonstration
         if columns.response is not None:
-            response = self._text(row, columns.response, "response", where)
-        rejected = None if columns.rejected is None else self._text(row, columns.rejected, "rejected", where)
+            response = self._response(row, columns.response, "response", where)
+        rejected = None if columns.rejected is None else self._response(row, columns.rejected, "rejected", where)
         left_out = (columns.response, columns.rejected, *((columns.pictures, columns.prompt) if pictures else ()))
-        extra = {key: value for key, value in row.items() if key not in left_out}
+        extra = {key: known(value) for key, value in row.items() if key not in left_out}
         if self.rows.is_filled:
             extra = {key: without_none(value) for key, value in extra.items()}
         response = None if response is None else str(response)
@@ -107,6 +108,11 @@ class TableDataset:
             )
         return row[column]
 
+    def _response(self, row: dict[str, Any], column: str, role: str, where: str) -> str | None:
+        """The text of a column; None where the row has none."""
+        is_known = known(self._value(row, column, role, where)) is not None
+        return self._text(row, column, role, where) if is_known else None
+
     def _text(self, row: dict[str, Any], column: str, role: str, where: str) -> str:
         value = self._value(row, column, role, where)
         if is_conversation(value):
@@ -118,6 +124,11 @@ class TableDataset:
                 "text is due."
             )
         return value
+
+
+def known(value: Any) -> Any:
+    """A value of a row, or None for a NaN, which stands for nothing where tables have no null."""
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _with_prompt(columns: ColumnsConfig, row: Mapping[str, Any]) -> ColumnsConfig:
@@ -152,7 +163,7 @@ class ProblemDataset:
     def row(self, index: int) -> DatasetRow:
         entry = self.problems.entry(index)
         prompt = self.config.prompt_template.replace("{prompt}", str(entry["question"]))
-        answer = str(entry["answer"])
+        answer = None if entry["answer"] is None else str(entry["answer"])
         where = f"{self.problems.task} problem {index}"
         return DatasetRow(prompt, answer, index, where, answer, extra=self.problems.extra(entry))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError, suggest
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -64,6 +65,57 @@ class DatasetRow:
         text = re.sub(r"\{(\w+)\}", value, hint)
         messages = [*self.messages[:-1], {**self.messages[-1], "content": text}] if self.messages else ()
         return replace(self, prompt=text, messages=messages)
+
+
+class NoAnswer(DataError):
+    """The error for a row without what its use needs; the row is skipped instead with `data.no_answer=skip`."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the use of a dataset's rows needs of each."""
+
+    fields: Mapping[str, str]
+    """Columns of `data.columns` by the field that needs them: answer, response, rejected."""
+    columns: Mapping[str, str | None]
+    """Names of these columns."""
+    skips: bool
+    """True if rows that lack something are left out."""
+
+    @classmethod
+    def of(cls, data: DataConfig, rows_are: str, answer: bool) -> "Needs":
+        """`rows_are`: as of a `PromptSource`. `answer`: the reward needs an answer."""
+        fields = {"answer": "answer"} if answer and rows_are == "prompts" else {}
+        if rows_are in ("demonstrations", "preferences"):
+            fields = {"response": "answer" if data.columns.response is None else "response"}
+        if rows_are == "preferences":
+            fields["rejected"] = "rejected"
+        return cls(fields, vars(data.columns), data.no_answer == "skip")
+
+    def check(self, row: DatasetRow) -> None:
+        """Raise `NoAnswer` for a row that lacks something."""
+        for field_name, column in self.fields.items():
+            if getattr(row, field_name) is not None:
+                continue
+            what = {"answer": "answer, which the reward asks for", "rejected": "rejected response"}.get(
+                field_name, "demonstration"
+            )
+            if self.columns[column] is None:
+                raise NoAnswer(f"{row.where}: no {what}: data.columns.{column}=null. Name its column.")
+            raise NoAnswer(
+                f"{row.where}: no {what}: column {self.columns[column]!r} (data.columns.{column}) is null or NaN. Give "
+                "the row one, or set data.no_answer=skip to leave such rows out."
+            )
+
+    def lacks(self, row: DatasetRow) -> bool:
+        """Return whether a row is left out because it lacks something. Raises `NoAnswer` where it is not to be."""
+        try:
+            self.check(row)
+        except NoAnswer:
+            if not self.skips:
+                raise
+            return True
+        return False
 
 
 class PromptDataset(Protocol):

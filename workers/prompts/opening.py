@@ -5,7 +5,7 @@ It is used both for training and for the held-out problems of evaluation.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from penstock.workers.environments.environment import make_environment
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.curriculum import Curriculum, CurriculumState
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.dataset_row import DatasetRow, PromptDataset
+from penstock.workers.prompts.dataset_row import DatasetRow, Needs, PromptDataset
 from penstock.workers.prompts.held_out import HeldOutProblems
 from penstock.workers.prompts.rows import check_texts, first_of
 from penstock.workers.prompts.source import PromptSource, PromptStart
@@ -36,11 +36,13 @@ def open_source(
     held_out: bool = False,
     start: PromptStart | None = None,
     picture_digest: str | None = None,
+    needs_answer: bool = False,
 ) -> PromptSource:
     """Open the groups of a run in order, epoch after epoch; or the held-out ones in the dataset's own order.
 
     `rows_are`: "prompts", "tasks", "demonstrations" or "preferences". `start`: the place where a resumed run goes on.
-    `picture_digest`: of the processor that the run has; None: any.
+    `picture_digest`: of the processor that the run has; None: any. `needs_answer`: the reward needs each prompt's
+    answer.
     Raises `DataError`, `ConfigError` or `ModelError`.
     """
     dataset = open_rows(config, held_out=held_out)
@@ -49,10 +51,13 @@ def open_source(
     processor = PictureProcessor.of(model_path, picture_digest) if config.rollout.max_pictures else None
     encoder = encoder_of(config, load_tokenizer(model_path), processor, rows_are)
     if held_out:
-        return PromptSource(dataset, encoder, config.data, start, rows_are=rows_are, once=True)
+        return PromptSource(
+            dataset, encoder, config.data, start, rows_are=rows_are, once=True, needs_answer=needs_answer
+        )
     return PromptSource(
         dataset, encoder, config.data, start,
         rows_are=rows_are, held_out=open_held_out(config), curriculum=_curriculum(config, start or PromptStart()),
+        needs_answer=needs_answer,
     )  # fmt: skip
 
 
@@ -144,14 +149,25 @@ class PromptReport:
     """Length of the longest demonstration with its end, in tokens; 0 without demonstrations."""
     skipped: int
     """Number of tokenised rows that data.too_long=skip leaves out."""
+    unanswered: int = 0
+    """Number of rows read whose answer is null or NaN, where they have a column of answers."""
+    left_out: int = 0
+    """Number of rows read that data.no_answer=skip leaves out."""
 
 
 def check_prompts(
-    dataset: PromptDataset, encoder: PromptEncoder, config: RunConfig, *, rows_are: str = "prompts", sample: int = 1000
+    dataset: PromptDataset,
+    encoder: PromptEncoder,
+    config: RunConfig,
+    *,
+    rows_are: str = "prompts",
+    sample: int = 1000,
+    needs: Needs | None = None,
 ) -> PromptReport:
     """Check a dataset before anything starts: the first rows as they are, and the `sample` longest of them tokenised.
+    `needs`: what the rows are needed to have.
 
-    Raises `DataError` (a missing column, a line that is no JSON, a prompt too long) or `ModelError`.
+    Raises `DataError` (a missing column, a line that is no JSON, a prompt too long, no answer) or `ModelError`.
     """
     limits = encoder.limits
     num_read = rows_to_read(dataset, config, sample)
@@ -160,7 +176,18 @@ def check_prompts(
         seen = sum(map(encoder.processor.length_of, row.pictures)) if encoder.processor is not None else 0
         return len(row.prompt) + seen + (len(row.response or "") if rows_are != "prompts" else 0)
 
-    longest = heapq.nlargest(sample, map(dataset.row, range(num_read)), key=num_characters)
+    needs, unanswered, left_out = needs or Needs.of(config.data, rows_are, answer=False), 0, 0
+
+    def complete_rows() -> Iterator[DatasetRow]:
+        nonlocal unanswered, left_out
+        for row in map(dataset.row, range(num_read)):
+            unanswered += row.answer is None
+            if needs.lacks(row):
+                left_out += 1
+            else:
+                yield row
+
+    longest = heapq.nlargest(sample, complete_rows(), key=num_characters)
     prompts, responses, skipped = [], [], 0
     for row in sorted(longest, key=lambda row: row.index):
         try:
@@ -172,14 +199,18 @@ def check_prompts(
             continue
         prompts.append(len(prompt))
         responses.append(len(response))
-    if skipped == len(dataset):
+    if skipped + left_out == len(dataset):
         raise DataError(
-            f"data.too_long=skip leaves out all of the {skipped} rows: none has room ({limits.room_means}: "
+            f"data.too_long=skip and data.no_answer=skip leave out all of the {skipped + left_out} rows: {left_out} "
+            f"have no answer, and the others no room ({limits.room_means}: {limits.room})."
+            if left_out
+            else f"data.too_long=skip leaves out all of the {skipped} rows: none has room ({limits.room_means}: "
             f"{limits.room})."
         )
     return PromptReport(
-        len(dataset), num_read, len(longest), max(prompts, default=0), max(responses, default=0), skipped
-    )
+        len(dataset), num_read, len(longest), max(prompts, default=0), max(responses, default=0), skipped,
+        0 if config.data.columns.answer is None else unanswered, left_out,
+    )  # fmt: skip
 
 
 def rows_to_read(dataset: PromptDataset, config: RunConfig, sample: int = 1000) -> int:

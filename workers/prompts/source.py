@@ -18,7 +18,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.workers.environments.task import KEY, MESSAGES
 from penstock.workers.prompts.curriculum import Curriculum, CurriculumState
-from penstock.workers.prompts.dataset_row import DatasetRow, PromptDataset
+from penstock.workers.prompts.dataset_row import DatasetRow, Needs, PromptDataset
 from penstock.workers.prompts.held_out import HeldOutProblems
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
@@ -52,6 +52,8 @@ class Drawn:
     """Number of rows that were too long."""
     num_held_out: int = 0
     """Number of rows that evaluation measures."""
+    num_unanswered: int = 0
+    """Number of rows without what their use needs."""
 
 
 class PromptSource:
@@ -69,17 +71,21 @@ class PromptSource:
         once: bool = False,
         held_out: HeldOutProblems | None = None,
         curriculum: Curriculum | None = None,
+        needs_answer: bool = False,
     ) -> None:
         """`rows_are`: "prompts", "tasks", or rows with responses: "demonstrations", "preferences". `once`: one epoch,
         in the dataset's own order. `held_out`: problems that are left out. `curriculum`: at the same start; None: all
-        rows are taken."""
+        rows are taken. `needs_answer`: the reward needs each prompt's answer."""
         self.dataset, self.encoder, self.rows_are = dataset, encoder, rows_are
         self.skips = data.too_long == "skip"
         self.num_too_long = 0
         """Number of rows left out by data.too_long=skip so far, for `dropped/prompt_too_long`."""
         self.num_held_out = 0
         """Number of rows left out so far because evaluation measures them, for `dropped/held_out`."""
+        self.num_unanswered = 0
+        """Number of rows left out by data.no_answer=skip so far, for `dropped/no_answer`."""
         self._held_out = held_out or HeldOutProblems()
+        self._needs = Needs.of(data, rows_are, needs_answer)
         start = start or PromptStart()
         self._order = PromptOrder(len(dataset), data.seed, start.cursor, shuffle=data.shuffle and not once)
         self._once, self._curriculum = once, curriculum
@@ -168,7 +174,10 @@ class PromptSource:
         return len(self.dataset)
 
     def stats(self) -> dict[str, float]:
-        dropped = {"dropped/prompt_too_long": self.num_too_long, "dropped/held_out": self.num_held_out}
+        dropped = {
+            "dropped/prompt_too_long": self.num_too_long, "dropped/held_out": self.num_held_out,
+            "dropped/no_answer": self.num_unanswered,
+        }  # fmt: skip
         by_level = {} if self._curriculum is None else self._curriculum.stats()
         return {"groups": self.num_drawn, "epoch": self.cursor.epoch, **dropped, **by_level}
 
@@ -191,22 +200,29 @@ class PromptSource:
             if self._curriculum is not None:
                 self._curriculum.drew(row)
             drawn = self._drawn[-1].num_groups + 1
-            self._drawn.append(Drawn(drawn, self._order.cursor, self.num_too_long, self.num_held_out))
+            self._drawn.append(self._after(drawn))
             return group
         raise self._nothing_left()
 
     def _next_row(self, tried: int) -> DatasetRow | None:
-        """The next row; None: it is one that evaluation measures, or that the curriculum passes over. `tried`: rows
-        since the last group."""
+        """The next row; None: it is one that evaluation measures, that lacks its answer, or that the curriculum passes
+        over. `tried`: rows since the last group."""
         row = self.dataset.row(self._order.next())
         if row in self._held_out:
             self.num_held_out += 1
+            return None
+        if self._needs.lacks(row):
+            self.num_unanswered += 1
             return None
         if self._curriculum is not None and not self._curriculum.takes(
             row, self._order.cursor, tried < len(self.dataset)
         ):
             return None
         return row
+
+    def _after(self, num_groups: int) -> Drawn:
+        """The state of drawing now, with so many groups."""
+        return Drawn(num_groups, self._order.cursor, self.num_too_long, self.num_held_out, self.num_unanswered)
 
     def _remembers(self, num_groups: int) -> bool:
         """Return whether drawing can go back to after so many groups without beginning at the start."""
@@ -220,6 +236,12 @@ class PromptSource:
                 f"none of the {len(self.dataset)} rows is of the levels that this phase draws "
                 f"({', '.join(self._curriculum.phase)}). Mend data.curriculum.phases, whose levels are values of "
                 "data.curriculum.by."
+            )
+        if self.num_unanswered:
+            return DataError(
+                f"data.no_answer=skip leaves out {self.num_unanswered:,} rows, and none is left of the "
+                f"{len(self.dataset):,} that is not too long (data.max_prompt_tokens={limits.max_prompt_tokens}) or "
+                "held out."
             )
         if self._held_out:
             return DataError(
@@ -235,6 +257,7 @@ class PromptSource:
     def _go_back(self, drawn: Drawn) -> None:
         self._order.go_to(drawn.cursor)
         self.num_too_long, self.num_held_out = drawn.num_too_long, drawn.num_held_out
+        self.num_unanswered = drawn.num_unanswered
         if self._curriculum is not None:
             self._curriculum.go_to(drawn.num_groups)
         if drawn is not self._drawn[-1]:
@@ -248,12 +271,11 @@ class PromptSource:
         elif count:
             self._pass_rows(count)
             drawn = self._drawn[-1].num_groups + count
-            passed = Drawn(drawn, self._order.cursor, self.num_too_long, self.num_held_out)
             self._drawn.clear()
-            self._drawn.append(passed)
+            self._drawn.append(self._after(drawn))
 
     def _pass_rows(self, count: int) -> None:
-        if not self._held_out:
+        if not self._held_out and not (self._needs.skips and self._needs.fields):
             self._order.skip(count)
             return
         for _ in range(count):

@@ -16,7 +16,7 @@ from penstock.metering.ray_export import Origin
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
 from penstock.orchestrator.cluster.nodes.files import NodeFiles
 from penstock.orchestrator.cluster.nodes.shared_memory import bytes_published
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, origin_of, reward_of
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, origin_of, reward_of
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.spec import given
@@ -133,7 +133,7 @@ class ActorMaker:
         if actor.role == "prompts":
             start = self._resumed.prompts if self._resumed else None
             told = self._config, self._model_path, self._flow.rows_are, start, self.sources.picture_digest
-            return self._owner.make(Prompts, options, *told)
+            return self._owner.make(Prompts, options, *told, answers_are_needed(self._flow, self._config))
         if actor.role == "rollout":
             return self._owner.make(Rollout, options, self._rollout_spec(actor))
         if actor.role == "environment":

@@ -15,6 +15,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport, shares_gpus
 from penstock.metering.ray_export import Origin
 from penstock.store.service.actor import STORE
+from penstock.workers.reward.needs import needs_answer
 
 SHARING = ("trainer", "rollout")
 """Roles whose members may share a device: rank i and engine i."""
@@ -90,6 +91,18 @@ def reward_of(flow: Dataflow, stage: str, config: RunConfig) -> tuple[str, Mappi
         return "", config.reward.options
     reward = found[0].rewarded if found and found[0].rewarded is not None else config.reward
     return reward.function, reward.options
+
+
+def answers_are_needed(flow: Dataflow, config: RunConfig, *, held_out: bool = False) -> bool:
+    """Return whether a reward needs the answers of the prompts. Raises `ConfigError` for one that is not found."""
+    if flow.has_environment:
+        return False
+    functions = {stage.name: stage.function for stage in flow.of_kind("reward")}
+    for stage, function in functions.items() or ({"": None}.items() if held_out else ()):
+        name, options = reward_of(flow, stage, config)
+        if needs_answer(function or name, options, config.data.columns.answer):
+            return True
+    return False
 
 
 def needed(actors: Sequence[ActorPlan]) -> tuple[float, float]:

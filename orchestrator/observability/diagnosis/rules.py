@@ -13,7 +13,7 @@ from penstock.orchestrator.observability.diagnosis.history import HINT, Finding,
 SAME = 1e-9
 """Largest difference of rewards that count as the same."""
 FILTERED = "no_signal"
-OF_THE_TASK = (FILTERED, "prompt_too_long", "held_out")
+OF_THE_TASK = (FILTERED, "prompt_too_long", "held_out", "no_answer")
 """Reasons of drops that are no fault: an algorithm's filter, and rows that were never meant to be trained on."""
 ENGINE = "rollout/groups/Rollout-"
 """Prefix of the metrics of what each engine has sampled. Where environments play, they lease the groups, and engines

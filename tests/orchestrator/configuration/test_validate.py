@@ -244,6 +244,32 @@ def test_a_dataset_that_is_not_there_or_empty_or_of_another_shape_is_refused(row
     assert "'question'" in message
 
 
+def found(name: str, *words: str) -> str:
+    """What a check found."""
+    config = load_config(words)
+    flow = dataflow_of(config)
+    return next(check for check in checks(config, flow, plan_actors(flow, config)) if check.name == name).look()
+
+
+def test_rows_without_an_answer_are_told_and_refused_where_the_reward_asks_for_one(tmp_path: Path) -> None:
+    answers: list[str | float | None] = ["1", None, float("nan"), "2"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{i}?", "answer": one}) + "\n" for i, one in enumerate(answers)))
+    words = (f"data.path={rows}", "model=tiny", "evaluation.every_steps=1", f"evaluation.path={rows}",
+             "evaluation.overlap=allow")  # fmt: skip
+    assert "rows.jsonl line 2: no answer, which the reward asks for" in refused(DataError, *words)
+    skips = (*words, "data.no_answer=skip")
+    assert "4 rows, 4 read" in found("data", *skips)
+    assert found("data", *skips).endswith("; 2 without an answer and left out")
+    assert found("held-out data", *skips).endswith("; 2 without an answer and left out")
+    assert "2 of 4 rows, which have no answer" in found("rows left out", *skips)
+    found_by_digits = found("data", *words, "reward.function=digits")
+    assert found_by_digits.endswith("; 2 without an answer, which nothing asks for")
+    (tmp_path / "agent.py").write_text("async def play(task, client):\n    pass\n")
+    asked = found("data", *words[:2], f"environment.name={tmp_path}/agent.py:play")
+    assert asked.endswith("; 2 without an answer, which the environment is told as null")
+
+
 def test_a_prompt_that_is_too_long_is_refused_with_its_row_and_the_key(rows: Path) -> None:
     with rows.open("a") as file:
         file.write(json.dumps({"question": "x" * 700, "answer": "1"}) + "\n")
