@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.orchestrator.cli_parser import Functions, make_parser
+from penstock.orchestrator.signals import heed_end
 
 INTERRUPTED = 130
 PLANNED = "plan=auto"
@@ -78,7 +79,6 @@ def _run(arguments: argparse.Namespace) -> int:
         from penstock.orchestrator.control.retries import run_with_retries
 
         return run_with_retries(arguments.overrides, arguments.retries)
-    from penstock.orchestrator.control.process import heed_end
     from penstock.orchestrator.observability.reporting.closing import (
         print_summary,
     )  # late: the configuration is in order, so it may take seconds
@@ -117,7 +117,6 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
-    from penstock.orchestrator.control.process import heed_end
     from penstock.orchestrator.planning.plan_view import run, wide_console
 
     if arguments.probe:

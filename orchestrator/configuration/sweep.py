@@ -28,6 +28,7 @@ from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.sweep_points import Point
 from penstock.orchestrator.observability.ui.runs.found import FINISHED, RunLine, line_of
+from penstock.orchestrator.signals import Repeats, ending
 from penstock.workers.local_files import write_whole
 
 FILE = "sweep.json"
@@ -51,6 +52,7 @@ class Sweep:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._codes: dict[str, int] = {}
         self._stops = False
+        self._repeats = Repeats()
 
     def run(self) -> int:
         """Run the sweep. Returns the exit code: 1 if a run failed, 130 after Ctrl-C. Raises `ConfigError`."""
@@ -62,7 +64,7 @@ class Sweep:
             + (f"; {done} are finished already" if done else ""),
             highlight=False,
         )
-        before = [signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)]
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, *ending())}
         try:
             while (waiting and not self._stops) or self._running:
                 while waiting and len(self._running) < self._jobs and not self._stops:
@@ -71,7 +73,7 @@ class Sweep:
                 time.sleep(LOOK_S)
         finally:
             self._end_all()
-            for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            for number, handler in before.items():
                 signal.signal(number, handler)
         self._console.print(self.table())
         if self._stops:
@@ -139,8 +141,10 @@ class Sweep:
                 self._console.print(f"[red]{point.name}[/] has ended ({how}): {log}", highlight=False)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
-        """Interrupt the runs, which then end in order; kill them at a second signal."""
-        how = signal.SIGKILL if self._stops else signal.SIGINT
+        """Pass the signal on to the runs, which then end in order; kill them at a second one."""
+        if self._repeats():
+            return
+        how = signal.SIGKILL if self._stops else number
         self._stops = True
         for process in self._running.values():
             if process.poll() is None:

@@ -9,13 +9,10 @@ some time left (`faults.preemption_s`) takes a checkpoint:
 
     SIGTERM ─▶ the step under way ends ─▶ a checkpoint ─▶ the end, as by Ctrl-C
        └────── the time is over, or a second SIGTERM ────▶
-
-`timeout` and `--retries` have one SIGTERM arrive several times: what comes within `SAME_S` is the same one.
 """
 
 import asyncio
 import contextlib
-import math
 import signal
 import threading
 import time
@@ -24,14 +21,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+from penstock.orchestrator.signals import ENDING, Repeats
+
 LEAVE_S = 15.0
 """Seconds that the end of a loop waits for threads: what a write to a slow disk takes, and not what a dead one does."""
 END_S = 60.0
 """Seconds for the ending by a signal to be delivered; far more than it needs."""
-ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that tell a process to end."""
-SAME_S = 1.0
-"""Seconds within which a signal that comes again is the same one."""
 CHECKS_S = 0.5
 """Seconds between two checks of what the work needs."""
 T = TypeVar("T")
@@ -60,34 +55,6 @@ async def _check(check: Callable[[], None]) -> NoReturn:
     while True:
         await asyncio.sleep(CHECKS_S)
         check()
-
-
-class Interrupt:
-    """Handler of SIGTERM and SIGHUP: ends the process as Ctrl-C does, once for a signal that arrives several times.
-
-    A shell without job control has what it starts by `&` ignore Ctrl-C, but these signals are meant for this process
-    all the same.
-    """
-
-    def __init__(self) -> None:
-        self._heard = -math.inf
-
-    def __call__(self, *_: object) -> None:
-        again, self._heard = time.monotonic() < self._heard + SAME_S, time.monotonic()
-        if again:
-            return
-        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.raise_signal(signal.SIGINT)
-
-
-def heed_end() -> None:
-    """Have the signals that tell this process to end be as Ctrl-C. A SIGHUP that is ignored stays so: the command was
-    started by `nohup`."""
-    handler = Interrupt()
-    for number in ENDING:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
 
 
 class DaemonThreads(ThreadPoolExecutor):
@@ -132,7 +99,7 @@ class Preemption:
         """`time_s`: seconds between the signal and the end; 0: the signals do what they did before."""
         self.is_due = False
         self._time_s, self._tell = time_s, tell
-        self._heard = -math.inf
+        self._repeats = Repeats()
         self._end: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
@@ -160,8 +127,7 @@ class Preemption:
         raise AssertionError("the way out of SIGTERM leads nowhere")
 
     def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
-        again, self._heard = time.monotonic() < self._heard + SAME_S, time.monotonic()
-        if again:
+        if self._repeats():
             return
         if self.is_due:
             self._end()

@@ -17,6 +17,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
+from penstock.orchestrator.signals import ending
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds between two tries, twice as long each time: a dead process may still hold ports and memory for a while."""
@@ -50,19 +51,18 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
 
 def _run(words: Sequence[str]) -> tuple[int, bool]:
     """Make one try. Returns its exit code, negative for a signal, and whether it was asked to end. Ctrl-C reaches it by
-    itself, unless it is ignored here. SIGTERM is passed on: a process that has no handler for it yet dies of it."""
+    itself, unless it is ignored here. SIGTERM and SIGHUP are passed on: a process that has no handler for them yet dies
+    of them."""
     wanted: list[int] = []
     process = subprocess.Popen([sys.executable, "-m", "penstock.orchestrator.cli", "run", *words])
 
     def heard(number: int, _: FrameType | None) -> None:
         wanted.append(number)
-        if number == signal.SIGTERM:
+        if number != signal.SIGINT:
             process.send_signal(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    signal.signal(signal.SIGTERM, heard)
-    if before[signal.SIGINT] != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, heard)
+    interrupting = [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
+    before = {number: signal.signal(number, heard) for number in [*ending(), *interrupting]}
     try:
         return process.wait(), bool(wanted)
     finally:

@@ -17,14 +17,17 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.trainer import LoraConfig
+from penstock.orchestrator.cluster.cluster import raise_if_over
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.validate import MEMORY, RESOURCES, checks
+from penstock.orchestrator.control.process import run
 from penstock.orchestrator.observability.ui.runs.found import SERVING
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 from penstock.orchestrator.serve.actors.backend import ClusterBackend
 from penstock.orchestrator.serve.backend import ModelFacts
 from penstock.orchestrator.serve.server import Server
+from penstock.orchestrator.signals import ending
 from penstock.orchestrator.storeless import StorelessFleet, started_fleet
 from penstock.workers.files import is_url
 from penstock.workers.local_files import write_whole
@@ -40,8 +43,8 @@ ROLES = ("store", "rollout", "trainer")
 
 
 def serve(config: RunConfig, key: str | None, tell: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, and drain. Raises `ConfigError`, `ModelError`, `ResourceError`, `RunInUse` before
-    anything listens."""
+    """Serve until SIGTERM, SIGHUP or SIGINT, and drain. Raises `ConfigError`, `ModelError`, `ResourceError`, `RunInUse`
+    before anything listens."""
     config = served(config)
     validate(config)
     flow = Dataflow().rollout("policy", samples_per_prompt=1).train("policy", loss=_by_request).check()
@@ -53,7 +56,7 @@ def serve(config: RunConfig, key: str | None, tell: Callable[[str], None]) -> No
     directory.failed_writes.tell_to(tell)
     try:
         with started_fleet(config, flow, plan, directory) as started:
-            asyncio.run(_serving(started, directory, key or "", tell))
+            run(_serving(started, directory, key or "", tell), raise_if_over)
         directory.event("end")
     except BaseException as error:
         directory.event("failed", error=type(error).__name__, message=str(error))
@@ -111,7 +114,7 @@ def _opened(config: RunConfig) -> RunDirectory:
 async def _serving(started: StorelessFleet, directory: RunDirectory, key: str, tell: Callable[[str], None]) -> None:
     """Serve until a signal, then drain."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (*ending(), signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     facts = await asyncio.to_thread(facts_of, started)
     backend = ClusterBackend(started.fleet, started.config, facts, tell)

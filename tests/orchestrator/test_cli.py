@@ -12,8 +12,8 @@ import pytest
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError, WorkerDied
 from penstock.orchestrator import cli
-from penstock.orchestrator.control.process import ENDING
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.signals import ENDING
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, function: Any, *words: str) -> int:

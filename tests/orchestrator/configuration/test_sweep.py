@@ -34,7 +34,8 @@ def interrupted(*_):
     event("interrupted")
     sys.exit(130)
 
-signal.signal(signal.SIGINT, interrupted)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, interrupted)
 event("start")
 if words.get("mood") == "slow" and not (path.parent.parent / "hurry").exists():
     time.sleep(60)
@@ -103,12 +104,16 @@ def test_no_more_run_side_by_side_than_there_is_room_for(
 
 
 @pytest.mark.real
-def test_ctrl_c_ends_the_runs_in_order_and_the_sweep_goes_on_later(tmp_path: Path, pretender: list[str]) -> None:
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]], ids=["Ctrl-C", "timeout"])
+def test_a_signal_ends_the_runs_in_order_and_the_sweep_goes_on_later(
+    tmp_path: Path, pretender: list[str], signals: list[signal.Signals]
+) -> None:
     def interrupt() -> None:
         deadline = time.monotonic() + 300
         while len(list(tmp_path.glob("sweep/*/events.jsonl"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        signal.raise_signal(signal.SIGINT)
+        for number in signals:
+            signal.raise_signal(number)
 
     thread = threading.Thread(target=interrupt)
     thread.start()

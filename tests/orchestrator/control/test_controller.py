@@ -13,18 +13,18 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.errors import CheckpointError, DataError, PartnerGone, PenstockError, WeightError, WorkerDied
+from penstock.orchestrator import signals
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.cluster.nodes.memory_checkpoints import StateNodes
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.control import process
 from penstock.orchestrator.control.controller import Controller, TrainingResult
-from penstock.orchestrator.control.process import Interrupt
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.observability.monitoring.state import StateLog
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.signals import Interrupt
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.report import StepReport, TrainedRows
@@ -224,7 +224,7 @@ async def forever() -> None:
 def test_without_time_sigterm_is_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, then: list[Callable[[], Any]]
 ) -> None:
-    monkeypatch.setattr(process, "SAME_S", 0.0)
+    monkeypatch.setattr(signals, "SAME_S", 0.0)
     play = Play(tmp_path, word, "trainer.max_steps=20", trainer={"step": told_to_end_at(2, *then)})
     with pytest.raises(KeyboardInterrupt):
         play.run()

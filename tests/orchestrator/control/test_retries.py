@@ -46,7 +46,7 @@ def test_there_are_no_more_than_were_asked_for(tried: Callable[..., list[list[st
     assert len(tried([1, 1, 1, 1], True)) == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_one_that_is_told_to_end_before_it_can_hear_it_is_not_tried_again(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
