@@ -22,12 +22,13 @@ from penstock.conf.errors import AttemptOver, DataError, LimitReached, PenstockE
 class BadRequest(PenstockError):
     """The error for a field of a request that cannot be taken as it is."""
 
-    def __init__(self, text: str, field: str = "") -> None:
+    def __init__(self, text: str, field: str = "", code: str = "") -> None:
+        """`code`: by which Anthropic's client knows what to do without; empty: it has none for this."""
         super().__init__(f"{field}: {text}" if field else text)
-        self.text, self.field = text, field
+        self.text, self.field, self.code = text, field, code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BadRequest, (self.text, self.field)
+        return BadRequest, (self.text, self.field, self.code)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Failure:
     message: str
     field: str | None = None
     """Field of the request, if one is at fault."""
+    details: Mapping[str, Any] | None = None
+    """What Anthropic's client reads of the error."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -67,7 +70,8 @@ def failure_of(error: BaseException) -> Failure:
     """The failure for an error that a sampler or a translation has raised."""
     text = str(error)
     if isinstance(error, BadRequest):
-        return Failure(400, "invalid_value", text, error.field or None)
+        details = {"error_code": error.code, "unsupported": [error.field]} if error.code else None
+        return Failure(400, "invalid_value", text, error.field or None, details)
     if isinstance(error, LimitReached) and error.limit == "context":
         # Harnesses that make their history shorter look for the code, or for these words.
         return Failure(400, "context_length_exceeded", f"prompt is too long: {text}", "messages")
@@ -91,7 +95,8 @@ def as_openai(failure: Failure) -> dict[str, Any]:
 
 def as_anthropic(failure: Failure) -> dict[str, Any]:
     kind = _ANTHROPIC.get(failure.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": failure.message, "code": failure.code}}
+    shape = {"type": kind, "message": failure.message, "code": failure.code}
+    return {"type": "error", "error": shape | ({"details": failure.details} if failure.details else {})}
 
 
 def error_shape(path: str, headers: Mapping[str, str]) -> Callable[[Failure], Mapping[str, Any]]:

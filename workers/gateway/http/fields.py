@@ -35,8 +35,8 @@ class Fields:
     def at(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
 
-    def wrong(self, name: str, text: str) -> BadRequest:
-        return BadRequest(text, self.at(name))
+    def wrong(self, name: str, text: str, code: str = "") -> BadRequest:
+        return BadRequest(text, self.at(name), code)
 
     def text(self, name: str) -> str | None:
         return self._of(name, str, "text")
@@ -99,11 +99,11 @@ class Fields:
             raise self.wrong(name, "must be a text or a list of texts that are not empty.")
         return values
 
-    def refuse(self, name: str, why: str, *harmless: Any) -> None:
+    def refuse(self, name: str, why: str, *harmless: Any, code: str = "") -> None:
         """Raise if the field is there, and is none of the harmless values."""
         value = self.value.get(name)
         if value not in (None, [], {}, *harmless):
-            raise self.wrong(name, why)
+            raise self.wrong(name, why, code)
 
     def _of(self, name: str, kind: Any, called: str) -> Any:
         value = self.value.get(name)

@@ -24,6 +24,8 @@ class Refused:
 
     why: str
     harmless: tuple[Any, ...] = ()
+    code: str = ""
+    """Code of the error, by which Anthropic's client knows what to do without."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Options:
     def checked(self, body: Fields) -> tuple[str, ...]:
         """Names of options that have no effect. Raises `BadRequest` for one that is refused."""
         for name, refused in self.refused.items():
-            body.refuse(name, refused.why, *refused.harmless)
+            body.refuse(name, refused.why, *refused.harmless, code=refused.code)
         known = self.honoured | self.harmless | self.refused.keys()
         without_effect = (name for name in body.value if name in body and name not in known)
         return (*without_effect, *_nested_without_effect(body))
@@ -139,9 +141,10 @@ MESSAGES = Options(
         "messages", "max_tokens", "stop_sequences", "system", "thinking", "output_config", "output_format",
     },
     _HARMLESS | {"cache_control", "workspace_id", "user_profile_id", "inference_geo", "speed", "billing_policy"},
-    _REFUSED | dict.fromkeys(
-        ("container", "mcp_servers", "context_management", "compaction", "thread"), Refused(NOT_SUPPORTED)
-    ),
+    _REFUSED | {
+        **dict.fromkeys(("container", "mcp_servers", "context_management", "compaction"), Refused(NOT_SUPPORTED)),
+        "thread": Refused("is not supported: send all messages each time.", code="thread_unsupported_request"),
+    },
     frozenset({"betas", "diagnostics", "fallbacks", "fallback_credit_token"}),
 )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The server by which agents reach the policy, on the event loop of an environment actor.
 
     POST /v1/chat/completions, /v1/responses    OpenAI's clients, whose base URL ends in /v1
-    POST /v1/messages, …/count_tokens           Anthropic's, whose base URL does not
-    GET  /v1/models
+    POST /v1/messages, …/count_tokens           Anthropic's, which put /v1 behind any base URL: one that ends in /v1
+    GET  /v1/models                             works, too, so that an agent is given one address for both
 
 A key belongs to one attempt. Failures of clients and connections are handled as follows:
 
@@ -59,7 +59,9 @@ BACKLOG = 1024
 """Connections that may wait to be accepted: attempts may all begin at once."""
 PROTOCOLS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
 """Protocols by their paths."""
-COUNT = "/v1/messages/count_tokens"
+COUNT, MODELS = "/v1/messages/count_tokens", "/v1/models"
+VERSION = "/v1"
+"""Beginning of all paths. Some clients add it to a base URL that has it already."""
 RETRIES = "x-stainless-retry-count"
 MAX_TOLD = 100
 """Number of options that are told by name: clients may send any."""
@@ -113,10 +115,11 @@ class HttpServer:
         self._keys, self._waiting_s = keys, waiting_s
         self._answers: WeakKeyDictionary[TurnSampler, _AttemptAnswers] = WeakKeyDictionary()
         self._app = web.Application(client_max_size=max_body_bytes, middlewares=[_answer_failures])
-        for path in PROTOCOLS:
-            self._app.router.add_post(path, self._answer)
-        self._app.router.add_post(COUNT, self._count)
-        self._app.router.add_get("/v1/models", self._models)
+        for before in ("", VERSION):
+            for path in PROTOCOLS:
+                self._app.router.add_post(before + path, self._answer)
+            self._app.router.add_post(before + COUNT, self._count)
+            self._app.router.add_get(before + MODELS, self._models)
         self._runner: web.AppRunner | None = None
         self._told: set[str] = set()
 
@@ -144,7 +147,7 @@ class HttpServer:
         return web.json_response({"input_tokens": sampler.count(asked.messages, asked.tools)})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        protocol = PROTOCOLS[request.path]
+        protocol = PROTOCOLS[_path(request)]
         sampler = self._sampler(request)
         answers = self._answers.setdefault(sampler, _AttemptAnswers(_tag(request)))
         asked = protocol.request_of(parsed(await request.read()), answers.responses)
@@ -281,7 +284,7 @@ async def _answer_failures(
 
 def _http_failure(request: web.Request, error: web.HTTPException) -> Failure:
     if error.status == 404:
-        paths = ", ".join((*PROTOCOLS, COUNT, "/v1/models"))
+        paths = ", ".join((*PROTOCOLS, COUNT, MODELS))
         return Failure(404, "not_found", f"There is nothing at {request.path}. There is: {paths}.")
     if error.status == 413:
         return Failure(413, "request_too_large", f"{TOO_LARGE} {error.text or ''}".strip())
@@ -289,8 +292,12 @@ def _http_failure(request: web.Request, error: web.HTTPException) -> Failure:
 
 
 def _failure_response(request: web.Request, failure: Failure) -> web.Response:
-    body = json.dumps(error_shape(request.path, request.headers)(failure))
+    body = json.dumps(error_shape(_path(request), request.headers)(failure))
     return web.Response(text=body, status=failure.status, content_type="application/json", headers=failure.headers)
+
+
+def _path(request: web.Request) -> str:
+    return request.path.removeprefix(VERSION) if request.path.startswith(2 * VERSION + "/") else request.path
 
 
 def _key(request: web.Request) -> str:
