@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 
 import ray
 from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
+from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
 
 from penstock.conf.errors import RayEnded, ResourceError
@@ -51,6 +52,7 @@ TOKEN_BYTES = 32
 """Size of a token, in bytes, as Ray makes them."""
 AUTO_CONNECT = "RAY_ENABLE_AUTO_CONNECT"
 """Environment variable that says whether calls of Ray start one where there is none."""
+TOLD_CHARS = 100
 LOOKS_S = 0.2
 """Seconds between two looks whether a local Ray has ended."""
 _started: dict[str, LocalRay] = {}
@@ -198,10 +200,11 @@ def look(timeout_s: float = LOOK_S) -> list[Node] | None:
 
 def join(address: str, **options: Any) -> None:
     """Connect to the Ray cluster at `address`. Raises `ResourceError` if none answers there, soon where nothing
-    listens."""
+    listens, or it wants another token."""
     try:
         _knock(address)
-        ray.init(address=address, **options)
+        with _refused_for_token(address):
+            ray.init(address=address, **options)
     except OSError as error:
         raise ResourceError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or "
@@ -211,6 +214,22 @@ def join(address: str, **options: Any) -> None:
         raise ResourceError(
             f"RAY_ADDRESS={address}: this machine cannot join ({' '.join(str(error).split())}). It has to be a node of "
             f"that cluster: `ray start --address={address}`. From elsewhere, send the run there with `ray job submit`."
+        ) from error
+
+
+@contextlib.contextmanager
+def _refused_for_token(address: str) -> Iterator[None]:
+    """Tell what a cluster that wants a token is to be given. It does not say that it wants one: Ray cannot connect to
+    a port that answers."""
+    try:
+        yield
+    except (AuthenticationError, ConnectionError) as error:
+        wants_one = os.environ.get(AUTH_MODE, "").lower() == "token"
+        unset = "" if wants_one else f"{AUTH_MODE}=token, and "
+        raise ResourceError(
+            f"RAY_ADDRESS={address}: the cluster does not let this process in "
+            f"({' '.join(str(error).split())[:TOLD_CHARS]}). Where it wants a token, set {unset}RAY_AUTH_TOKEN_PATH to "
+            "the file that has the cluster's token, or RAY_AUTH_TOKEN to the token."
         ) from error
 
 
@@ -233,16 +252,20 @@ def metadata_of(config: RunConfig, place: str) -> dict[str, str]:
 
 def keep_token_private(*, is_joining: bool = False) -> None:
     """Make Ray's token readable by its user alone, since a reader of it may run code. Ray writes it with what the umask
-    allows, so it is made here where there is none: Ray takes the one that it finds. `is_joining`: the cluster is
-    another's, whose token is not made here; and where there is none, Ray asks for none."""
-    file = Path.home() / ".ray" / "auth_token"
+    allows, so it is made here where there is none: Ray takes the one that it finds. Where none can be kept, this
+    process has one of its own. `is_joining`: the cluster is another's, whose token is not made here; and where there is
+    none, Ray asks for none."""
     is_given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     is_wanted = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token" and not (is_given or is_joining)
-    with contextlib.suppress(OSError):  # Ray says itself that it can write none
+    file = Path(os.path.expanduser("~"), ".ray", "auth_token")
+    try:
         if is_wanted and not file.exists():
             _make_token(file)
         if stat.S_IMODE(file.stat().st_mode) & OTHERS:
             file.chmod(PRIVATE)
+    except OSError:  # home cannot be written to
+        if is_wanted and not os.access(file, os.R_OK):
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(TOKEN_BYTES)
 
 
 def _make_token(file: Path) -> None:

@@ -31,6 +31,11 @@ END_S = 15.0
 """Seconds for Ray to end in order, before it is killed."""
 LEAVE_S = 3.0
 """Seconds for processes whose Ray has died to notice it, and to end."""
+SOCKET_BYTES = 107
+"""Longest path of a socket."""
+SOCKET = b"/ray/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store"
+"""Longest path of Ray's sockets below the temporary directory."""
+SHORT = "/tmp"
 DAEMONS = ("gcs_server", "raylet")
 """Daemons without which there is no Ray."""
 
@@ -42,7 +47,7 @@ class LocalRay:
         """`options`: those of `ray.init`. Raises `ResourceError`."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            start_new_session=True,
+            start_new_session=True, env={**os.environ, **short_paths(os.environ)},
         )  # fmt: skip
         try:
             self.address = self._started(options)
@@ -82,6 +87,20 @@ class LocalRay:
         except subprocess.TimeoutExpired:
             self._process.kill()  # Ray's daemons end with it, and its actors with them
             self._process.wait()
+
+
+def short_paths(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that have sockets in `/tmp`, where the temporary directory makes their paths longer than the kernel
+    takes. Raises `ResourceError` where Ray was told of that directory, or cannot use `/tmp`."""
+    chosen = environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or SHORT
+    if len(os.fsencode(chosen) + SOCKET) <= SOCKET_BYTES:
+        return {}
+    if environment.get("RAY_TMPDIR") or not os.access(SHORT, os.W_OK):
+        raise ResourceError(
+            f"{chosen}: Ray's sockets are below this directory, and their paths would be longer than {SOCKET_BYTES} "
+            f"bytes. Set RAY_TMPDIR to a directory of at most {SOCKET_BYTES - len(SOCKET)} bytes."
+        )
+    return {"RAY_TMPDIR": SHORT, "VLLM_RPC_BASE_PATH": environment.get("VLLM_RPC_BASE_PATH", SHORT)}
 
 
 def main() -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.conf.errors import ResourceError
 from penstock.orchestrator.cluster.cluster import keep_token_private
+from penstock.orchestrator.cluster.local_ray import short_paths
 
 
 @pytest.fixture
@@ -54,7 +56,22 @@ def test_no_token_is_made_for_a_cluster_of_others(token: Path) -> None:
     assert not token.exists()
 
 
-def test_a_home_that_cannot_be_written_to_is_left_to_ray(token: Path) -> None:
-    """Ray itself says what it lacks."""
+def test_without_a_home_that_can_be_written_to_a_process_has_a_token_of_its_own(
+    token: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     token.parent.write_text("a file")
+    keep_token_private(is_joining=True)
+    assert "RAY_AUTH_TOKEN" not in os.environ
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "")  # is taken back after the test
     keep_token_private()
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+
+
+def test_sockets_are_where_the_kernel_takes_their_paths() -> None:
+    assert short_paths({}) == short_paths({"TMPDIR": "/scratch/alice/tmp"}) == {}
+    assert short_paths({"TMPDIR": "/scratch/" + "a" * 30}) == {}
+    long = "/scratch/" + "a" * 31
+    assert short_paths({"TMPDIR": long}) == {"RAY_TMPDIR": "/tmp", "VLLM_RPC_BASE_PATH": "/tmp"}
+    assert short_paths({"TMPDIR": long, "RAY_TMPDIR": "/scratch"}) == {}
+    with pytest.raises(ResourceError, match="Set RAY_TMPDIR to a directory of at most 39 bytes"):
+        short_paths({"RAY_TMPDIR": long})
