@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from penstock.network.proxies import ask_directly
 from penstock.store.client.client import StoreClient
 from penstock.workers.processes import ProcessId, register
 from penstock.workers.progress import SERVING, Phases
@@ -73,6 +74,7 @@ class ServingActor:
     """
 
     def __init__(self, name: str) -> None:
+        ask_directly()
         self._name, self._phases = name, Phases()
         self._serving = Serving(self._serve)
 

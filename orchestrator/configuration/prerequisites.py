@@ -19,6 +19,7 @@ from penstock.conf.model import FreshModelConfig, ModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.tracking import TrackingConfig
+from penstock.network.proxies import ask_directly
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.context_length import longest_context, longest_short_context
@@ -292,7 +293,9 @@ def _environment_runs_code(config: RunConfig) -> bool:
 
 
 def check_trackers(tracking: TrackingConfig) -> str:
-    """Describe the trackers in a few words. Raises `ConfigError`."""
+    """Describe the trackers in a few words; those on this machine are asked without a proxy from now on. Raises
+    `ConfigError`."""
+    ask_directly()
     return ", ".join(CHECKS[name](tracking) for name in tracking.sinks if name in CHECKS)
 
 

@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from penstock.conf.errors import ConfigError
+from penstock.network.proxies import without_proxy
 from penstock.workers.environments.child import Child
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
@@ -85,7 +87,9 @@ class Agent:
         return await self._threads.call(partial(function, **arguments))  # until the attempt's time is over
 
     async def _ask_command(self, task: Task, ctx: Context) -> str:
-        child = await Child.start(self._command, {**self._environment(), **ctx.describe()})
+        told = {**self._environment(), **ctx.describe()}
+        own = [host] if (host := urlsplit(ctx.base_url).hostname) else []
+        child = await Child.start(self._command, told | without_proxy(told, own))
         try:
             output = await child.answer(json.dumps(row_of(task), default=str).encode(), MAX_OUTPUT)
             if child.exit_code:

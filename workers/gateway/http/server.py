@@ -35,6 +35,7 @@ from aiohttp import web
 
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import AttemptOver
+from penstock.network.proxies import ask_directly
 from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http.chat import CHAT
 from penstock.workers.gateway.http.errors import NO_KEY, UNKNOWN_KEY, Failure, error_shape, failure_of
@@ -124,13 +125,15 @@ class HttpServer:
         self._told: set[str] = set()
 
     async def start(self, host: str, port: int, address: str = "") -> str:
-        """Start listening; return the address for clients, such as http://127.0.0.1:41234/v1. `port`: 0 for any that is
-        free. `address`: the host that clients are told; empty: `host`."""
+        """Start listening; return the address for clients, such as http://127.0.0.1:41234/v1, which those in this
+        process and its children reach without a proxy. `port`: 0 for any that is free. `address`: the host that clients
+        are told; empty: `host`."""
         self._runner = web.AppRunner(self._app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=BACKLOG)
         await site.start()
         told = address or host
+        ask_directly(told)
         return f"http://{f'[{told}]' if ':' in told else told}:{self._runner.addresses[0][1]}/v1"
 
     async def stop(self) -> None:

@@ -65,6 +65,7 @@ def test_a_program_sees_the_endpoint_and_none_of_our_secrets(monkeypatch: pytest
     check = (
         "import os; assert 'WANDB_API_KEY' not in os.environ; assert os.environ['PATH'];"
         "assert os.environ['OPENAI_API_KEY'].startswith('ps-');"
+        "assert '127.0.0.1' in os.environ['no_proxy'].split(',');"
         "print(42 if [os.environ.get(name) for name in ('SEARCH_API_KEY', 'MODE')] == EXPECTED else 0)"
     )
     assert program(check.replace("EXPECTED", "[None, None]")).reward == 1.0

@@ -125,6 +125,15 @@ def policy(prompt: str, sampling: Sampling) -> str:
     return "42" if "42" in prompt else "[multiply(a=6, b=7)]"
 
 
+@pytest.fixture(autouse=True)
+def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy for the rest of the world, where nobody listens."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "hub.example")
+
+
 @pytest.mark.parametrize("text", [CHAT, RESPONSES, MESSAGES, RUNNER], ids=["chat", "responses", "messages", "runner"])
 def test_an_example_of_the_client_works_with_what_an_agent_is_given(text: str, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(text)
