@@ -148,6 +148,12 @@ class DataConfig:
     `ground_truth`), or where it is the demonstration; likewise of the columns response and rejected. error: end with
     the row's number, before anything starts. skip: leave the row out, counted as dropped/no_answer."""
 
+    on_change: str = "restart"
+    """What a run does that goes on from a checkpoint and whose data is another: other rows, or another seed, shuffle or
+    mixture. restart: it says so and draws from the first row on. error: it ends before anything starts. continue: it
+    goes on at the checkpoint's place in the data. Data that only grew is gone on with, whatever this says: its new rows
+    are drawn from the next epoch on."""
+
     @property
     def kind(self) -> str:
         """The source: python where it is left to the path, which names a function."""
@@ -164,6 +170,7 @@ class DataConfig:
         one_of("data.source", self.source, SOURCES)
         one_of("data.too_long", self.too_long, ("error", "skip"))
         one_of("data.no_answer", self.no_answer, ("error", "skip"))
+        one_of("data.on_change", self.on_change, ("restart", "error", "continue"))
         at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
         if self.size is not None:
             at_least("data.size", self.size, 1)

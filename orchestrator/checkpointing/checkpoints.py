@@ -43,6 +43,7 @@ from penstock.workers.files import (
 )
 from penstock.workers.local_files import filling
 from penstock.workers.prompts.curriculum import CurriculumState
+from penstock.workers.prompts.identity import DataIdentity
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 
@@ -205,7 +206,8 @@ def open_checkpoint(place: str) -> Checkpoint:
         prompts = values.pop("prompts")
         cursor = PromptCursor.from_dict(prompts["cursor"])
         state = CurriculumState.from_dict(prompts["curriculum"]) if prompts.get("curriculum") else None
-        start = PromptStart(cursor, int(prompts["first_group"]), state)
+        data = DataIdentity.from_dict(prompts["data"]) if prompts.get("data") else None
+        start = PromptStart(cursor, int(prompts["first_group"]), state, data, prompts.get("num_rows"))
         files = [SavedFile(**entry) for entry in values.pop("files")]
         checkpoint = Checkpoint(directory=place, prompts=start, files=files, **values)
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:

@@ -12,7 +12,7 @@ checkpoint.directory if it is a local one: another process may still write there
 import contextlib
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, PenstockError
@@ -28,6 +28,8 @@ from penstock.orchestrator.run_directory.run_place import RunPlace
 from penstock.store.errors import CorruptSnapshot
 from penstock.store.service.snapshot import check as check_snapshot
 from penstock.workers.files import absolute, download, exists, is_url
+from penstock.workers.prompts.opening import open_rows
+from penstock.workers.prompts.source import PromptStart
 
 
 def open_run(
@@ -41,11 +43,13 @@ def open_run(
         directory = RunDirectory.open(place.path, place.url)
         directory.lock(directory.path, f"name={config.name}")
         return _opened(directory, config, lambda: find_left(directory) or _rewound(directory, config))
-    resumed = None
     if config.resume not in ("auto", "never"):
         resumed = open_checkpoint(absolute(config.resume))
         check_fits(resumed, config)
-    return _opened(RunDirectory.create(config), config, lambda: resumed)
+        change = DataChange.of(resumed, config)
+        directory = RunDirectory.create(config)
+        return _opened(directory, config, lambda: change.applied(directory))
+    return _opened(RunDirectory.create(config), config, lambda: None)
 
 
 def _opened(
@@ -133,8 +137,9 @@ def _rewound(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
         directory.rewind(config, -1)
         return None
     check_fits(with_local_models(resumed, directory), config)
+    change = DataChange.of(resumed, config)
     directory.rewind(config, resumed.step, resumed.metrics)
-    return resumed
+    return change.applied(directory)
 
 
 def finished_run(config: RunConfig) -> RunDirectory | None:
@@ -170,6 +175,48 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"{checkpoint.directory} was trained from {model}, which is gone: configuration and tokenizer come from "
             "there. Put it back, or start a new run from another model.path."
         )
+
+
+@dataclass(frozen=True)
+class DataChange:
+    """The change of the data since a checkpoint, and where a run goes on because of it."""
+
+    checkpoint: Checkpoint
+    told: str = ""
+    """What people are told; empty if nothing has changed."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: RunConfig) -> "DataChange":
+        """Look at the data of now. Raises `ConfigError` for another with `data.on_change=error`, `DataError` for one
+        that cannot be opened."""
+        start, way = checkpoint.prompts, config.data.on_change
+        dataset = open_rows(config) if start.data is not None else None
+        if start.data is None or dataset is None:
+            return cls(checkpoint)
+        changed, grown = start.data.compared(dataset, config.data)
+        place = f"row {start.cursor.position:,} of epoch {start.cursor.epoch}"
+        if not changed:
+            if grown:
+                start = replace(start, num_rows=start.num_rows or start.data.rows)
+            new = ". The new rows are drawn from the next epoch on."
+            return cls(replace(checkpoint, prompts=start), "; ".join(grown) + new if grown else "")
+        found = f"the data is not that of {checkpoint.directory}: {'; '.join(changed)}."
+        if way == "error":
+            raise ConfigError(
+                f"data.on_change=error: {found} Set data.on_change=restart to draw from the first row on, or "
+                f"data.on_change=continue to go on after {place}."
+            )
+        if way == "restart":
+            start = PromptStart(first_group=start.first_group)
+        ends = "Rows are drawn from the first on" if way == "restart" else f"The run goes on after {place}"
+        return cls(replace(checkpoint, prompts=start), f"{found} {ends} (data.on_change={way}).")
+
+    def applied(self, directory: RunDirectory) -> Checkpoint:
+        """Tell what has changed. Returns the checkpoint, with the place where the run goes on."""
+        if self.told:
+            directory.event("data_changed", step=self.checkpoint.step, message=self.told)
+            directory.failed_writes.tell(self.told)
+        return self.checkpoint
 
 
 def _with_local_files(checkpoint: Checkpoint, directory: RunDirectory) -> Checkpoint:

@@ -14,6 +14,7 @@ from penstock.workers.problems import Problems
 from penstock.workers.prompts.data_files import Wanted, open_table
 from penstock.workers.prompts.data_names import names_split
 from penstock.workers.prompts.dataset_row import (
+    DataPart,
     DatasetRow,
     Message,
     PromptDataset,
@@ -54,6 +55,10 @@ class TableDataset:
 
     def __len__(self) -> int:
         return self.size
+
+    def parts(self) -> Mapping[str, DataPart]:
+        num_bytes = self.rows.num_bytes if self.size == len(self.rows) else 0
+        return {"": DataPart(str(self.config.path), self.size, self.rows.row, num_bytes)}
 
     def row(self, index: int) -> DatasetRow:
         row, where = self.rows.row(index), self.rows.where(index)
@@ -160,6 +165,10 @@ class ProblemDataset:
     def __len__(self) -> int:
         return len(self.problems)
 
+    def parts(self) -> Mapping[str, DataPart]:
+        made = self.problems
+        return {"": DataPart(made.task, len(made), lambda index: [made.task, made.options, made.seed])}
+
     def row(self, index: int) -> DatasetRow:
         entry = self.problems.entry(index)
         prompt = self.config.prompt_template.replace("{prompt}", str(entry["question"]))
@@ -179,6 +188,9 @@ class TeacherDataset:
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    def parts(self) -> Mapping[str, DataPart]:
+        return self._dataset.parts()
 
     def row(self, index: int) -> DatasetRow:
         row = self._dataset.row(index)
@@ -203,7 +215,7 @@ class Mixture:
         self._parts = [parts[name] for name in self._names]
         self.is_cut = any(is_cut(part) for part in self._parts)
         total = sum(weights.values())
-        shares = [weights[name] / total for name in self._names]
+        self._shares = shares = [weights[name] / total for name in self._names]
         longest = max(len(part) / share for part, share in zip(self._parts, shares, strict=True))
         if longest > MOST_ROWS:
             raise DataError(
@@ -214,6 +226,10 @@ class Mixture:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def parts(self) -> Mapping[str, DataPart]:
+        given = zip(self._names, self._parts, self._shares, strict=True)
+        return {name: replace(part.parts()[""], weight=share) for name, part, share in given}
 
     def row(self, index: int) -> DatasetRow:
         number, turn = self._places[index]

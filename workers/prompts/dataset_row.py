@@ -118,10 +118,27 @@ class Needs:
         return False
 
 
+@dataclass(frozen=True)
+class DataPart:
+    """One source of a dataset's rows, as it is known by."""
+
+    path: str
+    rows: int
+    raw: Callable[[int], Any]
+    """Returns a row as its source has it."""
+    num_bytes: int = 0
+    """Bytes of its files, if all of their rows are used."""
+    weight: float = 1.0
+    """Share in the mixture."""
+
+
 class PromptDataset(Protocol):
     """A dataset with such rows."""
 
     def __len__(self) -> int: ...
+
+    def parts(self) -> Mapping[str, DataPart]:
+        """The parts of a mixture by name; one without a name where it is none."""
 
     def row(self, index: int) -> DatasetRow:
         """The row of a number. Raises `DataError` naming the row if it cannot be used."""

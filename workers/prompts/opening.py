@@ -5,7 +5,7 @@ It is used both for training and for the held-out problems of evaluation.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from penstock.workers.environments.environment import make_environment
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.curriculum import Curriculum, CurriculumState
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.dataset_row import DatasetRow, Needs, PromptDataset
+from penstock.workers.prompts.dataset_row import DataPart, DatasetRow, Needs, PromptDataset
 from penstock.workers.prompts.held_out import HeldOutProblems
+from penstock.workers.prompts.identity import DataIdentity
 from penstock.workers.prompts.rows import check_texts, first_of
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits, load_tokenizer
@@ -57,7 +58,7 @@ def open_source(
     return PromptSource(
         dataset, encoder, config.data, start,
         rows_are=rows_are, held_out=open_held_out(config), curriculum=_curriculum(config, start or PromptStart()),
-        needs_answer=needs_answer,
+        needs_answer=needs_answer, identity=DataIdentity.of(dataset, config.data),
     )  # fmt: skip
 
 
@@ -126,6 +127,9 @@ class EnvironmentTasks:
 
     def __len__(self) -> int:
         return len(self._tasks)
+
+    def parts(self) -> Mapping[str, DataPart]:
+        return {"": DataPart(self._name, len(self), lambda index: self._tasks[index].as_columns())}
 
     def row(self, index: int) -> DatasetRow:
         task = self._tasks[index]

@@ -59,29 +59,46 @@ class PromptOrder:
     order.next(), order.cursor    # 2, PromptCursor(epoch=0, position=1)
     """
 
-    def __init__(self, num_rows: int, seed: int, cursor: PromptCursor | None = None, *, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        seed: int,
+        cursor: PromptCursor | None = None,
+        *,
+        shuffle: bool = True,
+        first_rows: int | None = None,
+    ) -> None:
+        """`first_rows`: number of rows of the cursor's epoch, if there were fewer when it began."""
         if num_rows < 1:
             raise DataError("the dataset has no rows (data.path): nothing to draw prompts from.")
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
         self.cursor = cursor or PromptCursor()
-        self._rows = epoch_order(num_rows, seed, self.cursor.epoch, shuffle)
+        self._first_epoch, self._first_rows = self.cursor.epoch, first_rows or num_rows
+        self._rows = self._order_of(self.cursor.epoch)
 
     def go_to(self, cursor: PromptCursor) -> None:
         """Continue with the row after this cursor."""
         if cursor.epoch != self.cursor.epoch:
-            self._rows = epoch_order(self.num_rows, self.seed, cursor.epoch, self.shuffle)
+            self._rows = self._order_of(cursor.epoch)
         self.cursor = cursor
 
     def skip(self, count: int) -> None:
         """Skip rows, as if so many had been drawn."""
+        left = len(self._rows) - self.cursor.position
+        if len(self._rows) != self.num_rows and count > left:
+            self.go_to(PromptCursor(self.cursor.epoch + 1, 0))
+            count -= left
         if count:
             epochs, last = divmod(self.cursor.position + count - 1, self.num_rows)
             self.go_to(PromptCursor(self.cursor.epoch + epochs, last + 1))
 
     def next(self) -> int:
-        if self.cursor.position >= self.num_rows:
-            self.cursor = PromptCursor(self.cursor.epoch + 1, 0)
-            self._rows = epoch_order(self.num_rows, self.seed, self.cursor.epoch, self.shuffle)
+        if self.cursor.position >= len(self._rows):
+            self.go_to(PromptCursor(self.cursor.epoch + 1, 0))
         row = int(self._rows[self.cursor.position])
         self.cursor = PromptCursor(self.cursor.epoch, self.cursor.position + 1)
         return row
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        num_rows = self._first_rows if epoch <= self._first_epoch else self.num_rows
+        return epoch_order(num_rows, self.seed, epoch, self.shuffle)

@@ -20,6 +20,7 @@ from penstock.workers.environments.task import KEY, MESSAGES
 from penstock.workers.prompts.curriculum import Curriculum, CurriculumState
 from penstock.workers.prompts.dataset_row import DatasetRow, Needs, PromptDataset
 from penstock.workers.prompts.held_out import HeldOutProblems
+from penstock.workers.prompts.identity import DataIdentity
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
 
@@ -39,6 +40,10 @@ class PromptStart:
     """Number of the first group that the store has not had."""
     curriculum: CurriculumState | None = None
     """What the curriculum knows then; None: there was none."""
+    data: DataIdentity | None = None
+    """Identity of the data that the cursor belongs to; None: not known."""
+    num_rows: int | None = None
+    """Number of rows of the cursor's epoch, if the data has grown since it began; None: all."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,12 @@ class PromptSource:
         held_out: HeldOutProblems | None = None,
         curriculum: Curriculum | None = None,
         needs_answer: bool = False,
+        identity: DataIdentity | None = None,
     ) -> None:
         """`rows_are`: "prompts", "tasks", or rows with responses: "demonstrations", "preferences". `once`: one epoch,
         in the dataset's own order. `held_out`: problems that are left out. `curriculum`: at the same start; None: all
-        rows are taken. `needs_answer`: the reward needs each prompt's answer."""
+        rows are taken. `needs_answer`: the reward needs each prompt's answer. `identity`: that of
+        the dataset, for checkpoints."""
         self.dataset, self.encoder, self.rows_are = dataset, encoder, rows_are
         self.skips = data.too_long == "skip"
         self.num_too_long = 0
@@ -87,7 +94,9 @@ class PromptSource:
         self._held_out = held_out or HeldOutProblems()
         self._needs = Needs.of(data, rows_are, needs_answer)
         start = start or PromptStart()
-        self._order = PromptOrder(len(dataset), data.seed, start.cursor, shuffle=data.shuffle and not once)
+        self._identity, self._first_rows = identity, start.num_rows
+        shuffle = data.shuffle and not once
+        self._order = PromptOrder(len(dataset), data.seed, start.cursor, shuffle=shuffle, first_rows=start.num_rows)
         self._once, self._curriculum = once, curriculum
         self._start = Drawn(start.first_group, start.cursor)
         self._drawn: deque[Drawn] = deque([self._start], maxlen=REMEMBERED_CURSORS)
@@ -117,7 +126,9 @@ class PromptSource:
         if not self._drawn[0].num_groups <= num_groups <= self._drawn[-1].num_groups:
             self.go_to(num_groups)
         curriculum = None if self._curriculum is None else self._curriculum.state_before(num_groups)
-        return PromptStart(self.cursor_after(num_groups), num_groups, curriculum)
+        cursor = self.cursor_after(num_groups)
+        num_rows = self._first_rows if cursor.epoch <= self._start.cursor.epoch else None
+        return PromptStart(cursor, num_groups, curriculum, self._identity, num_rows)
 
     def go_to(self, num_groups: int) -> None:
         """Go on as if the first `num_groups` groups of the run, and no more, had been drawn. Raises `DataError` if the

@@ -335,7 +335,10 @@ def test_the_manifest_is_plain_json(tmp_path):
     made = write(Checkpoints(str(tmp_path), CheckpointConfig()), 7)
     values = json.loads((tmp_path / "global_step_7" / "manifest.json").read_text())
     assert values["step"] == 7
-    assert values["prompts"] == {"cursor": {"epoch": 1, "position": 7}, "first_group": 28, "curriculum": None}
+    cursor = {"epoch": 1, "position": 7}
+    assert values["prompts"] == {
+        "cursor": cursor, "first_group": 28, "curriculum": None, "data": None, "num_rows": None,
+    }  # fmt: skip
     assert values["files"][0] == {"name": "rank_0.bin", "num_bytes": 49, "checksum": made.files[0].checksum}
 
 
