@@ -22,7 +22,7 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist l
 test: packages setup ## a test of each promise with the real parts, and all that need no other process; about 14 minutes on two cores
 	$(PYTEST) -m "(not real or promise) and not machines and not gpu and not soak" $(ARGS)
 
-OTHERS := verifiers openenv tinker22 tinker30 tinker38
+OTHERS := verifiers openenv agents tinker22 tinker30 tinker38
 verify: verify-packages setup $(OTHERS:%=.venv-%/.locked) ## after `make test`, the rest: engines x algorithms, deaths, machines, other packages; about 26 minutes
 	PENSTOCK_AMOUNT=all $(PYTEST) -m "((real and (not promise or machines)) or hypothesis or histories) and not gpu and not soak" $(ARGS)
 
@@ -105,5 +105,5 @@ gpu-smoke: setup ## the ten steps that fail first on GPUs; stops at the first fa
 	$(BIN)/python -m benchmarks.gpu.smoke $(ARGS)
 
 clean: ## all that is made: environments, runs, caches
-	rm -rf .venv .venv-trl .venv-tq .venv-oracle .venv-verifiers .venv-openenv .venv-tinker* .venv-gpu runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-tq .venv-oracle .venv-verifiers .venv-openenv .venv-agents .venv-tinker* .venv-gpu runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -53,10 +53,11 @@ def make_runner(
     max_model_len: int = 200,
     keys: AttemptKeys | None = None,
     meters: Meters | None = None,
+    tools: str = "pythonic",
     **settings: Any,
 ) -> AttemptRunner:
     config = EnvironmentConfig(**{"timeout_s": 30.0, "max_turns": 8, **settings})
-    form = TemplateFormat(tokenizer(), "pythonic")
+    form = TemplateFormat(tokenizer(), tools)
     limits = TurnLimits(config.max_turns, config.max_tokens, max_model_len)
     counts: Counter[str] = Counter()
 
