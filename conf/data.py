@@ -220,15 +220,21 @@ class EvaluationConfig:
     sets: dict[str, EvaluationSetConfig] = field(default_factory=dict)
     """More held-out problems by name, each measured as accuracy/NAME: {hard: {path: hard.jsonl}}. None of them is
     trained on; stop_at_accuracy and the chart's first line are of the one above."""
+    right_at: float = 1.0
+    """Least reward of a response that counts as right for accuracy/…; with several `rewards` the first of them counts.
+    1: partial credit does not count. A function that returns a dict with `acc`, as verl's do, says itself how right a
+    response is."""
     stop_at_accuracy: float | None = None
-    """Held-out accuracy at which the run ends early, with the model that was measured: no step is taken while one is
-    evaluated. `null`: never."""
+    """Held-out accuracy, from 0 to 1, at which the run ends early, with the model that was measured: no step is taken
+    while one is evaluated. `null`: never."""
 
     def __post_init__(self) -> None:
         one_of("evaluation.overlap", self.overlap, ("drop", "allow"))
         at_least("evaluation.every_steps", self.every_steps, 0)
         at_least("evaluation.num_problems", self.num_problems, 1)
         at_least("evaluation.num_samples", self.num_samples, 0)
+        if self.stop_at_accuracy is not None:
+            within("evaluation.stop_at_accuracy", self.stop_at_accuracy, 0, 1)
         for name in self.sets:
             if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "heldout":
                 raise ConfigError(

@@ -89,10 +89,14 @@ def has_own_judge(function: str, options: Mapping[str, Any]) -> bool:
 class RewardConfig:
     function: str = "math_verify"
     """Name of the function: a registered name (math_verify, reasoning_gym, python_tests, sql_result, judge, label,
-    digits), `file.py:function`, or `package.module:function`. It gets the whole response, thinking included; in an
-    environment the last answer without its thinking."""
+    digits), `file.py:function`, or `package.module:function`. It gets the response without its thinking, unless its
+    signature is TRL's or verl's; in an environment the last answer without its thinking."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
+    with_thinking: bool | None = None
+    """Whether the function gets the thinking before the answer. `null`: functions with TRL's or verl's signature get
+    the whole response, all others what follows the thinking: nothing where that was cut off. true, false: all
+    functions do, or none."""
     num_workers: int = 1
     """Reward actors of each reward stage, each with a pool of processes. On a cluster they are on the engines' nodes in
     turn, so as many as there are of these, or a multiple."""

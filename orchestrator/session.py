@@ -49,6 +49,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
+from penstock.workers.reward.worker import responses_of
 
 
 class PromptStream:
@@ -82,9 +83,9 @@ class Reward:
         actors = self._fleet.role("reward", self._fleet.first_stage("reward"))
         if not actors:
             raise ConfigError("no stage of the dataflow gives rewards: the environment does, with the rows of `play`.")
-        tasks, texts, num = rows.strings("task"), rows.strings("response_text"), len(actors)
+        tasks, responses, num = rows.strings("task"), responses_of(rows), len(actors)
         calls = [
-            (name, handle.score.remote(tasks[index::num], texts[index::num]))
+            (name, handle.score.remote(tasks[index::num], responses[index::num]))
             for index, (name, handle) in enumerate(actors)
         ]
         scores: list[Any] = [None] * len(rows)

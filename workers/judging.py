@@ -7,9 +7,9 @@ url.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from penstock.conf.environment import GatewayConfig
@@ -20,8 +20,10 @@ from penstock.workers.gateway.formats.conversation import Format
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import EngineSpec, RolloutEngine, Sampling
+from penstock.workers.reward.response import with_task
 from penstock.workers.reward.result import RewardError, RewardResult, in_order
 from penstock.workers.reward.rubric import Messages, Rubric, Verdicts
+from penstock.workers.reward.signatures import Caller
 from penstock.workers.rollout.factory import make_engine
 
 
@@ -36,6 +38,8 @@ class JudgeSpec:
     num_threads: int = 1
     timeout_s: float = 10.0
     """Limit of one sample, in seconds, waiting included."""
+    with_thinking: bool | None = None
+    """`reward.with_thinking`."""
 
     def make(self) -> "JudgePool":
         return JudgePool(self, **{name: value for name, value in self.options.items() if name not in ("url", "key")})
@@ -47,6 +51,7 @@ class JudgePool:
     num_lanes = 2
     """Number of leases at a time: one is written while the next is judged."""
     replaced = 0
+    logged: Mapping[str, tuple[float, int]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -58,7 +63,7 @@ class JudgePool:
         max_tokens: int = 256,
         structured: bool = True,
     ) -> None:
-        self._spec, self._rubric = spec, Rubric(rubric, low, high)
+        self._spec, self._rubric, self._caller = spec, Rubric(rubric, low, high), Caller(spec.with_thinking)
         structure = {"json": self._rubric.schema} if structured else None
         self._sampling = Sampling(temperature=temperature, max_tokens=max_tokens, seed=0, structure=structure)
         self.verdicts = Verdicts()
@@ -81,16 +86,17 @@ class JudgePool:
     def busy_s(self) -> float:
         return self._clock.seconds()
 
-    async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[RewardResult]:
+    async def score(self, responses: Sequence[Any], tasks: Sequence[str]) -> list[RewardResult]:
         """Score responses: a result for each, in order."""
         return await in_order(self.stream(responses, tasks), len(responses))
 
-    async def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, RewardResult]]:
+    async def stream(self, responses: Sequence[Any], tasks: Sequence[str]) -> AsyncIterator[tuple[int, RewardResult]]:
         """Yield `(index, result)` for each response, as they come. Equal responses to the same task are judged once.
         Raises what the engine fails with for good."""
         alike: dict[tuple[str, str], list[int]] = {}
-        for index, item in enumerate(zip(responses, tasks, strict=True)):
-            alike.setdefault(item, []).append(index)
+        for index, (response, task) in enumerate(zip(responses, tasks, strict=True)):
+            said = self._caller.read(with_task(response, task)[0], is_own=True)
+            alike.setdefault((said, task), []).append(index)
         calls = {asyncio.ensure_future(self._in_time(*item)): indices for item, indices in alike.items()}
         left = set(calls)
         try:
@@ -107,7 +113,7 @@ class JudgePool:
         timeout_s = self._spec.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._judged(self._rubric.messages(response, json.loads(task)))
+                return await self._judged(self._rubric.messages(response, with_task(response, task)[1]))
         except TimeoutError:
             return RewardError("timeout", f"the judge did not answer within {timeout_s:g} s (reward.timeout_s).")
         except (ValueError, DataError) as error:

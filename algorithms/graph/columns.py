@@ -86,6 +86,8 @@ their log-probabilities, `[B, T, J]` with gradient."""
 HINTED = "hinted_ids"
 ENVIRONMENT_TASK = "environment_task"
 """Key of an environment's own task in the column `task`."""
+OPENS_THINKING = "prompt_opens_thinking"
+"""Key of the column `task` that is true where the prompt has begun the thinking. Rewards do not see it."""
 PROMPT_COLUMNS = ("prompt_ids", "task")
 ROLLOUT_COLUMNS = ("response_ids", "response_text", "finish_reason", "behavior_logprobs", "token_versions")
 SEQUENCE_COLUMNS = ("context_ids", "spans", "token_temperatures")

@@ -92,7 +92,9 @@ class Dataflow:
         name: str = "reward",
     ) -> "Dataflow":
         """Score each response. `function=None`: the one that `reward.function` names. `text`: the column to score."""
-        return self._add(Stage(name, "reward", "sample", ("task", text), _columns((writes,), name), function=function))
+        tokens = ("response_ids",) if text == "response_text" and "response_ids" in self.columns else ()
+        reads = ("task", text, *tokens)
+        return self._add(Stage(name, "reward", "sample", reads, _columns((writes,), name), function=function))
 
     def logprobs(
         self,

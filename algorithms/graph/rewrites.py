@@ -59,7 +59,7 @@ def with_rewards(flow: Dataflow, rewards: Sequence[WeightedRewardConfig]) -> Dat
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"rewards: two of them are called {twice!r}. Give one another name: {{name: …}}.")
     (stage,) = default
-    columns = [Column(reward.column, "float32") for reward in rewards]
+    columns = [Column(reward.column, "float32", nan_ok=True) for reward in rewards]
     scored = [
         Stage(
             column.name, "reward", "sample", stage.reads, (column,),
@@ -75,12 +75,14 @@ def with_rewards(flow: Dataflow, rewards: Sequence[WeightedRewardConfig]) -> Dat
 
 
 def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The sum `Σ w_k r_k`: `[N]` float32 of `[N]` each.
+    """The sum `Σ w_k r_k`: `[N]` float32 of `[N]` each. NaN, a reward that a sample does not count for, adds nothing.
 
     >>> weighted_sum([torch.tensor([1.0, 0.0]), torch.tensor([4.0, 4.0])], [1.0, 0.5])
     tensor([3., 2.])
+    >>> weighted_sum([torch.tensor([1.0, torch.nan]), torch.tensor([4.0, 4.0])], [1.0, 0.5])
+    tensor([3., 2.])
     """
-    total = sum(weight * value.double() for weight, value in zip(weights, values, strict=True))
+    total = sum(weight * value.double().nan_to_num() for weight, value in zip(weights, values, strict=True))
     return torch.as_tensor(total).float()
 
 

@@ -38,6 +38,7 @@ from penstock.orchestrator.configuration.prerequisites import (
     starting_model_config,
     tokenizer_of,
 )
+from penstock.orchestrator.configuration.reward_trial import try_rewards
 from penstock.orchestrator.configuration.weights_view import describe_weights
 from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.orchestrator.run_directory.run_place import try_place
@@ -106,6 +107,12 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
         yield Check(name, partial(_first_run, start))
 
 
+def trials(config: RunConfig, flow: Dataflow) -> Iterator[Check]:
+    """Checks that start processes, which `penstock validate` makes alone."""
+    if flow.of_kind("reward") or (config.evaluation.every_steps and not flow.has_environment):
+        yield Check("rewards tried", lambda: try_rewards(config, flow))
+
+
 def check_run(
     config: RunConfig, flow: Dataflow, plan: list[ActorPlan], tell: Callable[[str], None] | None = None
 ) -> None:
@@ -136,7 +143,7 @@ def validate_run(config: RunConfig, console: Console) -> int:
     console.rule("checks", align="left")
     seen = {MEMORY: memory.found} | ({RESOURCES: view.found} if view.is_of_cluster else {})
     exit_code, known = 0, dict[str, str]()
-    for check in checks(config, flow, plan):
+    for check in (*checks(config, flow, plan), *trials(config, flow)):
         try:
             found = seen.get(check.name, check.look)()
         except PenstockError as error:

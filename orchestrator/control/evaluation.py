@@ -22,11 +22,11 @@ from penstock.workers.concurrent_tasks import cancel_all
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling
+from penstock.workers.reward.response import Response
+from penstock.workers.reward.result import RewardResult
 from penstock.workers.rollout.worker import sample_seed
 from penstock.workers.trajectory import REJECTED
 
-CORRECT = 1.0
-"""Least reward of a response that counts as right: partial credit does not count."""
 ITSELF = "heldout"
 """Name of the set of problems of evaluation itself."""
 HELDOUT = f"accuracy/{ITSELF}"
@@ -40,9 +40,14 @@ class Score:
     """The score of a response."""
 
     first: float
-    """The reward that says whether it is right: the first of `rewards`."""
+    """The reward that says whether it is right: the first of `rewards`. A `Reward` may say it by its accuracy."""
     total: float
     """The reward that is trained on."""
+
+    def right(self, least: float) -> float:
+        """How right the response is, from 0 to 1: its accuracy, or whether the reward is at least `least`."""
+        accuracy = getattr(self.first, "accuracy", None)
+        return float(self.first >= least) if accuracy is None else float(accuracy)
 
 
 Scores = Sequence[Score | None]
@@ -85,6 +90,7 @@ class Evaluator:
         self._sets = sets
         self._sampling = Sampling.of(config.rollout.sampling)
         self._num_samples, self._seed = config.evaluation.num_samples, config.evaluation.seed
+        self._right_at = config.evaluation.right_at
         self._timeout_s = config.rollout.generate_timeout_s
 
     @classmethod
@@ -116,13 +122,17 @@ class Evaluator:
         problems, metric = range(len(held_out.tasks)), f"accuracy/{name}"
         greedy = [self._sampling.greedy()] * len(problems)
         scores = await self._scores(fleet, held_out, 1, greedy)
-        found = {metric: _share(chain(*_right(scores)))} | self._more(name, scores)
+        found = {metric: _mean(chain(*self._right(scores)))} | self._more(name, scores)
         if k := self._num_samples:
             samplings = [self._sampling.seeded(sample_seed(self._seed, problem)) for problem in problems]
-            right = _right(await self._scores(fleet, held_out, k, samplings))
-            found[f"{metric}_avg@{k}"] = _share(chain(*right))
-            found[f"{metric}_pass@{k}"] = _share(any(of_one) for of_one in right if of_one)
+            right = self._right(await self._scores(fleet, held_out, k, samplings))
+            found[f"{metric}_avg@{k}"] = _mean(chain(*right))
+            found[f"{metric}_pass@{k}"] = _mean(max(of_one) for of_one in right if of_one)
         return found
+
+    def _right(self, scores: Sequence[Scores]) -> list[list[float]]:
+        """How right each response is, by problem; one without a score is wrong."""
+        return [[0.0 if score is None else score.right(self._right_at) for score in of_one] for of_one in scores]
 
     def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
         """Further metrics of greedy responses."""
@@ -166,11 +176,12 @@ class Evaluator:
         call = rollout[1].generate.remote(prompts, num_samples, [samplings[index] for index in share], *seen)
         (groups,) = await answers_or_end([(rollout[0], call)], phase="evaluation", timeout_s=self._timeout_s)
         tasks = [held_out.tasks[index] for index in share for _ in range(num_samples)]
-        texts = [completion.text for group in groups for completion in group]
-        scoring = reward[1].score.remote(tasks, texts)
+        responses = [
+            Response(one.text, one.token_ids, max(one.versions, default=0)) for group in groups for one in group
+        ]
+        scoring = reward[1].score.remote(tasks, responses)
         (scores,) = await answers_or_end([(reward[0], scoring)], phase="evaluation", timeout_s=self._timeout_s)
-        values = [Score(value, value) if isinstance(value, float) else None for value in scores]
-        return [values[first : first + num_samples] for first in range(0, len(texts), num_samples)]
+        return [_counted(scores[first : first + num_samples]) for first in range(0, len(scores), num_samples)]
 
 
 class EnvironmentEvaluator(Evaluator):
@@ -255,7 +266,7 @@ class EnvironmentEvaluator(Evaluator):
         share that was rejected, if any was."""
         known = [score.total for of_one in scores for score in of_one if score is not None]
         found = {f"heldout_reward/{name}": sum(known) / len(known)} if known else {}
-        rejected = _share(not of_one for of_one in scores)
+        rejected = _mean(not of_one for of_one in scores)
         return found | ({f"heldout_rejected/{name}": rejected} if rejected else {})
 
 
@@ -278,11 +289,12 @@ def _summed(values: Sequence[float | None], weights: Sequence[float]) -> Score |
     return Score(known[0], sum(weight * value for weight, value in zip(weights, known, strict=True)))
 
 
-def _right(scores: Sequence[Scores]) -> list[list[bool]]:
-    """True for each response that is right, by problem."""
-    return [[score is not None and score.first >= CORRECT for score in of_one] for of_one in scores]
+def _counted(results: Sequence[RewardResult]) -> Scores:
+    """Scores of the responses that the reward counts."""
+    counted = [result for result in results if result is not None]
+    return [Score(result, result) if isinstance(result, float) else None for result in counted]
 
 
-def _share(are: Iterable[bool]) -> float:
-    known = list(are)
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
     return sum(known) / max(1, len(known))

@@ -147,7 +147,7 @@ class StoreClient:
         granted: Granted | None = await self.link.call("lease_shared", stage, round, rank, num_ranks, max_units, owner)
         if granted is None:
             return None
-        lease = SharedLease(granted.lease_id, stage, await self._rows(granted), round, rank, granted.version)
+        lease = SharedLease(granted.lease_id, stage, await self._rows(granted), granted.version, round, rank)
         if self._stages[stage].unit != "batch":  # a batch in training does not run out
             self.heartbeat.hold(lease.id, ids_of(lease.rows.row_ids))
         return lease
@@ -340,7 +340,7 @@ class StoreClient:
             granted: list[Granted] | None = await self.link.call("lease", request)
             if granted is None:
                 return None
-            leases = [Lease(one.lease_id, request.stage, rows) for one, rows in await self.read(granted)]
+            leases = [Lease(one.lease_id, request.stage, rows, one.version) for one, rows in await self.read(granted)]
             for lease in leases:
                 self.heartbeat.hold(lease.id, ids_of(lease.rows.row_ids))
             return leases

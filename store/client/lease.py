@@ -19,11 +19,13 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lease:
-    """Rows to compute for a stage. `rows` has the columns that the stage reads."""
+    """Rows to compute for a stage. `rows` has the columns that the stage reads. `version`: the newest that every engine
+    served when it was granted."""
 
     id: int
     stage: str
     rows: Rows
+    version: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,6 @@ class SharedLease(Lease):
 
     round: int = 0
     rank: int = 0
-    version: int = 0
 
     @property
     def share(self) -> Share:

@@ -174,7 +174,9 @@ class Store:
             leases = consumers.take(request, self._clock())
             for lease in leases:
                 self._work.granted(lease.id, request.stage, request.owner)
-            return [self._grant(lease.id, request.stage, self.ledger.rows_of(lease)) for lease in leases] or None
+            version = self.ledger.residents.credits.served_version
+            grants = [self._grant(lease.id, request.stage, self.ledger.rows_of(lease), version) for lease in leases]
+            return grants or None
 
         asked = self._clock()
         granted = await consumers.wait(take, request)

@@ -55,6 +55,8 @@ class Scoring:
         (found,) = await self.pool.score([answer], [json.dumps(dict(task), default=str)])
         if isinstance(found, RewardError):
             raise DataError(f"reward {self._function} cannot score this answer: {found.kind}: {found.text}")
+        if found is None:
+            raise DataError(f"reward {self._function} gives None: it does not count this answer.")
         return float(found)
 
     async def aclose(self) -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.algorithms.graph.columns import HINTED
+from penstock.algorithms.graph.columns import HINTED, OPENS_THINKING
 from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError
 from penstock.store.client.client import StoreClient
@@ -307,4 +307,7 @@ class PromptSource:
             task = row.to_json(**{MESSAGES: self.encoder.conversation(row)} if has_conversation else {})
             return {"task": task} | ({"pictures": list(row.pictures)} if self.encoder.processor is not None else {})
         hinted = {} if self.encoder.hint is None else {HINTED: self.encoder.hinted(row)}
-        return {**self.encoder.prompt(row).columns(), "task": row.to_json(), **hinted}
+        prompt = self.encoder.prompt(row)
+        more = {OPENS_THINKING: True} if prompt.opens_thinking else {}
+        messages = {MESSAGES: row.messages} if row.messages else {}
+        return {**prompt.columns(), "task": row.to_json(**more, **messages), **hinted}

@@ -14,6 +14,7 @@ from typing import Any
 from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError, ModelError
 from penstock.conf.run import RunConfig
+from penstock.workers.gateway.formats.answers import begins_thinking
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.dataset_row import DatasetRow
@@ -66,6 +67,8 @@ class EncodedPrompt:
     """Tokens, those of pictures expanded."""
     pictures: PromptPictures | None = None
     """Its pictures, of which there may be none; None in a run of text."""
+    opens_thinking: bool = False
+    """True if it has begun the thinking that the response goes on with."""
 
     def columns(self) -> dict[str, Any]:
         """The columns of a group that has this prompt."""
@@ -178,16 +181,17 @@ class PromptEncoder:
 
     def _prompt(self, row: DatasetRow) -> EncodedPrompt:
         # A chat template writes its special tokens itself.
-        ids = self.tokenizer(self.text(row), add_special_tokens=not self.uses_chat_template)["input_ids"]
+        text = self.text(row)
+        ids = self.tokenizer(text, add_special_tokens=not self.uses_chat_template)["input_ids"]
         if not ids:
             raise DataError(f"{row.where}: the prompt {row.prompt!r:.40} has no tokens; a model needs at least one.")
         if self.processor is None:
-            return EncodedPrompt(list(ids))
+            return EncodedPrompt(list(ids), None, begins_thinking(text))
         try:
             expanded, ranges = self.processor.expand(ids, row.pictures)
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from None
-        return EncodedPrompt(expanded, PromptPictures(tuple(row.pictures), tuple(ranges)))
+        return EncodedPrompt(expanded, PromptPictures(tuple(row.pictures), tuple(ranges)), begins_thinking(text))
 
     def _with_placeholders(self, text: str) -> str:
         """A text with the tokens that stand for a picture in the place of each mark."""

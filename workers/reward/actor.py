@@ -1,7 +1,7 @@
 """`Reward-i`: the Ray shell around one pool of reward processes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.conf.reward import RewardConfig
@@ -11,7 +11,7 @@ from penstock.workers.progress import Progress
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.result import RewardResult
-from penstock.workers.reward.worker import Pool, RewardWorker
+from penstock.workers.reward.worker import REWARD, Pool, RewardStage, RewardWorker
 from penstock.workers.serving import ServingActor
 
 
@@ -24,10 +24,9 @@ class RewardPlan:
     imports: tuple[str, ...] = ()
     function: Callable[..., Any] | None = None
     """The dataflow's own reward; None: the one that `reward.function` names."""
-    stage: str = "reward"
-    column: str = "reward"
-    text: str = "response_text"
-    """The column to score."""
+    stage: RewardStage = REWARD
+    max_steps: int = 0
+    """Steps of the run."""
     make_pool: Callable[[], Pool] | None = None
     """Function that makes the pool that scores; None: processes with the function."""
     origin: Origin | None = None
@@ -41,10 +40,10 @@ class Reward(ServingActor):
         super().__init__(plan.name)
         config = plan.config
         spec = RewardSpec.of(plan.function or config.function, config.options, plan.imports)
+        spec = replace(spec, with_thinking=config.with_thinking, max_steps=plan.max_steps)
         pool = plan.make_pool() if plan.make_pool is not None else RewardPool.of(config, spec)
         self._worker = RewardWorker(
-            pool, config, name=plan.name, stage=plan.stage, column=plan.column, text=plan.text,
-            meters=exported(plan.origin),
+            pool, config, plan.stage, name=plan.name, meters=exported(plan.origin),
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -54,8 +53,8 @@ class Reward(ServingActor):
     async def _serve(self, store: StoreClient) -> None:
         await self._worker.run(store)
 
-    async def score(self, tasks: Sequence[str], responses: Sequence[str]) -> list[RewardResult]:
-        """Score responses, a reward each; `tasks` are the rows' `task` column (JSON)."""
+    async def score(self, tasks: Sequence[str], responses: Sequence[Any]) -> list[RewardResult]:
+        """Score responses, each a `Response` or an environment's answer; `tasks` are the rows' `task` column (JSON)."""
         return await self._worker.score(tasks, responses)
 
     async def progress(self) -> Progress:

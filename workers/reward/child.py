@@ -3,7 +3,7 @@
 It talks over one socket, so that the reward's own output goes to the log and never into the protocol:
 
     pool ─▶ ("load", RewardSpec, sys.path, timeout_s)      child ─▶ ready or refused
-    pool ─▶ ("score", responses, task JSON strings)        child ─▶ score or error of each sample, done
+    pool ─▶ ("score", responses, task JSON strings)        child ─▶ score or error of each sample, metrics, done
 
 The pool's messages are pickles, which tell their own end, the child's are what `result.py` says.
 
@@ -15,7 +15,7 @@ import asyncio
 import ctypes
 import faulthandler
 import io
-import json
+import math
 import pickle
 import signal
 import socket
@@ -27,7 +27,17 @@ from typing import Any, BinaryIO
 
 from penstock.conf.errors import PenstockError
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.reward.result import RewardError, RewardResult, as_score, packed, packed_refusal, packed_result
+from penstock.workers.reward.response import with_task
+from penstock.workers.reward.result import (
+    MAX_NAME,
+    RewardError,
+    RewardResult,
+    as_score,
+    bounded,
+    packed,
+    packed_refusal,
+    packed_result,
+)
 from penstock.workers.reward.signatures import RewardFunction, TaskColumns
 
 PR_SET_PDEATHSIG = 1
@@ -72,7 +82,7 @@ class BatchScorer:
         anything."""
         try:
             return call()
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the reward is the user's
+        except BaseException as error:  # noqa: BLE001 - the reward is the user's
             return RewardError.of(error)
 
     def _batch(self, responses: list[str], tasks: list[TaskColumns], report: Report) -> None:
@@ -81,7 +91,7 @@ class BatchScorer:
         values = self._guarded(partial(self._many, responses, tasks))
         if not isinstance(values, RewardError):
             for index, value in enumerate(values):
-                report(index, as_score(value))
+                report(index, None if value is None else as_score(value))
         elif len(responses) == 1:
             report(0, values)
         else:
@@ -122,11 +132,16 @@ async def _awaited(value: Awaitable[Any], timeout_s: float) -> Any:
         # Inside the task: asyncio ends the whole loop when a SystemExit leaves one.
         try:
             return await value
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the reward is the user's
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the deadline cancels; without it the function has raised the error itself
             return RewardError.of(error)
 
     try:
         return await asyncio.wait_for(guarded(), timeout_s)
+    except asyncio.CancelledError as error:
+        return RewardError.of(error)  # the function has cancelled its own task
     except TimeoutError:
         return RewardError("timeout", f"no result within reward.timeout_s={timeout_s:g} s.")
 
@@ -144,20 +159,28 @@ def serve(pool: BinaryIO, send: Send) -> None:
     scorer = _loaded(spec, timeout_s, send)
     while scorer is not None:
         _, responses, tasks = pickle.load(pool)
+        samples = [with_task(response, task) for response, task in zip(responses, tasks, strict=True)]
         scorer.score(
-            responses, [json.loads(task) for task in tasks], lambda index, result: send(packed_result(index, result))
-        )
+            [response for response, _ in samples], [columns for _, columns in samples],
+            lambda index, result: send(packed_result(index, result)),
+        )  # fmt: skip
         send(packed("done"))
+
+
+def _log_metric(send: Send, name: str, value: float) -> None:
+    """Send what a function logs. A value that is no number is left out."""
+    if math.isfinite(number := float(value)):
+        send(packed("metric", bounded(str(name), MAX_NAME), number))
 
 
 def _loaded(spec: RewardSpec, timeout_s: float, send: Send) -> BatchScorer | None:
     try:
-        scorer = BatchScorer(spec.resolve(), timeout_s)
+        scorer = BatchScorer(spec.resolve(partial(_log_metric, send)), timeout_s)
         spec.warm()
     except PenstockError as error:
         send(packed_refusal(str(error)))
         return None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the import of the user's module may raise anything
+    except BaseException as error:  # noqa: BLE001 - the import of the user's module may raise anything
         send(packed_refusal(f"reward.function: loading it failed: {RewardError.of(error).text}"))
         return None
     send(packed("ready", scorer.order))

@@ -18,8 +18,10 @@ from penstock.workers.reward.process import RewardProcess
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.result import RewardError, RewardResult, in_order
 
-Item = tuple[int, str, str]
+Item = tuple[int, Any, str]
 """Position in the call, response, task as JSON."""
+MOST_LOGGED = 100
+"""Largest number of metrics that a function may log."""
 Results = asyncio.Queue[tuple[int, RewardResult] | BaseException]
 
 
@@ -45,6 +47,8 @@ class RewardPool:
         """Number of samples that missed their deadline here (an async reward's own loop times its samples itself)."""
         self.last_loss = ""
         """The reason why a process was lost last: "timeout" or "crash"."""
+        self.logged: dict[str, tuple[float, int]] = {}
+        """Sum and number of the values of each metric that the function has logged."""
         self._idle: asyncio.Queue[RewardProcess | PenstockError] = asyncio.Queue()
         self.alive: set[RewardProcess] = set()
         """Processes that have started, idle ones too."""
@@ -91,11 +95,11 @@ class RewardPool:
         """Seconds that processes spent scoring, added up."""
         return self._busy_of_dead_s + sum(process.busy_s for process in self.alive)
 
-    async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[RewardResult]:
-        """Score responses: a result for each, in order."""
+    async def score(self, responses: Sequence[Any], tasks: Sequence[str]) -> list[RewardResult]:
+        """Score responses, each a `Response` or an environment's answer: a result for each, in order."""
         return await in_order(self.stream(responses, tasks), len(responses))
 
-    async def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, RewardResult]]:
+    async def stream(self, responses: Sequence[Any], tasks: Sequence[str]) -> AsyncIterator[tuple[int, RewardResult]]:
         """Yield `(index, result)` for each response, as they come. `tasks` are JSON strings, one a response.
 
         Raises `PenstockError` if a process cannot be replaced.
@@ -148,7 +152,7 @@ class RewardPool:
             ready.put_nowait((unscored.pop(position)[0], result))
 
         try:
-            await process.score([item[1] for item in batch], [item[2] for item in batch], report)
+            await process.score([item[1] for item in batch], [item[2] for item in batch], report, self._log)
             whole = True
         except DeadlineExceeded as error:
             lost = RewardError("timeout", str(error))
@@ -165,6 +169,11 @@ class RewardPool:
             ready.put_nowait((left[0][0], lost))
             return [left[1:]] if left[1:] else []
         return [[item] for item in left]
+
+    def _log(self, name: str, value: float) -> None:
+        if name in self.logged or len(self.logged) < MOST_LOGGED:
+            total, count = self.logged.get(name, (0.0, 0))
+            self.logged[name] = total + value, count + 1
 
     async def take(self) -> RewardProcess:
         """Take an idle process; one that ended while it was idle is replaced, and no sample blamed."""

@@ -31,7 +31,7 @@ class RewardProcess:
     """A child process with the function loaded.
 
         process = await RewardProcess.start(spec, timeout_s=10, start_timeout_s=60)
-        await process.score(responses, tasks, report)     # report(index, result) as results come
+        await process.score(responses, tasks, report, log)     # report(index, result) as results come, log(name, value)
         process.kill()
 
     `score` raises `DeadlineExceeded` when the batch is not taken or no result comes for `timeout_s`, and `WorkerDied`
@@ -84,9 +84,14 @@ class RewardProcess:
         return self.child.poll() is None
 
     async def score(
-        self, responses: Sequence[str], tasks: Sequence[str], report: Callable[[int, RewardResult], None]
+        self,
+        responses: Sequence[Any],
+        tasks: Sequence[str],
+        report: Callable[[int, RewardResult], None],
+        log: Callable[[str, float], None],
     ) -> None:
-        """Score a batch; `tasks` are JSON strings. Results are reported as they come, in any order."""
+        """Score a batch; `tasks` are JSON strings. Results are reported as they come, in any order. `log`: takes
+        metrics that the function logs."""
         started = time.perf_counter()
         due = set(range(len(responses)))
         next_result = partial(result_of, due=due)
@@ -96,6 +101,9 @@ class RewardProcess:
             async with asyncio.timeout(deadline_s) as deadline:
                 await self._sent()
                 while (result := await self._received(next_result)) is not None:
+                    if isinstance(result[0], str):
+                        log(*result)
+                        continue
                     due.remove(result[0])
                     report(*result)
                     deadline.reschedule(asyncio.get_running_loop().time() + deadline_s)

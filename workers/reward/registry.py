@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from penstock.conf.errors import ConfigError, suggest
-from penstock.workers.reward.signatures import HELP, RewardFunction, adapt, name_of
+from penstock.workers.reward.signatures import HELP, Caller, LogMetric, RewardFunction, adapt, name_of
 from penstock.workers.user_code import absolute, find_function, import_file, with_file
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,6 +70,10 @@ class RewardSpec:
     imports: tuple[str, ...] = ()
     """Files that are run before the function is looked up: those that register rewards (`imports` of the run), or that
     have the classes of what is scored."""
+    with_thinking: bool | None = None
+    """`reward.with_thinking`."""
+    max_steps: int = 0
+    """Steps of the run, for functions that ask."""
 
     @classmethod
     def of(
@@ -88,13 +92,14 @@ class RewardSpec:
             return cls(function, _pickled(REWARDS[function].function), bound)
         return cls(with_file(function, absolute), options=bound, imports=files)
 
-    def resolve(self) -> RewardFunction:
+    def resolve(self, log_metric: LogMetric = lambda name, value: None) -> RewardFunction:
         """Import what is named and adapt it. Raises `ConfigError`."""
         for path in self.imports:
             import_file(path, "imports")
+        caller = Caller(self.with_thinking, self.max_steps, log_metric)
         if self.pickled:
-            return adapt(importlib.import_module("cloudpickle").loads(self.pickled), self.options)
-        return adapt(find_reward(self.function), self.options)
+            return adapt(importlib.import_module("cloudpickle").loads(self.pickled), self.options, caller)
+        return adapt(find_reward(self.function), self.options, caller)
 
     def warm(self) -> None:
         """Do what the function's registration asks for before the first sample: slow imports, mostly."""

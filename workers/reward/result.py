@@ -1,10 +1,12 @@
-"""The result of scoring one sample: a finite float, or a `RewardError` that says why there is none.
+"""The result of scoring one sample: a `Reward`, a `RewardError` that says why there is none, or None for a sample that
+the function does not count.
 
 It is made in the pool's child processes (`child.py`), carried by `pool.py`, counted and reported by `worker.py`. A
 process reports it to its pool by messages: short lines of JSON, checked before they are used.
 
     ["ready", order] or ["refused", text]                                     once
-    ["score", index, number] or ["error", index, kind, text] …, ["done"]      for each batch
+    ["score", index, number, accuracy or null], ["none", index] or ["error", index, kind, text] …,
+    ["metric", name, number] at any time, ["done"]                            for each batch
 
 The process runs a user's code on a model's text, so nothing that it sends is unpickled, and no line is read that is
 longer than `MAX_BYTES`. (The pool's own messages are pickled: what comes from there is trusted, and a function must be
@@ -27,6 +29,8 @@ KINDS = ("raised", "bad_value", "timeout", "crash")
 MAX_TEXT = 2_000
 """Largest number of characters of a `RewardError`'s text: enough for a message and a place in a file. It is logged and
 shown."""
+MAX_NAME = 100
+"""Largest number of characters of a metric's name."""
 MAX_BYTES = 64 * 1024
 """Largest line, in bytes: several times what the longest text takes."""
 MAX_REFUSAL = 4_000
@@ -63,7 +67,23 @@ class RewardError:
         return cls("raised", f"{type(error).__name__}: {bounded(message, MAX_TEXT * 3 // 4)}{where}")
 
 
-RewardResult = float | RewardError
+class Reward(float):
+    """A reward, a finite number."""
+
+    accuracy: float | None = None
+    """How right the sample is, from 0 to 1, where the function says so: verl's `acc`."""
+
+    @classmethod
+    def of(cls, value: float, accuracy: float | None) -> "Reward":
+        reward = cls(value)
+        reward.accuracy = accuracy
+        return reward
+
+
+RewardResult = float | RewardError | None
+"""A float is mostly a `Reward`; None: the function does not count the sample."""
+LoggedValue = tuple[str, float]
+"""A metric that a function has logged: its name and a value."""
 
 
 async def in_order(stream: AsyncIterator[tuple[int, RewardResult]], count: int) -> list[RewardResult]:
@@ -81,15 +101,24 @@ def bounded(text: str, max_characters: int = MAX_TEXT) -> str:
     return cut.encode(errors="replace").decode()
 
 
-def as_score(value: Any) -> RewardResult:
-    """Convert a function's value for one sample to a float, or to the error that says why it cannot be one.
+def as_score(value: Any) -> Reward | RewardError:
+    """Convert a function's value for one sample to a reward, or to the error that says why it cannot be one.
 
-    Takes int, float, bool, 0-dimensional arrays and tensors, and mappings with a "score" (verl).
+    Takes int, float, bool, 0-dimensional arrays and tensors, and mappings with a "score" and, as they may have, "acc"
+    (verl).
     """
-    if isinstance(value, Mapping):
-        if "score" not in value:
-            return RewardError("bad_value", f'returned a dict without "score"; its keys: {sorted(map(str, value))}.')
-        value = value["score"]
+    if not isinstance(value, Mapping):
+        number = _number(value)
+        return number if isinstance(number, RewardError) else Reward(number)
+    if "score" not in value:
+        return RewardError("bad_value", f'returned a dict without "score"; its keys: {sorted(map(str, value))}.')
+    score, accuracy = _number(value["score"]), None if value.get("acc") is None else _number(value["acc"])
+    if isinstance(score, RewardError):
+        return score
+    return accuracy if isinstance(accuracy, RewardError) else Reward.of(score, accuracy)
+
+
+def _number(value: Any) -> float | RewardError:
     if value is None:
         return RewardError("bad_value", "returned None; a reward is a number.")
     item = getattr(value, "item", None)
@@ -102,10 +131,13 @@ def as_score(value: Any) -> RewardResult:
         value = item()
     if not isinstance(value, int | float):
         return RewardError("bad_value", f"returned {type(value).__name__} {value!r:.80}; a reward is a number.")
-    score = float(value)
-    if not math.isfinite(score):
-        return RewardError("bad_value", f"returned {score}; a reward is finite.")
-    return score
+    try:
+        number = float(value)
+    except OverflowError:
+        return RewardError("bad_value", "returned a whole number that no float can hold.")
+    if not math.isfinite(number):
+        return RewardError("bad_value", f"returned {number}; a reward is finite.")
+    return number
 
 
 class ErrorShare:
@@ -120,7 +152,7 @@ class ErrorShare:
         max_error_share."""
         self.max_share, self.window, self._what, self._key = max_share, window, what, key
         self.recent: deque[bool] = deque(maxlen=window)
-        self.succeeded = self.failed = 0
+        self.succeeded = self.failed = self.not_counted = 0
         self.last_error = ""
 
     def add(self, error: str | None) -> None:
@@ -132,8 +164,17 @@ class ErrorShare:
         else:
             self.succeeded += 1
 
+    def leave_out(self) -> None:
+        """Note a sample that does not count. A run of nothing else ends, too."""
+        self.not_counted += 1
+
     def check(self) -> None:
-        """Raise `RewardFailure` with the last error if too many have failed."""
+        """Raise `RewardFailure` with the last error if too many have failed, or nothing has counted."""
+        if self.max_share < 1 and not self.succeeded + self.failed and self.not_counted >= self.window:
+            raise RewardFailure(
+                f"the first {self.not_counted} {self._what} were all None, which is TRL's word for a sample that does "
+                "not count. Check the columns that the function reads."
+            )
         failures, seen = sum(self.recent), len(self.recent)
         hopeless = self.max_share < 1 and self.succeeded == 0 and self.failed >= min(EARLY_ERRORS, self.window)
         if hopeless or failures > self.max_share * self.window:
@@ -155,7 +196,9 @@ def packed(*message: Any) -> bytes:
 def packed_result(index: int, result: RewardResult) -> bytes:
     if isinstance(result, RewardError):
         return packed("error", index, result.kind, result.text)
-    return packed("score", index, result)
+    if result is None:
+        return packed("none", index)
+    return packed("score", index, result, getattr(result, "accuracy", None))
 
 
 def packed_refusal(text: str) -> bytes:
@@ -172,11 +215,16 @@ def answer_of(line: bytes) -> tuple[str, str]:
     raise _no_message(line)
 
 
-def result_of(line: bytes, due: Container[int]) -> tuple[int, RewardResult] | None:
-    """The position and result of a sample that is still due; None: the batch has ended. Raises `BadMessageError`."""
+def result_of(line: bytes, due: Container[int]) -> tuple[int, RewardResult] | LoggedValue | None:
+    """The position and result of a sample that is still due, or what the function has logged; None: the batch has
+    ended. Raises `BadMessageError`."""
     match _parsed(line):
-        case ["score", int(index), float(score)] if index in due and math.isfinite(score):
-            return index, score
+        case ["score", int(index), float(score), float() | None as accuracy] if index in due and math.isfinite(score):
+            return index, Reward.of(score, accuracy)
+        case ["none", int(index)] if index in due:
+            return index, None
+        case ["metric", str(name), float(value)] if math.isfinite(value):
+            return bounded(name, MAX_NAME), value
         case ["error", int(index), str(kind), str(text)] if index in due and kind in KINDS:
             return index, RewardError(kind, text)
         case ["done"]:

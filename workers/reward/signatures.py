@@ -1,28 +1,36 @@
 """A common way to call three kinds of reward functions: Penstock's own, TRL's and verl's, sync or async.
 
     def reward(response, task): ...                                             # also (response, answer)
-    def reward(prompts, completions, **columns) -> list[float]: ...             # TRL: one call scores a batch
+    def reward(prompts, completions, **columns) -> list[float | None]: ...      # TRL: one call scores a batch
     def reward(data_source, solution_str, ground_truth, extra_info=None): ...   # verl: a float, or a dict with "score"
 
 The names of the parameters decide which kind it is. `adapt` is called once per process, and before a run starts.
+
+The first kind gets the answer, which stands after the thinking; the others get the whole text. TRL's functions get
+messages where the prompt is a conversation, or where they are annotated to take them.
 """
 
 import inspect
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.errors import ConfigError, suggest
+from penstock.workers.reward.response import Response, answer_of, text_of
 
 Function = Callable[..., Any]
+Parameters = dict[str, inspect.Parameter]
 TaskColumns = dict[str, Any]
 
 HELP = (
     "A reward takes (response, task) or (response, answer); or, as TRL, (prompts, completions, **columns); "
     "or, as verl, (data_source, solution_str, ground_truth, extra_info=None)."
 )
-Provided = dict[str, Callable[[str, TaskColumns], Any]]
+Provided = dict[str, Callable[[Any, TaskColumns], Any]]
 """Arguments of a function that scores one sample, by parameter: from the response and the task."""
+LogMetric = Callable[[str, float], None]
+"""TRL's `log_metric`: the name of a metric and a value of it."""
 OWN: Provided = {
     "response": lambda response, task: response,
     "task": lambda response, task: task,
@@ -41,17 +49,47 @@ VERL: Provided = {
 class RewardFunction:
     """A user's function behind one signature. Exactly one of `one` and `many` is set; either may return an awaitable.
 
-    `one(response, task)` scores a sample; `many(responses, tasks)` scores a batch and returns one value a sample.
+    `one(response, task)` scores a sample; `many(responses, tasks)` scores a batch and returns one value a sample. A
+    response is a `Response`, or an environment's answer.
     """
 
     name: str
     is_async: bool
-    one: Callable[[str, TaskColumns], Any | Awaitable[Any]] | None = None
-    many: Callable[[Sequence[str], Sequence[TaskColumns]], Any | Awaitable[Any]] | None = None
+    one: Callable[[Any, TaskColumns], Any | Awaitable[Any]] | None = None
+    many: Callable[[Sequence[Any], Sequence[TaskColumns]], Any | Awaitable[Any]] | None = None
 
 
-def adapt(function: Function, options: dict[str, Any] | None = None) -> RewardFunction:
-    """The scorer of a function, with `options` bound as keyword arguments.
+@dataclass(frozen=True)
+class TrainerState:
+    """The training's state as TRL's functions get it."""
+
+    global_step: int
+    """Number of policy updates when the batch is scored."""
+    max_steps: int
+
+
+@dataclass(frozen=True)
+class Caller:
+    """What functions are called with, beside samples and options."""
+
+    with_thinking: bool | None = None
+    """`reward.with_thinking`."""
+    max_steps: int = 0
+    """Steps of the run."""
+    log_metric: LogMetric = lambda name, value: None
+
+    def read(self, response: Any, *, is_own: bool) -> Any:
+        """The text that a function gets. `is_own`: it has Penstock's own signature."""
+        whole = not is_own if self.with_thinking is None else self.with_thinking
+        return text_of(response) if whole else answer_of(response)
+
+
+CALLER = Caller()
+
+
+def adapt(function: Function, options: dict[str, Any] | None = None, caller: Caller = CALLER) -> RewardFunction:
+    """The scorer of a function, with `options` bound as keyword arguments. A function that only takes options makes the
+    reward, as `trl.rewards.get_cosine_scaled_reward` does.
 
     Raises `ConfigError` if its parameters fit none of the signatures, or an option is none of its parameters.
     """
@@ -68,12 +106,14 @@ def adapt(function: Function, options: dict[str, Any] | None = None) -> RewardFu
     _check_options(name, parameters, options)
     free = {key: parameter for key, parameter in parameters.items() if key not in options}
     is_async = inspect.iscoroutinefunction(_unwrapped(function))
-    if "completions" in free:
-        return RewardFunction(name, is_async, many=_trl(function, free, options))
+    if "completions" in free or "completion_ids" in free:
+        return RewardFunction(name, is_async, many=_TrlCall(function, free, options, caller))
     if "solution_str" in free:
-        return RewardFunction(name, is_async, one=_one(function, name, free, options, VERL))
+        return RewardFunction(name, is_async, one=_one(function, name, free, options, VERL, caller))
     if "response" in free:
-        return RewardFunction(name, is_async, one=_one(function, name, free, options, OWN))
+        return RewardFunction(name, is_async, one=_one(function, name, free, options, OWN, caller))
+    if not _required(free) and not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in free.values()):
+        return adapt(_made(function, name, options), caller=caller)
     raise ConfigError(f"reward.function: {name}({', '.join(parameters)}) fits no known signature. {HELP}")
 
 
@@ -87,11 +127,11 @@ def _unwrapped(function: Function) -> Function:
     return function if inspect.isroutine(function) else type(function).__call__
 
 
-def _takes_any(parameters: dict[str, inspect.Parameter]) -> bool:
+def _takes_any(parameters: Parameters) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _required(parameters: dict[str, inspect.Parameter]) -> list[str]:
+def _required(parameters: Parameters) -> list[str]:
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [key for key, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
 
@@ -104,7 +144,7 @@ def _check_options(name: str, parameters: Any, options: dict[str, Any]) -> None:
             raise ConfigError(f"reward.options.{key}: {name} has no such parameter{suggest(key, parameters)}")
 
 
-def _check_provided(name: str, free: dict[str, inspect.Parameter], provided: Provided) -> None:
+def _check_provided(name: str, free: Parameters, provided: Provided) -> None:
     missing = [key for key in _required(free) if key not in provided]
     if missing:
         raise ConfigError(
@@ -113,31 +153,75 @@ def _check_provided(name: str, free: dict[str, inspect.Parameter], provided: Pro
         )
 
 
-def _trl(function: Function, free: dict[str, inspect.Parameter], options: dict[str, Any]) -> Callable[..., Any]:
-    takes_any = _takes_any(free)
-    required = [key for key in _required(free) if key not in ("prompts", "completions")]
+class _TrlCall:
+    """A function called as TRL's trainers call it, with lists of columns."""
 
-    def many(responses: Sequence[str], tasks: Sequence[TaskColumns]) -> Any:
-        columns: dict[str, list[Any]] = {
-            key: [task.get(key) for task in tasks] for key in dict.fromkeys(k for t in tasks for k in t)
+    def __init__(self, function: Function, free: Parameters, options: dict[str, Any], caller: Caller) -> None:
+        self._function, self._free, self._options, self._caller = function, free, options, caller
+        self._takes_any = _takes_any(free)
+        self._takes_messages = "completions" in free and _is_of_messages(free["completions"].annotation)
+        self._unkept: set[str] = set()
+
+    def __call__(self, responses: Sequence[Any], tasks: Sequence[TaskColumns]) -> Any:
+        columns = {
+            key: [task.get(key) for task in tasks] for key in dict.fromkeys(key for task in tasks for key in task)
         }
-        for key in required:
-            if key not in columns:
+        if "solution" in self._free and "answer" in columns:
+            columns.setdefault("solution", columns["answer"])
+        given = {**columns, **self._of_batch(responses, tasks)}
+        for key in _required(self._free):
+            if key not in given:
                 raise ValueError(f"the reward asks for column {key!r}{suggest(key, columns)}")
-        given = {"prompts": [task.get("prompt", "") for task in tasks], "completions": list(responses)}
-        keywords = {key: value for key, value in {**columns, **given}.items() if takes_any or key in free}
-        return function(**{**keywords, **options})
+        keywords = {key: value for key, value in given.items() if self._takes_any or key in self._free}
+        return self._function(**{**keywords, **self._options})
 
-    return many
+    def _of_batch(self, responses: Sequence[Any], tasks: Sequence[TaskColumns]) -> dict[str, Any]:
+        """The arguments that TRL gives beside columns."""
+        sampled = [one if isinstance(one, Response) else Response("") for one in responses]
+        has_messages = self._takes_messages or bool(sampled[0].prompt)
+        texts = [self._caller.read(one, is_own=False) for one in responses]
+        prompts: list[Any] = [task.get("prompt", "") for task in tasks]
+        if has_messages:
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+            prompts = [
+                list(one.prompt) or [{"role": "user", "content": prompt}]
+                for one, prompt in zip(sampled, prompts, strict=True)
+            ]
+        step = max(one.version for one in sampled)
+        return {
+            "prompts": prompts, "completions": texts, "completion_ids": [list(one.token_ids) for one in sampled],
+            "trainer_state": TrainerState(step, self._caller.max_steps),
+            "log_metric": self._caller.log_metric, "log_extra": self._log_extra,
+        }  # fmt: skip
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Take what a table of completions would show, and say once that it is not kept."""
+        if column not in self._unkept:
+            self._unkept.add(column)
+            print(f"log_extra({column!r}, …): not kept; samples show the columns of the dataset.", flush=True)
+
+
+def _is_of_messages(annotation: Any) -> bool:
+    """Return whether completions are annotated as lists of messages: `list[list[dict[str, str]]]`."""
+    return re.match(r"(?:typing\.)?list\[(?:typing\.)?list\[", str(annotation), re.IGNORECASE) is not None
+
+
+def _made(function: Function, name: str, options: dict[str, Any]) -> Any:
+    """The reward that a function makes of its options alone."""
+    try:
+        return function(**options)
+    except Exception as error:
+        raise ConfigError(f"reward.function: {name} made no reward: {type(error).__name__}: {error}. {HELP}") from error
 
 
 def _one(
-    function: Function, name: str, free: dict[str, inspect.Parameter], options: dict[str, Any], provided: Provided
+    function: Function, name: str, free: Parameters, options: dict[str, Any], provided: Provided, caller: Caller
 ) -> Callable[..., Any]:
     _check_provided(name, free, provided)
     wanted = {key: value for key, value in provided.items() if key in free}
 
-    def one(response: str, task: TaskColumns) -> Any:
-        return function(**{key: value(response, task) for key, value in wanted.items()}, **options)
+    def one(response: Any, task: TaskColumns) -> Any:
+        text = caller.read(response, is_own=provided is OWN)
+        return function(**{key: value(text, task) for key, value in wanted.items()}, **options)
 
     return one

@@ -24,6 +24,7 @@ from penstock.workers.pictures.families import auto_class
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor, check_seen
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
+from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.hf_adapters import HfAdapters
 from penstock.workers.rollout.hf_group import Request, Response
 from penstock.workers.rollout.hf_pictures import SeenPrompt
@@ -35,8 +36,8 @@ from penstock.workers.training_calls import AdapterState
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
-
 from penstock.workers.weights.stored import check_model
+
 T = TypeVar("T")
 
 
@@ -56,7 +57,7 @@ class HfEngine:
         self._banned: tuple[int, ...] = ()
         """Tokens that are never sampled."""
         self._recorder: RoutingRecorder | None = None
-        self._tokenizer: Any = None
+        self._detokenizer = NO_TOKENIZER
         self._eos_ids: frozenset[int] = frozenset()
         self._interrupts: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._num_tokens = self._num_in_flight = self._tokens_in_flight = 0
@@ -168,13 +169,14 @@ class HfEngine:
         )  # holds for the calling thread, so it is set in the one that computes
         dtype = getattr(torch, self._config.dtype)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._spec.model_path)
+            tokenizer = AutoTokenizer.from_pretrained(self._spec.model_path)
             self._processor = PictureProcessor.if_it_sees(self._spec.model_path, self._spec.picture_digest)
             kind = auto_class(AutoConfig.from_pretrained(self._spec.model_path))
             self.model = kind.from_pretrained(self._spec.model_path, dtype=dtype).eval()
             check_model(self._spec.model_path)
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={self._spec.model_path}: the hf engine cannot load it: {error}") from None
+        self._detokenizer = Detokenizer(tokenizer)
         self._banned = () if self._processor is None else self._processor.token_ids
         self._form = CheckpointForm(self.model)
         self._adapters = HfAdapters(self.model, self._spec.adapters)
@@ -184,7 +186,7 @@ class HfEngine:
             self.model.to("cuda")
         generation = self.model.generation_config.eos_token_id
         eos_ids = generation if isinstance(generation, list) else [generation]
-        self._eos_ids = frozenset(token for token in (*eos_ids, self._tokenizer.eos_token_id) if token is not None)
+        self._eos_ids = frozenset(token for token in (*eos_ids, tokenizer.eos_token_id) if token is not None)
 
     @torch.inference_mode()
     def generate_group(
@@ -194,16 +196,17 @@ class HfEngine:
         """Sample n responses to one prompt, in this thread. Needs `open_model` (or `start`) before. `is_over`: set from
         another thread when the responses are no longer wanted; they end then."""
         self._adapters.use(None)
-        request = Request(prompt_ids, num_samples, sampling, pictures, is_over)
+        stop_ids = self._detokenizer.stop_ids(sampling.stop)
+        request = Request(prompt_ids, num_samples, sampling, pictures, is_over, stop_ids)
         return [self._completion(response) for response in self._responses(request)]
 
     @torch.inference_mode()
     def _sample_group(self, state: AdapterState | None, call: SampleCall, is_over: threading.Event) -> SampleOutput:
         """Answer a call in this thread."""
         self._adapters.use(state)
+        stop_ids = self._detokenizer.stop_ids(call.sampling.stop) | {*call.stop_ids}
         request = Request(
-            call.prompt_ids, call.num_samples, call.sampling, call.pictures, is_over, frozenset(call.stop_ids),
-            call.topk_logprobs,
+            call.prompt_ids, call.num_samples, call.sampling, call.pictures, is_over, stop_ids, call.topk_logprobs,
         )  # fmt: skip
         self._room(call.prompt_ids, call.sampling)
         scores = PromptScores()
@@ -281,20 +284,17 @@ class HfEngine:
             if token in request.stop_ids or (token in self._eos_ids and not sampling.ignore_eos):
                 response.finish_reason = "stop"
             elif sampling.stop:
-                text = self._decode(response.token_ids)
+                text = self._detokenizer.text(response.token_ids)
                 starts = [text.index(stop) for stop in sampling.stop if stop in text]
                 if starts:
                     response.text, response.finish_reason = text[: min(starts)], "stop"
 
     def _completion(self, response: Response) -> Completion:
-        text = self._decode(response.token_ids) if response.text is None else response.text
+        text = self._detokenizer.text(response.token_ids) if response.text is None else response.text
         return Completion(
             response.token_ids, response.logprobs, response.versions, text, response.finish_reason or "length",
             b"".join(response.experts),
         )  # fmt: skip
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._compute is None:

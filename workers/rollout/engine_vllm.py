@@ -27,6 +27,7 @@ from penstock.metering.table import ROLLOUT_LOAD_PHASES
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import check_seen
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
+from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after
 from penstock.workers.rollout.vllm_conversion import (
     Opened,
@@ -68,10 +69,9 @@ class VllmEngine(VllmProcesses):
         super().__init__(spec, meters)
         self._version = spec.version
         self._inbox = Inbox(spec.phase_timeout_s)
-        self._tokenizer: Any = None
+        self._detokenizer = NO_TOKENIZER
         self._routing: RoutingShape | None = None
-        self._request_ids = itertools.count()
-        self.num_in_flight = 0
+        self._request_ids, self.num_in_flight = itertools.count(), 0
         self._num_tokens = 0
         """Tokens of requests that have ended."""
         self._admission = asyncio.Event()
@@ -98,10 +98,10 @@ class VllmEngine(VllmProcesses):
         """Sample the responses to a prompt. Raises `PromptRefused` for a prompt that leaves no room for a response,
         `DataError` for another request that vLLM does not take, and for pictures that do not belong to the prompt or
         that the model cannot see, `WorkerDied` when the engine is gone."""
-        parameters = partial(sampling_params, num_samples, sampling)
+        parameters = partial(sampling_params, num_samples, sampling, detokenizer=self._detokenizer)
         output = await self._answer(prompt_ids, pictures, parameters, self._lora_request(), sampling.priority)
         finished = partial(completion_of, detokenized=bool(sampling.stop), routing=self._routing)
-        return [finished(sample, self._tokenizer) for sample in output.outputs]
+        return [finished(sample, self._detokenizer) for sample in output.outputs]
 
     async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
         """Sample from an adapter, as `AdapterEngine` says it. For several samples the prompt is scored by a request of
@@ -109,7 +109,7 @@ class VllmEngine(VllmProcesses):
         self.check_alive()
         vocabulary = self.llm.model_config.get_vocab_size()
         check_call(call, vocabulary)
-        ask = SampleAsker(call, vocabulary, self.llm.vllm_config.use_v2_model_runner)
+        ask = SampleAsker(call, vocabulary, self.llm.vllm_config.use_v2_model_runner, self._detokenizer)
         scores, output = PromptScores(), None
         async with self._adapter_in_use(adapter) as lora:
             answer = partial(self._answer, call.prompt_ids, call.pictures, lora=lora, priority=call.sampling.priority)
@@ -228,7 +228,7 @@ class VllmEngine(VllmProcesses):
         if self._config.router_replay:
             self._routing = await asyncio.to_thread(RoutingShape.of_path, self._spec.model_path)
         await asyncio.to_thread(self._build)
-        self._tokenizer = self.llm.get_tokenizer()
+        self._detokenizer = Detokenizer(self.llm.get_tokenizer())
         await self.llm.update_weight_version(str(self._version))
 
     async def _warm_up(self) -> None:

@@ -20,6 +20,7 @@ from penstock.conf.weights import STREAMS, VLLM_LORA_RANKS
 from penstock.workers.cpu import SETTINGS
 from penstock.workers.pictures.families import Family
 from penstock.workers.protocols import AdapterLimits, Completion, EngineSpec, Sampled, Sampling
+from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.vllm_pictures import picture_arguments
 from penstock.workers.routed_experts import RoutingShape
 from penstock.workers.training_calls import WHOLE
@@ -158,10 +159,12 @@ def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
     return values
 
 
-def sampling_params(num_samples: int, sampling: Sampling, banned: Sequence[int] = ()) -> Any:
+def sampling_params(
+    num_samples: int, sampling: Sampling, banned: Sequence[int] = (), detokenizer: Detokenizer = NO_TOKENIZER
+) -> Any:
     """vLLM's parameters for a request. Without stop strings the text is decoded once at the end (`completion_of`), not
-    token by token. `banned`: tokens that are never sampled, also where it is greedy. Raises `DataError` for a structure
-    that vLLM does not know."""
+    token by token. `banned`: tokens that are never sampled, also where it is greedy. `detokenizer`: knows which stop
+    strings are tokens. Raises `DataError` for a structure that vLLM does not know."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -178,6 +181,7 @@ def sampling_params(num_samples: int, sampling: Sampling, banned: Sequence[int] 
         min_p=sampling.min_p,
         max_tokens=sampling.max_tokens,
         stop=list(sampling.stop) or None,
+        stop_token_ids=sorted(detokenizer.stop_ids(sampling.stop)),
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
         structured_outputs=structure,
@@ -189,14 +193,16 @@ def sampling_params(num_samples: int, sampling: Sampling, banned: Sequence[int] 
     )
 
 
-def completion_of(sample: Any, tokenizer: Any, *, detokenized: bool, routing: RoutingShape | None = None) -> Completion:
+def completion_of(
+    sample: Any, detokenizer: Detokenizer, *, detokenized: bool, routing: RoutingShape | None = None
+) -> Completion:
     """The completion of one sample of a request. `detokenized`: vLLM has decoded its text already. `routing`: of the
     model, where the experts are recorded: vLLM has them of each token but the last one, `[L - 1, all layers, K]`."""
     token_ids = list(sample.token_ids)
     flat = sample.logprobs
     logprobs = [flat.logprobs[start] for start in flat.start_indices]
     versions = [int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)]
-    text = sample.text if detokenized else tokenizer.decode(token_ids, skip_special_tokens=True)
+    text = detokenizer.cut(token_ids, sample.text) if detokenized else detokenizer.text(token_ids)
     experts = b""
     if routing is not None:
         experts = routing.records(sample.routed_experts[:, list(routing.layers)]).tobytes()

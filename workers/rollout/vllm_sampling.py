@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.conf.errors import DataError
+from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.prompt_scores import PromptScores
 from penstock.workers.rollout.vllm_conversion import sampling_params
 from penstock.workers.sample_calls import SampleCall, SampledTokens, TopTokens
@@ -26,11 +27,12 @@ class SampleAsker:
     chooses: bool
     """True if the engine can score tokens of a prompt that it is told (vLLM's second model runner, which needs
     Triton)."""
+    detokenizer: Detokenizer = NO_TOKENIZER
 
     def samples(self, banned: Sequence[int], num_samples: int | None = None) -> Any:
         """vLLM's parameters for the samples. `banned`: tokens that are never sampled."""
-        made = sampling_params(num_samples or self.call.num_samples, self.call.sampling, banned)
-        made.stop_token_ids = list(self.call.stop_ids)
+        made = sampling_params(num_samples or self.call.num_samples, self.call.sampling, banned, self.detokenizer)
+        made.stop_token_ids = sorted({*self.call.stop_ids, *made.stop_token_ids})
         made.logprobs = min(self.call.topk_logprobs, self.vocabulary)
         return made
 

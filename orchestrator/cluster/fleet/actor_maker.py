@@ -29,6 +29,7 @@ from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.actor import Prompts
 from penstock.workers.protocols import AdapterLimits, EngineSpec
 from penstock.workers.reward.actor import Reward, RewardPlan
+from penstock.workers.reward.worker import RewardStage
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
@@ -190,15 +191,16 @@ class ActorMaker:
         imports = tuple(self.local(actor.name, file) for file in self._config.imports)
         function, options = reward_of(self._flow, str(actor.stage), self._config)
         config = replace(self._config.reward, function=self._code_of(actor, function), options=dict(options))
-        plan = RewardPlan(actor.name, config, imports, origin=self._origin_of(actor))
+        steps = self._config.trainer.max_steps
+        plan = RewardPlan(actor.name, config, imports, max_steps=steps, origin=self._origin_of(actor))
         if self._judges(actor):
             plan = replace(plan, make_pool=self._judge_spec(actor, options).make)
         if not self._flow.of_kind("reward"):
             return plan
         stage = self._flow.stage(str(actor.stage))
-        return replace(
-            plan, function=stage.function, stage=stage.name, column=stage.writes[0].name, text=stage.reads[1]
-        )
+        (column,) = stage.writes
+        served = RewardStage(stage.name, column.name, stage.reads[1], column.nan_ok)
+        return replace(plan, function=stage.function, stage=served)
 
     def _judges(self, actor: ActorPlan) -> bool:
         """Return whether the actor scores by an engine of its own."""
@@ -209,7 +211,7 @@ class ActorMaker:
     def _judge_spec(self, actor: ActorPlan, options: Mapping[str, Any]) -> JudgeSpec:
         config = self._config.reward
         path, threads = self.local(actor.name, self._judge_path), max(1, int(config.cpus_per_worker))
-        return JudgeSpec(path, config.judge, options, threads, config.timeout_s)
+        return JudgeSpec(path, config.judge, options, threads, config.timeout_s, config.with_thinking)
 
     @property
     def _judge_path(self) -> str:

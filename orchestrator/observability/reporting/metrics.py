@@ -88,7 +88,11 @@ def reward_metrics(rows: TrainedRows) -> dict[str, float]:
             "reward/max": float(reward_N.max()),
         }
         | quantiles("reward", reward_N)
-        | {f"reward/{name}": float(values.mean()) for name, values in rows.rewards_N.items() if len(values)}
+        | {
+            f"reward/{name}": float(np.nanmean(values))  # NaN: the sample does not count for this reward
+            for name, values in rows.rewards_N.items()
+            if np.isfinite(values).any()
+        }
     )
 
 

@@ -15,6 +15,7 @@ from penstock.orchestrator.observability.reporting.metrics import StepTimes, joi
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.workers.reward.worker import LOGGED_COUNT, LOGGED_SUM
 from penstock.workers.trainer.report import StepReport
 
 QUICK_S = 60.0
@@ -61,7 +62,7 @@ class StepLog:
         """Write the step's line, and return it. `phases`: seconds of the step's phases besides its update. `evaluated`:
         what was measured after it."""
         usage = await self._usage.since_last(QUICK_S)
-        store = await self._stats() | usage.dropped | usage.groups | usage.members | usage.environment
+        store = await self._stats() | usage.dropped | usage.groups | usage.members | usage.environment | usage.logged
         now, train_s = time.time(), max(report.train_s for report in reports)
         kept_s = max(report.seconds.get("keep", 0.0) for report in reports)
         times = StepTimes(
@@ -102,6 +103,8 @@ class StepUsage:
     """Metrics `rollout/num_engines` and `reward/num_workers`: numbers of present members."""
     environment: dict[str, float] = field(default_factory=dict)
     """Metrics `environment/<count>`: counts since the last step, over all environments."""
+    logged: dict[str, float] = field(default_factory=dict)
+    """Metrics `logged/<name>`: means of what reward functions have logged since the last step."""
 
 
 class Usage:
@@ -129,6 +132,7 @@ class Usage:
         dropped: dict[str, float] = {}
         seconds: dict[str, list[float]] = {PHASES[role]: [] for role, _, _ in asked if role in PHASES}
         environment: dict[str, float] = {}
+        logged: dict[str, float] = defaultdict(float)
         tokens = samples = 0.0
         for (role, name, _), now in zip(asked, answers, strict=True):
             if isinstance(now, Exception):
@@ -147,6 +151,8 @@ class Usage:
             for key, count in gained.items():
                 if key.startswith("environment/"):
                     environment[key] = environment.get(key, 0.0) + count
+                if key.startswith((LOGGED_SUM, LOGGED_COUNT)):
+                    logged[key] += count
             if role in ("rollout", "environment") and "groups" in now:
                 self._groups[name] += gained["groups"]
         means = {phase: sum(values) / max(1, len(values)) for phase, values in seconds.items()}
@@ -157,6 +163,7 @@ class Usage:
             group_metrics(self._groups, self._throughout),
             {key: float(sum(role == other for other, _, _ in asked)) for role, key in COUNTS.items() if role in roles},
             environment,
+            means_of_logged(logged),
         )
 
 
@@ -169,6 +176,16 @@ def gained_since(before: Counters, now: Counters) -> Counters:
     numbers = {key: value for key, value in now.items() if isinstance(value, int | float)}
     gained = {key: value - before.get(key, 0.0) for key, value in numbers.items()}
     return numbers if min(gained.values(), default=0.0) < 0 else gained
+
+
+def means_of_logged(gained: Counters) -> dict[str, float]:
+    """Means of logged metrics, from the growth of their sums and numbers.
+
+    >>> means_of_logged({"logged_sum/exact": 3.0, "logged_count/exact": 4.0, "logged_count/none": 0.0})
+    {'logged/exact': 0.75}
+    """
+    names = [key.removeprefix(LOGGED_COUNT) for key, count in gained.items() if key.startswith(LOGGED_COUNT) and count]
+    return {f"logged/{name}": gained[f"{LOGGED_SUM}{name}"] / gained[f"{LOGGED_COUNT}{name}"] for name in names}
 
 
 def group_metrics(groups: Mapping[str, float], throughout: Collection[str]) -> dict[str, float]:

@@ -84,10 +84,11 @@ def _rewards(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
         "reward_std", "Spread of the reward", names.of({"reward/std": "standard deviation"}), bottom=0,
         about="Without a spread there is nothing to learn from: groups whose rewards are equal have advantage 0.",
     )  # fmt: skip
+    right_at = (config.get("evaluation") or {}).get("right_at", 1.0)
     accuracy = names.of({"accuracy/heldout": "greedy"}) + names.below("accuracy/")
     yield Chart(
         "accuracy", "Held-out accuracy", accuracy, dots=True, percent=True, bottom=0, top=1,
-        about="Share of held-out problems that are answered right.",
+        about=f"Share of held-out problems that are answered right, with a reward of at least {right_at:g}.",
     )  # fmt: skip
     held_out = names.below("heldout_reward/")
     yield Chart("heldout_reward", "Held-out reward", held_out, dots=True, about="Mean reward of greedy attempts.")

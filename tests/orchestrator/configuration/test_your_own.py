@@ -48,6 +48,7 @@ def validated(files, monkeypatch, capsys):
     return validate
 
 
+@pytest.mark.real
 def test_a_dataflow_from_a_file_passes_validation_and_is_drawn(validated):
     code, text = validated("algorithm=mine.py:mine", "algorithm.group_size=8")
     assert code == 0, text
@@ -56,6 +57,7 @@ def test_a_dataflow_from_a_file_passes_validation_and_is_drawn(validated):
     assert "imitate" in text
 
 
+@pytest.mark.real
 def test_formulas_from_a_file_pass_validation_by_their_names(validated):
     code, text = validated("imports=[formulas.py]", *FORMULAS)
     assert code == 0, text

@@ -16,6 +16,8 @@ from penstock.workers.environments.context import Context
 from penstock.workers.environments.task import Task
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.protocols import Completion, Sampling
+from penstock.workers.reward.response import Response
+from penstock.workers.reward.result import Reward, RewardResult
 from penstock.workers.rollout.worker import sample_seed
 from penstock.workers.trajectory import Trajectory
 from tests.fakes.actors import FakeHandle
@@ -32,6 +34,9 @@ class Play:
         """`right`: problem, sample, and whether it is the greedy one."""
         self.asked: list[tuple[int, int, Sampling]] = []
         self.deaths = 0
+        self.given: RewardResult = 1.0
+        """What the reward gives to those."""
+        self.given_by_problem: dict[int, RewardResult] = {}
         self._right = right
         self.members = {
             "rollout": [(f"Rollout-{number}", FakeHandle(generate=self._generate)) for number in range(num_engines)],
@@ -56,11 +61,14 @@ class Play:
             found.append([Completion([1], [0.0], [0], text, "stop") for text in texts])
         return found
 
-    def _score(self, tasks: Sequence[str], texts: Sequence[str]) -> list[Any]:
+    def _score(self, tasks: Sequence[str], responses: Sequence[Response]) -> list[Any]:
+        texts = [response.text for response in responses]
         assert [task.split()[0] for task in tasks] == [text.split()[0] for text in texts]
         words = [text.split() for text in texts]
         return [
-            1.0 if (int(problem), int(number), greedy == "True") in self._right else RewardFailure("no number")
+            self.given_by_problem.get(int(problem), self.given)
+            if (int(problem), int(number), greedy == "True") in self._right
+            else RewardFailure("no number")
             for problem, number, greedy in words
         ]
 
@@ -87,6 +95,38 @@ def test_samples_give_their_mean_and_the_problems_with_one_that_is_right(num_eng
     sampled = {problem: sampling for problem, count, sampling in play.asked if count == 4}
     assert {sampling.temperature for sampling in sampled.values()} == {1.0}
     assert len({sampling.seed for sampling in sampled.values()}) == NUM_PROBLEMS
+
+
+@pytest.mark.parametrize(
+    ("given", "right_at", "accuracy"),
+    [
+        (0.9, 1.0, 0.0),
+        (0.9, 0.9, 0.4),
+        (-1.0, -1.0, 0.4),
+        (Reward.of(-3.0, 1.0), 1.0, 0.4),
+        (Reward.of(5.0, 0.0), 1.0, 0.0),
+        (Reward.of(5.0, 0.5), 1.0, 0.2),
+        (None, 1.0, 0.0),
+    ],
+    ids=str,
+)
+def test_a_response_is_right_by_its_reward_or_by_what_the_function_says_of_it(
+    given: RewardResult, right_at: float, accuracy: float
+) -> None:
+    play = Play({(0, 0, True), (3, 0, True)})
+    play.given = given
+    assert measured(play, f"evaluation.right_at={right_at}") == {"accuracy/heldout": accuracy}
+
+
+def test_a_response_that_the_function_does_not_count_is_not_wrong() -> None:
+    play = Play({(problem, 0, True) for problem in range(NUM_PROBLEMS)})
+    play.given_by_problem = {0: None, 1: 0.0}
+    assert measured(play) == {"accuracy/heldout": 3 / 4}
+
+
+def test_an_accuracy_to_stop_at_is_a_share() -> None:
+    with pytest.raises(ConfigError, match=r"evaluation.stop_at_accuracy=50.*must lie between 0 and 1"):
+        EvaluationConfig(stop_at_accuracy=50)
 
 
 def test_the_same_samples_are_drawn_at_every_evaluation() -> None:

@@ -33,6 +33,9 @@ def act(response):
     if response == "raise": raise RuntimeError("no judge")
     if response == "exit": os._exit(3)
     if response == "sysexit": sys.exit("bye")
+    if response == "cancelled": raise asyncio.CancelledError("by itself")
+    if response == "generatorexit": raise GeneratorExit("bye")
+    if response == "huge": return 10**400
     if response == "segfault": ctypes.string_at(0)
     if response == "hang": hangs(); time.sleep(600)
     if response == "spin":

@@ -35,12 +35,13 @@ def test_trl_signature_with_keywords_gets_every_column():
     def score(completions, **columns):
         return [sorted(columns)]
 
-    assert adapt(score).many(["x"], [TASK]) == [["answer", "data_source", "index", "prompt", "prompts"]]
+    of_trl = ["completion_ids", "log_extra", "log_metric", "prompts", "trainer_state"]
+    assert adapt(score).many(["x"], [TASK]) == [sorted(["answer", "data_source", "index", "prompt", *of_trl])]
 
 
 def test_trl_signature_that_asks_for_an_absent_column_says_which_there_are():
-    scorer = adapt(lambda completions, solution: [0.0])
-    with pytest.raises(ValueError, match=r"column 'solution'.*Known: answer, data_source, index, prompt"):
+    scorer = adapt(lambda completions, levels: [0.0])
+    with pytest.raises(ValueError, match=r"column 'levels'.*Known: answer, data_source, index, prompt"):
         scorer.many(["x"], [TASK])
 
 
@@ -105,6 +106,8 @@ def test_numbers_of_all_kinds_are_scores(value, score):
     ("value", "text"),
     [
         (None, "None"),
+        (10**400, "whole number"),
+        ({"score": 1.0, "acc": "yes"}, "str 'yes'"),
         (math.nan, "nan"),
         (-math.inf, "-inf"),
         ("1.0", "str '1.0'"),

@@ -204,3 +204,46 @@ def test_rewards_and_errors_are_measured():
         assert max(found.observed["reward_latency_seconds"]) >= 0.5
 
     asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def trl_reward(completions, completion_ids, trainer_state, log_metric, **columns):
+    log_metric("tokens", sum(map(len, completion_ids)))
+    return [
+        None if text == "none" else len(ids) + trainer_state.global_step
+        for text, ids in zip(completions, completion_ids, strict=True)
+    ]
+
+
+async def scored_by_trl(groups, **options):
+    store = make_store(groups_per_step=1)
+    client, settings = StoreClient(store), RewardConfig(error_window=8)
+    worker = RewardWorker(RewardPool.of(settings, RewardSpec.of(trl_reward)), settings, **options)
+    await worker.start()
+    running = asyncio.create_task(worker.run(client))
+    try:
+        await roll(client, groups)
+        leasing = asyncio.create_task(client.lease_shared("train", 0, 0, 1))
+        await asyncio.wait([leasing, running], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        lease = await leasing
+        stats, store_stats = worker.stats(), await client.stats()
+        await client.close("done")
+        await running
+        return lease.rows.values("reward").tolist(), stats, store_stats
+    finally:
+        await worker.close()
+
+
+@pytest.mark.real
+def test_a_sample_that_does_not_count_is_dropped_and_no_failure():
+    rewards, stats, store_stats = asyncio.run(scored_by_trl([["a", "none", "bb", "ccc"]]))
+    assert rewards == [1.0, 2.0, 3.0]
+    assert store_stats["dropped/no_reward"] == 1
+    assert (stats["failed"], stats["logged_sum/tokens"], stats["logged_count/tokens"]) == (0, 10.0, 1)
+
+
+@pytest.mark.real
+def test_a_run_in_which_no_sample_counts_ends():
+    with pytest.raises(RewardFailure, match=r"the first \d+ rewards were all None"):
+        asyncio.run(scored_by_trl([["none"] * GROUP] * 2))

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import vllm.v1.engine.exceptions  # noqa: F401 - its import starts a process, which no test does for its own
+
 from penstock.conf.errors import WorkerDied
 from penstock.workers.rollout.engine_vllm import VllmEngine
 

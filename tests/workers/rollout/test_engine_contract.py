@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.conf.errors import PromptRefused, UnknownAdapter, WeightError
-from penstock.workers.fresh_model import EOS_ID
+from penstock.workers.fresh_model import BOS, EOS_ID, character_vocabulary
 from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 from penstock.workers.rollout import engine_vllm
 from penstock.workers.rollout.sampling import sampling_logprobs
@@ -17,6 +17,7 @@ from penstock.workers.sample_calls import SampleCall
 pytestmark = pytest.mark.real
 
 PROMPT = [20, 14, 21, 32, 50]
+BOS_ID = character_vocabulary()[BOS]
 TOLERANCE = 1e-4
 
 
@@ -172,6 +173,15 @@ def test_a_response_ends_at_a_stop_string_which_is_not_in_its_text(served) -> No
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
     assert len(stopped.token_ids) == len(stopped.logprobs) == len(stopped.versions)
+
+
+def test_a_response_ends_at_a_stop_string_that_is_a_special_token(served) -> None:
+    free = [one for one in generate(served, 8, ignore_eos=True, max_tokens=40) if BOS_ID in one.token_ids]
+    assert free, "another seed is needed: no response has the token"
+    stopped = generate(served, 8, ignore_eos=True, max_tokens=40, stop=(BOS,))
+    ended = [one for one in stopped if one.finish_reason == "stop"]
+    assert [one.token_ids for one in ended] == [one.token_ids[: one.token_ids.index(BOS_ID) + 1] for one in free]
+    assert not any(BOS in one.text for one in ended)
 
 
 def test_a_response_ends_where_the_models_context_does(served) -> None:

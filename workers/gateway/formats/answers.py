@@ -1,7 +1,7 @@
 """Answers of models, read from their text: thinking, what is said, and calls of tools in the ways in which models write
 them. A function for each way takes a text and tools, and returns the rest of the text, calls, and a problem.
 
-    thinking      <think>…</think>, [THINK]…[/THINK]                                before what is said
+    thinking      <think>…</think>, [THINK]…[/THINK], and others of `MARKS`         before what is said
 
     hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes, Qwen
     llama3_json   {"name": "add", "parameters": {"a": 1}}                           Llama 3, the whole answer
@@ -22,8 +22,14 @@ from typing import Any, NamedTuple
 from penstock.workers.gateway.formats.conversation import SHORT_ID, Tools, call_id
 from penstock.workers.trajectory import ToolCall
 
-MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""Marks of thinking: of most models, and of Mistral's."""
+MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+"""Marks of thinking: of most models, of Mistral's, gpt-oss, Gemma 4 and Cohere's."""
 EMPTY = re.compile(r"<think>\s*</think>\n*")
 """Pattern of empty thinking, as templates write it."""
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
