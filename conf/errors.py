@@ -87,6 +87,10 @@ class RewardFailure(PenstockError):
     """More than the configured share of rewards failed."""
 
 
+class EngineFailure(PenstockError):
+    """More than the configured share of an engine's samples have log-probabilities that are no numbers."""
+
+
 class RunInUse(PenstockError):
     """Another process works in the run's directory. The message names it."""
 

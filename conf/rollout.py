@@ -175,6 +175,9 @@ class RolloutConfig:
     reads them from a disk within it. Bounds how long a member that hangs at the start goes unnoticed."""
     generate_timeout_s: float = 1800.0
     """Deadline of one group. Bounds how long a dead engine goes unnoticed."""
+    max_error_share: float = 0.2
+    """Share of the last 100 samples of an engine that may have log-probabilities that are not finite. They are dropped
+    as dropped/bad_logprobs; the run ends when more do, and says whether the weights are finite."""
     truncated: dict[str, str] = field(default_factory=dict)
     """What becomes of samples that a limit has truncated, by the limit: {length: mask, time: drop}. length: a response,
     or the last turn of an attempt, was cut at max_tokens; turns, tokens, context, time: the attempt was, by a limit of
@@ -203,6 +206,7 @@ class RolloutConfig:
         else:
             at_least("rollout.num_workers", self.num_workers, 1)
         at_least("rollout.drain_s", self.drain_s, 0)
+        within("rollout.max_error_share", self.max_error_share, 0, 1)
         for key in ("tensor_parallel_size", "max_concurrent_samples"):
             at_least(f"rollout.{key}", getattr(self, key), 1)
         at_least("rollout.max_pictures", self.max_pictures, 0)

@@ -15,7 +15,8 @@ VERSIONS = (0.5, 1.5, 2.5, 3.5, 4.5, 8.5, 16.5)
 ON_VLLM, ON_GPU, IN_ENVIRONMENTS = "engine vllm", "GPU whose peak is known", "runs with an environment"
 
 DROP_REASONS = (
-    "stale", "reward_error", "empty_response", "invalid_prompt", "refused_request", "store_lost", "node_lost",
+    "stale", "reward_error", "empty_response", "bad_logprobs", "invalid_prompt", "refused_request", "store_lost",
+    "node_lost",
 )  # fmt: skip
 """Reasons known before any row is dropped, so that their counts begin at 0. Filters and environments name more."""
 REWARD_ERRORS_BY = ("raised", "bad_value", "timeout", "crash")

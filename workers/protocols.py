@@ -4,6 +4,7 @@ The loop that calls an engine is `workers/rollout/worker.py`; the one that calls
 `workers/trainer/worker.py`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -114,6 +115,11 @@ class Completion:
     """Experts of every token that the engine read, the prompt's first: all but the last one of the response. A record
     each (`routed_experts.py`). Empty without `rollout.router_replay`."""
 
+    @property
+    def is_finite(self) -> bool:
+        """True if every log-probability is a finite number."""
+        return math.isfinite(sum(self.logprobs))
+
 
 @dataclass(frozen=True)
 class Publication:
@@ -198,6 +204,10 @@ class RolloutEngine(Protocol):
 
     def sampled(self) -> Sampled:
         """The engine's work so far. May be called at any time; returns at once."""
+
+    async def nonfinite_weights(self) -> list[str]:
+        """Names of weights that are not finite numbers, as the engine has them now. Raises `WeightError` where that
+        cannot be found out, `WorkerDied`."""
 
     async def sleep(self) -> None:
         """Leave the device to others; nothing is in flight. `generate` waits until `wake`; `load` does not."""

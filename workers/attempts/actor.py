@@ -211,4 +211,6 @@ async def ask(
         raise DataError(f"an engine failed at a turn: {error.cause!r:.300}") from None
     except RayError as error:
         raise WorkerDied(f"an engine could not be asked for a turn: {error}") from None
+    if not completion.is_finite:
+        raise DataError(await handle.fault_of.remote(list(prompt_ids), completion))
     return completion

@@ -23,6 +23,7 @@ from penstock.workers.progress import ASLEEP, LOADING, SERVING, Progress
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.metered import MeteredEngine, ThreadedEngine, seconds_per_token
+from penstock.workers.rollout.nonfinite import fault_of
 from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
 from penstock.workers.sample_calls import AdapterEngine, SampleCall, SampleOutput
 from penstock.workers.serving import ServingActor
@@ -76,7 +77,7 @@ class Rollout(ServingActor):
         intake = GroupIntake(
             spec.name, Sampling.of(config.sampling), spec.seed if config.sampling.seeded else None,
             1 if greedy else spec.group_size, config.max_concurrent_samples, spec.num_peers,
-            frozenset() if greedy else config.truncated_to("drop"),
+            frozenset() if greedy else config.truncated_to("drop"), config.max_error_share,
         )  # fmt: skip
         return RolloutWorker(self._engine, intake, timeout_s=config.generate_timeout_s, greedy=greedy)
 
@@ -131,6 +132,11 @@ class Rollout(ServingActor):
         )
         with self._noting_death():
             return list(await asyncio.gather(*calls))
+
+    async def fault_of(self, prompt_ids: Sequence[int], completion: Completion) -> str:
+        """What is wrong with a response to a prompt whose log-probabilities are not finite."""
+        with self._noting_death():
+            return await fault_of(self._engine, self._spec.name, prompt_ids, completion)
 
     async def add_adapter(self, name: str, state: AdapterState) -> None:
         """Serve an adapter from now on. Raises as `AdapterEngine` does."""

@@ -28,6 +28,7 @@ from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.hf_adapters import HfAdapters
 from penstock.workers.rollout.hf_group import Request, Response
 from penstock.workers.rollout.hf_pictures import SeenPrompt
+from penstock.workers.rollout.nonfinite import nonfinite
 from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after, score_prompt
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
 from penstock.workers.routed_experts import RoutingRecorder
@@ -129,6 +130,10 @@ class HfEngine:
                 f"the end of a decode step within {self._spec.phase_timeout_s:g} s. Raise weights.phase_timeout_s."
             ) from None
 
+    async def nonfinite_weights(self) -> list[str]:
+        look = partial(nonfinite, self.model)
+        return await asyncio.get_running_loop().run_in_executor(self._executor(), look)
+
     async def sleep(self) -> None:
         """Leave the device: on a GPU the model goes to the host's memory."""
         executor = self._executor()
@@ -172,8 +177,8 @@ class HfEngine:
             tokenizer = AutoTokenizer.from_pretrained(self._spec.model_path)
             self._processor = PictureProcessor.if_it_sees(self._spec.model_path, self._spec.picture_digest)
             kind = auto_class(AutoConfig.from_pretrained(self._spec.model_path))
-            self.model = kind.from_pretrained(self._spec.model_path, dtype=dtype).eval()
             check_model(self._spec.model_path)
+            self.model = kind.from_pretrained(self._spec.model_path, dtype=dtype).eval()
         except (OSError, ValueError) as error:
             raise ModelError(f"model.path={self._spec.model_path}: the hf engine cannot load it: {error}") from None
         self._detokenizer = Detokenizer(tokenizer)

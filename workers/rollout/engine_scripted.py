@@ -87,6 +87,9 @@ class ScriptedEngine:
         self._versions.append(publication.version)
         self._since.append(asyncio.get_running_loop().time())
 
+    async def nonfinite_weights(self) -> list[str]:
+        return []
+
     async def sleep(self) -> None:
         self._check_open()
         self._awake.clear()

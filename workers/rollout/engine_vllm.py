@@ -212,6 +212,12 @@ class VllmEngine(VllmProcesses):
         call = self.llm.collective_rpc("use_threads", args=(num_threads,))
         await self._in_time(f"use of {num_threads} threads", call, self._spec.phase_timeout_s, PHASE_KEY)
 
+    async def nonfinite_weights(self) -> list[str]:
+        self.check_alive()
+        call = self.llm.collective_rpc("nonfinite_weights")
+        found = await self._in_time("a look at the weights", call, self._spec.phase_timeout_s, PHASE_KEY)
+        return sorted({name for names in found for name in names})
+
     async def version(self) -> int:
         """The version that the engine process reports."""
         self.check_alive()

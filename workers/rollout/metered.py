@@ -78,6 +78,9 @@ class MeteredEngine:
     def sampled(self) -> Sampled:
         return self.engine.sampled()
 
+    async def nonfinite_weights(self) -> list[str]:
+        return await self.engine.nonfinite_weights()
+
     async def sleep(self) -> None:
         await self.engine.sleep()
 

@@ -42,7 +42,8 @@ def choose_tokens(logprobs_BV: torch.Tensor, uniforms_B: torch.Tensor | None) ->
     total_B1 = cumulative_BV[:, -1:]
     below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
     targets_B1 = torch.minimum(uniforms_B[:, None] * total_B1, below_total_B1)
-    return torch.searchsorted(cumulative_BV, targets_B1, right=True)[:, 0]
+    last = logprobs_BV.shape[-1] - 1  # beyond it is only what has no numbers, which is told where it is written
+    return torch.searchsorted(cumulative_BV, targets_B1, right=True)[:, 0].clamp(max=last)
 
 
 def draw_uniforms(num_samples: int, num_draws: int, seed: int | None) -> torch.Tensor:

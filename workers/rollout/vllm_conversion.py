@@ -32,7 +32,7 @@ CPU_BATCHED_TOKENS = 4096
 CPU_BLOCK_TOKENS = 32
 """Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
 
-WORKER_THREADS = "penstock.workers.rollout.vllm_extensions.WorkerThreads"
+WORKER_CALLS = "penstock.workers.rollout.vllm_extensions.WorkerCalls"
 WORKER_WITH_HEADS = "penstock.workers.rollout.vllm_heads.WorkerWithHeads"
 
 
@@ -59,6 +59,7 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
         "weight_transfer_config": WeightTransferConfig(backend=vllm_backend(spec.transport)),
         "enable_prefix_caching": True,
         "disable_log_stats": True,
+        "worker_extension_cls": WORKER_CALLS,
         "use_tqdm_on_load": False,
         "seed": 0,
     }
@@ -66,7 +67,6 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
         arguments["gpu_memory_utilization"] = config.gpu_share
         arguments["enable_sleep_mode"] = shares_gpu(config)
     else:
-        arguments["worker_extension_cls"] = WORKER_THREADS
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         arguments["block_size"] = CPU_BLOCK_TOKENS
         # A seeded request whose prefill is cut in two has its generator set back, which CPU generators cannot do.

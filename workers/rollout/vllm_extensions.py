@@ -1,13 +1,15 @@
-"""Extensions of vLLM, by its own interfaces: what an engine notes after each step, and a call that its worker processes
+"""Extensions of vLLM, by its own interfaces: what an engine notes after each step, and calls that its worker processes
 answer. Imports vLLM, and so is imported late.
 
     VllmStats       `stat_loggers` of `AsyncLLM`: its queue, its KV cache, its prefix cache, noted in `Meters`
-    WorkerThreads   `worker_extension_cls`: how many threads compute in a worker process
+    WorkerCalls     `worker_extension_cls`: how many threads compute in a worker process, and whether its weights are
+                    finite
 
 vLLM's CPU worker takes `torch.set_num_threads` away from its process once it binds threads. It imports this module
 before, and Penstock's engines bind none.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import set_num_threads
@@ -15,6 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from penstock.metering import table
 from penstock.metering.meters import Meters
+from penstock.workers.rollout.nonfinite import nonfinite
 
 
 class VllmStats:
@@ -54,8 +57,15 @@ class _Logger(StatLoggerBase):
         """Do nothing: there is nothing to note of the engine's settings."""
 
 
-class WorkerThreads:
+class WorkerCalls:
     """The extension of vLLM's worker."""
+
+    get_model: Callable[[], Any]
+    """vLLM's own method."""
+
+    def nonfinite_weights(self) -> list[str]:
+        """Names of weights that are not finite numbers."""
+        return nonfinite(self.get_model())
 
     def use_threads(self, num_threads: int) -> None:
         """Compute with this number of threads from the next decode step on."""

@@ -22,7 +22,7 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from penstock.workers.rollout.vllm_extensions import WorkerThreads
+from penstock.workers.rollout.vllm_extensions import WorkerCalls
 
 
 class AdaptedHead:
@@ -92,5 +92,5 @@ for _kind in (Qwen2WithHead, Qwen3WithHead, LlamaWithHead, MistralWithHead):
     ModelRegistry.register_model(_kind.__mro__[2].__name__, _kind)
 
 
-class WorkerWithHeads(WorkerThreads):
+class WorkerWithHeads(WorkerCalls):
     """The extension of vLLM's worker; its module is what is needed."""

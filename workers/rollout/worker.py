@@ -18,17 +18,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.algorithms.graph.columns import ROUTED_EXPERTS
-from penstock.conf.errors import DataError, DeadlineExceeded, LeaseExpired, PromptRefused, WorkerFailed
+from penstock.conf.errors import DataError, DeadlineExceeded, EngineFailure, LeaseExpired, PromptRefused, WorkerFailed
+from penstock.conf.rollout import RolloutConfig
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
 from penstock.store.errors import LeaseSuperseded
 from penstock.workers.concurrent_tasks import BusyClock, cancel_all
+from penstock.workers.error_share import ErrorShare
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
+from penstock.workers.rollout.nonfinite import fault_of
 from penstock.workers.trajectory import truncated_by
 
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
+BAD_LOGPROBS = "bad_logprobs"
+ERROR_WINDOW = 100
+"""Number of samples over which the share of bad ones is taken."""
 Place = tuple[int, int]
 """A lease and a group of it."""
 Written = tuple[int, int]
@@ -62,6 +68,8 @@ class GroupIntake:
     """Number of workers of this kind, which share the groups."""
     dropped: frozenset[str] = frozenset()
     """Limits whose truncated samples are dropped (`rollout.truncated`)."""
+    max_error_share: float = RolloutConfig.max_error_share
+    """Share of the last samples that may have bad log-probabilities."""
 
     @property
     def max_groups(self) -> int:
@@ -81,10 +89,12 @@ class RolloutWorker:
         """`timeout_s`: limit of a group, in seconds. `greedy`: serve the greedy stage instead, one response for all
         samples of a group."""
         self._engine, self._intake, self._timeout_s, self._greedy = engine, intake, timeout_s, greedy
+        self._errors = ErrorShare(intake.max_error_share, ERROR_WINDOW, "samples", "rollout", EngineFailure)
         self._loop = GroupLoop(GREEDY_STAGE if greedy else STAGE, intake, self._roll, may_be_answered_twice=not greedy)
 
     async def run(self, store: StoreClient) -> None:
-        """Serve the store until it closes. Raises `WorkerDied` and `DeadlineExceeded` of the engine."""
+        """Serve the store until it closes. Raises `WorkerDied` and `DeadlineExceeded` of the engine, `EngineFailure`
+        when too many samples have bad log-probabilities."""
         await self._loop.run(store)
 
     def stats(self) -> dict[str, float]:
@@ -104,18 +114,30 @@ class RolloutWorker:
                 await store.write(lease, rows.row_ids, {"greedy_text": [completions[0].text] * len(rows)})
             return None
         reasons = [self._reason_against(completion) for completion in completions]
+        fault = ""
+        if BAD_LOGPROBS in reasons:
+            prompt_ids, bad = rows.arrays("prompt_ids")[0].tolist(), completions[reasons.index(BAD_LOGPROBS)]
+            fault = await fault_of(self._engine, self._intake.name, prompt_ids, bad)
         for reason in sorted({*reasons} - {""}):
             lost = [position for position, found in enumerate(reasons) if found == reason]
-            await store.drop(lease, rows.row_ids[lost], reason, f"group {group_id}: {len(lost)} of {len(reasons)}")
+            detail = f"group {group_id}: {len(lost)} of {len(reasons)}" + (
+                f". {fault}" if reason == BAD_LOGPROBS else ""
+            )
+            await store.drop(lease, rows.row_ids[lost], reason, detail)
+        for reason in reasons:
+            self._errors.add(fault if reason == BAD_LOGPROBS else None)
         kept = [position for position, reason in enumerate(reasons) if not reason]
         if kept:
             await store.write(lease, rows.row_ids[kept], response_columns([completions[i] for i in kept]))
+        self._errors.check()
         return len(kept), sum(len(completion.token_ids) for completion in completions)
 
     def _reason_against(self, completion: Completion) -> str:
         """The reason to drop a response; empty for one that counts."""
         if not completion.token_ids:
             return "empty_response"
+        if not completion.is_finite:
+            return BAD_LOGPROBS
         return truncated_by(completion.finish_reason) if completion.finish_reason in self._intake.dropped else ""
 
     async def _generate(self, group_id: int, rows: Rows, num_samples: int) -> list[Completion]:

@@ -239,6 +239,25 @@ def test_after_a_load_samples_come_from_the_new_weights(served) -> None:
         assert_logprobs_match(served, completion, Sampling())
 
 
+def test_weights_that_are_not_finite_are_named_and_their_samples_are_not_finite(served) -> None:
+    assert served.call(served.engine.nonfinite_weights()) == []
+    if served.adapter is not None:
+        return
+    norm = served.model.model.norm.weight
+    kept = norm.detach().clone()
+    with torch.no_grad():
+        norm[3] = torch.nan
+    served.call(served.engine.load(served.change_weights(seed=8)))
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 1}):
+        assert not generate(served, 1, max_tokens=4, ignore_eos=True, **sampling)[0].is_finite
+    assert served.call(served.engine.nonfinite_weights()) == ["model.norm.weight"]
+    with torch.no_grad():
+        norm.copy_(kept)
+    served.call(served.engine.load(served.change_weights(seed=9)))
+    assert served.call(served.engine.nonfinite_weights()) == []
+    assert generate(served, 1, max_tokens=4)[0].is_finite
+
+
 def test_sequences_in_flight_go_on_under_the_new_weights_and_say_so(served) -> None:
     old_version = served.version
     old_state = {name: tensor.clone() for name, tensor in served.model.state_dict().items()}

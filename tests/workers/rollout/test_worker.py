@@ -1,14 +1,15 @@
 """The pull loop: everything leased is written once, as much at a time as the engine takes, and failures are named."""
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
-from penstock.conf.errors import DataError, DeadlineExceeded, PromptRefused, WorkerDied, WorkerFailed
+from penstock.conf.errors import DataError, DeadlineExceeded, EngineFailure, PromptRefused, WorkerDied, WorkerFailed
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
@@ -165,6 +166,59 @@ def test_responses_that_were_cut_are_dropped_where_the_run_wants_it() -> None:
         return await client.stats()
 
     assert asyncio.run(scenario())["dropped/truncated_by_length"] == 4
+
+
+class Broken(ScriptedEngine):
+    """Gives NaN for the second token of the first sample of some prompts."""
+
+    prompts: Container[int] = (10,)
+    weights: Sequence[str] = ()
+
+    async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+        first, *others = await super().generate(prompt_ids, num_samples, sampling)
+        if prompt_ids[0] in self.prompts:
+            first = replace(first, logprobs=[first.logprobs[0], math.nan, *first.logprobs[2:]])
+        return [first, *others]
+
+    async def nonfinite_weights(self) -> list[str]:
+        return [*self.weights]
+
+
+@pytest.mark.parametrize("weights", [(), ("model.norm.weight",)])
+def test_a_sample_without_a_logprob_is_dropped_and_told_with_engine_version_prompt_and_weights(
+    weights: tuple[str, ...],
+) -> None:
+    async def scenario() -> tuple[dict[str, float], list[str]]:
+        client, engine = StoreClient(make_store()), Broken(version=3)
+        engine.weights = weights
+        running = asyncio.create_task(make_worker(engine).run(client))
+        await client.put_groups(prompts(4))
+        assert await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 10) is not None
+        found = await client.stats(), (await client.describe())["last_drops"]
+        await client.close("the test is over")
+        await running
+        return found
+
+    stats, drops = asyncio.run(scenario())
+    assert stats["dropped/bad_logprobs"] == 1
+    (told,) = [line for line in drops if "bad_logprobs" in line]
+    assert "Rollout-0: the log-probability of token 2 of 5 is nan, at version 3, after a prompt of " in told
+    assert "tokens (10" in told
+    if weights:
+        assert "1 of its weights are not finite: model.norm.weight." in told
+    else:
+        assert "Its weights are all finite: the cause is in what the engine computes." in told
+
+
+def test_too_many_samples_without_logprobs_end_the_run() -> None:
+    async def scenario() -> None:
+        client, engine = StoreClient(make_store(groups_per_step=64, max_active_groups=64)), Broken()
+        engine.prompts = range(1000)
+        await client.put_groups(prompts(64))
+        with pytest.raises(EngineFailure, match=r"2\d of the last \d+ samples failed, .* Rollout-0: the log-prob.*nan"):
+            await asyncio.wait_for(make_worker(engine).run(client), 60)
+
+    asyncio.run(scenario())
 
 
 def test_empty_responses_are_dropped_and_counted() -> None:
