@@ -206,7 +206,7 @@ class TemplateFormat:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=described, tokenize=False, add_generation_prompt=for_answer, **self._template_kwargs
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise DataError(f"the model's chat template does not take this conversation: {error}.") from error
         return str(text)
 

@@ -134,8 +134,8 @@ def _call_written(write: Write, question: str, plain: str, after_content: str, a
         return ToolSupport()
     for name in READERS:
         if (rest := _rest(name, written.call)) is not None:
-            ending = written.call[written.call.rindex(rest) :] if rest else ""
-            return replace(written, reader=name, ending=ending)
+            begin = written.call.rfind(rest) if rest else len(written.call)
+            return replace(written, reader=name, ending=written.call[begin:] if begin >= 0 else None)
         if after_content and _rest(name, written.call.removesuffix(after_content)) is not None:
             return replace(written, reader=name)
     return written

@@ -88,6 +88,14 @@ def test_the_reader_is_the_one_that_reads_what_the_template_writes(name: str) ->
         assert not form.tool_support.call
 
 
+@pytest.mark.parametrize("name", TRL_TEMPLATES)
+def test_models_that_see_have_the_same_reader(name: str) -> None:
+    """Templates of models of text may take no lists of parts; they are never given some."""
+    support = TemplateFormat(trl_tokenizer(name), in_parts=True).tool_support
+    sees = name.startswith(("gemma4", "diffusion", "lfm2_2_5", "muse", "qwen3_5", "qwen3_6", "qwen3_8", "qwen3_vl"))
+    assert support.reader == reader_of(name) if sees else support.reader in ("", reader_of(name))
+
+
 @pytest.mark.parametrize("name", with_tools())
 def test_arguments_of_all_types_come_back_as_they_were(name: str) -> None:
     form = form_of(name)
