@@ -2,10 +2,10 @@
 
 from collections import deque
 
-from penstock.conf.errors import PenstockError
+from penstock.conf.errors import PenstockError, RewardFailure
 
 EARLY_ERRORS = 20
-"""Number of failures from the start, without a success, that end a run."""
+"""Number of results that, if all of them failed, end a run before the window is full."""
 
 
 class ErrorShare:
@@ -15,12 +15,15 @@ class ErrorShare:
     failures from the start. `max_share=1` never ends a run.
     """
 
-    def __init__(self, max_share: float, window: int, what: str, key: str, error: type[PenstockError]) -> None:
+    def __init__(
+        self, max_share: float, window: int, what: str = "rewards", key: str = "reward",
+        error: type[PenstockError] = RewardFailure,
+    ) -> None:  # fmt: skip
         """`what`: name of what is counted, for messages. `key`: the section of the configuration that has
         max_error_share. `error`: raised where too many have failed."""
         self.max_share, self.window, self._what, self._key, self._error = max_share, window, what, key, error
         self.recent: deque[bool] = deque(maxlen=window)
-        self.succeeded = self.failed = 0
+        self.succeeded = self.failed = self.not_counted = 0
         self.last_error = ""
 
     def add(self, error: str | None) -> None:
@@ -32,8 +35,17 @@ class ErrorShare:
         else:
             self.succeeded += 1
 
+    def leave_out(self) -> None:
+        """Note a sample that does not count. A run of nothing else ends, too."""
+        self.not_counted += 1
+
     def check(self) -> None:
-        """Raise the error, with the last failure, if too many have failed."""
+        """Raise the error, with the last failure, if too many have failed, or nothing has counted."""
+        if self.max_share < 1 and not self.succeeded + self.failed and self.not_counted >= self.window:
+            raise self._error(
+                f"the first {self.not_counted} {self._what} were all None, which is TRL's word for a sample that does "
+                "not count. Check the columns that the function reads."
+            )
         failures, seen = sum(self.recent), len(self.recent)
         hopeless = self.max_share < 1 and self.succeeded == 0 and self.failed >= min(EARLY_ERRORS, self.window)
         if hopeless or failures > self.max_share * self.window:

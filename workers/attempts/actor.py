@@ -24,6 +24,7 @@ from penstock.workers.attempts.worker import ERROR_WINDOW, AttemptColumns, Envir
 from penstock.workers.contained import containing
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
+from penstock.workers.error_share import ErrorShare
 from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.gateway.http.server import AttemptKeys, HttpServer, told_address
@@ -34,7 +35,6 @@ from penstock.workers.processes import children, end_children
 from penstock.workers.progress import Progress
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Completion, Sampling
-from penstock.workers.reward.result import ErrorShare
 from penstock.workers.rollout.worker import GroupIntake
 from penstock.workers.serving import ServingActor
 from penstock.workers.trajectory import Trajectory

@@ -11,19 +11,14 @@ process reports it to its pool by messages: short lines of JSON, checked before 
 The process runs a user's code on a model's text, so nothing that it sends is unpickled, and no line is read that is
 longer than `MAX_BYTES`. (The pool's own messages are pickled: what comes from there is trusted, and a function must be
 sent.)
-
-`ErrorShare` says when so many results have failed that a run cannot go on.
 """
 
 import json
 import math
 import traceback
-from collections import deque
 from collections.abc import AsyncIterator, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from penstock.conf.errors import RewardFailure
 
 KINDS = ("raised", "bad_value", "timeout", "crash")
 MAX_TEXT = 2_000
@@ -35,8 +30,6 @@ MAX_BYTES = 64 * 1024
 """Largest line, in bytes: several times what the longest text takes."""
 MAX_REFUSAL = 4_000
 """Largest number of characters that say why a function cannot be loaded."""
-EARLY_ERRORS = 20
-"""Number of results that, if all of them failed, end a run before the window is full."""
 ORDERS = ("sequential", "together")
 
 
@@ -138,51 +131,6 @@ def _number(value: Any) -> float | RewardError:
     if not math.isfinite(number):
         return RewardError("bad_value", f"returned {number}; a reward is finite.")
     return number
-
-
-class ErrorShare:
-    """Counts results and says when too many have failed.
-
-    Too many are more failures among the last `window` results than `max_share` of a full window, or nothing but
-    failures from the start. `max_share=1` never ends a run.
-    """
-
-    def __init__(self, max_share: float, window: int, what: str = "rewards", key: str = "reward") -> None:
-        """`what`: name of what is counted, for messages. `key`: the section of the configuration that has
-        max_error_share."""
-        self.max_share, self.window, self._what, self._key = max_share, window, what, key
-        self.recent: deque[bool] = deque(maxlen=window)
-        self.succeeded = self.failed = self.not_counted = 0
-        self.last_error = ""
-
-    def add(self, error: str | None) -> None:
-        """Count one result: None, or what it failed with."""
-        self.recent.append(error is not None)
-        if error is not None:
-            self.failed += 1
-            self.last_error = error
-        else:
-            self.succeeded += 1
-
-    def leave_out(self) -> None:
-        """Note a sample that does not count. A run of nothing else ends, too."""
-        self.not_counted += 1
-
-    def check(self) -> None:
-        """Raise `RewardFailure` with the last error if too many have failed, or nothing has counted."""
-        if self.max_share < 1 and not self.succeeded + self.failed and self.not_counted >= self.window:
-            raise RewardFailure(
-                f"the first {self.not_counted} {self._what} were all None, which is TRL's word for a sample that does "
-                "not count. Check the columns that the function reads."
-            )
-        failures, seen = sum(self.recent), len(self.recent)
-        hopeless = self.max_share < 1 and self.succeeded == 0 and self.failed >= min(EARLY_ERRORS, self.window)
-        if hopeless or failures > self.max_share * self.window:
-            raise RewardFailure(
-                f"{failures} of the last {seen} {self._what} failed, more than "
-                f"{self._key}.max_error_share={self.max_share:g} of {self.window} allows. The last one: "
-                f"{self.last_error} Mend what fails, or raise {self._key}.max_error_share."
-            )
 
 
 class BadMessageError(ValueError):

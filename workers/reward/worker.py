@@ -22,8 +22,9 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
 from penstock.workers.concurrent_tasks import BusyClock, run_all
+from penstock.workers.error_share import ErrorShare
 from penstock.workers.reward.response import Response
-from penstock.workers.reward.result import ErrorShare, RewardError, RewardResult
+from penstock.workers.reward.result import RewardError, RewardResult
 
 DROP_REASON, NOT_COUNTED = "reward_error", "no_reward"
 """Reasons to drop a sample: its reward failed; the function gave None for it."""
