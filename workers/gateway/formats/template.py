@@ -8,12 +8,12 @@ them and the next answer is the difference of two of its texts:
 
 A template that does not begin the second text with the first one has rewritten its history (some strip the thinking of
 earlier answers); then the sampled tokens cannot be continued. Thinking that is empty does not count, nor do line ends
-before an answer: Qwen3 writes that thinking into the last answer alone, and strips line ends there; neither changes
-what was said.
+before an answer: Qwen3 writes that thinking into the last answer alone, Qwen3.5 into all answers since the last
+question, and Qwen3 strips line ends there; neither changes what was said.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -75,9 +75,9 @@ class TemplateFormat:
     ) -> list[int] | None:
         so_far = [*before, _without_first_line_ends(turn.message)]
         closed, going_on = self._text(so_far, tools), self._text([*so_far, *new], tools, for_answer=True)
-        if not going_on.startswith(closed) and not turn.message.get("reasoning_content"):
-            closed = _without_last(EMPTY, closed)
-        if not going_on.startswith(closed):
+        written = [closed] if turn.message.get("reasoning_content") else _without_last(EMPTY, closed)
+        closed = next((text for text in written if going_on.startswith(text)), "")
+        if not closed:
             return None
         more = self._encode(self._ending_after(turn.message) + going_on[len(closed) :])
         has_ended = turn.output_ids and turn.output_ids[-1] in (*more[:1], *self._other_ending_ids)
@@ -214,9 +214,12 @@ class TemplateFormat:
         return list(self._tokenizer(encodable(text), add_special_tokens=False)["input_ids"])
 
 
-def _without_last(pattern: re.Pattern[str], text: str) -> str:
-    found = list(pattern.finditer(text))
-    return text[: found[-1].start()] + text[found[-1].end() :] if found else text
+def _without_last(pattern: re.Pattern[str], text: str) -> Iterator[str]:
+    """The text without the last 0, 1, 2, … places where the pattern is found."""
+    yield text
+    for match in reversed(list(pattern.finditer(text))):
+        text = text[: match.start()] + text[match.end() :]
+        yield text
 
 
 def _without_first_line_ends(message: Message) -> Message:

@@ -40,6 +40,8 @@ RICH_TOOL = {"type": "function", "function": {
 }}  # fmt: skip
 SEEING = ("idefics3", "llava_next", "smolvlm")
 """Templates that take nothing but lists of parts."""
+REWRITING = ("gptoss", "nemotron_3", "qwen3_5_think", "qwen3_6")
+"""Templates that write an earlier answer in another way when a question follows."""
 UNESCAPED = ("lfm2_2_5", "lfm2_2_5_v2")
 """Templates that write texts with line ends and quotes so that nobody can read them."""
 
@@ -115,25 +117,48 @@ def test_a_call_without_arguments_is_read(name: str) -> None:
     assert [(call.name, call.arguments) for call in answer.calls] == [(NAME, {})]
 
 
+def turn_of(form: TemplateFormat, number: int, prompt: list[int], said: str, ending: int) -> Turn:
+    begun = text_of(form, prompt).rstrip().endswith("<think>") and "</think>" not in said
+    sampled = [*ids(form, ("hm\n</think>\n\n" if begun else "") + said), ending]
+    read = form.read(sampled, [TOOL], prompt, number)
+    nothing = [0.0] * len(sampled)
+    return Turn(number, None, read.message, read.calls, prompt, sampled, nothing, [0] * len(sampled), "stop")
+
+
+def text_of(form: TemplateFormat, token_ids: Sequence[int]) -> str:
+    return str(form._tokenizer.decode(token_ids))
+
+
 @pytest.mark.parametrize("name", with_tools())
-def test_a_call_is_made_and_its_result_is_read_behind_the_sampled_tokens(name: str) -> None:
+def test_a_call_its_result_and_another_question_follow_the_sampled_tokens(name: str) -> None:
     form = form_of(name)
-    prompt = form.prompt_ids([QUESTION], [TOOL])
-    begun = str(form._tokenizer.decode(prompt)).rstrip().endswith("<think>")
     said = answer_of(form, {"word": "quokka", "count": 41})
-    ending = form._tokenizer.decode((form._call_ending_ids or form._ending_ids)[:1])
-    sampled = ids(form, ("hm\n</think>\n\n" if begun and "</think>" not in said else "") + said + ending)
-    read = form.read(sampled, [TOOL], prompt)
-    assert [(call.name, call.arguments) for call in read.calls] == [(NAME, {"word": "quokka", "count": 41})]
-    turn = Turn(0, None, read.message, read.calls, prompt, sampled, [0.0] * len(sampled), [0] * len(sampled), "stop")
-    result = {"role": "tool", "tool_call_id": read.calls[0].id, "name": NAME, "content": "a marsupial"}
-    following = form.next_prompt_ids(turn, [QUESTION], [result], [TOOL])
-    assert following is not None
-    assert following[: len(prompt) + len(sampled)] == [*prompt, *sampled]
-    added = str(form._tokenizer.decode(following[len(prompt) + len(sampled) :]))
-    assert added.count("a marsupial") == 1
-    whole = str(form._tokenizer.decode(form.prompt_ids([QUESTION, read.message, result], [TOOL])))
-    assert whole.endswith(added)
+    ending = (form._call_ending_ids or form._ending_ids)[0]
+    one = turn_of(form, 0, form.prompt_ids([QUESTION], [TOOL]), said, ending)
+    assert [(call.name, call.arguments) for call in one.calls] == [(NAME, {"word": "quokka", "count": 41})]
+    result = {"role": "tool", "tool_call_id": one.calls[0].id, "name": NAME, "content": "a marsupial"}
+    so_far: list[Any] = [QUESTION, one.message, result]
+    prompt = form.next_prompt_ids(one, [QUESTION], [result], [TOOL])
+    assert prompt is not None
+    assert added(form, one, prompt).count("a marsupial") == 1
+    assert text_of(form, form.prompt_ids(so_far, [TOOL])).endswith(added(form, one, prompt))
+
+    two = turn_of(form, 1, prompt, "So it is.", form._ending_ids[0])
+    assert (two.message["content"], list(two.calls)) == ("So it is.", [])
+    last = form.next_prompt_ids(two, so_far, [QUESTION], [TOOL])
+    whole = text_of(form, form.prompt_ids([*so_far, two.message, QUESTION], [TOOL]))
+    assert "So it is." in whole
+    if last is None:
+        assert name.startswith(REWRITING)
+    else:
+        assert whole.endswith(added(form, two, last))
+
+
+def added(form: TemplateFormat, turn: Turn, prompt: Sequence[int]) -> str:
+    """What stands in a prompt behind the tokens of a turn, which it begins with."""
+    before = [*turn.prompt_ids, *turn.output_ids]
+    assert list(prompt[: len(before)]) == before
+    return text_of(form, prompt[len(before) :])
 
 
 @pytest.mark.parametrize("name", with_tools())
