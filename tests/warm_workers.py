@@ -185,7 +185,7 @@ def fork_for(caller: socket.socket) -> int:
     """As `os.fork`; the child lives where the caller does, on this machine or on one that is made of namespaces."""
     from machines.enter import KINDS, join
 
-    pid, _, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid = _peer(caller)
     if _is_with(pid, "pid"):
         with _process(pid) as there:
             forked = os.fork()
@@ -231,6 +231,8 @@ def become(caller: socket.socket) -> None:
     """Run the caller's program with its environment and its open files; end when the caller ends."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with suppress(OSError):  # the caller has ended
+        _lead_as(caller)
     message, files, _, _ = socket.recv_fds(caller, MAX_REQUEST, MAX_FILES)
     request = marshal.loads(message)
     caller = socket.socket(fileno=_moved(caller.detach(), HIGH))
@@ -261,6 +263,21 @@ def become(caller: socket.socket) -> None:
             stream.flush()
     caller.send(str(status).encode())
     os._exit(status)
+
+
+def _lead_as(caller: socket.socket) -> None:
+    """Lead a session or a process group where the caller leads one: a raylet kills the groups of its workers."""
+    pid = _peer(caller)
+    if os.getsid(pid) == pid:
+        os.setsid()
+    elif os.getpgid(pid) == pid:
+        os.setpgid(0, 0)
+
+
+def _peer(caller: socket.socket) -> int:
+    """Number of the process at the other end."""
+    pid, _, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid)
 
 
 def _moved(file: int, above: int) -> int:
