@@ -19,7 +19,6 @@ from penstock.workers.prompts.curriculum import Curriculum, CurriculumState
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DataPart, DatasetRow, Needs, PromptDataset
 from penstock.workers.prompts.held_out import HeldOutProblems
-from penstock.workers.prompts.identity import DataIdentity
 from penstock.workers.prompts.rows import check_texts, first_of
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits, load_tokenizer
@@ -52,13 +51,11 @@ def open_source(
     processor = PictureProcessor.of(model_path, picture_digest) if config.rollout.max_pictures else None
     encoder = encoder_of(config, load_tokenizer(model_path), processor, rows_are)
     if held_out:
-        return PromptSource(
-            dataset, encoder, config.data, start, rows_are=rows_are, once=True, needs_answer=needs_answer
-        )
+        return PromptSource(dataset, encoder, start, rows_are=rows_are, once=True, needs_answer=needs_answer)
     return PromptSource(
-        dataset, encoder, config.data, start,
+        dataset, encoder, start,
         rows_are=rows_are, held_out=open_held_out(config), curriculum=_curriculum(config, start or PromptStart()),
-        needs_answer=needs_answer, identity=DataIdentity.of(dataset, config.data),
+        needs_answer=needs_answer,
     )  # fmt: skip
 
 

@@ -9,10 +9,10 @@ even if another source put them. `cursor_after` is for checkpoints.
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from penstock.algorithms.graph.columns import HINTED, OPENS_THINKING
-from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
@@ -69,7 +69,6 @@ class PromptSource:
         self,
         dataset: PromptDataset,
         encoder: PromptEncoder,
-        data: DataConfig,
         start: PromptStart | None = None,
         *,
         rows_are: str = "prompts",
@@ -77,12 +76,11 @@ class PromptSource:
         held_out: HeldOutProblems | None = None,
         curriculum: Curriculum | None = None,
         needs_answer: bool = False,
-        identity: DataIdentity | None = None,
     ) -> None:
         """`rows_are`: "prompts", "tasks", or rows with responses: "demonstrations", "preferences". `once`: one epoch,
         in the dataset's own order. `held_out`: problems that are left out. `curriculum`: at the same start; None: all
-        rows are taken. `needs_answer`: the reward needs each prompt's answer. `identity`: that of
-        the dataset, for checkpoints."""
+        rows are taken. `needs_answer`: the reward needs each prompt's answer."""
+        data = encoder.data
         self.dataset, self.encoder, self.rows_are = dataset, encoder, rows_are
         self.skips = data.too_long == "skip"
         self.num_too_long = 0
@@ -94,12 +92,17 @@ class PromptSource:
         self._held_out = held_out or HeldOutProblems()
         self._needs = Needs.of(data, rows_are, needs_answer)
         start = start or PromptStart()
-        self._identity, self._first_rows = identity, start.num_rows
+        self._first_rows = start.num_rows
         shuffle = data.shuffle and not once
         self._order = PromptOrder(len(dataset), data.seed, start.cursor, shuffle=shuffle, first_rows=start.num_rows)
         self._once, self._curriculum = once, curriculum
         self._start = Drawn(start.first_group, start.cursor)
         self._drawn: deque[Drawn] = deque([self._start], maxlen=REMEMBERED_CURSORS)
+
+    @cached_property
+    def identity(self) -> DataIdentity:
+        """Identity of the data, for checkpoints."""
+        return DataIdentity.of(self.dataset, self.encoder.data)
 
     @property
     def cursor(self) -> PromptCursor:
@@ -128,7 +131,7 @@ class PromptSource:
         curriculum = None if self._curriculum is None else self._curriculum.state_before(num_groups)
         cursor = self.cursor_after(num_groups)
         num_rows = self._first_rows if cursor.epoch <= self._start.cursor.epoch else None
-        return PromptStart(cursor, num_groups, curriculum, self._identity, num_rows)
+        return PromptStart(cursor, num_groups, curriculum, self.identity, num_rows)
 
     def go_to(self, num_groups: int) -> None:
         """Go on as if the first `num_groups` groups of the run, and no more, had been drawn. Raises `DataError` if the

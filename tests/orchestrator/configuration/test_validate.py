@@ -251,7 +251,7 @@ def found(name: str, *words: str) -> str:
     return next(check for check in checks(config, flow, plan_actors(flow, config)) if check.name == name).look()
 
 
-def test_rows_without_an_answer_are_told_and_refused_where_the_reward_asks_for_one(tmp_path: Path) -> None:
+def test_rows_without_an_answer_are_told_and_refused_where_one_is_needed(tmp_path: Path) -> None:
     answers: list[str | float | None] = ["1", None, float("nan"), "2"]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"question": f"{i}?", "answer": one}) + "\n" for i, one in enumerate(answers)))

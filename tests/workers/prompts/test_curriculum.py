@@ -138,7 +138,7 @@ def source_of(
     state = start.curriculum or CurriculumState(start.first_group)
     curriculum = Curriculum(data.curriculum, 0, PER_STEP, LAG, state)
     curriculum.hear(heard)
-    return PromptSource(open_dataset(data, EvaluationConfig()), encoder, data, start, curriculum=curriculum)
+    return PromptSource(open_dataset(data, EvaluationConfig()), encoder, start, curriculum=curriculum)
 
 
 def reward_of(task: str, row: int) -> float:

@@ -162,7 +162,7 @@ def test_a_source_that_goes_on_draws_what_it_would_have_drawn(passed: int, more:
 
     def made(start: PromptStart | None = None) -> PromptSource:
         encoder = PromptEncoder(None, data, TokenLimits(10, 10, "room"))
-        return PromptSource(tasks, encoder, data, start, rows_are="tasks", held_out=held_out)
+        return PromptSource(tasks, encoder, start, rows_are="tasks", held_out=held_out)
 
     straight, other = made(), made()
     straight.next_groups(passed)

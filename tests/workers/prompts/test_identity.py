@@ -156,7 +156,7 @@ def source(path: Path, start: PromptStart | None = None, **settings: Any) -> Pro
     data = DataConfig(path=str(path), **settings)
     dataset = opened(data)
     encoder = PromptEncoder(Characters(), data, TokenLimits(50, 50, "room"))
-    return PromptSource(dataset, encoder, data, start, identity=DataIdentity.of(dataset, data))
+    return PromptSource(dataset, encoder, start)
 
 
 def drawn(one: PromptSource, count: int) -> list[str]:

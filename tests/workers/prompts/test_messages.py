@@ -115,7 +115,7 @@ def played(tmp_path: Path, row: dict[str, Any], **settings: Any) -> environments
     dataset = open_dataset(data, EvaluationConfig())
     assert dataset is not None
     encoder = PromptEncoder(Tokenizer(), data, TokenLimits(10, 10, "room"))
-    (group,) = PromptSource(dataset, encoder, data, rows_are="tasks").next_groups(1)
+    (group,) = PromptSource(dataset, encoder, rows_are="tasks").next_groups(1)
     return environments.Task.from_json(group["task"])
 
 

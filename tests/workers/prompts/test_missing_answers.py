@@ -46,7 +46,7 @@ def opened(path: Path, **data: Any) -> PromptDataset:
 def source(path: Path, *, rows_are: str = "prompts", needs: bool = True, **data: Any) -> PromptSource:
     config = DataConfig(path=str(path), shuffle=False, **data)
     encoder = PromptEncoder(Characters(), config, TokenLimits(50, 50, "room"))
-    return PromptSource(opened(path, **data), encoder, config, rows_are=rows_are, once=True, needs_answer=needs)
+    return PromptSource(opened(path, **data), encoder, rows_are=rows_are, once=True, needs_answer=needs)
 
 
 def test_null_and_nan_are_no_answer_and_no_text(path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_dataset_of_nothing_else_says_why(path: Path) -> None:
     config = make_config(path, no_answer="skip", columns=ColumnsConfig(answer=None))
     encoder, dataset = encoder_of(config, Characters(), None), opened(path, columns=config.data.columns)
     with pytest.raises(DataError, match=r"data\.no_answer=skip leaves out \d rows, and none is left of the 4"):
-        PromptSource(dataset, encoder, config.data, needs_answer=True).next_groups(1)
+        PromptSource(dataset, encoder, needs_answer=True).next_groups(1)
     with pytest.raises(DataError, match=r"data\.no_answer=skip leave out all of the 4 rows: 4 have no answer"):
         check_prompts(dataset, encoder, config, needs=Needs.of(config.data, "prompts", answer=True))
 

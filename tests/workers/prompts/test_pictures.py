@@ -251,7 +251,7 @@ def test_the_environment_gets_the_conversation_with_its_pictures(tmp_path: Path)
     data = DataConfig(path=str(tmp_path / "train.jsonl"), columns=columns)
     dataset = open_dataset(data, EvaluationConfig(every_steps=0))
     assert dataset is not None
-    (group,) = PromptSource(dataset, encoder_of_fresh(chat_template=True), data, rows_are="tasks").next_groups(1)
+    (group,) = PromptSource(dataset, encoder_of_fresh(chat_template=True), rows_are="tasks").next_groups(1)
     assert group["pictures"] == [RED, DARK]
     task = Task.from_json(group["task"], group["pictures"])
     assert [message["content"] for message in task.messages] == ["Look.", [

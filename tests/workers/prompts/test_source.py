@@ -66,7 +66,7 @@ def make_source(path, *, tokenizer=None, rows_are="prompts", cursor=None, first_
     limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
     encoder = PromptEncoder(tokenizer or Characters(), config.data, limits)
     return PromptSource(
-        dataset, encoder, config.data, PromptStart(cursor or PromptCursor(), first_group), rows_are=rows_are, once=once
+        dataset, encoder, PromptStart(cursor or PromptCursor(), first_group), rows_are=rows_are, once=once
     )
 
 
@@ -303,7 +303,7 @@ def test_a_resumed_source_goes_on_after_the_groups_that_the_store_has(rows):
     source = make_source(rows)
     source.next_groups(8)
     start = source.start_after(5)
-    assert start == PromptStart(source.cursor_after(5), 5)
+    assert (start.cursor, start.first_group, start.data) == (source.cursor_after(5), 5, source.identity)
     resumed = make_source(rows, cursor=start.cursor, first_group=start.first_group)
     assert asyncio.run(_put_by(resumed, 3)) == make_source(rows).next_groups(8)[5:]
 
@@ -329,7 +329,7 @@ def test_a_teacher_gets_the_rows_hint_and_the_policy_does_not(rows):
     limits = TokenLimits.of_run(config, with_responses=False)
     encoder = PromptEncoder(Characters(), config.data, limits, hint="{prompt} is {answer} ({question})")
     dataset = open_dataset(config.data, EvaluationConfig())
-    (group,) = PromptSource(dataset, encoder, config.data).next_groups(1)
+    (group,) = PromptSource(dataset, encoder).next_groups(1)
     assert text_of(group["hinted_ids"]) == "{0} is {1} ({0})".format(
         text_of(group["prompt_ids"]), json.loads(group["task"])["answer"]
     )
