@@ -224,10 +224,9 @@ def _keys(arguments: argparse.Namespace) -> int:
 def _translate(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from penstock.orchestrator.configuration.translation.view import show
+    from penstock.orchestrator.configuration.translate import show
 
-    show(arguments.file, Console(), arguments.write)
-    return 0
+    return show(arguments.file, Console(), arguments.write, arguments.words)
 
 
 def _report_error(error: PenstockError) -> int:

@@ -163,5 +163,6 @@ def _add_lookups(commands: Any, functions: Functions) -> None:
     keys.set_defaults(command=functions["keys"])
     translation = commands.add_parser("translate", help="a configuration of verl or TRL as a recipe")
     translation.add_argument("file", help="a YAML file, or the shell script that starts it")
+    translation.add_argument("words", nargs="*", metavar="key=value", help="more of its keys, such as num_processes=8")
     translation.add_argument("--write", metavar="FILE", help="for the recipe.yaml (default: print it)")
     translation.set_defaults(command=functions["translate"])

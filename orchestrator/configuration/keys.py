@@ -20,12 +20,19 @@ from penstock.algorithms.catalogue import ALGORITHMS
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.configuration.translation.counterparts import counterparts
 
 HEAD = """# Every key
 
 What a recipe or the command line may set, by section: key, type, default, meaning. `penstock keys WORD` finds one in a
 terminal, and `penstock validate recipe=NAME` prints what a recipe has set. NAME stands for a name of one's own, N for a
 place in a list.
+
+A value is written alike in a recipe and on the command line, and its key's type says what it is. For a text it stays as
+it is typed (`no`, `1e3`, `2026-01-01`), except for `null`; quotes around it are not a part of it. A number is `3`,
+`0.5` or `1e-3`. `[a, b]` is a list and `{a: 1, b: 2}` a mapping. Where any type will do, as in `options`, numbers,
+`true`, `false` and `null` are those, and all else is a text. `${data.seed}` stands for the value of that key; `\\${`
+writes `${` itself. In a recipe a key that is there twice is refused.
 """
 
 
@@ -179,18 +186,21 @@ def reference() -> str:
 
 
 def show(words: Sequence[str], console: Console) -> None:
-    """Print the keys whose names have all these words, or, where none has, those whose meanings do. Raises
-    `ConfigError` if there are none."""
+    """Print the keys whose names have all these words, or, where none has, those whose meanings do; and what keys of
+    other frameworks with them are here. Raises `ConfigError` if there are none."""
     keys = [key for section in sections() for key in section.keys]
-    wanted = [word.lower() for word in words]
+    wanted = " ".join(words).lower().split()
     found = [key for key in keys if all(word in key.name.lower() for word in wanted)]
     found = found or [key for key in keys if all(word in f"{key.name} {key.text}".lower() for word in wanted)]
-    if not found:
+    others = list(counterparts([part for word in wanted for part in word.split("_")])) if wanted else []
+    if not found and not others:
         raise ConfigError(f"no key is called {' '.join(words)!r} or says so of itself. `penstock keys` lists all.")
     for key in dict.fromkeys(found):
         console.print(f"[bold]{key.name}[/] [dim]{key.kind} =[/] {_escaped(key.default)}", highlight=False)
         if key.text and words:
             console.print(textwrap.indent(textwrap.fill(key.text, max(40, console.width - 4)), "    "), markup=False)
+    for framework, theirs, said in others:
+        console.print(f"[dim]{framework}'s[/] {theirs} [dim]is here[/] {_escaped(said)}", highlight=False)
 
 
 def _escaped(text: str) -> str:

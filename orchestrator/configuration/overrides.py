@@ -86,20 +86,23 @@ class Schema:
             names = ", ".join(self._hints(section))  # type: ignore[arg-type]
             raise ConfigError(f"{where}{key}={_show(values)}: is a section; set its keys: {names}.")
         if isinstance(values, dict):
-            return {self._name(one, members): self.fit(value, where, *self._inner(one, members, key, where))
+            return {self._name(one, members): self.fit(value, where, *self._inner(one, value, members, key, where))
                     for one, value in values.items()}  # fmt: skip
         if isinstance(values, list):
             inner = next((typing.get_args(one)[0] for one in members if typing.get_origin(one) is list), Any)
             return [self.fit(value, where, inner, f"{key}.{place}") for place, value in enumerate(values)]
         return values
 
-    def _inner(self, name: Any, members: tuple[Any, ...], key: str, where: str) -> tuple[Any, str]:
-        """Type and key of what a mapping holds under a name."""
+    def _inner(self, name: Any, value: Any, members: tuple[Any, ...], key: str, where: str) -> tuple[Any, str]:
+        """Type and key of the value that a mapping holds under a name."""
         dotted = f"{key}.{name}" if key else str(name)
         for one in members:
             if dataclasses.is_dataclass(one):
                 hints = self._hints(one)  # type: ignore[arg-type]
                 if name not in hints:
+                    while isinstance(value, dict) and len(value) == 1:
+                        ((name, value),) = value.items()
+                        dotted = f"{dotted}.{name}"
                     raise ConfigError(f"{where}{dotted}: unknown key{self._nearest(dotted, key, hints)}")
                 return hints[name], dotted
             if typing.get_origin(one) is dict:
@@ -123,7 +126,7 @@ class Schema:
         if not any(key.startswith(f"{section}.") for key in known) and section:  # an entry of a mapping
             return suggest(leaf, there)
         near = [key for key in known if key.rpartition(".")[2] == leaf]
-        if not near and (said := counterpart(dotted)):
+        if (said := counterpart(dotted)) and not (near and dotted == leaf):
             return f". {said}"
         near = near or difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
         if not near:

@@ -75,6 +75,16 @@ def literal(text: str) -> Any:
     return str(text)
 
 
+def plain(value: Any) -> Any:
+    """What is read, with all its plain texts as the literals that they stand for."""
+    if isinstance(value, Plain):
+        found = literal(value)
+        return found if isinstance(found, str) else plain(found)
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list) else value
+
+
 class _NotFlow(Exception):
     """A text with a bracket at its start that is no list or mapping."""
 

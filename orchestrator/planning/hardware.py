@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.conf.errors import ConfigError, suggest
 from penstock.orchestrator.configuration.memory.known import GPU_GIB
-from penstock.orchestrator.configuration.values import Plain, literal, read_yaml
+from penstock.orchestrator.configuration.values import plain, read_yaml
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,7 @@ def kind_of(name: str) -> GpuKind:
 
 def _read(file: Path) -> GpuKind:
     try:
-        written = read_yaml(file)
-        return GpuKind(
-            **{name: literal(value) if isinstance(value, Plain) else value for name, value in written.items()}
-        )
-    except (OSError, TypeError, AttributeError) as error:
+        return GpuKind(**plain(read_yaml(file)))
+    except (OSError, TypeError) as error:
         names = ", ".join(one.name for one in fields(GpuKind))
         raise ConfigError(f"{file}: no kind of GPU can be read from it ({error}). It has the fields {names}.") from None

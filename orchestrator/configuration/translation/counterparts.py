@@ -16,8 +16,8 @@ def counterpart(key: str) -> str:
             if key == theirs:
                 return f"{framework.name}'s {key} is {said} here."
         if key.startswith(framework.owned):
-            why = framework.reason(key)
-            return f"It is a key of {framework.name}'s: {why}. `penstock translate FILE` makes a recipe of its script."
+            why = f": {reason}" if (reason := framework.reason(key)) else ""
+            return f"It is a key of {framework.name}'s{why}. `penstock translate FILE` makes a recipe of its script."
     return ""
 
 
@@ -31,6 +31,5 @@ def counterparts(words: list[str]) -> Iterator[tuple[str, str, str]]:
 
 def _told(framework: Framework) -> Iterator[tuple[str, str]]:
     for rule in framework.rules:
-        said = rule.ours.replace("`", "") + (f" ({rule.told.rstrip('.')})" if rule.told else "")
         for theirs in rule.theirs:
-            yield theirs, said
+            yield theirs, rule.ours.replace("`", "")

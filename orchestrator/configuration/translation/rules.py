@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.orchestrator.configuration.translation.shell import is_unresolved
+
 UNKNOWN = "not known to this translation: `penstock keys` may know a key for it"
 Values = Mapping[str, Any]
 """Keys with dots, and their values."""
@@ -57,6 +59,8 @@ class Framework:
     """Our keys where theirs have another default."""
     owned: tuple[str, ...] = ()
     """Beginnings of keys that Penstock has none of, so that a key with one is meant for this framework."""
+    asked: Values = field(default_factory=dict)
+    """Keys without which no recipe is whole, and what to do where one is not there."""
 
     def is_of(self, values: Values) -> bool:
         return any(key.startswith(self.marks) for key in values)
@@ -77,12 +81,17 @@ class Translation:
     """Their keys, and what each has become."""
     lost: list[tuple[str, str]] = field(default_factory=list)
     """Their keys without a counterpart, and why, or what to do."""
+    assumed: Values = field(default_factory=dict)
+    """Our keys that none of theirs has given a value."""
 
 
 def translate(framework: Framework, values: Values) -> Translation:
     """Translate a flat configuration."""
-    found = Translation()
-    ours: dict[str, Any] = dict(framework.always)
+    found = Translation(lost=[(key, why) for key, why in framework.asked.items() if key not in values])
+    unresolved = {key for key, value in values.items() if is_unresolved(str(value))}
+    found.lost += [(key, f"its value {values[key]!r} is known only when the script runs") for key in sorted(unresolved)]
+    values = {key: value for key, value in values.items() if key not in unresolved}
+    ours: dict[str, Any] = {}
     known: set[str] = set()
     for one in framework.rules:
         given = [key for key in one.theirs if key in values]
@@ -103,9 +112,29 @@ def translate(framework: Framework, values: Values) -> Translation:
     for key in values:
         if key not in known:
             found.lost.append((key, framework.reason(key) or UNKNOWN))
-    for key, value in ours.items():
+    set_ones = ours.keys() | ({"reward.function"} if "rewards" in ours else set())
+    found.assumed = {key: value for key, value in framework.always.items() if key not in set_ones}
+    for key, value in {**found.assumed, **ours}.items():
         _put(found.recipe, key.split("."), value)
     return found
+
+
+def on_shared_gpus(total: int, size: int, *, has_reference: bool) -> Values:
+    """Our keys of a trainer, its engines of `size` GPUs each and its reference, which share so many GPUs. An engine of
+    several GPUs has those of whole ranks, so that the reference then has the other half. Raises `NotTranslated`."""
+    if size > 1 and has_reference:
+        if total // 2 % size or total < 2:
+            raise NotTranslated(f"{total} GPUs do not part into engines of {size} and as many for the reference")
+        total, engine, rank = total // 2, 0.1, 0.9
+    else:
+        engine, rank = (0.5, 0.25) if has_reference else (0.5, 0.5)
+    if total % size:
+        raise NotTranslated(f"{total} GPUs do not part into engines of {size}")
+    return {
+        "placement": "colocated", "trainer.num_ranks": total, "trainer.num_gpus_per_rank": rank,
+        "rollout.num_workers": total // size, "rollout.tensor_parallel_size": size,
+        "rollout.num_gpus_per_worker": engine,
+    }  # fmt: skip
 
 
 def table(framework: Framework) -> str:

@@ -1,8 +1,17 @@
 """TRL's keys (`GRPOConfig`, `ScriptArguments`, `ModelConfig`) in Penstock's terms."""
 
+import re
 from typing import Any
 
-from penstock.orchestrator.configuration.translation.rules import Framework, NotTranslated, Rule, Values, rule, same
+from penstock.orchestrator.configuration.translation.rules import (
+    Framework,
+    NotTranslated,
+    Rule,
+    Values,
+    on_shared_gpus,
+    rule,
+    same,
+)
 
 LOSSES = {
     "grpo": {"algorithm.name": "grpo", "algorithm.aggregation": "sequence_mean"},
@@ -11,6 +20,9 @@ LOSSES = {
     "dr_grpo": {"algorithm.name": "dr_grpo"},
     "cispo": {"algorithm.name": "cispo"},
 }
+BF16 = "bfloat16"
+PROMPT_TOKENS = 512
+"""Default of data.max_prompt_tokens."""
 SCALES = {True: True, "group": True, False: False, "none": False}
 TRACKERS = ("wandb", "mlflow", "trackio", "tensorboard")
 ONCE = "each row is trained once: for more optimizer steps of a batch raise trainer.num_minibatches"
@@ -42,12 +54,14 @@ def batch(each: int | None, parts: int | None, devices: int | None, samples: int
 
 
 @rule("max_prompt_length max_completion_length vllm_max_model_length",
-      "`data.max_prompt_tokens`, `rollout.sampling.max_tokens`, `rollout.max_model_len`")  # fmt: skip
+      "`data.max_prompt_tokens`, `rollout.sampling.max_tokens`, `rollout.max_model_len`",
+      "TRL 1 has no limit for prompts, so that they have the room of `data.max_prompt_tokens` here.")  # fmt: skip
 def lengths(prompt: int | None, response: int | None, longest: int | None) -> Values:
-    prompt, response = int(prompt or 512), int(response or 256)
+    response = int(response or 512)
+    given = {} if prompt is None else {"data.max_prompt_tokens": int(prompt)}
     return {
-        "data.max_prompt_tokens": prompt, "rollout.sampling.max_tokens": response,
-        "rollout.max_model_len": int(longest or prompt + response),
+        **given, "rollout.sampling.max_tokens": response,
+        "rollout.max_model_len": int(longest or response + int(prompt or PROMPT_TOKENS)),
     }  # fmt: skip
 
 
@@ -108,19 +122,32 @@ def betas(first: float | None, second: float | None) -> Values:
     return {"trainer.optimizer.betas": [0.9 if first is None else first, 0.999 if second is None else second]}
 
 
-@rule("bf16 fp16", "`trainer.dtype`, `rollout.dtype`")
-def dtype(bf16: bool | None, fp16: bool | None) -> Values:
-    if fp16:
+@rule("bf16 fp16 dtype torch_dtype", "`trainer.dtype`, `rollout.dtype`")
+def dtype(bf16: bool | None, fp16: bool | None, *names: str | None) -> Values:
+    if fp16 or "float16" in names:
         raise NotTranslated("fp16: the types here are float32 and bfloat16")
-    kind = "bfloat16" if bf16 is not False else "float32"
+    kind = "float32" if bf16 is False or "float32" in names else "bfloat16"
     return {"trainer.dtype": kind, "rollout.dtype": kind}
 
 
-@rule("use_vllm vllm_mode", "`rollout.engine`, `placement`")
-def engine(uses: bool | None, mode: str | None) -> Values:
-    if uses is False:
-        return {"rollout.engine": "hf"}
-    return {"rollout.engine": "vllm", **({"placement": "colocated"} if mode == "colocate" else {})}
+@rule("use_vllm", "`rollout.engine`")
+def engine(uses: bool) -> Values:
+    return {"rollout.engine": "vllm" if uses else "hf"}
+
+
+@rule("num_processes vllm_mode vllm_tensor_parallel_size beta",
+      "`trainer.num_ranks`, `rollout.num_workers`, `rollout.tensor_parallel_size`, `placement`",
+      "A process has a GPU. Engines and reference share these; with `vllm_mode=server` an engine has GPUs of its own.",
+      )  # fmt: skip
+def gpus(devices: int | None, mode: str | None, size: int | None, beta: float | None) -> Values:
+    if devices is None:
+        return {"placement": "colocated"} if mode == "colocate" else {}
+    if mode != "server":
+        return on_shared_gpus(int(devices), int(size or 1), has_reference=bool(beta))
+    return {
+        "trainer.num_ranks": int(devices), "trainer.num_gpus_per_rank": 1, "rollout.num_gpus_per_worker": 1,
+        "rollout.tensor_parallel_size": int(size or 1),
+    }  # fmt: skip
 
 
 @rule("use_peft lora_r lora_alpha lora_target_modules", "`trainer.lora.*`")
@@ -128,8 +155,19 @@ def lora(uses: bool | None, rank: int | None, alpha: int | None, modules: Any) -
     if not uses:
         return {}
     found = {"trainer.lora.rank": int(rank or 16), "trainer.lora.alpha": int(alpha or 32)}
-    names = list(modules) if isinstance(modules, list | tuple) else [modules or "all-linear"]
+    names = modules if isinstance(modules, list) else re.findall(r"[^\s,]+", str(modules or "all-linear"))
     return {**found, "trainer.lora.target_modules": names}
+
+
+@rule("reward_funcs", "`reward.function`, `rewards`", "Each is called as TRL calls it.")
+def rewards(names: Any) -> Values:
+    found = [_function(str(name)) for name in (names if isinstance(names, list) else [names])]
+    return {"reward.function": found[0]} if len(found) == 1 else {"rewards": [{"function": name} for name in found]}
+
+
+def _function(name: str) -> str:
+    module, _, function = name.rpartition(".")
+    return f"{module or 'trl.rewards'}:{function}"
 
 
 @rule("save_steps save_strategy", "`checkpoint.every_steps`")
@@ -156,8 +194,7 @@ def trackers(names: Any) -> Values:
 
 RULES: tuple[Rule, ...] = (
     loss, same("model_name_or_path", "model.path"), same("attn_implementation", "model.attention"),
-    Rule(("dataset_name",), lambda name: {"data.source": "huggingface", "data.path": name},
-         "`data.source`, `data.path`", "Its columns are named by `data.columns`."),
+    same("dataset_name", "data.path", "Its columns are named by `data.columns`."),
     same("dataset_config", "data.subset"), same("dataset_train_split", "data.split"),
     same("dataset_test_split", "evaluation.path"), same("shuffle_dataset", "data.shuffle"), batch, lengths,
     same("chat_template_kwargs", "model.chat_template_kwargs"), same("beta", "algorithm.kl_coef"), clipping, scale,
@@ -167,9 +204,8 @@ RULES: tuple[Rule, ...] = (
     same("learning_rate", "trainer.optimizer.lr"), same("weight_decay", "trainer.optimizer.weight_decay"),
     same("max_grad_norm", "trainer.optimizer.clip_norm"), betas, same("adam_epsilon", "trainer.optimizer.eps"),
     schedule, steps, epochs, dtype, same("gradient_checkpointing", "trainer.activation_checkpointing"),
-    same("use_liger_kernel", "trainer.liger"), engine, lora,
-    same("vllm_gpu_memory_utilization", "rollout.gpu_memory_utilization"),
-    same("vllm_tensor_parallel_size", "rollout.tensor_parallel_size"), save, evaluation,
+    same("use_liger_kernel", "trainer.liger"), engine, gpus, lora, rewards,
+    same("vllm_gpu_memory_utilization", "rollout.gpu_memory_utilization"), save, evaluation,
     same("save_total_limit", "checkpoint.keep_last"), same("seed", "seed"), same("output_dir", "output_dir"),
     same("run_name", "name"), trackers,
 )  # fmt: skip
@@ -188,5 +224,7 @@ WITHOUT = {
 }  # fmt: skip
 TRL = Framework(
     "TRL", ("num_generations", "model_name_or_path", "max_completion_length", "per_device_train_batch_size"), RULES,
-    WITHOUT, {"algorithm.name": "grpo", "reward.function": "math_verify"},
+    WITHOUT,
+    {"algorithm.name": "grpo", "reward.function": "math_verify", "rollout.dtype": BF16, "trainer.dtype": BF16},
+    asked={"num_processes": "the launcher's number of GPUs is not said there: put num_processes=N behind the file"},
 )  # fmt: skip

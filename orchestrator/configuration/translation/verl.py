@@ -1,9 +1,18 @@
 """verl's keys (`verl/trainer/config/ppo_trainer.yaml`) in Penstock's terms."""
 
+import re
 from pathlib import PurePath
 from typing import Any
 
-from penstock.orchestrator.configuration.translation.rules import Framework, NotTranslated, Rule, Values, rule, same
+from penstock.orchestrator.configuration.translation.rules import (
+    Framework,
+    NotTranslated,
+    Rule,
+    Values,
+    on_shared_gpus,
+    rule,
+    same,
+)
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ESTIMATORS = {
@@ -29,22 +38,37 @@ def estimator(name: str | None, by_std: bool | None) -> Values:
     return {"algorithm.name": ESTIMATORS[name], **divides}
 
 
-@rule("data.train_files", "`data.source`, `data.path`, `data.split`, `data.columns`",
-      "Columns are those of verl's prepared data: `prompt` as messages, `reward_model.ground_truth`.")  # fmt: skip
+COLUMNS = {"data.columns.prompt": "prompt", "data.columns.answer": "reward_model.ground_truth"}
+
+
+@rule("data.train_files", "`data.path`, `data.mixture`, `data.columns`",
+      "Columns are those of verl's prepared data: `prompt` as messages, `reward_model.ground_truth`. Several files are "
+      "parts of a mixture, drawn alike.")  # fmt: skip
 def train_files(files: Any) -> Values:
-    first = PurePath(str(files[0] if isinstance(files, list) else files))
-    if isinstance(files, list) and len(files) > 1:
-        raise NotTranslated("several files: name each as a part of data.mixture, with its weight")
-    columns = {"data.columns.prompt": "prompt", "data.columns.answer": "reward_model.ground_truth"}
-    if first.suffix in (".jsonl", ".json"):
-        return {"data.source": "jsonl", "data.path": str(first), **columns}
-    return {"data.source": "huggingface", "data.path": str(first.parent), "data.split": first.stem, **columns}
+    names = _listed(files)
+    if len(names) == 1:
+        return {"data.path": names[0], **COLUMNS}
+    return {"data.mixture": {name: {"path": file} for name, file in _named(names).items()}, **COLUMNS}
 
 
-@rule("data.val_files", "`evaluation.path`", "The held-out file, or split, of the same source.")
+@rule("data.val_files", "`evaluation.path`, `evaluation.sets`", "Several files are sets of their own after the first.")
 def val_files(files: Any) -> Values:
-    first = PurePath(str(files[0] if isinstance(files, list) else files))
-    return {"evaluation.path": str(first) if first.suffix in (".jsonl", ".json") else first.stem}
+    first, *others = _listed(files)
+    sets = {"evaluation.sets": {name: {"path": file} for name, file in _named(others).items()}} if others else {}
+    return {"evaluation.path": first, **sets}
+
+
+def _listed(files: Any) -> list[str]:
+    return [str(file) for file in (files if isinstance(files, list) else [files])]
+
+
+def _named(files: list[str]) -> dict[str, str]:
+    """Files by names that a key can have: their folder's, as verl keeps train.parquet of each dataset."""
+    found: dict[str, str] = {}
+    for file in files:
+        name = re.sub(r"\W+", "_", PurePath(file).parent.name) or "part"
+        found[name if name not in found and name[0].isalpha() else f"part{len(found) + 1}"] = file
+    return found
 
 
 @rule("data.max_prompt_length data.max_response_length",
@@ -116,17 +140,15 @@ def epochs(number: int) -> Values:
     return {}
 
 
-@rule(f"trainer.n_gpus_per_node trainer.nnodes {ROLLOUT}.tensor_model_parallel_size",
+@rule(f"trainer.n_gpus_per_node trainer.nnodes {ROLLOUT}.tensor_model_parallel_size {ACTOR}.use_kl_loss "
+      "algorithm.use_kl_in_reward",
       "`trainer.num_ranks`, `rollout.num_workers`, `rollout.tensor_parallel_size`, `placement`",
-      "verl's engines and trainers share their GPUs in turns: `placement=colocated`. `penstock plan` may know better.",
+      "verl's engines, trainers and reference share GPUs: `placement=colocated`. `penstock plan` may know better.",
       )  # fmt: skip
-def gpus(each: int | None, nodes: int | None, size: int | None) -> Values:
-    total, size = int(each or 8) * int(nodes or 1), int(size or 2)
-    return {
-        "placement": "colocated", "trainer.num_ranks": total, "trainer.num_gpus_per_rank": 0.5,
-        "rollout.num_workers": max(1, total // size), "rollout.tensor_parallel_size": size,
-        "rollout.num_gpus_per_worker": 0.5,
-    }  # fmt: skip
+def gpus(each: int | None, nodes: int | None, size: int | None, in_loss: bool | None, in_reward: bool | None) -> Values:
+    return on_shared_gpus(
+        int(each or 8) * int(nodes or 1), int(size or 2), has_reference=bool(in_loss) or bool(in_reward)
+    )
 
 
 @rule(f"{ACTOR}.fsdp_config.param_offload {ACTOR}.fsdp_config.optimizer_offload", "`trainer.offload`")
@@ -206,10 +228,10 @@ def total_epochs(number: int) -> Values:
     raise NotTranslated(f"steps are counted here: set trainer.max_steps to {number} x rows / trainer.groups_per_step")
 
 
-@rule("custom_reward_function.path custom_reward_function.name", "`reward.function`",
-      "Its parameters are `response` and the row's columns: `(response, answer)` in place of `(data_source, "
-      "solution_str, ground_truth, extra_info)`.")  # fmt: skip
-def reward(path: str | None, name: str | None) -> Values:
+@rule("custom_reward_function.path custom_reward_function.name reward.custom_reward_function.path "
+      "reward.custom_reward_function.name", "`reward.function`", "It is called as verl calls it.")  # fmt: skip
+def reward(path: str | None, name: str | None, new_path: str | None, new_name: str | None) -> Values:
+    path, name = path or new_path, name or new_name
     if not path:
         raise NotTranslated("no file is named: set reward.function, such as math_verify for mathematics")
     return {"reward.function": f"{path}:{name or 'compute_score'}"}
@@ -217,7 +239,8 @@ def reward(path: str | None, name: str | None) -> Values:
 
 RULES: tuple[Rule, ...] = (
     estimator, same(f"{MODEL}.path", "model.path"), train_files, val_files, lengths, batch, too_long, images,
-    same("data.shuffle", "data.shuffle"), same("data.seed", "data.seed"),
+    same("data.prompt_key", "data.columns.prompt"), same("data.shuffle", "data.shuffle"),
+    same("data.seed", "data.seed"),
     same("data.apply_chat_template_kwargs", "model.chat_template_kwargs"),
     same(f"{ROLLOUT}.n", "algorithm.group_size"), divergence, kl_estimator, clipping, mean, epochs,
     same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", "Of `algorithm=policy_gradient` and its presets."),
@@ -261,4 +284,5 @@ WITHOUT = {
 VERL = Framework(
     "verl", ("actor_rollout_ref.", "algorithm.adv_estimator", "data.train_files"), RULES, WITHOUT,
     {"rollout.dtype": "bfloat16", "trainer.dtype": "bfloat16", "reward.function": "math_verify"},
+    ("actor_rollout_ref.", "critic.", "custom_reward_function.", "reward_model.", "ray_kwargs."),
 )  # fmt: skip

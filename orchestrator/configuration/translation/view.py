@@ -1,43 +1,28 @@
-"""`penstock translate FILE`: a configuration of verl or TRL as a recipe, with what has no counterpart.
+"""Configurations of verl and TRL, read from their files and translated.
 
 FILE.yaml                    keys, nested or with dots
-FILE.sh, or anything else    the words key=value or --key value of a command in it
+FILE.sh, or anything else    the words key=value or --key value of the command in it that trains
 """
 
+import os
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-from rich.console import Console
+from omegaconf import OmegaConf
 
 from penstock.algorithms.catalogue import ALGORITHMS
 from penstock.conf.errors import ConfigError
+from penstock.orchestrator.configuration.translation.counterparts import FRAMEWORKS
 from penstock.orchestrator.configuration.translation.rules import Framework, Translation, Values, translate
-from penstock.orchestrator.configuration.translation.trl import TRL
-from penstock.orchestrator.configuration.translation.verl import VERL
+from penstock.orchestrator.configuration.translation.shell import commands_of
+from penstock.orchestrator.configuration.values import Plain, plain, read_yaml
 
-FRAMEWORKS = (VERL, TRL)
 WORD = re.compile(r"[+~]*([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-
-
-def show(path: str, console: Console, target: str | None = None) -> None:
-    """Print the recipe, or write it to the file `target`, and say what was not translated. Raises `ConfigError`."""
-    framework, found = translated(read(path))
-    recipe = as_yaml(framework, found)
-    if target is None:
-        console.print(recipe, markup=False, highlight=False, soft_wrap=True, end="")
-    else:
-        Path(target).write_text(recipe)
-        console.print(f"{len(found.became)} keys of {framework.name} are in {target}", highlight=False)
-    if found.lost:
-        console.print(f"\n[yellow]not translated[/], {len(found.lost)} keys:", highlight=False)
-    for key, why in found.lost:
-        console.print(f"  [bold]{key}[/]: ", end="", highlight=False)
-        console.print(why, markup=False, highlight=False, soft_wrap=True)
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+PROCESSES = ("num_processes", "nproc_per_node")
 
 
 def translated(values: Values) -> tuple[Framework, Translation]:
@@ -67,7 +52,7 @@ def _fit_algorithm(found: Translation) -> None:
 def as_yaml(framework: Framework, found: Translation) -> str:
     """The recipe as text."""
     head = f"description: Translated from {framework.name}; see docs/coming_from.md for what differs.\n"
-    return head + str(yaml.safe_dump(found.recipe, sort_keys=False, width=110))
+    return head + str(OmegaConf.to_yaml(found.recipe))
 
 
 def read(path: str) -> dict[str, Any]:
@@ -75,14 +60,31 @@ def read(path: str) -> dict[str, Any]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"{path}: there is no such file.")
-    text = file.read_text(encoding="utf-8")
     if file.suffix in (".yaml", ".yml"):
-        try:
-            found = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path}: not valid YAML: {error}") from None
+        found = plain(read_yaml(file))
         return dict(_flat(found)) if isinstance(found, Mapping) else {}
-    return _words(text, path)
+    read_ones = [_keys_of(words, file.parent) for words in commands_of(file.read_text(encoding="utf-8"), os.environ)]
+    trains = [keys for keys in read_ones if any(framework.is_of(keys) for framework in FRAMEWORKS)]
+    return max(trains or read_ones, key=len, default={})
+
+
+def keys_of(words: Sequence[str]) -> dict[str, Any]:
+    """The keys of words `key=value`, `--key value` and `--key value value`."""
+    found: dict[str, Any] = {}
+    key = ""
+    for word in words:
+        if word.startswith("--"):
+            key, given, value = word[2:].partition("=")
+            key = key.replace("-", "_")
+            found[key], key = (_value(value), "") if given else (True, key)
+        elif re.fullmatch(r"-[A-Za-z]+", word):
+            key = ""
+        elif match := WORD.fullmatch(word):
+            found[match[1]], key = _value(match[2]), ""
+        elif key:
+            value = _value(word.rstrip(","))
+            found[key] = value if found[key] is True else [*_as_list(found[key]), value]
+    return found
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -93,27 +95,30 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def _words(text: str, path: str) -> dict[str, Any]:
-    """The words `key=value` and `--key value` of a shell script. Variables stay as they are."""
-    found: dict[str, Any] = {}
-    try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise ConfigError(f"{path}: not a shell script that can be read: {error}") from None
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("--"):
-            name, given, value = word[2:].partition("=")
-            found[name] = _value(value if given else "true" if after.startswith("--") or not after else after)
-        elif match := WORD.fullmatch(word):
-            found[match[1]] = _value(match[2])
-    return found
+def _keys_of(words: list[str], directory: Path) -> dict[str, Any]:
+    """The keys of a command: of what follows the program, the file of its --config, and the launcher's processes."""
+    place = _program_of(words)
+    launcher, own = keys_of(words[: max(0, place - 1)]), keys_of(words[place:])
+    processes = {"num_processes": launcher[key] for key in launcher if key in PROCESSES}  # noqa: B035 - of several names
+    config = directory / Path(str(own.get("config", ""))).expanduser()
+    if config.suffix in (".yaml", ".yml") and config.is_file():
+        own = read(str(config)) | {key: value for key, value in own.items() if key != "config"}
+    return processes | own
+
+
+def _program_of(words: list[str]) -> int:
+    """Place behind the program that a command starts, and not its launcher; 0 where none is found."""
+    for place, word in enumerate(words):
+        is_module = place > 0 and words[place - 1] == "-m" and word not in LAUNCHERS
+        is_command = word == "trl" or (place > 0 and words[place - 1] == "trl")
+        if is_module or (is_command and word != "trl") or (word.endswith(".py") and "=" not in word):
+            return place + 1
+    return 0
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _value(text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        return float(value)  # YAML 1.1 takes 1e-6 for a text
-    return value
+    return None if text == "None" else plain(Plain(text.strip()))

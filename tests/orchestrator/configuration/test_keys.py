@@ -70,5 +70,7 @@ def test_a_key_is_found_by_its_name_and_else_by_what_it_means() -> None:
     assert said_of("max_staleness").startswith("max_staleness int = 0\n    Versions that a trained token's weights")
     assert "rollout.max_concurrent_samples" in said_of("Sequences", "engine decodes")
     assert said_of().count(" = ") >= len({key.name for key in keys()})
+    assert "verl's data.train_batch_size is here trainer.groups_per_step" in said_of("batch size")
+    assert "TRL's learning_rate is here trainer.optimizer.lr" in said_of("learning_rate")
     with pytest.raises(ConfigError, match="no key is called 'no_such'"):
         said_of("no_such")
