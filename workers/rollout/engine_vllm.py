@@ -40,7 +40,7 @@ from penstock.workers.rollout.vllm_conversion import (
     update_request,
 )
 from penstock.workers.rollout.vllm_pictures import prompt_of
-from penstock.workers.rollout.vllm_processes import VllmProcesses
+from penstock.workers.rollout.vllm_processes import PHASE_KEY, VllmProcesses
 from penstock.workers.rollout.vllm_sampling import SampleAsker
 from penstock.workers.routed_experts import RoutingShape
 from penstock.workers.sample_calls import SampleCall, SampleOutput
@@ -52,7 +52,6 @@ T = TypeVar("T")
 Parameters = Callable[[Sequence[int]], Any]
 """Function that makes vLLM's parameters of a request, from the tokens that are never sampled."""
 
-PHASE_KEY = "weights.phase_timeout_s"
 WARMUP_SAMPLES = 8
 WARMUP_TOKENS = 4
 
@@ -211,12 +210,6 @@ class VllmEngine(VllmProcesses):
         self.check_alive()
         call = self.llm.collective_rpc("use_threads", args=(num_threads,))
         await self._in_time(f"use of {num_threads} threads", call, self._spec.phase_timeout_s, PHASE_KEY)
-
-    async def nonfinite_weights(self) -> list[str]:
-        self.check_alive()
-        call = self.llm.collective_rpc("nonfinite_weights")
-        found = await self._in_time("a look at the weights", call, self._spec.phase_timeout_s, PHASE_KEY)
-        return sorted({name for names in found for name in names})
 
     async def version(self) -> int:
         """The version that the engine process reports."""

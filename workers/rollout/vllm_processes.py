@@ -27,6 +27,7 @@ from penstock.workers.rollout.vllm_conversion import engine_arguments, vllm_envi
 
 T = TypeVar("T")
 
+PHASE_KEY = "weights.phase_timeout_s"
 TAIL_BYTES = 1 << 16
 SHOWN_LINES = 12
 MAX_LINE_CHARS = 300
@@ -97,6 +98,12 @@ class VllmProcesses:
             await asyncio.sleep(0.01)  # its cancelled tasks end
             del llm
             gc.collect()  # a cycle would keep it until the interpreter ends, when its __del__ prints an error
+
+    async def nonfinite_weights(self) -> list[str]:
+        self.check_alive()
+        call = self.llm.collective_rpc("nonfinite_weights")
+        found = await self._in_time("a look at the weights", call, self._spec.phase_timeout_s, PHASE_KEY)
+        return sorted({name for names in found for name in names})
 
     def _is_gone(self) -> bool:
         return self.llm is None or self.llm.errored

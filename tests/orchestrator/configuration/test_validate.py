@@ -164,7 +164,7 @@ def test_adapters_whose_targets_match_nothing_are_refused(model: Path, rows: Pat
         assert "no linear layer of Qwen2ForCausalLM is called 'query_key_value'" in message
 
 
-def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_refused_and_hf_takes_them(rows: Path, tmp_path: Path) -> None:
+def test_heads_that_vllm_has_no_cpu_kernel_for_are_refused_and_hf_takes_them(rows: Path, tmp_path: Path) -> None:
     build_fresh_model(tmp_path, replace(SMALL, hidden_size=16), seed=0)
     for brought in (f"model.path={tmp_path}", "model.fresh.hidden_size=32"):
         words = (f"data.path={rows}", brought, *LENGTHS)

@@ -185,9 +185,7 @@ class Broken(ScriptedEngine):
 
 
 @pytest.mark.parametrize("weights", [(), ("model.norm.weight",)])
-def test_a_sample_without_a_logprob_is_dropped_and_told_with_engine_version_prompt_and_weights(
-    weights: tuple[str, ...],
-) -> None:
+def test_a_sample_without_a_logprob_is_dropped_and_told_with_its_origin(weights: tuple[str, ...]) -> None:
     async def scenario() -> tuple[dict[str, float], list[str]]:
         client, engine = StoreClient(make_store()), Broken(version=3)
         engine.weights = weights
