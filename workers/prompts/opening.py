@@ -21,7 +21,13 @@ from penstock.workers.prompts.dataset_row import DataPart, DatasetRow, Needs, Pr
 from penstock.workers.prompts.held_out import HeldOutProblems
 from penstock.workers.prompts.rows import check_texts, first_of
 from penstock.workers.prompts.source import PromptSource, PromptStart
-from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits, load_tokenizer
+from penstock.workers.prompts.tokenization import (
+    PromptEncoder,
+    PromptTooLong,
+    TokenLimits,
+    generation_ends,
+    load_tokenizer,
+)
 
 MAX_READ_ROWS = 50_000
 """Rows that are read of a file. Problems of reasoning_gym are generated and pictures are decoded, which takes longer:
@@ -75,8 +81,9 @@ def encoder_of(
     limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
     kwargs, most = config.model.chat_template_kwargs, config.rollout.max_pictures
     return PromptEncoder(
-        tokenizer, config.data, limits, kwargs, processor, most, getattr(config.algorithm, "hint", None)
-    )
+        tokenizer, config.data, limits, kwargs, processor, most, getattr(config.algorithm, "hint", None),
+        generation_ends(tokenizer) if rows_are in ("demonstrations", "preferences") else (),
+    )  # fmt: skip
 
 
 def open_held_out(config: RunConfig) -> HeldOutProblems:

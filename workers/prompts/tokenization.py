@@ -3,12 +3,19 @@ every length checked.
 
     "<image>How many?"  ─▶ "<start><pad><end>How many?"  ─▶ tokens  ─▶ expanded tokens and ranges, by the processor
 
+A demonstration is what the template writes of the answered conversation after the prompt, as far as the token that ends
+the turn:
+
+    <|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n         the prompt
+                        … what they have in common …             <think>\n\n</think>\n\n4<|im_end|>  \n
+
 It is the same for training, for held-out prompts, and for the check before a run starts.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from penstock.conf.data import DataConfig
@@ -19,6 +26,9 @@ from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.dataset_row import DatasetRow
 from penstock.workers.prompts.pictures import MARK, in_parts
+
+ANSWER = "\u2042"
+"""Placeholder for an answer in a text of the chat template."""
 
 
 class PromptTooLong(DataError):
@@ -87,17 +97,20 @@ class PromptEncoder:
         processor: PictureProcessor | None = None,
         max_pictures: int = 0,
         hint: str | None = None,
+        end_ids: Collection[int] = (),
     ) -> None:
         """`template_kwargs`: `model.chat_template_kwargs`. `processor`: the model's; None: the run is one of text.
-        `max_pictures`: `rollout.max_pictures`. `hint`: `algorithm.hint`; None: a teacher reads what the policy does."""
+        `max_pictures`: `rollout.max_pictures`. `hint`: `algorithm.hint`; None: a teacher reads what the policy does.
+        `end_ids`: tokens that end a response, beside the tokenizer's own."""
         self.tokenizer, self.data, self.limits = tokenizer, data, limits
         self.processor, self.max_pictures, self.hint = processor, max_pictures, hint
-        self.template_kwargs = dict(template_kwargs or {})
+        self.template_kwargs, self._end_ids = dict(template_kwargs or {}), frozenset(end_ids)
         self.uses_chat_template = bool(data.chat_template and getattr(tokenizer, "chat_template", None))
 
-    def text(self, row: DatasetRow) -> str:
-        """The prompt as the model sees it, before tokenisation, with one placeholder a picture. Raises `DataError` for
-        a conversation without a chat template, or more pictures than the run has places for."""
+    def text(self, row: DatasetRow, response: str | None = None) -> str:
+        """The prompt as the model sees it, before tokenisation, with one placeholder a picture. `response`: its answer,
+        which the chat template writes, too. Raises `DataError` for a conversation without a chat template, or more
+        pictures than the run has places for."""
         self._check_pictures(row)
         if not self.uses_chat_template and row.messages:
             raise DataError(
@@ -107,13 +120,18 @@ class PromptEncoder:
         if not self.uses_chat_template:
             text = f"{self.data.system_prompt}\n{row.prompt}" if self.data.system_prompt else row.prompt
             return self._with_placeholders(text) if row.pictures else text
-        messages: list[dict[str, Any]] = [*self.messages(row)]
+        answered = [] if response is None else [{"role": "assistant", "content": response}]
+        return self._written([*self.messages(row), *answered], has_pictures=bool(row.pictures))
+
+    def _written(self, messages: list[dict[str, Any]], *, has_pictures: bool = False) -> str:
+        """The text that the chat template writes of messages; it asks for an answer where there is none."""
         if self.processor is not None:
             for message in messages:
-                message["content"] = in_parts(message["content"], has_pictures=bool(row.pictures))
+                message["content"] = in_parts(message["content"], has_pictures=has_pictures)
+        is_answered = messages[-1]["role"] == "assistant"
         return str(
             self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+                messages, tokenize=False, add_generation_prompt=not is_answered, **self.template_kwargs
             )
         )
 
@@ -145,17 +163,17 @@ class PromptEncoder:
         return prompt
 
     def demonstration(self, row: DatasetRow) -> tuple[EncodedPrompt, list[int]]:
-        """Encode prompt and response, the response ended by the end-of-sequence token.
+        """Encode prompt and response, the response with the token that ends it.
 
-        Raises `PromptTooLong`; `DataError` for a row without a demonstration; `ModelError` for a tokenizer without
-        that token.
+        Raises `PromptTooLong`; `DataError` for a row without a demonstration; `ModelError` for a tokenizer without such
+        a token, or a chat template that leaves answers out.
         """
         if not row.response:
             raise DataError(
                 f"{row.where}: no demonstration to train on. Name its column with data.columns.response (or "
                 "data.columns.answer)."
             )
-        prompt, response = self._prompt(row), self._response_ids(row.response)
+        prompt, (response,) = self._answered(row, row.response)
         self.limits.check(row.where, len(prompt.ids), len(response))
         return prompt, response
 
@@ -167,21 +185,64 @@ class PromptEncoder:
                 f"{row.where}: no {lacks} response to compare. Name the columns with data.columns.response (the "
                 "chosen one) and data.columns.rejected, or functions with data.teacher and data.rejected_teacher."
             )
-        prompt = self._prompt(row)
-        chosen, rejected = self._response_ids(row.response), self._response_ids(row.rejected)
+        prompt, (chosen, rejected) = self._answered(row, row.response, row.rejected)
         self.limits.check(row.where, len(prompt.ids), max(len(chosen), len(rejected)))
         return prompt, chosen, rejected
 
-    def _response_ids(self, text: str) -> list[int]:
+    def is_rewritten(self, row: DatasetRow) -> bool:
+        """Return whether the chat template begins the answered conversation with another text than the prompt."""
+        return self.uses_chat_template and not self.text(row, row.response).startswith(self.text(row))
+
+    def _answered(self, row: DatasetRow, *responses: str) -> tuple[EncodedPrompt, list[list[int]]]:
+        """The prompt, and each response to it. Where the template writes an answered conversation otherwise, the prompt
+        is what all have in common."""
+        prompt = self.text(row)
+        if not self.uses_chat_template:
+            return self._encoded(row, prompt), [self._ended(self._ids(response)) for response in responses]
+        written = [self.text(row, response) for response in responses]
+        common = _beginning([prompt, *written])
+        return self._encoded(row, common), [self._turn_ids(text[len(common) :]) for text in written]
+
+    def _turn_ids(self, text: str) -> list[int]:
+        """Tokens of what a template has written for an answer, as far as the one that ends the turn."""
+        ids, ending = self._ids(text), self._ids(self._ending)
+        first = len(ids) - len(ending)
+        if ids[first:] != ending:
+            first = 0
+        end_ids = self._end_ids | {self.tokenizer.eos_token_id}
+        for ends in (end_ids, self.tokenizer.added_tokens_decoder if first else ()):
+            for place in range(first, len(ids)):
+                if ids[place] in ends:
+                    return ids[: place + 1]
+        return self._ended(ids[:first] if first else ids)
+
+    def _ended(self, ids: list[int]) -> list[int]:
         if self.tokenizer.eos_token_id is None:
             raise ModelError(
                 "model.path: its tokenizer has no end-of-sequence token (eos_token), which ends a demonstration."
             )
-        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        return [*ids, self.tokenizer.eos_token_id]
+
+    @cached_property
+    def _ending(self) -> str:
+        """The text that the chat template writes after an answer."""
+        written = self._written([{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}])
+        _, answer, ending = written.rpartition(ANSWER)
+        if not answer:
+            raise ModelError(
+                "the model's chat template leaves out what the assistant says, so that nothing can be learned from "
+                "demonstrations. Set data.chat_template=false, or give the model another chat_template.jinja."
+            )
+        return ending
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _prompt(self, row: DatasetRow) -> EncodedPrompt:
+        return self._encoded(row, self.text(row))
+
+    def _encoded(self, row: DatasetRow, text: str) -> EncodedPrompt:
         # A chat template writes its special tokens itself.
-        text = self.text(row)
         ids = self.tokenizer(text, add_special_tokens=not self.uses_chat_template)["input_ids"]
         if not ids:
             raise DataError(f"{row.where}: the prompt {row.prompt!r:.40} has no tokens; a model needs at least one.")
@@ -206,6 +267,13 @@ class PromptEncoder:
             )
 
 
+def _beginning(texts: Sequence[str]) -> str:
+    """The longest text that all begin with."""
+    first, last = min(texts), max(texts)
+    length = next((place for place, (one, other) in enumerate(zip(first, last)) if one != other), len(first))  # noqa: B905
+    return first[:length]
+
+
 def load_tokenizer(path: str) -> Any:
     """Load the tokenizer of a HF model directory or hub id. Raises `ModelError`."""
     transformers = importlib.import_module("transformers")  # takes a second
@@ -213,3 +281,13 @@ def load_tokenizer(path: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path={path}: its tokenizer cannot be loaded: {error}") from error
+
+
+def generation_ends(tokenizer: Any) -> list[int]:
+    """Tokens at which the model of a tokenizer stops by its generation_config.json; none without this file."""
+    transformers = importlib.import_module("transformers")
+    try:
+        ends = transformers.GenerationConfig.from_pretrained(getattr(tokenizer, "name_or_path", "")).eos_token_id
+    except (OSError, ValueError):
+        return []
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
