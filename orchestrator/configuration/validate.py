@@ -94,6 +94,8 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     yield Check("data", lambda: _data(config, flow))
     if config.data.curriculum.by is not None:
         yield Check("curriculum", lambda: _curriculum(config, flow))
+    if flow.rows_are in ("demonstrations", "preferences"):
+        yield Check("rewritten turns", lambda: _turns(config, flow), is_told=True)
     yield Check("rows left out", lambda: _left_out(config, flow), is_told=True)
     others = [stage for stage in flow.stages if _needs_path(stage)]
     if others:
@@ -230,6 +232,23 @@ def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
     elif report.unanswered:
         found += f"; {report.unanswered:,} without an answer, which nothing asks for"
     return found + (f"; {report.skipped} too long and left out" if report.skipped else "")
+
+
+def _turns(config: RunConfig, flow: Dataflow) -> str:
+    """Say where the chat template writes an answered conversation otherwise than its prompt; empty where it does not."""
+    try:
+        dataset = open_rows(config)
+    except PenstockError:  # told by the look at the data
+        return ""
+    encoder = encoder_of(
+        config, tokenizer_of(config), processor_of(config) if config.rollout.max_pictures else None, flow.rows_are
+    )
+    if dataset is None or not encoder.is_rewritten(dataset.row(0)):
+        return ""
+    return (
+        "the chat template begins an answered conversation with another text than the prompt, such as thinking that it "
+        "opens there alone: responses follow what both begin with"
+    )
 
 
 def _needs(config: RunConfig, flow: Dataflow, rows_are: str, *, held_out: bool = False) -> Needs:

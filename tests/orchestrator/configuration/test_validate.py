@@ -36,6 +36,7 @@ from penstock.orchestrator.configuration.validate import check_run, checks
 from penstock.workers.fresh_model import build_fresh_model, model_config, vocabulary_size
 from penstock.workers.sandbox.execution import Limits
 from tests.workers.gateway.formats.real_templates import trl_template
+from tests.workers.gateway.formats.real_templates import trl_template
 
 SMALL = FreshModelConfig(
     num_layers=1, hidden_size=64, intermediate_size=32, num_heads=2, num_kv_heads=1, max_position_embeddings=256
@@ -441,3 +442,17 @@ def test_a_judge_of_the_run_is_looked_at_before_it_starts(rows: Path, tmp_path: 
     check(*words)
     assert "it cannot be held to a JSON schema" in refused(ConfigError, *words, "reward.judge.engine=hf")
     assert "nothing-here" in refused(ModelError, *words, f"+model.paths.judge={tmp_path}/nothing-here")
+
+
+def test_a_template_that_writes_answered_conversations_otherwise_is_told(model: Path, tmp_path: Path) -> None:
+    file, thinks, told = tmp_path / "rows.jsonl", tmp_path / "thinks", list[str]()
+    file.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
+    shutil.copytree(model, thinks)
+    (thinks / "chat_template.jinja").write_text(trl_template("deepseek_r1_distill"))
+    for path in (model, thinks):
+        config = load_config(["recipe=arithmetic", "algorithm=sft", "data.source=auto", f"data.path={file}",
+                              f"model.path={path}", "rollout.max_model_len=256"])  # fmt: skip
+        flow = build_dataflow(config.algorithm)
+        told += [check.look() for check in checks(config, flow, plan_actors(flow, config)) if check.name == "rewritten turns"]
+    assert told[0] == ""
+    assert "begins an answered conversation with another text than the prompt" in told[1]
