@@ -17,7 +17,8 @@ class ColumnsConfig:
 
     prompt: str = "question"
     """Column with the user's text, or with chat messages: [{role: user, content: …}, …]. If these end with the
-    assistant's, that is the demonstration. Where no column is called question and one prompt, it is that."""
+    assistant's, that is the demonstration; where responses are sampled and the column is called prompt, they go on with
+    it. Where no column is called question and one prompt, it is that."""
     answer: str | None = "answer"
     """Column with the reference answer, handed to the reward; a.b is the field b of column a. `null`: the reward needs
     none."""

@@ -235,7 +235,7 @@ def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
 
 
 def _turns(config: RunConfig, flow: Dataflow) -> str:
-    """Say where the chat template writes an answered conversation otherwise than its prompt; empty where it does not."""
+    """Say that the chat template writes an answered conversation otherwise than its prompt; empty where it does not."""
     try:
         dataset = open_rows(config)
     except PenstockError:  # told by the look at the data

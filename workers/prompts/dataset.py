@@ -79,7 +79,8 @@ class TableDataset:
         if self.rows.is_filled:
             extra = {key: without_none(value) for key, value in extra.items()}
         response = None if response is None else str(response)
-        return DatasetRow(prompt, answer, index, where, response, rejected, messages, pictures, extra)
+        prefix = demonstration if columns.prompt.rpartition(".")[2] == "prompt" else None
+        return DatasetRow(prompt, answer, index, where, response, rejected, messages, prefix, pictures, extra)
 
     def _pictures(self, row: dict[str, Any], where: str) -> Sequence[Any] | None:
         """Values of the column of pictures; None if none is named."""

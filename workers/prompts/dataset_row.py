@@ -40,6 +40,9 @@ class DatasetRow:
     messages: Sequence[Mapping[str, str]] = ()
     """The conversation that the response continues, where the dataset has one; `prompt` is its last text of the
     user."""
+    prefix: str | None = None
+    """The beginning of the answer, where a column called prompt ends with the assistant's words: what is sampled goes
+    on with them."""
     pictures: Sequence[bytes] = ()
     """Pictures of the prompt, PNG or JPEG, one for each `<image>` in its text."""
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -123,15 +123,16 @@ class PromptEncoder:
         answered = [] if response is None else [{"role": "assistant", "content": response}]
         return self._written([*self.messages(row), *answered], has_pictures=bool(row.pictures))
 
-    def _written(self, messages: list[dict[str, Any]], *, has_pictures: bool = False) -> str:
-        """The text that the chat template writes of messages; it asks for an answer where there is none."""
+    def _written(self, messages: list[dict[str, Any]], *, has_pictures: bool = False, **options: bool) -> str:
+        """The text that the chat template writes of messages; it asks for an answer where there is none. `options`:
+        of `apply_chat_template`."""
         if self.processor is not None:
             for message in messages:
                 message["content"] = in_parts(message["content"], has_pictures=has_pictures)
         is_answered = messages[-1]["role"] == "assistant"
         return str(
             self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=not is_answered, **self.template_kwargs
+                messages, tokenize=False, add_generation_prompt=not is_answered, **options, **self.template_kwargs
             )
         )
 
@@ -158,7 +159,7 @@ class PromptEncoder:
 
     def prompt(self, row: DatasetRow) -> EncodedPrompt:
         """Encode a prompt. Raises `PromptTooLong`, or `DataError` for a prompt without tokens."""
-        prompt = self._prompt(row)
+        prompt = self._encoded(row, self._continued(row))
         self.limits.check(row.where, len(prompt.ids))
         return prompt
 
@@ -238,8 +239,12 @@ class PromptEncoder:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _prompt(self, row: DatasetRow) -> EncodedPrompt:
-        return self._encoded(row, self.text(row))
+    def _continued(self, row: DatasetRow) -> str:
+        """The prompt, which ends with the beginning of the answer where the row has one."""
+        if row.prefix is None or not self.uses_chat_template:
+            return self.text(row)
+        begun = [*self.messages(row), {"role": "assistant", "content": row.prefix}]
+        return self._written(begun, has_pictures=bool(row.pictures), continue_final_message=True)
 
     def _encoded(self, row: DatasetRow, text: str) -> EncodedPrompt:
         # A chat template writes its special tokens itself.

@@ -36,7 +36,6 @@ from penstock.orchestrator.configuration.validate import check_run, checks
 from penstock.workers.fresh_model import build_fresh_model, model_config, vocabulary_size
 from penstock.workers.sandbox.execution import Limits
 from tests.workers.gateway.formats.real_templates import trl_template
-from tests.workers.gateway.formats.real_templates import trl_template
 
 SMALL = FreshModelConfig(
     num_layers=1, hidden_size=64, intermediate_size=32, num_heads=2, num_kv_heads=1, max_position_embeddings=256
@@ -449,10 +448,11 @@ def test_a_template_that_writes_answered_conversations_otherwise_is_told(model: 
     file.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
     shutil.copytree(model, thinks)
     (thinks / "chat_template.jinja").write_text(trl_template("deepseek_r1_distill"))
+    words = ["recipe=arithmetic", "algorithm=sft", "data.source=auto", "data.chat_template=true", f"data.path={file}"]
     for path in (model, thinks):
-        config = load_config(["recipe=arithmetic", "algorithm=sft", "data.source=auto", f"data.path={file}",
-                              f"model.path={path}", "rollout.max_model_len=256"])  # fmt: skip
+        config = load_config([*words, f"model.path={path}", "rollout.max_model_len=256"])
         flow = build_dataflow(config.algorithm)
-        told += [check.look() for check in checks(config, flow, plan_actors(flow, config)) if check.name == "rewritten turns"]
+        found = {check.name: check for check in checks(config, flow, plan_actors(flow, config))}
+        told.append(found["rewritten turns"].look())
     assert told[0] == ""
     assert "begins an answered conversation with another text than the prompt" in told[1]

@@ -19,7 +19,8 @@ REWRITTEN = ("deepseek_r1", "deepseekv3", "nemotron_3", "qwen3_8")
 """Templates that begin thinking in the prompt, and leave it out of an answered conversation."""
 ENDS = {
     "cohere": "<|END_OF_TURN_TOKEN|>", "gemma4": "<turn|>", "gemma": "<end_of_turn>", "diffusion_gemma": "<turn|>",
-    "gptoss": "<|return|>", "llama": "<|eot_id|>", "phi": "<|end|>", "muse": "<|eot|>", "deepseek": "<｜end▁of▁sentence｜>",
+    "gptoss": "<|return|>", "llama": "<|eot_id|>", "phi": "<|end|>", "muse": "<|eot|>",
+    "deepseek": "<｜end▁of▁sentence｜>",
     "lfm": "<|im_end|>", "qwen": "<|im_end|>", "nemotron": "<|im_end|>", "glm": "", "glm4moe_training": "<|user|>",
 }  # fmt: skip
 """Tokens that end a turn, by the beginnings of templates' names; empty for the end-of-sequence token."""

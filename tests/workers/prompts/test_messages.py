@@ -15,6 +15,7 @@ from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DatasetRow, is_conversation, messages_of, with_template
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
+from tests.workers.gateway.formats.real_templates import trl_tokenizer
 
 ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 2?"}]
 ANSWERED = {"role": "assistant", "content": "4"}
@@ -184,3 +185,22 @@ def test_a_response_to_nothing_and_a_response_of_the_user_are_refused(tmp_path: 
 def test_other_lists_are_no_conversation() -> None:
     assert not any(is_conversation(value) for value in ("text", {"role": "user"}, [1], ["a"], [{"role": "user"}]))
     assert is_conversation(ASKED)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gemma3", "phi3"])
+def test_a_prompt_that_ends_with_the_assistants_words_is_continued(tmp_path: Path, name: str) -> None:
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "The answer is"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": messages, "messages": messages, "answer": "4"}) + "\n")
+    tokenizer = trl_tokenizer(name)
+    texts = {}
+    for column in ("prompt", "messages"):
+        data = DataConfig(path=str(file), columns=ColumnsConfig(prompt=column))
+        dataset = open_dataset(data, EvaluationConfig())
+        assert dataset is not None
+        row = dataset.row(0)
+        encoder = PromptEncoder(tokenizer, data, TokenLimits(1000, 1000, "enough"))
+        texts[column] = tokenizer.decode(encoder.prompt(row).ids)
+        demonstrated, response = encoder.demonstration(row)
+        assert tokenizer.decode([*demonstrated.ids, *response]).startswith(texts["prompt"])
+    assert texts["prompt"] == f"{texts['messages']}The answer is", "of `messages` it is the demonstration"
