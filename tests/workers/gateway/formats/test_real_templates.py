@@ -8,6 +8,7 @@ import pytest
 
 from penstock.conf.errors import DataError
 from penstock.workers.gateway.formats.answers import EMPTY
+from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.trajectory import segments_of
 from tests.workers.gateway.chat_models import ADD
@@ -180,3 +181,11 @@ def test_an_answer_of_nothing_ends_no_attempt(name: str, tools: Sequence[Any]) -
         begins_anew = name in (TOOLS_MOVE if tools else SYSTEM_MOVES)
         assert [turn.parent for turn in sampler.turns] == ([None] * 3 if begins_anew else [None, 0, 1])
     assert family.form.prompt_ids(messages, tools)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_reader_of_calls_is_found_by_the_template(name: str) -> None:
+    family = FAMILIES[name]
+    form = TemplateFormat(family.tokenizer, template_kwargs=family.kwargs)
+    assert (form.tool_format, form.refusal) == (family.tools, "")
+    assert form.describe_tools() == f"calls are read as {family.tools}"
