@@ -236,6 +236,24 @@ def test_trls_gsm8k_is_a_recipe(tmp_path: Path) -> None:
     assert (config.rollout.engine, config.placement, config.rollout.sampling.max_tokens) == ("vllm", "colocated", 512)
 
 
+def test_what_a_file_takes_from_elsewhere_is_told_and_never_written(tmp_path: Path) -> None:
+    text = "actor_rollout_ref:\n  model: {path: '${oc.env:MODEL}'}\n  actor: {optim: {lr: 1e-6}}\n"
+    lost = recipe_of(tmp_path, "ppo_trainer.yaml", text + "trainer: {project_name: '$(date)', save_freq: 10}\n")
+    recipe = (tmp_path / "recipe.yaml").read_text()
+    assert "$" not in recipe
+    assert sorted(lost) == ["actor_rollout_ref.model.path", "trainer.project_name"]
+    assert load_config([f"recipe={tmp_path}"]).trainer.optimizer.lr == 1e-6
+
+
+def test_a_trl_command_reads_its_config_file_and_its_words_win(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text("num_generations: 4\nper_device_train_batch_size: 4\nlearning_rate: 1e-6\n")
+    text = "torchrun --nproc_per_node=2 -m trl.scripts.grpo --config grpo.yaml --learning_rate 3e-6 --temperature 0.7"
+    assert recipe_of(tmp_path, "run.sh", text) == {}
+    config = load_config([f"recipe={tmp_path}"])
+    assert (config.algorithm.group_size, config.trainer.groups_per_step, config.trainer.num_ranks) == (4, 2, 2)
+    assert (config.trainer.optimizer.lr, config.rollout.sampling.temperature) == (3e-6, 0.7)
+
+
 def test_what_the_algorithm_has_no_key_for_is_told(tmp_path: Path) -> None:
     words = ["algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.clip_ratio=0.3", "data.max_prompt_length=$LONG"]
     lost = recipe_of(tmp_path, "run.sh", " ".join([*words, "actor_rollout_ref.actor.entropy_coeff=0"]))
