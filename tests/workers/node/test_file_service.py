@@ -1,5 +1,6 @@
 """Files by content: a node that has them uses them, another gets a copy that was checked."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +147,16 @@ def test_code_is_a_file_with_its_neighbours_and_packages(tmp_path: Path) -> None
         (tmp_path / name).write_text(name)
     files = FileSet.of_code(tmp_path / "rewards.py")
     assert [file.name for file in files.files] == list(taken)
+
+
+def test_a_model_is_sent_without_what_lies_beside_it(tmp_path: Path) -> None:
+    taken = "chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"
+    for name in (*taken, ".git/lfs/big", "checkpoint-5/model.safetensors", "onnx/model.onnx", "train.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    os.mkfifo(tmp_path / "vocab.pipe")
+    (tmp_path / "vocab.txt").symlink_to(tmp_path / "gone")
+    assert [file.name for file in FileSet.of_model(tmp_path).files] == list(taken)
 
 
 def test_equal_content_has_an_equal_address(model: Path, tmp_path: Path) -> None:
