@@ -27,8 +27,7 @@ def by_proxy(host: str) -> list[bool]:
     url = f"http://{host}:8000/v1"
     plain = host.strip("[]")
     with httpx.Client() as client:
-        transport = client._transport_for_url(httpx.URL(url))
-        of_httpx = transport is not client._transport
+        of_httpx = "Proxy" in repr(vars(client._transport_for_url(httpx.URL(url))))
     of_requests = bool(requests.utils.get_environ_proxies(url))
     return [of_httpx, of_requests, not urllib.request.proxy_bypass(plain)]
 
