@@ -20,8 +20,8 @@ class ColumnsConfig:
     assistant's, that is the demonstration; where responses are sampled and the column is called prompt, they go on with
     it. Where no column is called question and one prompt, it is that."""
     answer: str | None = "answer"
-    """Column with the reference answer, handed to the reward; a.b is the field b of column a. `null`: the reward needs
-    none."""
+    """Column with the reference answer, handed to the reward; a.b is the field b of column a. Where no column is called
+    answer, it is solution (TRL) or reward_model.ground_truth (verl). `null`: the reward needs none."""
     response: str | None = None
     """Column with a demonstration, for SFT, or with the chosen response of a pair, as text or as the assistant's
     message. `null`: the answer itself."""

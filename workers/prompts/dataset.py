@@ -62,7 +62,7 @@ class TableDataset:
 
     def row(self, index: int) -> DatasetRow:
         row, where = self.rows.row(index), self.rows.where(index)
-        columns = _with_prompt(self.config.columns, row)
+        columns = _with_usual(self.config.columns, row)
         seen = RowPictures(where, self.rows.folder, self._pictures(row, where))
         messages, demonstration = self._conversation(row, columns.prompt, where, seen)
         prompt = ""
@@ -137,10 +137,20 @@ def known(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _with_prompt(columns: ColumnsConfig, row: Mapping[str, Any]) -> ColumnsConfig:
-    """The names of the columns; that of the prompt may be left to the row, which has `question` or `prompt`."""
-    is_left = columns.prompt == ColumnsConfig.prompt and columns.prompt not in row and "prompt" in row
-    return replace(columns, prompt="prompt") if is_left else columns
+def _with_usual(columns: ColumnsConfig, row: Mapping[str, Any]) -> ColumnsConfig:
+    """The names of the columns. Where the row has none of a default name, it is the one that TRL's or verl's datasets
+    have; a row without any answer has none."""
+    prompt, answer = columns.prompt, columns.answer
+    if prompt == ColumnsConfig.prompt and prompt not in row and "prompt" in row:
+        prompt = "prompt"
+    if answer == ColumnsConfig.answer and answer not in row:
+        verls = "reward_model.ground_truth" if "ground_truth" in (row.get("reward_model") or ()) else None
+        answer = "solution" if "solution" in row else verls
+    return (
+        columns
+        if (prompt, answer) == (columns.prompt, columns.answer)
+        else replace(columns, prompt=prompt, answer=answer)
+    )
 
 
 def _with_pictures(

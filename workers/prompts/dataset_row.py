@@ -103,11 +103,15 @@ class Needs:
             what = {"answer": "answer, which the reward asks for", "rejected": "rejected response"}.get(
                 field_name, "demonstration"
             )
-            if self.columns[column] is None:
+            name = self.columns[column]
+            if name is None:
                 raise NoAnswer(f"{row.where}: no {what}: data.columns.{column}=null. Name its column.")
+            if name.partition(".")[0] not in row.extra:
+                hint = suggest(name, row.extra)
+                raise NoAnswer(f"{row.where}: no {what}: no column {name!r}{hint} Set data.columns.{column}.")
             raise NoAnswer(
-                f"{row.where}: no {what}: column {self.columns[column]!r} (data.columns.{column}) is null or NaN. Give "
-                "the row one, or set data.no_answer=skip to leave such rows out."
+                f"{row.where}: no {what}: column {name!r} (data.columns.{column}) is null or NaN. Give the row one, or "
+                "set data.no_answer=skip to leave such rows out."
             )
 
     def lacks(self, row: DatasetRow) -> bool:

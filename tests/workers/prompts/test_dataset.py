@@ -12,6 +12,7 @@ from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError, DataError
 from penstock.workers.prompts.data_files import Wanted, choose_files
 from penstock.workers.prompts.dataset import open_dataset
+from penstock.workers.prompts.dataset_row import Needs
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"
 ROWS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n), "level": n} for n in range(5)]
@@ -44,8 +45,23 @@ def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path):
     (tmp_path / "a.jsonl").write_text('\n{"question": "q", "answer": "1"}\n\n{"question": "q"}\n')
     dataset = opened(str(tmp_path / "a.jsonl"))
     assert len(dataset) == 2
-    with pytest.raises(DataError, match=r"a\.jsonl line 4: no column 'answer'"):
-        dataset.row(1)
+    needs = Needs.of(DataConfig(), "prompts", answer=True)
+    needs.check(dataset.row(0))
+    with pytest.raises(DataError, match=r"a\.jsonl line 4: no answer, which the reward asks for: no column 'answer'"):
+        needs.check(dataset.row(1))
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"question": "q", "solution": "4"}, "4"),
+        ({"question": "q", "solution": "4", "answer": "5"}, "5"),
+        ({"question": "q", "reward_model": {"style": "rule", "ground_truth": "4"}}, "4"),
+        ({"question": "q"}, None),
+    ],
+)
+def test_the_answer_is_the_column_that_trls_or_verls_datasets_have(tmp_path, row, answer):
+    assert opened(write(tmp_path / "a.jsonl", [row])).row(0).answer == answer
 
 
 @pytest.mark.parametrize(
