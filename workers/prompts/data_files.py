@@ -165,7 +165,7 @@ def _has_rows(name: str) -> bool:
 def _missing(wanted: Wanted) -> DataError:
     path, place = wanted.path, Path(wanted.path).expanduser()
     if is_url(path):
-        return DataError(f"{wanted.told}: there is no such file or folder.")
+        return DataError(f"{wanted.told}: there is no such file or folder, or its host does not answer.")
     if glob.has_magic(path):
         return DataError(f"{wanted.told}: there is no file of this pattern (seen from {Path.cwd()}).")
     if not place.parent.is_dir():

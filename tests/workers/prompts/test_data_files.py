@@ -1,9 +1,12 @@
 """What `data.path` names is read by its name and bytes: in files, folders, patterns and URLs."""
 
 import csv
+import functools
 import gzip
+import http.server
 import io
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,22 @@ def test_a_url_is_read_as_a_file_of_its_name(name: str) -> None:
         assert pairs(opened("memory://bucket/d*/*")) == EXPECTED
     finally:
         system.rm("/bucket", recursive=True)
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+
+def test_files_of_a_web_server_are_read_whatever_its_query(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes(FORMS["rows.csv"])
+    handler = functools.partial(Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}"
+        assert pairs(opened(f"{place}/rows.csv?download=true")) == EXPECTED
+        with pytest.raises(DataError, match=r"none\.csv: there is no such file or folder, or its host"):
+            opened(f"{place}/none.csv")
+        server.shutdown()
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "csv", "parquet", "arrow", "json"])
