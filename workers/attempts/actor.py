@@ -194,12 +194,14 @@ async def ask(
     handle: Any, prompt_ids: Sequence[int], sampling: Sampling, pictures: PromptPictures | None = None
 ) -> Completion:
     """Sample a response of the engine behind a handle. A call that is cancelled ends there, too. Raises `WorkerDied`
-    for an engine that is gone, `DataError` for a request that makes it fail, and what it raises of Penstock's
-    errors."""
+    for an engine that is gone, `DataError` for a request that makes it fail or whose log-probabilities are not finite,
+    and what it raises of Penstock's errors."""
     seen = () if pictures is None else ([pictures],)
     asked = handle.generate.remote([list(prompt_ids)], 1, [sampling], *seen)
     try:
         ((completion,),) = await asked
+        if not completion.is_finite:
+            raise DataError(await handle.fault_of.remote(list(prompt_ids), completion))
     except asyncio.CancelledError:
         ray.cancel(asked, recursive=False)  # otherwise the engine decodes it to its end
         raise
@@ -211,6 +213,4 @@ async def ask(
         raise DataError(f"an engine failed at a turn: {error.cause!r:.300}") from None
     except RayError as error:
         raise WorkerDied(f"an engine could not be asked for a turn: {error}") from None
-    if not completion.is_finite:
-        raise DataError(await handle.fault_of.remote(list(prompt_ids), completion))
     return completion

@@ -109,13 +109,9 @@ class VllmWholeEngine(VllmEngine):
 
 def shapes_of(model_path: str) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's parameters by their names, tied ones once; nothing of it is read but its configuration."""
-    import torch
-    from transformers import AutoConfig
+    from penstock.workers.weights.stored import empty_model
 
-    config = AutoConfig.from_pretrained(model_path)
-    with torch.device("meta"):
-        lm = auto_class(config).from_config(config)
-    return {name: tuple(one.shape) for name, one in lm.named_parameters()}
+    return {name: tuple(one.shape) for name, one in empty_model(model_path).named_parameters()}
 
 
 def base_of(model_path: str) -> AdapterState:

@@ -1,6 +1,7 @@
 """What an engine behind a Ray actor is asked, and what becomes of turns that nobody awaits or that it cannot take."""
 
 import asyncio
+import math
 import os
 from typing import Any
 
@@ -17,6 +18,8 @@ pytestmark = [pytest.mark.real, pytest.mark.usefixtures("cluster")]
 
 HANGS = 1
 """First token of a prompt that hangs."""
+NAN = 5
+"""First token of a prompt whose response has no log-probability."""
 
 
 class Conversation:
@@ -44,9 +47,12 @@ class Engine:
                 os._exit(1)
             if kind == 4:
                 raise DataError("no such schema")
-            return [[Completion([7], [-1.0], [0], "seven", "stop")]]
+            return [[Completion([7], [math.nan if kind == NAN else -1.0], [0], "seven", "stop")]]
         finally:
             self._num_under_way -= 1
+
+    async def fault_of(self, prompt_ids: list[int], completion: Completion) -> str:
+        return f"{completion.logprobs} after {prompt_ids}"
 
     async def begun(self) -> None:
         await self._begun.wait()
@@ -87,7 +93,9 @@ def test_so_does_one_that_took_too_long() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("kind", "said"), [(2, "what nobody has thought of"), (4, "no such schema")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [(2, "what nobody has thought of"), (4, "no such schema"), (NAN, r"\[nan\] after \[5\]")]
+)
 def test_a_request_that_fails_in_an_engine_is_no_death_of_it(kind: int, said: str) -> None:
     async def scenario() -> None:
         engines = [Engine.remote() for _ in range(2)]

@@ -83,15 +83,10 @@ def adapted_layers(model_path: str, config: LoraConfig, *, serves_mixtures: bool
     """Shapes `(out, in)` of each layer of a model on disk that gets an adapter, in the model's order. Loads no weights.
     `serves_mixtures`: whether the engine has kernels for experts beside adapters. Raises as `targets_of` does, and for
     a mixture where it has none."""
-    import torch
-    from transformers import AutoConfig
-
-    from penstock.workers.pictures.families import auto_class
     from penstock.workers.weights.checkpoint_form import stacked_experts
+    from penstock.workers.weights.stored import empty_model
 
-    with torch.device("meta"):
-        config_of_model = AutoConfig.from_pretrained(model_path)
-        lm = auto_class(config_of_model).from_config(config_of_model)
+    lm = empty_model(model_path)
     if not serves_mixtures and stacked_experts(lm):
         raise ConfigError(
             f"trainer.lora.publish=adapter: {type(lm).__name__} has experts, and vLLM's CPU build has no kernel for "
