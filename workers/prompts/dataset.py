@@ -303,7 +303,7 @@ def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Pro
         )
     size = evaluation.num_problems if held_out else data.size
     named = data.columns
-    texts = {named.prompt, "prompt", *filter(None, (named.answer, named.response, named.rejected))}
+    texts = {named.prompt, "prompt", "solution", *filter(None, (named.answer, named.response, named.rejected))}
     wanted = _wanted(data, data.path, evaluation.path if held_out else None)
     return TableDataset(open_table(wanted, data.source, texts), data, size)
 

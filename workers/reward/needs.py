@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from penstock.conf.data import ColumnsConfig
 from penstock.conf.reward import ENVIRONMENT_REWARD
 from penstock.workers.reward.registry import find_reward
 
@@ -22,5 +23,6 @@ def needs_answer(function: str | Callable[..., Any], options: Mapping[str, Any],
         parameters = inspect.signature(find_reward(function) if isinstance(function, str) else function).parameters
     except (TypeError, ValueError):  # a builtin, which `adapt` refuses
         return False
-    asked = [name for name in (*ANSWER, column) if name in parameters and name not in options]
+    columns = (column, "solution") if column == ColumnsConfig.answer else (column,)  # as rows of TRL's datasets call it
+    asked = [name for name in (*ANSWER, *columns) if name in parameters and name not in options]
     return any(parameters[name].default is inspect.Parameter.empty for name in asked if name is not None)

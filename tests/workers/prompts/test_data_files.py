@@ -220,6 +220,8 @@ def test_a_dataset_of_the_hub_needs_its_name_alone(monkeypatch: pytest.MonkeyPat
 def test_a_column_called_prompt_is_the_prompt_where_there_is_no_question(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_bytes(as_csv([{"prompt": "007", "answer": "1"}]))
     assert pairs(opened(tmp_path / "rows.csv")) == [("007", "1")]
+    (tmp_path / "trl.csv").write_bytes(as_csv([{"prompt": "7", "solution": "007"}]))
+    assert pairs(opened(tmp_path / "trl.csv")) == [("7", "007")]
     (tmp_path / "both.csv").write_bytes(as_csv([{"prompt": "no", "question": "yes", "answer": "1"}]))
     assert pairs(opened(tmp_path / "both.csv")) == [("yes", "1")]
     (tmp_path / "none.csv").write_bytes(as_csv([{"text": "a", "answer": "1"}]))

@@ -154,10 +154,13 @@ def of_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: 
         ("judge", {"rubric": "Is it {answer}?"}, "answer", True), (own, {}, "answer", True),
         (own, {"answer": "4"}, "answer", False), (lenient, {}, "answer", False), (by_task, {}, "answer", False),
         (of_verl, {}, "reward_model.ground_truth", True), (accuracy_reward, {}, "solution", True),
-        (accuracy_reward, {}, "answer", False), (think_format_reward, {}, "answer", False),
+        (accuracy_reward, {}, "answer", True), (accuracy_reward, {}, None, False),
+        (think_format_reward, {}, "answer", False),
         ("trl.rewards:accuracy_reward", {}, "solution", True),
         ("trl.rewards:get_soft_overlong_punishment", {"max_completion_len": 9}, "answer", False),
     ],
 )  # fmt: skip
-def test_a_reward_needs_what_it_asks_for(function: Any, options: dict[str, Any], column: str, expected: bool) -> None:
+def test_a_reward_needs_what_it_asks_for(
+    function: Any, options: dict[str, Any], column: str | None, expected: bool
+) -> None:
     assert needs_answer(function, options, column) is expected
