@@ -127,11 +127,15 @@ def assemble_trainer(
     config = with_slot(spec.config, spec.slot_rank) if spec.slot_rank is not None else spec.config
     kind = SlotTrainer if has_slot else _trainer_class(spec, DatumTrainer)
     trainer = kind(config, spec.model_path, _ranks(spec, address), **_options(spec))
-    if ROUTED_EXPERTS in spec.columns:
-        trainer.replay_experts()
-    _give_sight(trainer, spec)
-    trainer.check_scores()
-    trainer.try_export()
+    try:
+        if ROUTED_EXPERTS in spec.columns:
+            trainer.replay_experts()
+        _give_sight(trainer, spec)
+        trainer.check_scores()
+        trainer.try_export()
+    except BaseException:
+        trainer.close()
+        raise
     critic = _critic(spec, address)
     ranks = trainer.ranks
     replay = None
