@@ -86,6 +86,8 @@ their log-probabilities, `[B, T, J]` with gradient."""
 HINTED = "hinted_ids"
 ENVIRONMENT_TASK = "environment_task"
 """Key of an environment's own task in the column `task`."""
+TASK_MESSAGES = "task_messages"
+"""Key of the column `task` for the conversation that a prompt or an environment's task begins with."""
 OPENS_THINKING = "prompt_opens_thinking"
 """Key of the column `task` that is true where the prompt has begun the thinking. Rewards do not see it."""
 PROMPT_COLUMNS = ("prompt_ids", "task")

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.algorithms.graph.columns import ENVIRONMENT_TASK
+from penstock.algorithms.graph.columns import ENVIRONMENT_TASK, TASK_MESSAGES
 
 KEY = ENVIRONMENT_TASK
 """Key of a row's JSON, where the row is a task."""
-MESSAGES = "task_messages"
+MESSAGES = TASK_MESSAGES
 """Key of a row's JSON for the conversation that it begins with, beside the row's own columns."""
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from penstock.algorithms.graph.columns import OPENS_THINKING
-from penstock.workers.environments.task import MESSAGES
+from penstock.algorithms.graph.columns import OPENS_THINKING, TASK_MESSAGES
 from penstock.workers.gateway.formats.answers import split_thinking
 
 
@@ -35,7 +34,7 @@ class Response:
 def with_task(response: Any, task: str) -> tuple[Any, dict[str, Any]]:
     """The response with what its task says of the prompt, and the columns of the task (JSON) that rewards get."""
     columns = json.loads(task)
-    opens_thinking, messages = bool(columns.pop(OPENS_THINKING, False)), columns.pop(MESSAGES, ())
+    opens_thinking, messages = bool(columns.pop(OPENS_THINKING, False)), columns.pop(TASK_MESSAGES, ())
     if isinstance(response, Response):
         response = replace(response, opens_thinking=opens_thinking, prompt=messages)
     return response, columns

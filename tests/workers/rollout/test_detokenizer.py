@@ -17,6 +17,10 @@ RESPONSES = {
         ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>"),
     ),
     "gemma4": ("<|channel>thought\n2+2\n<channel|>4<turn|>", ("<|channel>", "<channel|>", "<turn|>")),
+    "muse": (
+        " to=self<|message|>2+2<|eom|><|start|>assistant to=user<|message|>4<|eot|>",
+        ("<|message|>", "<|eom|>", "<|start|>", "<|eot|>"),
+    ),
     "cohere": (
         "<|START_THINKING|>2+2<|END_THINKING|><|START_RESPONSE|>4<|END_RESPONSE|>",
         ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),

@@ -28,8 +28,11 @@ MARKS = (
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
     ("<|channel>thought", "<channel|>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("to=self<|message|>", "to=user<|message|>"),
 )
-"""Marks of thinking: of most models, of Mistral's, gpt-oss, Gemma 4 and Cohere's."""
+"""Marks of thinking: of most models, of Mistral's, gpt-oss, Gemma 4, Cohere's and Muse Glimmer."""
+BETWEEN = re.compile(r"<\|(?:end|eom)\|><\|start\|>assistant ?\Z")
+"""Pattern of what stands between thinking and answer, where these are turns of their own."""
 EMPTY = re.compile(r"<think>\s*</think>\n*")
 """Pattern of empty thinking, as templates write it."""
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -45,6 +48,8 @@ def split_thinking(text: str, *, begun: bool = False) -> tuple[str | None, str]:
 
     >>> split_thinking("<think>2 + 2</think>4")
     ('2 + 2', '4')
+    >>> split_thinking("<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4")
+    ('2+2', '4')
     >>> split_thinking("4")
     (None, '4')
     """
@@ -52,7 +57,7 @@ def split_thinking(text: str, *, begun: bool = False) -> tuple[str | None, str]:
         thinking, mark, said = text.partition(end)
         if mark:
             thinking = thinking.partition(begin)[2] if begin in thinking else thinking
-            return thinking.strip("\n"), said.lstrip("\n")
+            return BETWEEN.sub("", thinking).strip("\n"), said.lstrip("\n")
         if text.lstrip().startswith(begin):  # cut off while it thought
             return text.partition(begin)[2].strip("\n"), ""
     return (text.strip("\n"), "") if begun else (None, text)
