@@ -209,7 +209,7 @@ class EvaluationConfig:
     (the share that is right) and accuracy/heldout_pass@k (problems of which one is right at least). They show what a
     policy could still learn, at k times the cost. 0: none."""
     path: str | None = None
-    """Path or name in the source. jsonl: the held-out file; huggingface: the held-out split; `null` with reasoning_gym:
+    """Held-out files, as data.path names files, or the name of another split of data.path; `null` with reasoning_gym:
     the same task by `seed`."""
     seed: int = 1_000_003
     """Seed of the held-out problems (reasoning_gym). Must differ from data.seed."""

@@ -215,6 +215,7 @@ def test_report_rebuilds_the_page_and_refuses_what_is_no_run(
     assert cli.main(["report", str(tmp_path)]) == 2
 
 
+@pytest.mark.real
 def test_validate_prints_configuration_dataflow_plan_and_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["validate", "recipe=arithmetic"]) == 0
     out = capsys.readouterr().out
@@ -230,6 +231,7 @@ def test_validate_prints_configuration_dataflow_plan_and_checks(capsys: pytest.C
         assert part in out
 
 
+@pytest.mark.real
 def test_validate_tells_all_faults_at_once_and_ends_with_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["validate", "recipe=arithmetic", "reward.function=digit", "data.max_prompt_tokens=4"]) == 2
     out = capsys.readouterr().out

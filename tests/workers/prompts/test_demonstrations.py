@@ -85,7 +85,7 @@ def test_a_template_that_leaves_answers_out_is_refused(name: str) -> None:
         encoder_of(trl_tokenizer(name)).demonstration(ROW)
 
 
-def test_where_generation_stops_earlier_than_the_tokenizer_says_the_turn_ends_there() -> None:
+def test_the_turn_ends_where_the_models_generation_stops() -> None:
     tokenizer = trl_tokenizer("phi3")
     (end,) = tokenizer.convert_tokens_to_ids(["<|end|>"])
     _, until_eos = encoder_of(tokenizer).demonstration(ROW)

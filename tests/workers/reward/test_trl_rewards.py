@@ -75,7 +75,7 @@ def test_the_answer_stands_in_for_the_column_solution() -> None:
     assert scored(RewardSpec.of("trl.rewards:accuracy_reward"), [Response(RIGHT)], [task]) == [1.0]
 
 
-def test_functions_get_messages_where_the_prompt_is_a_conversation_and_texts_elsewhere() -> None:
+def test_functions_get_messages_where_the_prompt_is_a_conversation() -> None:
     seen: list[Any] = []
 
     def score(prompts: Any, completions: Any, **columns: Any) -> list[float]:

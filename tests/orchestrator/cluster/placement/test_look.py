@@ -20,6 +20,7 @@ def validated(*words: str) -> tuple[int, str]:
     return code, screen.getvalue()
 
 
+@pytest.mark.real
 def test_without_a_cluster_a_local_ray_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert look() is None
