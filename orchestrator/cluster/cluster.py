@@ -50,13 +50,13 @@ LOOK_S = 90.0
 PRIVATE, OTHERS = 0o600, 0o077
 TOKEN_BYTES = 32
 """Size of a token, in bytes, as Ray makes them."""
-AUTO_CONNECT = "RAY_ENABLE_AUTO_CONNECT"
-"""Environment variable that says whether calls of Ray start one where there is none."""
 TOLD_CHARS = 100
 LOOKS_S = 0.2
 """Seconds between two looks whether a local Ray has ended."""
 _started: dict[str, LocalRay] = {}
 """Clusters that this process has started, and that end with it, by address."""
+_left_behind: list[Future[None]] = []
+"""Calls that waited for a Ray that has ended."""
 
 
 def count_local_gpus() -> int:
@@ -108,15 +108,20 @@ def raise_if_over() -> None:
 
 
 def while_it_lives(call: Callable[[], None]) -> None:
-    """Make a call that needs Ray. Returns as soon as a local Ray has ended, whatever the call waits for."""
+    """Make a call that needs Ray, unless a local Ray has ended. Returns as soon as it ends, whatever the call waits
+    for."""
     if not _started:
         call()
         return
+    if is_over():
+        return
     calling: Future[None] = Future()
+    _left_behind.append(calling)
     threading.Thread(target=_resolve, args=(calling, call), daemon=True).start()
     while not (wait([calling], LOOKS_S).done or is_over()):
         pass
     if calling.done():
+        _left_behind.remove(calling)
         calling.result()
 
 
@@ -159,9 +164,8 @@ class Cluster:
 
     def close(self) -> None:
         if self._is_own:
-            if is_over():
-                os.environ[AUTO_CONNECT] = "0"  # a call that was left behind would start another Ray
-            ray.shutdown()
+            if all(call.done() for call in _left_behind):  # else it would start another Ray when it goes on
+                ray.shutdown()
             _end_started()
         self._is_connected = self._is_own = False
 

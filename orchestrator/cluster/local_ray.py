@@ -5,8 +5,8 @@
 
 A terminal and `timeout` signal a process group: Ray is in another, so that a run that is told to end can ask its actors
 to. The launcher ends Ray when the pipe is closed, also where this process is killed. systemd and Slurm signal every
-process: then Ray's daemons are the first to go. The launcher ends what they leave, and its own end says that Ray is no
-more, so that nobody here waits for Ray.
+process: then Ray's daemons end with the run. The launcher says at once that Ray is no more, so that nobody here waits
+for it, and ends what is left.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from penstock.conf.errors import ResourceError
+from penstock.orchestrator.signals import ENDING
 
 START_S = 300.0
 """Deadline in seconds for Ray to start on a busy machine. It has deadlines of its own, which are shorter."""
@@ -110,8 +111,6 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w") as answers:  # open as long as Ray runs; its daemons must not have it
         os.dup2(2, 1)
         print(json.dumps(_start(json.loads(sys.stdin.readline()))), file=answers, flush=True)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _stay)
         runs = _wait_for_end()
     if runs:
         _end_in_order()
@@ -129,15 +128,16 @@ def _start(options: Mapping[str, Any]) -> dict[str, str]:
         return {"failed": " ".join(f"{type(error).__name__}: {error}".split())}
 
 
-def _stay(*_: object) -> None:
-    """Do nothing: Ray is ended when the process that asked for it has ended, not before."""
-
-
 def _wait_for_end() -> bool:
-    """Wait until Ray is to end. Returns whether it runs still: False if one of its daemons has died."""
+    """Wait until Ray is to end. Returns whether it runs still: False if one of its daemons has died, or will: a signal
+    that this process hears has been sent to every process."""
+    heard, tell = os.pipe()
+    signal.signal(signal.SIGINT, lambda *_: None)
+    for number in ENDING:
+        signal.signal(number, lambda *_: os.write(tell, b"!"))
     daemons = [os.pidfd_open(child.pid) for child in psutil.Process().children() if child.name() in DAEMONS]
-    ready, _, _ = select.select([sys.stdin.fileno(), *daemons], [], [])
-    return not set(daemons) & set(ready)
+    ready, _, _ = select.select([sys.stdin.fileno(), heard, *daemons], [], [])
+    return not {heard, *daemons} & set(ready)
 
 
 def _end_in_order() -> None:
