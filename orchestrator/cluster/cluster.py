@@ -53,7 +53,7 @@ TOKEN_BYTES = 32
 TOLD_CHARS = 100
 LOOKS_S = 0.2
 """Seconds between two looks whether a local Ray has ended."""
-_started: dict[str, LocalRay] = {}
+local_rays: dict[str, LocalRay] = {}
 """Clusters that this process has started, and that end with it, by address."""
 _left_behind: list[Future[None]] = []
 """Calls that waited for a Ray that has ended."""
@@ -89,13 +89,13 @@ def namespace_of(run_id: str) -> str:
 def is_elsewhere() -> bool:
     """Return whether the cluster that `connect` connects to, or has, does not end with this process."""
     if ray.is_initialized():
-        return ray.get_runtime_context().gcs_address not in _started
+        return ray.get_runtime_context().gcs_address not in local_rays
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def is_over() -> bool:
     """Return whether the local Ray of this process has ended before it was closed."""
-    return any(local.is_over for local in _started.values())
+    return any(local.is_over for local in local_rays.values())
 
 
 def raise_if_over() -> None:
@@ -110,7 +110,7 @@ def raise_if_over() -> None:
 def while_it_lives(call: Callable[[], None]) -> None:
     """Make a call that needs Ray, unless a local Ray has ended. Returns as soon as it ends, whatever the call waits
     for."""
-    if not _started:
+    if not local_rays:
         call()
         return
     if is_over():
@@ -295,7 +295,7 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str, metadata:
         if address := os.environ.get("RAY_ADDRESS"):
             join(address, **common)
         else:
-            _start_here(actors, config, common)
+            _start_local(actors, config, common)
 
 
 @contextlib.contextmanager
@@ -308,7 +308,7 @@ def _own_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start_here(actors: list[ActorPlan], config: RunConfig, common: dict[str, Any]) -> None:
+def _start_local(actors: list[ActorPlan], config: RunConfig, common: dict[str, Any]) -> None:
     """Start a Ray on this machine, not whatever cluster somebody has started there, and connect to it."""
     # Ray's workers are niced by 15 unless told otherwise. Threads that meet at barriers then wait for the one that
     # shares its core with any other process: a step becomes twenty times slower.
@@ -323,7 +323,7 @@ def _start_here(actors: list[ActorPlan], config: RunConfig, common: dict[str, An
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     })  # fmt: skip
-    _started[local.address] = local
+    local_rays[local.address] = local
     try:
         ray.init(address=local.address, **common)
     except BaseException:
@@ -333,9 +333,9 @@ def _start_here(actors: list[ActorPlan], config: RunConfig, common: dict[str, An
 
 def _end_started() -> None:
     """End the local Ray. What its processes have in shared memory goes with them, also where they were killed."""
-    for local in _started.values():
+    for local in local_rays.values():
         local.close()
-    _started.clear()
+    local_rays.clear()
     sweep_stale()
 
 

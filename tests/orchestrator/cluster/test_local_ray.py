@@ -14,7 +14,7 @@ from penstock.orchestrator.cluster.cluster import raise_if_over, while_it_lives
 def local_ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A local Ray of this process that has not ended."""
     local = SimpleNamespace(is_over=False)
-    monkeypatch.setattr(cluster, "_started", {"127.0.0.1:1": local})
+    monkeypatch.setattr(cluster, "local_rays", {"127.0.0.1:1": local})
     return local
 
 
@@ -41,7 +41,7 @@ def test_a_call_has_its_end_and_its_error_told(local_ray: SimpleNamespace) -> No
 
 
 def test_without_a_local_ray_a_call_is_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_started", {})
+    monkeypatch.setattr(cluster, "local_rays", {})
     threads: list[threading.Thread] = []
     while_it_lives(lambda: threads.append(threading.current_thread()))
     assert threads == [threading.current_thread()]
