@@ -71,8 +71,8 @@ def test_a_recipe_trains(recipe, models, tmp_path, cluster):
 def test_a_recipe_on_a_base_says_only_what_differs():
     base, gspo = find_recipe("grpo"), find_recipe("gspo")
     assert gspo.values["data"] == base.values["data"]
-    assert gspo.values["trainer"] == base.values["trainer"] | {"num_minibatches": 2}
-    assert gspo.values["algorithm"] == {"name": "gspo", "group_size": 8}
+    assert gspo.values["trainer"] == base.values["trainer"] | {"num_minibatches": "2"}
+    assert gspo.values["algorithm"] == {"name": "gspo", "group_size": "8"}
 
 
 def test_a_base_that_is_missing_or_circular_is_refused(tmp_path):
