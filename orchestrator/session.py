@@ -46,9 +46,11 @@ from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.storeless import started_fleet
 from penstock.store.data.rows import Rows
+from penstock.workers.error_share import ErrorShare
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
+from penstock.workers.reward.result import RewardError
 from penstock.workers.reward.worker import responses_of
 
 
@@ -75,11 +77,14 @@ class Reward:
     def __init__(self, fleet: Fleet, config: RunConfig) -> None:
         self._fleet = fleet
         self._timeout_s = config.rollout.generate_timeout_s
+        self._share = ErrorShare(config.reward.max_error_share, config.reward.error_window)
         self.last_errors: list[str] = []
         """Reasons why rewards of the last call failed."""
 
     def __call__(self, rows: Rows) -> np.ndarray:
-        """Rewards of the rows, `[len(rows)]` float32; NaN where the reward failed (see `last_errors`)."""
+        """Rewards of the rows, `[len(rows)]` float32; NaN where the reward failed (see `last_errors`) or does not count
+        the row. Updates leave such rows out. Raises `RewardFailure` where more fail than `reward.max_error_share`
+        allows."""
         actors = self._fleet.role("reward", self._fleet.first_stage("reward"))
         if not actors:
             raise ConfigError("no stage of the dataflow gives rewards: the environment does, with the rows of `play`.")
@@ -91,7 +96,13 @@ class Reward:
         scores: list[Any] = [None] * len(rows)
         for index, part in enumerate(get_all(calls, phase="reward", timeout_s=self._timeout_s)):
             scores[index::num] = part
-        self.last_errors = [str(score) for score in scores if not isinstance(score, float)]
+        self.last_errors = [str(score) for score in scores if isinstance(score, RewardError)]
+        for score in scores:
+            if score is None:
+                self._share.leave_out()
+            else:
+                self._share.add(str(score) if isinstance(score, RewardError) else None)
+        self._share.check()
         return np.array([score if isinstance(score, float) else np.nan for score in scores], np.float32)
 
 

@@ -6,13 +6,14 @@ policy.sample(prompt_ids, 8)                data with a loss by its name: the ve
 
 import asyncio
 import inspect
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, overload
 
 import numpy as np
+import pyarrow as pa
 
 from penstock.algorithms.graph.columns import PROMPT_PICTURES
 from penstock.algorithms.graph.stage import GROUP_IDS
@@ -33,6 +34,8 @@ from penstock.workers.rollout.worker import response_columns, sample_seed
 from penstock.workers.sample_calls import SampleCall, SampleOutput
 from penstock.workers.training_calls import AdamParams, Datum, ForwardOutput, LossCall
 
+NOT_FINITE = "dropped/not_finite"
+"""Metric: rows that an update left out."""
 T = TypeVar("T")
 
 
@@ -125,7 +128,9 @@ class Policy(Model, LoopPolicy):
 
     def update(self, rows: Rows, loss: Loss) -> dict[str, float]:
         """Make one policy update on the rows: `forward_backward` and `optim_step`, once for each of
-        `trainer.num_minibatches`. `loss` reads columns by the names of its parameters. Returns the batch's metrics."""
+        `trainer.num_minibatches`. `loss` reads columns by the names of its parameters. Returns the batch's metrics.
+        Rows of which it would read a number that is not finite, such as the advantage of a failed reward, are left out
+        and counted as `dropped/not_finite`. Raises `DataError` where none is left."""
         metrics = self._of_batch("update", rows, loss)
         self._has_gradients = False
         return metrics
@@ -176,10 +181,13 @@ class Policy(Model, LoopPolicy):
         return put_together(shares, self._all("forward_data", arguments, self._config.trainer.step_timeout_s))
 
     def _of_batch(self, method: str, rows: Rows, loss: Loss) -> dict[str, float]:
+        kept = finite_rows(rows, inspect.signature(loss).parameters)
+        left_out = {NOT_FINITE: float(len(rows) - len(kept))} if len(kept) < len(rows) else {}
+        rows = kept
         compares = GROUP_IDS in inspect.signature(loss).parameters
         arguments = [(rows.select(share), loss) for share in self._shares(rows, whole_groups=compares)]
         reports = self._all(method, arguments, self._config.trainer.step_timeout_s)
-        return dict(reports[0].metrics)
+        return {**reports[0].metrics, **left_out}
 
     def publish(self) -> int:
         """Bring the trainer's weights to the engines, once samples under way have ended. Returns the new version once
@@ -225,6 +233,30 @@ class Policy(Model, LoopPolicy):
     def export(self, directory: str | Path) -> None:
         """Write the weights as a HF model."""
         waited_for(export_model(self._fleet, str(Path(directory).expanduser().resolve())))
+
+
+def finite_rows(rows: Rows, names: Iterable[str]) -> Rows:
+    """The rows whose numbers in the columns of these names are finite. Raises `DataError` where there are none."""
+    finite = np.ones(len(rows), bool)
+    for name in names:
+        if name in rows:
+            finite &= _are_finite(rows, name)
+            if not finite.any():
+                raise DataError(
+                    f"column {name!r}: none of {len(rows)} rows is left whose number is finite. Where a reward fails "
+                    "it is NaN, and so is every mean of it: take rows.group_mean(reward), or np.nanmean."
+                )
+    return rows if finite.all() else rows.select(np.flatnonzero(finite))
+
+
+def _are_finite(rows: Rows, name: str) -> np.ndarray:
+    """True for each row whose value, or all of whose values, are finite, `[N]`; also where the column has no floats."""
+    kind = rows.table().schema.field(name).type
+    if pa.types.is_floating(kind):
+        return np.isfinite(rows.values(name))
+    if hasattr(kind, "value_type") and pa.types.is_floating(kind.value_type):
+        return np.array([bool(np.isfinite(values).all()) for values in rows.arrays(name)], bool)
+    return np.ones(len(rows), bool)
 
 
 def waited_for(work: Coroutine[Any, Any, T]) -> T:

@@ -195,6 +195,20 @@ class Rows:
             positions.setdefault(group, []).append(position)
         return [(group, np.asarray(where, dtype=np.int64)) for group, where in positions.items()]
 
+    def group_mean(self, values: np.ndarray) -> np.ndarray:
+        """The mean of each row's group, `[N]` of `[N]`, over the values that are not NaN; NaN for a group without any.
+
+        rows.group_mean(np.array([1.0, 0.0, np.nan, 4.0]))  # groups 0, 0, 1, 1: array([0.5, 0.5, 4., 4.])
+        """
+        values = np.asarray(values)
+        if values.shape != (len(self),):
+            raise WrongLength(f"values of shape {values.shape} for {len(self)} rows. Give one for every row.")
+        means = np.full_like(values, np.nan, dtype=np.result_type(values, np.float32))
+        for _, where in self.groups():
+            known = values[where][~np.isnan(values[where])]
+            means[where] = known.mean() if len(known) else np.nan
+        return means
+
     def table(self) -> pa.Table:
         """The columns as an Arrow table, without the ids."""
         return self._table

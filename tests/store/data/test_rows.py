@@ -124,3 +124,12 @@ def test_a_column_by_its_name_has_the_form_that_suits_it() -> None:
     assert [list(map(bytes, one)) for one in rows["pictures"]] == [[b"x"], []]
     with pytest.raises(UnknownColumn):
         rows["rewards"]
+
+
+def test_means_of_groups_leave_out_what_is_not_known() -> None:
+    values = np.array([1.0, np.nan, 3.0, 5.0], np.float32)
+    assert example().group_mean(values).tolist() == [1.0, 1.0, 4.0, 4.0]
+    assert np.isnan(example().group_mean(np.full(4, np.nan))).all()
+    assert example().group_mean(np.array([0, 1, 2, 4])).tolist() == [0.5, 0.5, 3.0, 3.0]
+    with pytest.raises(WrongLength):
+        example().group_mean(values[:3])
