@@ -253,7 +253,7 @@ def _are_finite(rows: Rows, name: str) -> np.ndarray:
     """True for each row whose value, or all of whose values, are finite, `[N]`; also where the column has no floats."""
     kind = rows.table().schema.field(name).type
     if pa.types.is_floating(kind):
-        return np.isfinite(rows.values(name))
+        return np.asarray(np.isfinite(rows.values(name)))
     if hasattr(kind, "value_type") and pa.types.is_floating(kind.value_type):
         return np.array([bool(np.isfinite(values).all()) for values in rows.arrays(name)], bool)
     return np.ones(len(rows), bool)
