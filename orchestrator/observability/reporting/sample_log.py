@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.algorithms.graph.columns import PROMPT_PICTURES, SEEN_PICTURES
+from penstock.algorithms.graph.columns import PROMPT_PICTURES, SEEN_PICTURES, STANDARD_COLUMNS
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import Kind, kind_of
@@ -29,6 +29,17 @@ COLUMNS = (
 )  # fmt: skip
 OF_RANKS = {"trainer_logprobs": pa.list_(pa.float32()), "loss_mask": pa.list_(pa.bool_())}
 """Columns of `TokenValues`, with their types."""
+
+
+def own_columns(flow: Dataflow) -> list[str]:
+    """Names of the columns with one value a sample that the dataflow adds to the standard ones, such as `reward_brief`
+    of several rewards."""
+    stored = flow.stored_columns.items()
+    return [
+        name
+        for name, column in stored
+        if name not in STANDARD_COLUMNS and column.shape == "sample" and column.dtype != "binary"
+    ]
 
 
 class SampleLog:
@@ -50,7 +61,7 @@ class SampleLog:
         """`last_batch`: returns columns of the rows that were trained last. `ranks`: returns the trainer's, with their
         handles."""
         self._every, self._last = config.tracking.samples_every_steps, config.trainer.max_steps
-        self._columns = [name for name in COLUMNS if name in flow.stored_columns]
+        self._columns = [name for name in COLUMNS if name in flow.stored_columns] + own_columns(flow)
         self._pictures_of = next(
             (name for name in (SEEN_PICTURES[0], PROMPT_PICTURES[0]) if name in flow.stored_columns), None
         )

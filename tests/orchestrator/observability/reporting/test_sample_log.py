@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.algorithms.catalogue import build_dataflow
+from penstock.algorithms.catalogue import build_dataflow, dataflow_of
 from penstock.algorithms.graph.rewrites import in_environment, with_pictures
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
@@ -240,3 +240,18 @@ def test_a_run_of_text_has_no_folder_of_pictures(tmp_path: Path) -> None:
     directory.close()
     assert "pictures" not in samples_of(directory.path, 1)[0]
     assert not (directory.path / "pictures").exists()
+
+
+def test_columns_of_ones_own_are_written_where_they_have_one_value_a_sample(tmp_path: Path) -> None:
+    rewards = "[{function: digits}, {function: label, name: mine}]"
+    config = load_config(["recipe=arithmetic", f"output_dir={tmp_path}", "name=run", f"rewards={rewards}"])
+    directory, asked = RunDirectory.create(config), list[str]()
+
+    async def last_batch(columns: list[str]) -> Any:
+        asked.extend(columns)
+        return Rows.from_lists({"reward": [0.5], "reward_mine": [1.0], "reward_digits": [float("nan")]})
+
+    asyncio.run(written(SampleLog(config, dataflow_of(config), directory, last_batch, list), 1))
+    directory.close()
+    assert {"reward_mine", "reward_digits"} <= set(asked)
+    assert samples_of(directory.path, 1)[0]["reward_mine"] == 1.0

@@ -11,6 +11,8 @@ const MOST_TOKENS = 8192;
 const MOST_CHARACTERS = 100_000;
 /** Between two looks while files are being read. */
 const LATER_MS = 400;
+/** Columns with one value a sample that have a place of their own. All others are the dataflow's own. */
+const KNOWN = new Set(["row_id", "group_id", "task", "response_text", "transcript", "finish_reason", "reward", "advantage"]);
 const SORTS = { step: "newest", reward: "reward", advantage: "advantage", tokens: "length", group: "group" };
 
 export class RolloutsPage {
@@ -131,6 +133,7 @@ export class RolloutsPage {
     this.shown.replaceChildren(
       h("h2", {}, `step ${line.step}, group ${line.group}`),
       h("p.faint", {}, [`reward ${number(sample.reward)}`, sample.advantage === undefined ? "" : `advantage ${number(mean(sample.advantage))}`, `${line.tokens} tokens`, sample.finish_reason].filter(Boolean).join(" · ")),
+      ...ownValues(sample),
       ...(task.prompt ? [h("h3", {}, "Prompt"), h("pre.text", {}, marked(String(task.prompt), said ? [] : pictures, this.id, clipped))] : []),
       ...(said ? [h("h3", {}, "Conversation"), conversation(said, pictures, this.id)] : []),
       h("h3", {}, "Tokens ", h("label.faint", {}, shades)), this.tokens(), h("p.faint.scale", {}, SHADES[this.shade].about),
@@ -236,4 +239,11 @@ function conversation(messages, pictures, run) {
     h("b", {}, message.role), message.reasoning_content ? h("pre.text.faint", {}, clipped(message.reasoning_content)) : null,
     message.content ? h("pre.text", {}, shown(message.content)) : null,
     (message.tool_calls ?? []).map((call) => h("pre.text.call", {}, clipped(`${call.function?.name}(${JSON.stringify(call.function?.arguments)})`))))));
+}
+
+/** A line with what the dataflow's own columns have of a sample. */
+function ownValues(sample) {
+  const own = Object.entries(sample).filter(([name, value]) => !KNOWN.has(name) && ["number", "string"].includes(typeof value));
+  const told = own.map(([name, value]) => `${name} ${typeof value === "number" ? number(value) : clipped(value)}`);
+  return told.length ? [h("p.faint", {}, told.join(" · "))] : [];
 }
