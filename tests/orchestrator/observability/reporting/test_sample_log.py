@@ -249,7 +249,7 @@ def test_columns_of_ones_own_are_written_where_they_have_one_value_a_sample(tmp_
 
     async def last_batch(columns: list[str]) -> Any:
         asked.extend(columns)
-        return Rows.from_lists({"reward": [0.5], "reward_mine": [1.0], "reward_digits": [float("nan")]})
+        return Rows.from_lists({"reward": [0.5, 0.5], "reward_mine": [1.0, 2.0], "reward_digits": [float("nan"), 0.0]})
 
     asyncio.run(written(SampleLog(config, dataflow_of(config), directory, last_batch, list), 1))
     directory.close()
