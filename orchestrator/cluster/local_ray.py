@@ -63,7 +63,9 @@ class LocalRay:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(options) + "\n")
             self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], START_S)
+        answers = select.poll()
+        answers.register(self._process.stdout, select.POLLIN)
+        ready = answers.poll(START_S * 1000)
         answer = json.loads((ready and self._process.stdout.readline()) or "{}")
         if "address" not in answer:
             reason = answer.get("failed") or f"it has not answered within {START_S:g} s, or was ended"
