@@ -26,16 +26,23 @@ MEANS = {
 TRACKERS = {"wandb": "wandb", "mlflow": "mlflow", "tensorboard": "tensorboard", "trackio": "trackio", "console": None}
 SIZED = "micro-batches are cut by tokens: trainer.max_tokens_per_microbatch, which changes no result"
 ONCE = "each row is trained once: for more optimizer steps of a batch raise trainer.num_minibatches"
+LOSSES = ("gspo", "cispo")
+"""Policy losses that are algorithms of their own here."""
 CHOSEN = "a matter of the implementation, which is chosen by itself"
 
 
-@rule("algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo", "`algorithm.name`, `algorithm.normalize_std`")
-def estimator(name: str | None, by_std: bool | None) -> Values:
-    name = name or "gae"
+@rule("algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo actor_rollout_ref.actor.policy_loss.loss_mode",
+      "`algorithm.name`, `algorithm.normalize_std`")  # fmt: skip
+def estimator(name: str | None, by_std: bool | None, loss: str | None) -> Values:
+    name, loss = name or "gae", loss or "vanilla"
     if name not in ESTIMATORS:
         raise NotTranslated(f"{name} is none of the estimators known here; see `algorithm.advantage` in docs/keys.md")
+    if loss not in ("vanilla", *LOSSES):
+        raise NotTranslated(f"{loss} is none of the losses known here; see `algorithm.surrogate` in docs/keys.md")
+    if loss in LOSSES and name != "grpo":
+        raise NotTranslated(f"{loss} goes with the advantages of grpo here; see `algorithm.surrogate` in docs/keys.md")
     divides = {"algorithm.normalize_std": by_std} if by_std is not None and name == "grpo" else {}
-    return {"algorithm.name": ESTIMATORS[name], **divides}
+    return {"algorithm.name": loss if loss in LOSSES else ESTIMATORS[name], **divides}
 
 
 COLUMNS = {"data.columns.prompt": "prompt", "data.columns.answer": "reward_model.ground_truth"}

@@ -306,3 +306,12 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
         translated(read(str(tmp_path / "own.yaml")))
     with pytest.raises(ConfigError, match="there is no such file"):
         read(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(("loss", "name"), [("vanilla", "grpo"), ("gspo", "gspo"), ("cispo", "cispo")])
+def test_a_policy_loss_of_verls_is_the_algorithm_of_that_name(tmp_path: Path, loss: str, name: str) -> None:
+    words = (
+        f"algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode={loss} data.train_files=a.parquet"
+    )
+    recipe_of(tmp_path, "run.sh", f"python3 -m verl.trainer.main_ppo {words}\n")
+    assert load_config([f"recipe={tmp_path}"]).algorithm.name == name
