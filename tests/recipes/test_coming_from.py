@@ -48,7 +48,7 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", ["from_trl", "from_verl"])
+@pytest.mark.parametrize("name", ["my_trl", "my_verl"])
 def test_the_commands_of_a_user_of_another_system_train(
     name: str, place: Path, warm_python: list[str], driver_environment: Mapping[str, str]
 ) -> None:
@@ -62,5 +62,5 @@ def test_the_commands_of_a_user_of_another_system_train(
         assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     steps = [line for line in metrics_of(place / "runs" / name) if "mismatch/logprob_abs_mean" in line]
     assert [line["step"] for line in steps] == [1, 2]
-    if name == "from_verl":
+    if name == "my_verl":
         assert "accuracy/heldout" in steps[-1]
