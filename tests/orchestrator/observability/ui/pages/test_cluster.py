@@ -14,16 +14,27 @@ from tests.orchestrator.observability.ui.told import write_state
 pytestmark = pytest.mark.real
 
 
-def test_waits_between_actors_are_drawn_and_told(page: Page, address: str) -> None:
+def test_waits_between_actors_are_drawn_and_told(browser: Browser, place: Path, address: str) -> None:
+    run = make_live(place / "waits")
+    write_state(run)
+    with visit(browser) as page:
+        page.goto(f"{address}/#/cluster/waits")
+        expect(page.locator(".graph")).to_be_visible()
+        assert page.locator(".waits li").all_inner_texts() == [
+            "Reward-0 waits for Rollout-1: 24 row(s) of rollout",
+            "Trainer-policy-0 waits for Rollout-1: 24 row(s) of rollout",
+        ]
+        waiting = page.locator(".graph .box.waits text:not(.small)")
+        assert waiting.all_text_contents() == ["Reward-0", "Trainer-policy-0"]
+        assert page.locator(".graph .arrow").count() == 2
+    shutil.rmtree(run)
+
+
+def test_in_a_finished_run_nobody_is_shown_as_waiting(page: Page, address: str) -> None:
     page.goto(f"{address}/#/cluster/done")
     expect(page.locator(".graph")).to_be_visible()
-    assert page.locator(".waits li").all_inner_texts() == [
-        "Reward-0 waits for Rollout-1: 24 row(s) of rollout",
-        "Trainer-policy-0 waits for Rollout-1: 24 row(s) of rollout",
-    ]
-    waiting = page.locator(".graph .box.waits text:not(.small)")
-    assert waiting.all_text_contents() == ["Reward-0", "Trainer-policy-0"]
-    assert page.locator(".graph .arrow").count() == 2
+    assert page.locator(".waits li").count() == 0
+    assert page.locator(".graph .box.waits").count() == 0
 
 
 def test_rows_leases_weights_and_actors_are_told(page: Page, address: str) -> None:
