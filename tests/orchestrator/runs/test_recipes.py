@@ -1,5 +1,6 @@
 """Every recipe that comes with Penstock runs: two steps each, from a model of random weights, with the small engine."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,9 @@ KINDS = {"moe": "mixture"} | dict.fromkeys(
 def models(tmp_path_factory):
     directory = tmp_path_factory.mktemp("fresh")
     build_fresh_model(directory / "model", MODEL, seed=0)
+    shutil.copytree(directory / "model", directory / "scorer")
+    with_head = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1)
+    with_head.save_pretrained(directory / "scorer")
     build_fresh_model(directory / "mixture", replace(MODEL, num_experts=4), seed=0)
     build_fresh_model(directory / "seeing", replace(MODEL, num_vision_layers=1), seed=0)
     return directory
@@ -47,7 +51,7 @@ def models(tmp_path_factory):
 def test_a_recipe_trains(recipe, models, tmp_path, cluster):
     model = models / KINDS.get(recipe, "model")
     words = [f"recipe={recipe}", f"model.path={model}", f"output_dir={tmp_path}", f"name={recipe}", *SMALL]
-    words += [f"model.paths.{name}={model}" for name in ("teacher", "reward_model")]
+    words += [f"model.paths.teacher={model}", f"model.paths.reward_model={models / 'scorer'}"]
     # From random weights every answer is wrong and every group agrees: nothing but length tells samples apart.
     config = load_config([*words, *FEWER.get(recipe, ()), "reward.function=digits", "reward.options={}"])
     config.rollout.router_replay = recipe == "moe"

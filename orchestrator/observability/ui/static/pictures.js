@@ -36,12 +36,15 @@ function picture(names, index, run) {
 const missing = (title) => h("span.faint", { title: "see tracking.pictures_gib" }, `[${title}, which was not kept]`);
 
 function enlarged(small, title) {
-  const image = h("img", { src: small.src, alt: title });
-  const { naturalWidth: width, naturalHeight: height } = small;
-  const times = Math.max(1, Math.floor(LEAST_EDGE / Math.max(width, height, 1)));
-  if (times > 1) Object.assign(image.style, { width: `${times * width}px`, imageRendering: "pixelated" });
+  const told = h("p.faint", {}, title), image = h("img", { src: small.src, alt: title });
+  image.onload = () => { // the small one may not have been there yet
+    const { naturalWidth: width, naturalHeight: height } = image;
+    const times = Math.max(1, Math.floor(LEAST_EDGE / Math.max(width, height, 1)));
+    if (times > 1) Object.assign(image.style, { width: `${times * width}px`, imageRendering: "pixelated" });
+    told.textContent = `${title}: ${number(width)} × ${number(height)}${times > 1 ? `, ${times} times as large` : ""}`;
+  };
   const dialog = h("dialog.enlarged", { "aria-label": title, onclick: () => dialog.close(), onclose: () => dialog.remove() },
-    h("p.faint", {}, `${title}: ${number(width)} × ${number(height)}${times > 1 ? `, ${times} times as large` : ""}`), image, h("form", { method: "dialog" }, h("button", {}, "Close")));
+    told, image, h("form", { method: "dialog" }, h("button", {}, "Close")));
   document.body.append(dialog);
   dialog.showModal();
 }
