@@ -153,7 +153,7 @@ def test_make_looks_for_packages_before_all_else_with_several_jobs_too(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(says.format(name, code))
         file.chmod(0o755)
-    for environment in () if tier == "test" else ("verifiers", "openenv", "tinker22", "tinker30", "tinker38"):
+    for environment in () if tier == "test" else ("verifiers", "openenv", "agents", "tinker22", "tinker30", "tinker38"):
         for name in (f"requirements/{environment}.lock", f".venv-{environment}/.locked"):  # made in this order
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
