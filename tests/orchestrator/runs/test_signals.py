@@ -24,6 +24,8 @@ PATIENCE_S = 900
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of the kernel."""
 INTERRUPTED = 130
+NAME = f"told-{os.getpid()}"
+"""Name of the run, which no other run of the machine has."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ class Run:
 
     def __init__(self, words: Sequence[str], directory: Path, before: Sequence[str] = (), **options: object) -> None:
         """`before`: words before the command, such as `timeout`'s."""
-        self.directory = directory / "told"
+        self.directory = directory / NAME
         command = [*before, sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         known = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -79,7 +81,7 @@ class Run:
         code = self.process.wait(PATIENCE_S)
         assert (self.directory / "report.html").exists(), self.said
         wait_until_gone(self.tree)
-        assert not list(Path("/dev/shm").glob("penstock-told-*"))
+        assert not list(Path("/dev/shm").glob(f"penstock-{NAME}-*"))
         return code
 
     def close(self) -> None:
@@ -95,7 +97,7 @@ def start(small_run: list[str], tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def started(*words: str, **options: object) -> Run:
-        all_words = [*small_run, "rollout.engine=hf", "trainer.max_steps=100000", f"output_dir={tmp_path}", "name=told"]
+        all_words = [*small_run, "rollout.engine=hf", "trainer.max_steps=100000", f"output_dir={tmp_path}", f"name={NAME}"]
         runs.append(Run([*all_words, *words], tmp_path, **options))  # type: ignore[arg-type]
         runs[-1].until_a_step()
         return runs[-1]
@@ -155,7 +157,7 @@ def test_a_run_that_is_killed_leaves_no_ray(start: Callable[..., Run]) -> None:
     run.process.kill()
     run.process.wait(PATIENCE_S)
     wait_until_gone(run.tree)
-    assert not list(Path("/dev/shm").glob("penstock-told-*"))
+    assert not list(Path("/dev/shm").glob(f"penstock-{NAME}-*"))
 
 
 @pytest.mark.real
