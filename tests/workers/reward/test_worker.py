@@ -216,7 +216,7 @@ def trl_reward(completions, completion_ids, trainer_state, log_metric, **columns
 
 
 async def scored_by_trl(groups, **options):
-    store = make_store(groups_per_step=1)
+    store = make_store(groups_per_step=len(groups))
     client, settings = StoreClient(store), RewardConfig(error_window=8)
     worker = RewardWorker(RewardPool.of(settings, RewardSpec.of(trl_reward)), settings, **options)
     await worker.start()
