@@ -2,7 +2,6 @@
 nothing is left behind."""
 
 import contextlib
-import ctypes
 import json
 import os
 import pty
@@ -21,20 +20,11 @@ from tests.processes import wait_until_gone
 from tests.run_files import metrics_of
 
 PATIENCE_S = 900
-SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER of the kernel."""
 INTERRUPTED = 130
 NAME = f"told-{os.getpid()}"
 """Name of the run, which no other run of the machine has."""
-
-
-@pytest.fixture(autouse=True)
-def reaper() -> Iterator[None]:
-    """Orphans of the run become children of this process, as they stay in the cgroup of a unit of systemd."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(SUBREAPER, 1)
-    yield
-    libc.prctl(SUBREAPER, 0)
+MARK = "PENSTOCK_TEST_OF_SIGNALS"
+"""Variable that the processes of the run have."""
 
 
 class Run:
@@ -44,13 +34,11 @@ class Run:
         """`before`: words before the command, such as `timeout`'s."""
         self.directory = directory / NAME
         command = [*before, sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        known = {child.pid for child in psutil.Process().children(recursive=True)}
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {MARK: NAME}
         self.output = directory / "output.txt"
         with self.output.open("wb") as output:
             options = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, **options}
             self.process = subprocess.Popen(command, env=environment, **options)  # type: ignore[call-overload]
-        self._known = known
 
     def until_a_step(self) -> None:
         file, deadline = self.directory / "metrics.jsonl", time.monotonic() + PATIENCE_S
@@ -61,8 +49,8 @@ class Run:
         self.tree = [ProcessId.of(child.pid) for child in self.processes()]
 
     def processes(self) -> list[psutil.Process]:
-        """All that the run has started, guards that have left it too."""
-        return [child for child in psutil.Process().children(recursive=True) if child.pid not in self._known]
+        """All that the run has started, guards that have left it too: they have its environment."""
+        return [process for process in psutil.process_iter() if _environment(process).get(MARK) == NAME]
 
     @property
     def said(self) -> str:
@@ -91,13 +79,26 @@ class Run:
         self.process.wait()
 
 
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:  # it has ended, or is another user's
+        return {}
+
+
 @pytest.fixture
 def start(small_run: list[str], tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Starts a run that goes on until it is told to end."""
     runs: list[Run] = []
 
     def started(*words: str, **options: object) -> Run:
-        all_words = [*small_run, "rollout.engine=hf", "trainer.max_steps=100000", f"output_dir={tmp_path}", f"name={NAME}"]
+        all_words = [
+            *small_run,
+            "rollout.engine=hf",
+            "trainer.max_steps=100000",
+            f"output_dir={tmp_path}",
+            f"name={NAME}",
+        ]
         runs.append(Run([*all_words, *words], tmp_path, **options))  # type: ignore[arg-type]
         runs[-1].until_a_step()
         return runs[-1]
