@@ -18,6 +18,7 @@ from penstock.conf.errors import (
     ConfigError,
     DataError,
     DeadlineExceeded,
+    ModelError,
     PenstockError,
     ResourceError,
     WeightError,
@@ -195,9 +196,9 @@ def test_requests_that_fail_as_the_engine_is_gone_say_so() -> None:
     assert not is_serving(engine)
 
 
-def test_a_model_that_is_not_there_is_a_resource_error(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     engine = VllmEngine(EngineSpec(RolloutConfig(), str(tmp_path / "nothing")))
-    with pytest.raises(ResourceError, match="did not start"):
+    with pytest.raises(ModelError, match=r"model\.path=.*nothing"):
         asyncio.run(engine.start())
 
 

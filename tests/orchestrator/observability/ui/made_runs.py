@@ -69,7 +69,9 @@ def write_samples(directory: Path, step: int, rows: list[dict[str, Any]]) -> Non
         "advantage": [0.5 for _ in rows],
     }
     table |= {name: [row.get(name) for row in rows] for name in MORE if any(name in row for row in rows)}
-    parquet.write_table(pa.table(table), directory / f"step_{step}.parquet")
+    target = directory / f"step_{step}.parquet"
+    parquet.write_table(pa.table(table), part := target.with_suffix(".part"))
+    part.replace(target)  # as a run writes it: whole or not at all
 
 
 def write_pictures(run: Path, *pictures: bytes) -> list[str]:
