@@ -27,8 +27,8 @@ def test_what_a_dead_process_printed_is_kept_and_passed_on(capfd: pytest.Capture
     output = EngineOutput()
     with output.captured():
         assert printed("import os, sys; print('one', flush=True); print('two', file=sys.stderr); os._exit(3)") == 3
+    assert output.tail() == "one\ntwo\n"  # which waits until it is passed on
     print("three", file=sys.stderr)
-    assert output.tail() == "one\ntwo\n"
     assert capfd.readouterr().err == "one\ntwo\nthree\n"
 
 
