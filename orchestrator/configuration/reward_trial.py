@@ -9,6 +9,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.reward import ENVIRONMENT_REWARD, has_own_judge
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.placement.actors import reward_of
 from penstock.workers.environments.task import MESSAGES
 from penstock.workers.prompts.opening import open_rows
 from penstock.workers.reward.pool import RewardPool
@@ -40,14 +41,12 @@ def try_rewards(config: RunConfig, flow: Dataflow) -> str:
 
 def _rewards(config: RunConfig, flow: Dataflow) -> Iterator[tuple[str, RewardSpec]]:
     """The functions by name. What an environment or a judge of the run gives is not tried: neither is there yet."""
-    imports = tuple(config.imports)
-    own = [stage.function for stage in flow.of_kind("reward") if stage.function is not None]
-    yield from ((name_of(function), RewardSpec.of(function, config.reward.options, imports)) for function in own)
-    named = [(one.function, one.options) for one in config.rewards] or [(config.reward.function, config.reward.options)]
-    if not own:
-        for function, options in named:
-            if function != ENVIRONMENT_REWARD and not has_own_judge(function, options):
-                yield function, RewardSpec.of(function, options, imports)
+    functions = {stage.name: stage.function for stage in flow.of_kind("reward")} or {"": None}  # for evaluation alone
+    for stage, function in functions.items():
+        name, options = reward_of(flow, stage, config)
+        if name != ENVIRONMENT_REWARD and not has_own_judge(name, options):
+            spec = RewardSpec.of(function or name, dict(options), tuple(config.imports))
+            yield (name if function is None else name_of(function)), spec
 
 
 async def _tried(spec: RewardSpec, task: str, timeout_s: float) -> list[RewardResult]:
