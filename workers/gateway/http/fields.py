@@ -7,9 +7,14 @@ from typing import Any
 
 from penstock.workers.gateway.http.errors import BadRequest
 
+MOST_VALUES = 2**20
+"""Most values of a body: their number, and not the length of texts and pictures, is what parsing costs."""
+
 
 def parsed(body: bytes) -> "Fields":
     """The object of a request's body."""
+    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise BadRequest(f"the body has more than {MOST_VALUES:,} values: leave out what is no message or tool.")
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -25,7 +25,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,8 @@ from penstock.workers.trajectory import Turn
 
 _LOG = logging.getLogger("penstock")
 MAX_BODY_BYTES = 32 * 2**20
+LARGE_BYTES = 2**16
+"""Size from which a body is read in a thread."""
 TOO_LARGE = (
     "The body is larger than this server takes. Send pictures with no more pixels than the model reads (its "
     "preprocessor_config.json), as JPEG, or leave out earlier ones."
@@ -146,14 +148,14 @@ class HttpServer:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         sampler = self._sampler(request)
-        asked = MESSAGES.request_of(parsed(await request.read()), {})
+        asked = await _asked(request, MESSAGES, {})
         return web.json_response({"input_tokens": sampler.count(asked.messages, asked.tools)})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         protocol = PROTOCOLS[_path(request)]
         sampler = self._sampler(request)
         answers = self._answers.setdefault(sampler, _AttemptAnswers(_tag(request)))
-        asked = protocol.request_of(parsed(await request.read()), answers.responses)
+        asked = await _asked(request, protocol, answers.responses)
         self._tell(asked.ignored, sampler)
         is_retry = request.headers.get(RETRIES, "0") != "0"
         answering = _Answering(request, protocol, asked, answers, self._waiting_s)
@@ -176,6 +178,14 @@ class HttpServer:
         if sampler is None:
             raise _Refused(UNKNOWN_KEY)
         return sampler
+
+
+async def _asked(request: web.Request, protocol: Protocol, responses: Mapping[str, Sequence[Message]]) -> ClientRequest:
+    """What a request asks for. A large body is read beside the loop."""
+    body = await request.read()
+    if len(body) < LARGE_BYTES:
+        return protocol.request_of(parsed(body), responses)
+    return await asyncio.to_thread(lambda: protocol.request_of(parsed(body), responses))
 
 
 class _Refused(Exception):

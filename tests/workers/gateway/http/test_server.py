@@ -11,7 +11,8 @@ import pytest
 
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import AttemptOver, DataError, DeadlineExceeded
-from penstock.workers.gateway.http.server import AttemptKeys, HttpServer, told_address
+from penstock.workers.gateway.http.fields import MOST_VALUES
+from penstock.workers.gateway.http.server import MAX_BODY_BYTES, AttemptKeys, HttpServer, told_address
 from penstock.workers.trajectory import Trajectory, row_columns, segments_of
 from tests.workers.gateway.chat_models import text_of
 from tests.workers.gateway.http.serving import USER, Gateway, gateway, play, until
@@ -419,5 +420,18 @@ def test_a_server_stops_while_requests_are_under_way() -> None:
             await until(lambda: len(open_gateway.engines.prompts) == 1)
         with pytest.raises(openai.APIError):
             await asking
+
+    play(scenario())
+
+
+def test_a_body_of_very_many_values_is_refused_before_it_is_parsed() -> None:
+    async def scenario() -> None:
+        async with gateway(["4"], max_body_bytes=MAX_BODY_BYTES) as served:
+            many = {"unknown": [[]] * MOST_VALUES}
+            for asking in (served.chat, served.respond, served.message):
+                kind = anthropic.BadRequestError if asking == served.message else openai.BadRequestError
+                assert "1,048,576 values" in str(await refused(asking(extra_body=many), kind))
+            answer = await served.chat(extra_body={"unknown": ["a, b" * 2**17]})
+            assert answer.choices[0].message.content == "4"
 
     play(scenario())
