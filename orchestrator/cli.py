@@ -230,7 +230,7 @@ def _translate(arguments: argparse.Namespace) -> int:
 
 
 def _report_error(error: PenstockError) -> int:
-    if os.environ.get("PENSTOCK_TRACEBACK") == "1":
+    if os.environ.get("PENSTOCK_TRACEBACK", "0") not in ("", "0"):
         raise error
     # An error that crossed Ray carries the remote traceback in its text and the error itself as `cause`.
     cause = getattr(error, "cause", None)

@@ -15,7 +15,6 @@ import os
 import secrets
 import shlex
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import ray
 from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
@@ -35,16 +33,15 @@ from ray.job_config import JobConfig
 
 from penstock.conf.errors import RayEnded, ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.connection import AUTH_MODE
-from penstock.orchestrator.cluster.local_ray import LocalRay
+from penstock.orchestrator.cluster.connection import AUTH_MODE, cluster_address, reach
+from penstock.orchestrator.cluster.local_ray import LocalRay, short_paths
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, check_fits, needed
 from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import Node, cluster_nodes
+from penstock.orchestrator.run_directory.run_place import try_place
 from penstock.store.data.roots import sweep_stale
 
 MIB = 2**20
-KNOCK_S = 10.0
-"""Seconds for the cluster's port to answer."""
 LOOK_S = 90.0
 """Deadline in seconds for Ray to be imported, joined and asked."""
 PRIVATE, OTHERS = 0o600, 0o077
@@ -67,10 +64,16 @@ def count_local_gpus() -> int:
 
 
 def check_resources(actors: list[ActorPlan], config: RunConfig) -> None:
-    """Raise `ResourceError` before anything starts if a local Ray could not hold the plan. A cluster is asked once
-    connected."""
-    if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
+    """Raise `ResourceError` before anything starts if no cluster answers at RAY_ADDRESS, or a local Ray could not hold
+    the plan, and `ConfigError` for a RAY_TMPDIR that it cannot use. What a cluster has is known once connected."""
+    if ray.is_initialized():
         return
+    if (address := cluster_address()) is not None:
+        reach(address)
+        return
+    short_paths(os.environ)
+    if directory := os.environ.get("RAY_TMPDIR"):
+        try_place(directory, "RAY_TMPDIR")
     gpus = count_local_gpus()
     if config.cluster.num_gpus is not None and config.cluster.num_gpus > gpus:
         raise ResourceError(
@@ -90,7 +93,7 @@ def is_elsewhere() -> bool:
     """Return whether the cluster that `connect` connects to, or has, does not end with this process."""
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address not in local_rays
-    return bool(os.environ.get("RAY_ADDRESS"))
+    return cluster_address() is not None
 
 
 def is_over() -> bool:
@@ -181,9 +184,9 @@ def look(timeout_s: float = LOOK_S) -> list[Node] | None:
     `ResourceError` if the cluster that RAY_ADDRESS names does not answer."""
     if ray.is_initialized():
         return cluster_nodes()
-    address = os.environ.get("RAY_ADDRESS")
-    if not address:
+    if (address := cluster_address()) is None:
         return None
+    reach(address)
     try:
         looker = subprocess.run(
             [sys.executable, "-m", __name__], capture_output=True, text=True, timeout=timeout_s, check=False
@@ -205,15 +208,10 @@ def look(timeout_s: float = LOOK_S) -> list[Node] | None:
 def join(address: str, **options: Any) -> None:
     """Connect to the Ray cluster at `address`. Raises `ResourceError` if none answers there, soon where nothing
     listens, or it wants another token."""
+    reach(address)
     try:
-        _knock(address)
         with _refused_for_token(address):
             ray.init(address=address, **options)
-    except OSError as error:
-        raise ResourceError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or "
-            "unset RAY_ADDRESS to use this machine."
-        ) from error
     except RuntimeError as error:
         raise ResourceError(
             f"RAY_ADDRESS={address}: this machine cannot join ({' '.join(str(error).split())}). It has to be a node of "
@@ -235,13 +233,6 @@ def _refused_for_token(address: str) -> Iterator[None]:
             f"({' '.join(str(error).split())[:TOLD_CHARS]}). Where it wants a token, set {unset}RAY_AUTH_TOKEN_PATH to "
             "the file that has the cluster's token, or RAY_AUTH_TOKEN to the token."
         ) from error
-
-
-def _knock(address: str) -> None:
-    """Try the cluster's port first, since Ray itself tries for minutes. Raises `OSError`."""
-    target = urlsplit(address if "://" in address else f"//{address}")
-    if target.port is not None and target.hostname:
-        socket.create_connection((target.hostname, target.port), KNOCK_S).close()
 
 
 def metadata_of(config: RunConfig, place: str) -> dict[str, str]:
@@ -290,9 +281,10 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str, metadata:
         "log_to_driver": config.cluster.worker_logs,
         "logging_level": logging.ERROR,
     }
-    keep_token_private(is_joining=bool(os.environ.get("RAY_ADDRESS")))
+    address = cluster_address()
+    keep_token_private(is_joining=address is not None)
     with _own_sigterm():
-        if address := os.environ.get("RAY_ADDRESS"):
+        if address is not None:
             join(address, **common)
         else:
             _start_local(actors, config, common)
@@ -343,7 +335,7 @@ def main() -> None:
     """Entry of the process of its own: print the nodes."""
     answer: dict[str, Any]
     try:
-        join(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
+        join(str(cluster_address()), log_to_driver=False, logging_level=logging.ERROR)
         answer = {"nodes": [asdict(node) for node in cluster_nodes()]}
         ray.shutdown()
     except ResourceError as error:

@@ -1,19 +1,88 @@
-"""The address of a run while it goes on: `cluster.json` in its directory, written by the process that drives it, and
-read by others that ask it something (`penstock status`, `penstock scale`).
+"""Addresses of Ray clusters: RAY_ADDRESS, checked before Ray sees it, and `cluster.json` in the directory of a run,
+written by the process that drives the run and read by others that ask it something (`penstock status`, `penstock
+scale`).
 """
 
 import contextlib
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 from penstock.conf.errors import ResourceError
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 AUTH_MODE = "RAY_AUTH_MODE"
 """Environment variable that Ray sets in the process that starts a cluster; one that joins must have the same."""
+KNOCK_S = 30.0
+"""Seconds for the cluster's port to answer."""
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+"""First bytes of a gRPC client, which a server of HTTP/1 answers with an error of its own."""
+HTTP1 = b"HTTP/"
+DASHBOARD_PORT, GCS_PORT = 8265, 6379
+"""Ray's default ports."""
+
+
+def cluster_address() -> str | None:
+    """Value of RAY_ADDRESS. None: the run starts a local Ray, as for `local` and for an empty value."""
+    address = os.environ.get("RAY_ADDRESS", "").strip()
+    return address if address not in ("", "local") else None
+
+
+def reach(address: str) -> None:
+    """Try the cluster's port, since Ray itself tries for minutes. Raises `ResourceError` for an address of another
+    form, where nothing listens, and where a web server answers."""
+    answer = b""
+    try:
+        host, port = _endpoint(address if address != "auto" else _address_here())
+        knocking = socket.create_connection((host, port), KNOCK_S)
+        with knocking, contextlib.suppress(ConnectionError):  # a cluster with TLS ends the connection
+            knocking.sendall(HTTP2_PREFACE)
+            answer = knocking.recv(len(HTTP1))
+    except OSError as error:
+        raise ResourceError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or "
+            "unset RAY_ADDRESS to use this machine."
+        ) from error
+    if answer == HTTP1:
+        raise ResourceError(
+            f"RAY_ADDRESS={address}: a web server answers there, such as Ray's dashboard. Name the port of the cluster "
+            f"itself, as `ray start --head` prints it: RAY_ADDRESS={host}:{GCS_PORT} by default."
+        )
+
+
+def _endpoint(address: str) -> tuple[str, int]:
+    """Host and port of a cluster. Raises `ResourceError` for an address of another form."""
+    scheme, separator, rest = address.rpartition("://")
+    try:
+        target = urlsplit(f"//{rest}")
+        host, port = target.hostname, target.port
+    except ValueError:
+        host = port = None
+    if host and port and not separator and not target.path:
+        return host, port
+    host = host or "HOST"
+    if scheme not in ("ray", "http", "https"):
+        raise ResourceError(
+            f"RAY_ADDRESS={address}: must be HOST:PORT, such as {host}:{GCS_PORT}, as `ray start --head` prints it, or "
+            "`auto` for the cluster of this machine."
+        )
+    what = "Ray Client, which cannot drive a run" if scheme == "ray" else "Ray's dashboard"
+    dashboard = f"http://{host}:{DASHBOARD_PORT}" if scheme == "ray" else address
+    raise ResourceError(
+        f"RAY_ADDRESS={address}: is an address of {what}. Send the run to the cluster: `ray job submit --address="
+        f"{dashboard} -- penstock run …`. On a node of the cluster set RAY_ADDRESS={host}:{GCS_PORT} instead."
+    )
+
+
+def _address_here() -> str:
+    """Address of the cluster that this machine is a node of. Raises `ConnectionError`."""
+    from ray._private.services import canonicalize_bootstrap_address_or_die  # late, as below
+
+    return str(canonicalize_bootstrap_address_or_die("auto"))
 
 
 def note_connection(directory: RunDirectory, namespace: str) -> None:

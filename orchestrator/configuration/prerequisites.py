@@ -14,11 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from penstock.conf.checks import one_of
 from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.model import FreshModelConfig, ModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
-from penstock.conf.tracking import TrackingConfig
+from penstock.conf.tracking import WANDB_MODES, TrackingConfig
 from penstock.network.proxies import ask_directly
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
@@ -38,6 +39,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 SANDBOXED = ("python_tests", "sql_result")
 """Rewards that run code."""
+WANDB_OWN_MODES = (*WANDB_MODES, "shared", "dryrun", "run")
+"""Modes that W&B itself takes."""
 
 
 # The model.
@@ -312,7 +315,9 @@ def _wandb(tracking: TrackingConfig) -> str:
     need("wandb", "wandb", "wandb")
     import wandb  # late: half a second
 
-    mode = tracking.wandb.mode or os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
+    if mode := tracking.wandb.mode or os.environ.get("WANDB_MODE"):
+        one_of("WANDB_MODE", mode, WANDB_OWN_MODES)
+    mode = mode or wandb.setup().settings.mode
     if mode == "online" and not wandb.login(prompt=False, verify=False):
         raise ConfigError(
             "tracking.sinks: wandb has no key. Run `wandb login`, set WANDB_API_KEY, or tracking.wandb.mode=offline."

@@ -24,6 +24,7 @@ from rich.table import Table
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ConfigError, how_ended
 from penstock.orchestrator.cluster.cluster import count_local_gpus, join
+from penstock.orchestrator.cluster.connection import cluster_address
 from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.sweep_points import Point
@@ -194,7 +195,7 @@ def room_for(cpus: float, gpus: float, have_cpus: float, have_gpus: float) -> in
 
 def _room() -> tuple[float, float]:
     """Numbers of CPUs and GPUs of the machine or the cluster."""
-    if address := os.environ.get("RAY_ADDRESS"):
+    if (address := cluster_address()) is not None:
         import ray
 
         join(address, log_to_driver=False)

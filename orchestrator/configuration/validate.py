@@ -41,7 +41,7 @@ from penstock.orchestrator.configuration.prerequisites import (
 from penstock.orchestrator.configuration.reward_trial import try_rewards
 from penstock.orchestrator.configuration.weights_view import describe_weights
 from penstock.orchestrator.run_directory.run_directory import to_yaml
-from penstock.orchestrator.run_directory.run_place import try_place
+from penstock.orchestrator.run_directory.run_place import try_place, working_copies
 from penstock.workers.environments.adapters.tools import Tools
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.files import is_url, list_names
@@ -181,6 +181,7 @@ def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
 def _output_dir(place: str) -> str:
     """Check that runs can be made there; of a URL, that there is a file system for it which answers."""
     if is_url(place):
+        try_place(working_copies(place), "XDG_CACHE_HOME")
         return f"{place} answers: {len(list_names(place))} runs are there"
     return str(try_place(place))
 

@@ -78,21 +78,20 @@ def checked_name(name: str) -> str:
     return name
 
 
-def cannot_make(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"output_dir: cannot make {path} ({error.strerror}). Set output_dir to a place that can be written."
-    )
+def cannot_make(path: Path, error: OSError, key: str = "output_dir") -> ConfigError:
+    return ConfigError(f"{key}: cannot make {path} ({error.strerror}). Set {key} to a place that can be written.")
 
 
-def try_place(output_dir: str) -> Path:
-    """Make a directory where those of runs are to be, and remove it. Returns the place. Raises `ConfigError`."""
-    path = Path(output_dir).expanduser().resolve()
+def try_place(directory: str | Path, key: str = "output_dir") -> Path:
+    """Make a directory where those of runs are to be, and remove it. Returns the place. `key`: of the configuration, or
+    a variable of the environment, that names it. Raises `ConfigError`."""
+    path = Path(directory).expanduser().resolve()
     try:
         there = next(place for place in (path, *path.parents) if place.exists())
         with tempfile.TemporaryDirectory(dir=there, prefix=".penstock-"):
             return path
     except OSError as error:
-        raise cannot_make(path, error) from None
+        raise cannot_make(path, error, key) from None
 
 
 def new_place(config: RunConfig, time_s: float, is_taken: Callable[[str], bool]) -> RunPlace:

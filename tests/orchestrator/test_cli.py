@@ -102,10 +102,13 @@ def test_an_error_that_crossed_ray_is_told_without_the_remote_traceback(
     assert capsys.readouterr().err.strip() == "error: Rollout-0 died"
 
 
-def test_the_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_TRACEBACK", "1")
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_the_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("PENSTOCK_TRACEBACK", value)
     with pytest.raises(ConfigError):
         cli.main(["run", "recipe=nowhere"])
+    monkeypatch.setenv("PENSTOCK_TRACEBACK", "0")
+    assert cli.main(["run", "recipe=nowhere"]) == 2
 
 
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

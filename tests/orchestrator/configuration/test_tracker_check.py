@@ -35,6 +35,14 @@ def test_a_package_that_is_missing_is_told_with_the_command_that_brings_it() -> 
         need("sink", "a_module_of_no_package", "its-package")
 
 
+def test_a_mode_of_the_environment_is_checked_as_the_key_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "of-line")
+    with pytest.raises(ConfigError, match="WANDB_MODE=of-line: unknown; did you mean 'offline'"):
+        checked("tracking.sinks=[wandb]")
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    assert checked("tracking.sinks=[wandb]") == "wandb dryrun"
+
+
 @pytest.mark.real
 def test_wandb_without_a_key_is_refused_as_it_would_ask_for_one() -> None:
     with pytest.raises(ConfigError, match="wandb login"):

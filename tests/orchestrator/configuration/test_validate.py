@@ -424,12 +424,17 @@ def test_how_calls_of_tools_are_read_is_told_at_the_start(model: Path, rows: Pat
     assert left_out.startswith("tool calls: calls are read as pythonic; the model's chat template leaves out the tools")
 
 
-def test_a_place_that_cannot_be_made_is_told_before_anything_starts(rows: Path, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_made_is_told_before_anything_starts(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = [f"data.path={rows}", "reward.function=digits"]
     (tmp_path / "a_file").write_text("")
     said = refused(ConfigError, *words, f"output_dir={tmp_path}/a_file/runs")
     assert said == f"output_dir: cannot make {tmp_path}/a_file/runs (Not a directory). " + WRITABLE
     check(*words, f"output_dir={tmp_path}/new/runs")
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/a_file")
+    said = refused(ConfigError, *words, f"output_dir=file://{tmp_path}/bucket")
+    assert said.startswith(f"XDG_CACHE_HOME: cannot make {tmp_path}/a_file/penstock/runs/")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a_file", "rows.jsonl"]
 
 
