@@ -210,6 +210,11 @@ def is_device_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and failed and not own
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Return whether an error refuses the run as it was asked for: the user has to change something."""
+    return isinstance(error, PenstockError) and error.exit_code == ConfigError.exit_code
+
+
 def how_ended(code: int) -> str:
     """The exit code of a process, or the signal that killed it.
 

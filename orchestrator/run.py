@@ -16,7 +16,7 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import ConfigError, PenstockError, TakenOver
+from penstock.conf.errors import PenstockError, TakenOver, is_refusal
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.network.machine import warning
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
@@ -102,11 +102,11 @@ def run(
             outcome = _train(config, flow, plan, directory, model_path, console, sinks, goes_on, identity)
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
     except TakenOver:
-        directory.leave_to_other()
+        directory.is_anothers = True
         raise
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-        if not directory.has_begun and (interrupted or is_refusal(error)):
+        if is_refusal(error) and directory.is_unused:
             directory.discard()
             raise
         kind = "interrupted" if interrupted else "failed"
@@ -141,11 +141,6 @@ def _close(directory: RunDirectory) -> None:
     ):
         if not directory.is_anothers:
             write_report(directory.path)
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Return whether an error refuses the run as it was asked for: the user has to change something."""
-    return isinstance(error, PenstockError) and error.exit_code == ConfigError.exit_code
 
 
 def _nothing_left(directory: RunDirectory, console: Console) -> RunResult:

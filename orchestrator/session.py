@@ -25,7 +25,7 @@ import numpy as np
 
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, is_refusal
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
@@ -41,7 +41,6 @@ from penstock.orchestrator.loops.saved_states import SavedStates
 from penstock.orchestrator.membership.members import catching_up
 from penstock.orchestrator.membership.scaling import ScalableRole
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to, opened_sinks
-from penstock.orchestrator.run import is_refusal
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.storeless import started_fleet
@@ -191,7 +190,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
         with _started(config, flow, plan, directory) as run:
             yield run
     except BaseException as error:
-        if not directory.has_begun and (isinstance(error, KeyboardInterrupt) or is_refusal(error)):
+        if is_refusal(error) and directory.is_unused:
             directory.discard()
         raise
     finally:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, PenstockError
+from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, PenstockError, is_refusal
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint, with_local_models
 from penstock.orchestrator.checkpointing.saving import checkpoint_place
@@ -73,7 +73,9 @@ def _opened(
             return directory, resumed
         directory.event("resume", step=resumed.step, path=resumed.directory)
         return directory, _with_local_files(resumed, directory)
-    except BaseException:
+    except BaseException as error:
+        if is_refusal(error) and directory.is_unused:
+            directory.discard()
         directory.close()
         raise
 

@@ -117,6 +117,7 @@ class RunDirectory:
         """Lock for appending, since events come from the mirror's thread too."""
         self.is_anothers = False
         """True once another process is known to have the directory: nothing is written any more."""
+        self._is_new = False
 
     @classmethod
     def create(cls, config: RunConfig, *, now: Callable[[], float] = time.time) -> "RunDirectory":
@@ -131,6 +132,7 @@ class RunDirectory:
             place = RunPlace.of(config.output_dir, checked_name(config.name))
         directory = cls(place.path, place.url)
         directory.lock(place.path, f"name={config.name}")
+        directory._is_new = True
         try:
             is_at_url = place.url is not None and not made_free(place.url, MADE_AT_START)
             if is_at_url or directory.has_begun:
@@ -182,6 +184,11 @@ class RunDirectory:
             return bool(is_here) or (self.url is not None and has_begun_at(self.url))
         except (OSError, CheckpointError):
             return True
+
+    @property
+    def is_unused(self) -> bool:
+        """True if this process has made the directory, and no results are there."""
+        return self._is_new and not self.has_begun
 
     # Its life.
 
@@ -356,10 +363,6 @@ class RunDirectory:
             except RunInUse:
                 self.is_anothers = True
                 raise
-
-    def leave_to_other(self) -> None:
-        """Write nothing any more: another process goes on with the run here."""
-        self.is_anothers = True
 
     # Reading.
 

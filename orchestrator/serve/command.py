@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, is_refusal
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.trainer import LoraConfig
 from penstock.orchestrator.cluster.cluster import raise_if_over
@@ -59,6 +59,9 @@ def serve(config: RunConfig, key: str | None, tell: Callable[[str], None]) -> No
             run(_serving(started, directory, key or "", tell), raise_if_over)
         directory.event("end")
     except BaseException as error:
+        if is_refusal(error) and directory.is_unused:
+            directory.discard()
+            raise
         directory.event("failed", error=type(error).__name__, message=str(error))
         raise
     finally:

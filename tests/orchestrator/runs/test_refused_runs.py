@@ -1,4 +1,4 @@
-"""A run that is refused, or interrupted before it has begun, leaves nothing; one that has begun leaves what it did."""
+"""A run that is refused before it has begun leaves nothing; one that is stopped or fails leaves its directory."""
 
 import re
 import time
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from penstock.conf.errors import PenstockError, ResourceError, WorkerDied
+from penstock.conf.errors import PenstockError, ResourceError, RunInUse, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.orchestrator import run as running
 from penstock.orchestrator import session as handles
 from penstock.orchestrator import storeless
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_lock import RunLock
+from penstock.orchestrator.serve import command as serving
 
 
 @pytest.fixture
@@ -45,17 +47,55 @@ def write_a_line(config: RunConfig) -> None:
     directory.close()
 
 
-@pytest.mark.parametrize("error", [ResourceError("the cluster has 0 GPUs"), KeyboardInterrupt()])
-@pytest.mark.parametrize("started", ["run", "session"])
+STARTS: dict[str, Any] = {
+    "run": running.run,
+    "session": lambda config: handles.session(config).__enter__(),
+    "serve": lambda config: serving.serve(config, None, lambda text: None),
+}
+
+
+@pytest.mark.parametrize("started", STARTS)
 def test_a_run_that_is_refused_leaves_its_name_free(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, started: str
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str
 ) -> None:
-    monkeypatch.setattr(running, "Cluster", connecting(error))
-    monkeypatch.setattr(storeless, "Cluster", connecting(error))
-    start: Any = running.run if started == "run" else lambda config: handles.session(config).__enter__()
-    with pytest.raises(type(error)):
-        start(load_config(words))
+    cluster = connecting(ResourceError("the cluster has 0 GPUs"))
+    monkeypatch.setattr(running, "Cluster", cluster)
+    monkeypatch.setattr(storeless, "Cluster", cluster)
+    with pytest.raises(ResourceError):
+        STARTS[started](load_config(words))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("started", STARTS)
+def test_a_run_that_is_stopped_while_it_starts_keeps_its_logs(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str
+) -> None:
+    def start_actors(config: RunConfig) -> None:
+        (tmp_path / "refused" / "logs").mkdir()
+        (tmp_path / "refused" / "logs" / "Rollout-0.log").write_text("loading")
+
+    cluster = connecting(KeyboardInterrupt(), start_actors)
+    monkeypatch.setattr(running, "Cluster", cluster)
+    monkeypatch.setattr(storeless, "Cluster", cluster)
+    with pytest.raises(KeyboardInterrupt):
+        STARTS[started](load_config(words))
+    assert (tmp_path / "refused" / "logs" / "Rollout-0.log").read_text() == "loading"
+    monkeypatch.setattr(running, "Cluster", connecting(ResourceError("the cluster has 0 GPUs")))
+    if started == "run":
+        with pytest.raises(ResourceError):
+            running.run(load_config([*words, "resume=auto"]))
+        assert (tmp_path / "refused" / "logs").exists(), "the directory was another command's"
+    RunDirectory.create(load_config(words)).discard()
+    assert not (tmp_path / "refused" / "logs").exists(), "the name is free"
+
+
+def test_a_run_whose_checkpoints_another_run_has_leaves_nothing(words: list[str], tmp_path: Path) -> None:
+    words = [*words, f"checkpoint.directory={tmp_path}/checkpoints"]
+    lock = RunLock.take(tmp_path / "checkpoints", "checkpoint.directory")
+    with pytest.raises(RunInUse, match=r"checkpoint\.directory"):
+        running.run(load_config(words))
+    lock.release()
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("started", ["run", "session"])
@@ -85,6 +125,7 @@ def test_a_run_that_is_refused_leaves_its_name_free_at_a_url_too(
     [
         (ResourceError("the second run before this one does not fit"), True, "failed"),
         (KeyboardInterrupt(), True, "interrupted"),
+        (KeyboardInterrupt(), False, "interrupted"),
         (WorkerDied("Rollout-0 has died"), False, "failed"),
     ],
 )
