@@ -17,12 +17,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, TakenOver, WorkerDied
 from penstock.orchestrator.cluster.owner_actor import Kept, OwnerActor, actor_class, reserved
-from penstock.orchestrator.cluster.ray_calls import answer, get_all
+from penstock.orchestrator.cluster.ray_calls import START, answer, get_all
 
 OWNER = "Owner"
 """The owner's name, in the namespace of the run."""
 ANSWER_S = 60.0
-"""Deadline for the owner to answer, also where its process is only starting."""
+"""Deadline for an owner that has started to answer."""
 RENEWALS = 10
 """Number of renewals within a lease."""
 LONGEST_S = 10.0
@@ -121,15 +121,21 @@ class RunOwner:
         threading.Thread(target=self._renew, args=(pause_s,), name="run-lease", daemon=True).start()
 
     @classmethod
-    def start(cls, namespace: str, lease_s: float) -> "RunOwner":
-        """Start an owner on this node. Raises `DeadlineExceeded`, `WorkerDied`."""
+    def start(cls, namespace: str, lease_s: float, timeout_s: float) -> "RunOwner":
+        """Start an owner on this node. `timeout_s`: deadline of its process, which is the first of the run. Raises
+        `DeadlineExceeded`, `WorkerDied`."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options: dict[str, Any] = {
             "name": OWNER, "namespace": namespace, "lifetime": "detached", "num_cpus": 0,
             "max_concurrency": MANY_CALLS, "scheduling_strategy": here,
         }  # fmt: skip
         handle = actor_class(OwnerActor).options(**options).remote(lease_s)
-        return cls(handle, _asked(handle.begin.remote()), lease_s)
+        try:
+            (epoch,) = get_all([(OWNER, handle.begin.remote())], phase=START, timeout_s=timeout_s)
+        except BaseException:  # else a detached actor stays
+            ray.kill(handle)
+            raise
+        return cls(handle, epoch, lease_s)
 
     @classmethod
     def take(cls, namespace: str, lease_s: float) -> "tuple[RunOwner, Kept] | None":

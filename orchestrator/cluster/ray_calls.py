@@ -31,6 +31,8 @@ MEMORY_KEYS = {
     "Store": "lower store.max_bytes or store.shared_memory_mib",
 }
 """Keys that an actor's memory depends on, by the first word of its name."""
+START = "start"
+"""Phase in which processes start, for which Ray may have to make a runtime environment first."""
 PRESENT_S = 15.0
 """Seconds within which a living actor answers."""
 _F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
@@ -136,7 +138,16 @@ def _outcome(task: "asyncio.Future[Any]", name: str, phase: str, timeout_s: floa
 
 
 def _late(name: str, phase: str, timeout_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(f"{phase}: {name} did not answer within {timeout_s:g} s.")
+    return DeadlineExceeded(f"{phase}: {name} did not answer within {timeout_s:g} s.{_way_to_wait(phase)}")
+
+
+def _way_to_wait(phase: str) -> str:
+    """The key that gives processes more time to start, with what they may have waited for; empty for other phases."""
+    if phase != START:
+        return ""
+    given = ", ".join(ray.get_runtime_context().runtime_env) if ray.is_initialized() else ""
+    made = f" Ray makes the job's runtime_env ({given}) on each node before the first process starts." if given else ""
+    return f"{made} Raise rollout.start_timeout_s if it needs longer."
 
 
 async def look(members: Iterable[tuple[str, Any]]) -> list[Exception | None]:
@@ -185,7 +196,7 @@ class _Wait:
         failures = self._failures(futures)
         late = [name for name, future in zip(self._names, futures, strict=True) if not future.done()]
         if late and not failures:
-            raise DeadlineExceeded(f"{self._phase}: {', '.join(late)} did not answer within {self._timeout_s:g} s.")
+            raise _late(", ".join(late), self._phase, self._timeout_s)
         if failures:
             raise cause_of(failures) from None
         return [future.result() for future in futures]

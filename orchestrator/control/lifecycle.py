@@ -181,7 +181,8 @@ class RunLifecycle:
     def _new_owner(self) -> Owner:
         """The owner of the next fleet."""
         if self._config.faults.lease_s and is_elsewhere() and takes_newcomers(self._config):
-            return RunOwner.start(self._namespace, self._config.faults.lease_s)
+            timeout_s = self._config.rollout.start_timeout_s
+            return RunOwner.start(self._namespace, self._config.faults.lease_s, timeout_s)
         return ThisProcess()
 
     def _handover(self, fleet: Fleet) -> Handover:

@@ -14,12 +14,15 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from penstock.conf.errors import TakenOver
+from penstock.conf.errors import DeadlineExceeded, TakenOver
 from penstock.orchestrator.cluster import owners
 from penstock.orchestrator.cluster.owners import RunOwner, ThisProcess
 from penstock.orchestrator.membership.takeover import find
 
 pytestmark = pytest.mark.real
+
+
+START_S = 900.0
 
 
 class Actor:
@@ -61,8 +64,14 @@ def state_of(group: PlacementGroup) -> str:
     return str(placement_group_table(group)["state"])
 
 
+def test_an_owner_that_does_not_start_in_time_is_told_and_ends(namespace: str) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"start: Owner did not .* within 0 s\. Raise rollout\.start_timeout_s"):
+        RunOwner.start(namespace, 60.0, 0.0)
+    wait_until_gone(namespace, owners.OWNER)
+
+
 def test_what_one_has_left_is_the_next_ones_and_the_first_is_refused(namespace: str) -> None:
-    first = RunOwner.start(namespace, 60.0)
+    first = RunOwner.start(namespace, 60.0, START_S)
     kept = first.make(Actor, options(namespace, "Kept"), "by", "value")
     late = first.make(Actor, options(namespace, "Late"))
     groups = [first.reserve([{"CPU": 0.01}], [{}], f"{namespace}/{number}") for number in range(2)]
@@ -107,7 +116,7 @@ def test_what_one_has_left_is_the_next_ones_and_the_first_is_refused(namespace: 
 
 
 def test_all_of_it_ends_when_nobody_is_heard_of_for_the_lease(namespace: str) -> None:
-    owner = RunOwner.start(namespace, 1.0)
+    owner = RunOwner.start(namespace, 1.0, START_S)
     owner.make(Actor, options(namespace, "Alone"))
     asyncio.run(owner.keep(b"the run"))
     time.sleep(2.0)
@@ -120,7 +129,7 @@ def test_all_of_it_ends_when_nobody_is_heard_of_for_the_lease(namespace: str) ->
 @pytest.mark.parametrize("has_left", [True, False])
 def test_what_has_nothing_to_go_on_with_ends_when_it_is_asked_for(namespace: str, has_left: bool) -> None:
     """It was over, or had not begun to serve."""
-    owner = RunOwner.start(namespace, 60.0)
+    owner = RunOwner.start(namespace, 60.0, START_S)
     owner.make(Actor, options(namespace, "Alone"))
     if has_left:
         asyncio.run(owner.keep(b"the run"))

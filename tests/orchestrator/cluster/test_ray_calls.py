@@ -4,10 +4,13 @@ import asyncio
 import concurrent.futures
 import threading
 import traceback
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
+from ray.runtime_env import RuntimeEnv
 
 from penstock.conf.errors import DataError, DeadlineExceeded, PartnerGone, WorkerDied, WorkerFailed
 from penstock.orchestrator.cluster import ray_calls as waiting
@@ -92,6 +95,22 @@ def test_all_who_did_not_answer_are_named(kind: str) -> None:
     assert "Trainer-2" in str(raised.value)
     assert "step 3" in str(raised.value)
     assert "Trainer-1" not in str(raised.value)
+
+
+def test_a_start_that_is_late_names_the_runtime_env_that_it_may_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(phase: str, **environment: Any) -> str:
+        context = SimpleNamespace(runtime_env=RuntimeEnv(**environment))
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+        with pytest.raises(DeadlineExceeded) as late:
+            get_all([("Owner", answering(after_s=None))], phase=phase, timeout_s=0.0)
+        return str(late.value)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert said("load", pip=["trl"]) == "load: Owner did not answer within 0 s."
+    assert said("start") == "start: Owner did not answer within 0 s. Raise rollout.start_timeout_s if it needs longer."
+    assert "makes the job's runtime_env (pip, working_dir) on each" in said(
+        "start", pip=["trl"], working_dir="gcs://a.zip"
+    )
 
 
 @KINDS
