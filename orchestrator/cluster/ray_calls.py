@@ -145,7 +145,8 @@ def _way_to_wait(phase: str) -> str:
     """The key that gives processes more time to start, with what they may have waited for; empty for other phases."""
     if phase != START:
         return ""
-    given = ", ".join(ray.get_runtime_context().runtime_env) if ray.is_initialized() else ""
+    environment = ray.get_runtime_context().runtime_env if ray.is_initialized() else ()
+    given = ", ".join(name for name in environment if not name.startswith("_"))
     made = f" Ray makes the job's runtime_env ({given}) on each node before the first process starts." if given else ""
     return f"{made} Raise rollout.start_timeout_s if it needs longer."
 

@@ -108,7 +108,7 @@ def test_a_start_that_is_late_names_the_runtime_env_that_it_may_wait_for(monkeyp
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     assert said("load", pip=["trl"]) == "load: Owner did not answer within 0 s."
     assert said("start") == "start: Owner did not answer within 0 s. Raise rollout.start_timeout_s if it needs longer."
-    assert "makes the job's runtime_env (pip, working_dir) on each" in said(
+    assert "makes the job's runtime_env (working_dir, pip) on each" in said(
         "start", pip=["trl"], working_dir="gcs://a.zip"
     )
 
