@@ -62,8 +62,9 @@ class ServeConfig:
     session_timeout_s: float = 3600.0
     """Time without a heartbeat after which a client's unnamed sampler weights are deleted, and its adapters rest on
     disk."""
-    max_body_mib: int = 64
-    """Largest body of a request, compressed or not. The SDK sends at most 5 MB of data at once."""
+    max_body_mib: int = 32
+    """Largest body of a request with data, in MiB, compressed or not: all others have at most 1 MiB. The SDK sends at
+    most 5 MB of data at once, or one sequence."""
     drain_s: float = 60.0
     """Time for requests under way when the server is asked to end; what is left goes on after its next start."""
     max_adapters: int = 64

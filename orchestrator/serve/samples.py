@@ -25,7 +25,6 @@ from penstock.orchestrator.serve.state_file import write_state
 from penstock.orchestrator.serve.tenants import Tenants
 from penstock.orchestrator.serve.training_client import TrainingClient
 from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request
-from penstock.workers.gateway.http.fields import parsed
 from penstock.workers.training_calls import AdapterState
 
 SEQ_BITS = 2**64
@@ -64,8 +63,6 @@ class Samples:
         entry = await log.accept(replace(asked, seq=number, tokens=tokens))
         if not is_known:
             self.queue.put(self._ticket(session, sampler, log, entry))
-            if log.is_large:
-                await log.drop_bodies(lambda _: False)
         return entry
 
     def file_of(self, sampler: Sampler) -> Path | None:
@@ -79,21 +76,23 @@ class Samples:
             return file
         if not sampler.path:
             return None
-        address = Address.parse(sampler.path)
-        self._checkpoints.get(address)
-        return self._checkpoints.file(address)
+        return self._checkpoints.file(Address.parse(sampler.path), sampler.save)
 
     def decoded(self, body: bytes, sampler: Sampler, seq: int) -> SampleRequest:
         """Decode a request. Raises `BadRequest`."""
         seed = seed_of("sample", sampler.origin, seq)
-        return sample_request(parsed(body), self._backend.facts.max_length, seed)
+        return sample_request(body, self._backend.facts.max_length, seed)
 
     async def add_own(self, client: TrainingClient, seq: int, number: int, state: AdapterState) -> str:
         """Make a sampling session of a client's unnamed weights. `seq`: of the request. `number`: the session's."""
         session_id, model_id = client.facts.session_id, client.facts.model_id
         origin = f"{model_id.rpartition(':')[2]}/{seq}/own"
         sampler = Sampler(sampler_id(session_id, number), session_id, model_id, is_own=True, origin=origin)
-        await asyncio.to_thread(write_state, self._own_file(sampler), state)
+        known = self._sessions.sessions[session_id].samplers.get(sampler.id)
+        if known is not None and not known.is_same(sampler):
+            raise DataError(f"{sampler.id} was made before, of other weights. Count sampling_session_seq_id on.")
+        if known is None or not self._own_file(sampler).exists():  # who samples from it stays with these bits
+            await asyncio.to_thread(write_state, self._own_file(sampler), state)
         added = await self._sessions.add_sampler(sampler)
         added.is_gone = False
         samplers = self._sessions.sessions[session_id].samplers.values()
@@ -107,6 +106,12 @@ class Samples:
         """Drop the requests of a session, and delete its unnamed weights."""
         for sampler in session.samplers.values():
             await self._drop(sampler)
+
+    async def drop_saves(self, address: Address | None = None) -> None:
+        """Drop the saves that a name no longer stands for and nobody samples from; None: of all names."""
+        for save in await asyncio.to_thread(self._checkpoints.superseded, address):
+            if not self._sessions.uses[save]:
+                await self.publications.drop(await asyncio.to_thread(self._checkpoints.remove, save))
 
     async def finish(self, session: Session) -> None:
         """Forget a session's requests and its unnamed weights, once nobody takes more of them."""

@@ -17,19 +17,23 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.endpoints.routes import routes
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.status import status
-from penstock.orchestrator.serve.tenants import Tenants, Visitor
+from penstock.orchestrator.serve.tenants import OPERATOR, Tenants
 from penstock.orchestrator.serve.wire.messages import messages
 
 GRACE_S = 5
 """Seconds for answers that are being written when the server ends."""
 START_S = 30.0
 BACKLOG = 1024
+
+
+class ServerFailed(PenstockError):
+    """A part of the server that has ended by a fault."""
 
 
 class Server:
@@ -64,7 +68,7 @@ class Server:
             timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=60, backlog=BACKLOG,
         )  # fmt: skip
         self._http = _Http(config)
-        self._serving = asyncio.create_task(self._http.serve([bound]))
+        self._serving = asyncio.create_task(self._http.serve([bound]), name="HTTP")
         async with asyncio.timeout(START_S):
             while not self._http.started:
                 await asyncio.sleep(0.01)
@@ -72,10 +76,22 @@ class Server:
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{bound.getsockname()[1]}"
 
-    async def serve_until(self, stop: asyncio.Event) -> None:
-        """Serve until the event is set, then drain."""
-        await stop.wait()
+    async def serve_until(self, stop: asyncio.Event, *beside: "asyncio.Task[None]") -> None:
+        """Serve until the event is set, then drain. Raises `ServerFailed` once a part has ended, or a task beside."""
+        assert self._service is not None
+        assert self._serving is not None
+        parts = [*self._service.loops, self._serving, *beside]
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        ended = [part for part in parts if part.done()]
         await self.drain()
+        for part in ended:
+            error = part.exception()
+            raise ServerFailed(
+                f"{part.get_name()} has ended: {type(error).__name__}: {error}. Start the server again with the same "
+                "name=: it goes on with every client."
+            ) from error
 
     async def drain(self) -> None:
         """End: take no more requests, finish those under way within `serve.drain_s`, write what adapters are."""
@@ -90,7 +106,7 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """Tenants, their training clients, queues, and what each waits for, as plain data."""
-        return status(self._service, Visitor("")) if self._service is not None else {}
+        return status(self._service, OPERATOR) if self._service is not None else {}
 
 
 class _Http(uvicorn.Server):

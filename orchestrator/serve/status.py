@@ -5,13 +5,13 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.orchestrator.serve.service import Service
-from penstock.orchestrator.serve.tenants import Visitor
+from penstock.orchestrator.serve.tenants import OPERATOR
 from penstock.orchestrator.serve.training_client import TrainingClient, rank_of
 
 
-def status(service: Service, visitor: Visitor) -> dict[str, Any]:
+def status(service: Service, who: str) -> dict[str, Any]:
     """The state of the server; a tenant sees its own."""
-    names = [name for name in service.tenants.configs if visitor.is_operator or name == visitor.tenant]
+    names = [name for name in service.tenants.configs if who in (OPERATOR, name)]
     facts = service.backend.facts
     return {
         "model": {"name": facts.name, "max_length": facts.max_length, "max_rank": facts.max_rank},
@@ -21,18 +21,25 @@ def status(service: Service, visitor: Visitor) -> dict[str, Any]:
     }
 
 
-def gauges(service: Service) -> dict[str, dict[str, float]]:
-    """What each tenant has under way, for Prometheus."""
-    found: dict[str, dict[str, float]] = {}
-    for name in service.tenants.configs:
-        mine = [client for client in service.clients.values() if client.facts.tenant == name]
-        found[name] = {
-            "adapters": len(mine),
-            "adapters_on_ranks": sum(client.is_resident for client in mine),
-            "requests_waiting": sum(client.num_waiting for client in mine),
-            "samples_waiting": service.samples.queue.num_waiting(name),
-        }
-    return found
+def metrics(service: Service, who: str) -> str:
+    """What each tenant has used and has under way, as Prometheus reads it; a tenant sees its own."""
+    found: dict[str, list[str]] = {}
+
+    def note(metric: str, kind: str, labels: str, value: float) -> None:
+        name = f"penstock_serve_{metric}"
+        found.setdefault(f"# TYPE {name} {kind}", []).append(f"{name}{{{labels}}} {value:g}")
+
+    for name, told in status(service, who)["tenants"].items():
+        tenant, clients = f'tenant="{name}"', told["clients"]
+        for kind, count in sorted(told["usage"].pop("requests").items()):
+            note("requests_total", "counter", f'{tenant},kind="{kind}"', count)
+        for metric, value in told["usage"].items():
+            note(f"{metric}_total", "counter", tenant, value)
+        note("adapters", "gauge", tenant, len(clients))
+        note("adapters_on_ranks", "gauge", tenant, sum(client["on_ranks"] for client in clients))
+        note("requests_waiting", "gauge", tenant, sum(client["waiting"] for client in clients))
+        note("samples_waiting", "gauge", tenant, told["samples_waiting"])
+    return "".join(f"{line}\n" for head, lines in found.items() for line in (head, *lines))
 
 
 def _tenant(service: Service, name: str) -> dict[str, Any]:

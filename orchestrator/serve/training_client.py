@@ -22,9 +22,9 @@ from penstock.orchestrator.loops.verbs import seed_of
 from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog
 from penstock.orchestrator.serve.state_file import read_spec, read_state, write_state
 from penstock.orchestrator.serve.wire import training
+from penstock.orchestrator.serve.wire.bodies import Body, read
 from penstock.orchestrator.serve.wire.training import Call, CreateCall
 from penstock.workers.gateway.http.errors import BadRequest
-from penstock.workers.gateway.http.fields import parsed
 from penstock.workers.training_calls import AdapterSpec, AdapterState
 
 _LOG = logging.getLogger("penstock")
@@ -54,10 +54,12 @@ class TrainingClient:
 
     def __init__(self, facts: ClientFacts, directory: Path, keep: int, max_rank: int) -> None:
         self.facts, self._directory, self._max_rank = facts, directory, max_rank
-        self.log = RequestLog(directory, keep, repeats=True)
+        self.log = RequestLog(directory, keep, self._is_needed)
         self.is_resident = False
         """Whether the ranks have the adapter, in the state before `next_seq`."""
         self.gap_since: float | None = None
+        self.pause_s, self.rests_until, self.trouble = 0.0, 0.0, ""
+        """Time for which it rests, as its files could not be written or read, and why."""
         self.next_seq = self.log.highest_answered + 1
         for entry in self.log.entries.values():
             if entry.seq < self.next_seq:  # also where its result is gone
@@ -79,9 +81,10 @@ class TrainingClient:
                 f"request {asked.seq} of {self.facts.model_id} comes too late: {self.next_seq} is the next. Make a new "
                 "training client from the last checkpoint."
             )
-        if call is not None and asked.seq >= self.next_seq:
+        entry = await self.log.accept(asked)
+        if call is not None and not entry.is_done.is_set():
             self._calls.setdefault(asked.seq, call)
-        return await self.log.accept(asked)
+        return entry
 
     @property
     def next(self) -> Entry | None:
@@ -156,7 +159,7 @@ class TrainingClient:
     async def settled(self) -> None:
         """Wait until no snapshot is being written."""
         if self._writing is not None:
-            await asyncio.wait([self._writing])
+            await asyncio.shield(self._writing)
             self._writing = None
 
     async def close(self) -> None:
@@ -170,28 +173,34 @@ class TrainingClient:
             self.snapshot_seq, self._snapshot = seq, file
             if before is not None and before != file:
                 before.unlink(missing_ok=True)
-            await self.log.drop_bodies(lambda number: number > seq)
+            await self.log.drop_bodies()
         except (OSError, PenstockError) as error:
             _LOG.warning("%s: no snapshot after request %d: %s. It is tried again.", self.facts.model_id, seq, error)
+
+
+    def _is_needed(self, entry: Entry) -> bool:
+        """Return whether a request that has its result may be repeated, or says that the adapter could not be made."""
+        is_first = entry.seq == 0
+        return entry.seq > self.snapshot_seq and (is_first or (entry.kind in CHANGING and not entry.is_failure))
 
 
 def decoded(entry: Entry | Asked, body: bytes, facts: ClientFacts, max_rank: int) -> Call:
     """What a request asks for, by its kind. Raises `BadRequest`."""
     if entry.kind in ("forward", "forward_backward"):
         return training.forward_call(body, entry.content_type, backward=entry.kind == "forward_backward")
-    fields = parsed(body)
+    asked = read(Body, body)
     match entry.kind:
         case "create_model":
-            return training.create_call(fields, max_rank, seed_of_client(facts.model_id))
+            return training.create_call(asked, max_rank, seed_of_client(facts.model_id))
         case "load_model":
-            load = training.load_call(fields)
+            load = training.load_call(asked)
             return CreateCall(None, load.path, load.with_optimizer)
         case "optim_step":
-            return training.optim_call(fields)
+            return training.optim_call(asked)
         case "save_weights" | "save_weights_for_sampler":
-            return training.save_call(fields, is_sampler=entry.kind == "save_weights_for_sampler")
+            return training.save_call(asked, is_sampler=entry.kind == "save_weights_for_sampler")
         case "load_weights":
-            return training.load_call(fields)
+            return training.load_call(asked)
         case "save_weights_external":
             raise BadRequest("weights are not exported to other stores here: use save_weights_for_sampler.", "path")
     raise BadRequest(f"{entry.kind} is no request of a training client.")

@@ -2,28 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from penstock.conf.errors import DataError
 from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint
 from penstock.orchestrator.serve.request_log import Entry
+from penstock.orchestrator.serve.samples import Samples
 from penstock.orchestrator.serve.training_client import TrainingClient
 from penstock.orchestrator.serve.wire.results import Answer, forward_answer, plain
-from penstock.orchestrator.serve.wire.training import (
-    Call,
-    CreateCall,
-    ForwardCall,
-    LoadCall,
-    OptimCall,
-    SaveCall,
-)
-from penstock.workers.training_calls import AdapterSpec, AdapterState
+from penstock.orchestrator.serve.wire.training import Call, CreateCall, ForwardCall, LoadCall, SaveCall
+from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState
 
-AddSampler = Callable[[TrainingClient, int, int, AdapterState], Awaitable[str]]
-"""Makes a sampling session of a client's unnamed weights, by the number of the request and by its own number in the
-session; returns its id."""
 MayRead = Callable[[str, str], bool]
 """Whether a training run is a tenant's."""
 
@@ -31,9 +22,8 @@ MayRead = Callable[[str, str], bool]
 class TrainingWork:
     """Stateless. `done` carries out a request; a second time it comes to the same."""
 
-    def __init__(self, backend: Backend, checkpoints: Checkpoints, add_sampler: AddSampler, may_read: MayRead) -> None:
-        self._backend, self._checkpoints = backend, checkpoints
-        self._add_sampler, self._may_read = add_sampler, may_read
+    def __init__(self, backend: Backend, checkpoints: Checkpoints, samples: Samples, may_read: MayRead) -> None:
+        self._backend, self._checkpoints, self._samples, self._may_read = backend, checkpoints, samples, may_read
 
     async def done(self, client: TrainingClient, entry: Entry, call: Call) -> Answer:
         """Carry out a request. Raises what `Backend` raises, and `DataError`."""
@@ -42,8 +32,8 @@ class TrainingWork:
             case ForwardCall():
                 output = await self._backend.forward(name, call.data, call.loss, backward=call.backward)
                 return await asyncio.to_thread(forward_answer, output)
-            case OptimCall():
-                return plain({"metrics": await self._backend.optim_step(name, call.params)})
+            case AdamParams():
+                return plain({"metrics": await self._backend.optim_step(name, call)})
             case SaveCall(name=None, is_sampler=True):
                 return await self._publish(client, entry, call)
             case SaveCall():
@@ -88,11 +78,13 @@ class TrainingWork:
         facts = Checkpoint(client.facts.model_id, folder, name, entry.seq, now, 0, expires, call.metadata)
         kept = state.for_sampling() if call.is_sampler else state
         await asyncio.to_thread(lambda: self._checkpoints.save(facts, kept, overwrite=call.overwrite))
+        if call.overwrite:
+            await self._samples.drop_saves(facts.address)
         return plain({"path": facts.address.path, "type": entry.kind})
 
     async def _publish(self, client: TrainingClient, entry: Entry, call: SaveCall) -> Answer:
         state = await self._backend.adapter_state(client.facts.model_id)
-        sampler = await self._add_sampler(client, entry.seq, call.sampling_seq or 0, state.for_sampling())
+        sampler = await self._samples.add_own(client, entry.seq, call.sampling_seq or 0, state.for_sampling())
         told: dict[str, Any] = {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
         return plain(told)
 

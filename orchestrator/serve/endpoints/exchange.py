@@ -8,6 +8,7 @@ The SDK raises 401, 403, 404, 413 and 422 at once. A request with a number is ta
 fails in its turn: its number would be missing in the order otherwise.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -22,21 +23,17 @@ from penstock.orchestrator.serve.journal import JournalError
 from penstock.orchestrator.serve.request_log import OtherContent, ResultGone
 from penstock.orchestrator.serve.service import Refused, Service
 from penstock.orchestrator.serve.sessions import NotFound, SessionOver
-from penstock.orchestrator.serve.tenants import Visitor
+from penstock.orchestrator.serve.tenants import OPERATOR
 from penstock.orchestrator.serve.training_client import TooLate
+from penstock.orchestrator.serve.wire.bodies import PLAIN_BYTES, Body, Numbered, TooLarge, check_size, read
 from penstock.orchestrator.serve.wire.messages import unpacked
 from penstock.workers.gateway.http.errors import BadRequest
-from penstock.workers.gateway.http.fields import Fields, parsed
 
 _LOG = logging.getLogger("penstock")
 _STATUS: dict[type[PenstockError], int] = {
     Refused: 403, NotFound: 404, NoCheckpoint: 404, SessionOver: 410, ResultGone: 410, JournalError: 503,
-    BadRequest: 422, OtherContent: 422, TooLate: 422, DataError: 422, ConfigError: 422,
+    BadRequest: 422, OtherContent: 422, TooLate: 422, DataError: 422, ConfigError: 422, TooLarge: 413,
 }  # fmt: skip
-
-
-class TooLarge(PenstockError):
-    """A body beyond `serve.max_body_mib`."""
 
 
 @dataclass
@@ -44,17 +41,19 @@ class Exchange:
     """A request, its sender, and the service."""
 
     service: Service
-    visitor: Visitor
+    tenant: str
+    """Its sender, or `OPERATOR`."""
     request: Request
     body: bytes = b""
 
     @property
-    def tenant(self) -> str:
-        return self.visitor.tenant
+    def fields(self) -> Body:
+        """The fields of a body in JSON. Raises `BadRequest`."""
+        return read(Body, self.body)
 
     @property
-    def fields(self) -> Fields:
-        return parsed(self.body)
+    def numbered(self) -> Numbered:
+        return read(Numbered, self.body)
 
     def header(self, name: str) -> str:
         return self.request.headers.get(name, "")
@@ -62,12 +61,16 @@ class Exchange:
     def path(self, name: str) -> str:
         return str(self.request.path_params[name])
 
-    def number(self, name: str, default: int, most: int) -> int:
-        """A whole number of the query."""
+    def page(self, values: list[Any], limit: int) -> tuple[list[Any], dict[str, int]]:
+        """The part of a list that the query asks for, and its cursor."""
+        first, num = (self._number("offset", 0), min(1000, self._number("limit", limit)))
+        return values[first : first + num], {"offset": first, "limit": num, "total_count": len(values)}
+
+    def _number(self, name: str, default: int) -> int:
         given = self.request.query_params.get(name, "")
-        if given and not given.isdecimal():
+        if given and not (given.isdecimal() and len(given) < 10):
             raise BadRequest(f"must be a whole number, not {given[:40]!r}.", name)
-        return min(most, int(given)) if given else default
+        return int(given or default)
 
 
 Endpoint = Callable[[Exchange], Awaitable[Response]]
@@ -83,25 +86,25 @@ def refused(text: str, status: int) -> Response:
     return as_json({"error": text, "detail": text, "category": "user" if status < 500 else "server"}, status)
 
 
-def answering(service: Service, endpoint: Endpoint, *, for_operator: bool = False) -> Handler:
-    """The handler of an endpoint. `for_operator`: the operator may use it, too."""
+def answering(service: Service, endpoint: Endpoint, *, has_data: bool = False, for_operator: bool = False) -> Handler:
+    """The handler of an endpoint. `has_data`: its requests may be as large as `serve.max_body_mib`. `for_operator`: the
+    operator may use it, too."""
+    limit_bytes = service.config.max_body_mib * 2**20 if has_data else PLAIN_BYTES
 
     async def answer(request: Request) -> Response:
         key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        visitor = service.tenants.visitor(key)
-        if visitor is None:
+        tenant = service.tenants.who(key)
+        if tenant is None:
             return refused("a key is needed: set TINKER_API_KEY to the one that the server's operator gave you.", 401)
-        if visitor.is_operator and not for_operator:
+        if tenant == OPERATOR and not for_operator:
             return refused("this key is the operator's: clients have keys of their own (serve.tenants).", 403)
-        exchange = Exchange(service, visitor, request)
+        exchange = Exchange(service, tenant, request)
         try:
             if request.method in ("POST", "PUT"):
-                limit_bytes = service.config.max_body_mib * 2**20
                 packed = await _read(request, limit_bytes)
-                exchange.body = unpacked(packed, request.headers.get("content-encoding", ""), limit_bytes)
+                encoding = request.headers.get("content-encoding", "")
+                exchange.body = await asyncio.to_thread(unpacked, packed, encoding, limit_bytes)
             return await endpoint(exchange)
-        except TooLarge as error:
-            return refused(str(error), 413)
         except ClientDisconnect:
             return Response(status_code=400)
         except PenstockError as error:
@@ -119,7 +122,6 @@ async def _read(request: Request, limit_bytes: int) -> bytes:
     parts, num_bytes = [], 0
     async for part in request.stream():
         num_bytes += len(part)
-        if num_bytes > limit_bytes:
-            raise TooLarge(f"the body is larger than {limit_bytes:,} bytes (serve.max_body_mib). Send less at once.")
+        check_size(num_bytes, limit_bytes)
         parts.append(part)
     return b"".join(parts)

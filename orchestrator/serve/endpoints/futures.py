@@ -7,22 +7,20 @@ from starlette.responses import Response
 
 from penstock.orchestrator.serve.endpoints.exchange import Exchange, as_json
 from penstock.orchestrator.serve.request_log import Entry, RequestLog, ResultGone
-from penstock.orchestrator.serve.samples import SEQ_BITS, number_of
+from penstock.orchestrator.serve.samples import number_of
 from penstock.orchestrator.serve.sessions import NotFound
 from penstock.orchestrator.serve.training_client import TrainingClient
 from penstock.workers.gateway.http.errors import BadRequest
 
 LARGE_BYTES = 2**20
 """Size from which a result is announced first, to clients that want it so."""
-PER_CLONE = 10**9
-"""Numbers of requests of one client of a sampling session."""
 ENDING_S = 1.0
 """Seconds that a question is held while the server ends."""
 
 
 async def retrieve(exchange: Exchange) -> Response:
-    fields = exchange.fields
-    request_id = fields.need_text("request_id")
+    asked = exchange.fields
+    request_id = asked.need("request_id")
     if request_id.endswith(":unload"):
         facts = exchange.service.sessions.run(exchange.tenant, request_id.removesuffix(":unload"))
         return as_json({"model_id": facts.model_id, "type": "unload_model"})
@@ -35,42 +33,13 @@ async def retrieve(exchange: Exchange) -> Response:
         told = {"type": "try_again", "request_id": request_id, "queue_state": state, "queue_state_reason": reason}
         return as_json(told)
     body, content_type = answer.encoded(exchange.header("accept"))
-    if fields.flag("allow_metadata_only") and len(body) > LARGE_BYTES and not answer.is_failure:
+    if asked.allow_metadata_only and len(body) > LARGE_BYTES and not answer.is_failure:
         return as_json({"status": "complete_metadata", "response_payload_size": len(body), "request_id": request_id})
     return Response(body, media_type=content_type)
 
 
-async def retrieve_many(exchange: Exchange) -> Response:
-    """Which requests of a sampling session have ended since the last question; the cursor counts them."""
-    fields = exchange.fields
-    target = fields.need_object("target")
-    sampler = exchange.service.sessions.sampler(exchange.tenant, target.need_text("sampling_session_id"))
-    clone, cursor = target.whole("cloned_sampler_id", 0) or 0, fields.whole("prev_cursor", 0) or 0
-    timeout = fields.number("timeout", 0)
-    poll_s = exchange.service.config.poll_s if timeout is None else min(timeout, exchange.service.config.poll_s)
-    first = number_of(sampler, clone * PER_CLONE)
-    deadline = time.monotonic() + poll_s
-    while True:
-        log = exchange.service.samples.logs.get(sampler.session_id)
-        found, counted = [], 0
-        if log is not None:
-            found = [one for one in log.ended_since(cursor) if first <= one[0] < first + PER_CLONE]
-            counted = log.cursor
-        if found or time.monotonic() >= deadline or exchange.service.is_ending.is_set():
-            break
-        if log is None:
-            await asyncio.sleep(min(ENDING_S, poll_s))
-        else:
-            await log.next_end(min(ENDING_S, deadline - time.monotonic()))
-    told = [
-        {"state": "failed" if failed else "finished", "request_id": f"{sampler.id}:{seq % SEQ_BITS}"}
-        for seq, failed in found
-    ]
-    return as_json({"completions": told, "cursor": counted})
-
-
 async def cancel(exchange: Exchange) -> Response:
-    request_id = exchange.fields.need_text("request_id")
+    request_id = exchange.fields.need("request_id")
     log, entry, client = _found(exchange, request_id)
     if client is not None:
         raise BadRequest("a request that trains cannot be cancelled: the ones after it count on it.", "request_id")

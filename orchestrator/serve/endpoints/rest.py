@@ -24,10 +24,9 @@ _SECRET = secrets.token_bytes(32)
 
 
 async def list_runs(exchange: Exchange) -> Response:
-    runs = exchange.service.sessions.runs(exchange.tenant)
-    first, limit = exchange.number("offset", 0, 10**9), exchange.number("limit", 20, 1000)
-    told = await asyncio.to_thread(lambda: [_run(exchange.service, run) for run in runs[first : first + limit]])
-    return as_json({"training_runs": told, "cursor": {"offset": first, "limit": limit, "total_count": len(runs)}})
+    runs, cursor = exchange.page(exchange.service.sessions.runs(exchange.tenant), 20)
+    told = await asyncio.to_thread(lambda: [_run(exchange.service, run) for run in runs])
+    return as_json({"training_runs": told, "cursor": cursor})
 
 
 async def get_run(exchange: Exchange) -> Response:
@@ -47,9 +46,8 @@ async def list_checkpoints(exchange: Exchange) -> Response:
         lambda: [one for run in runs for one in service.checkpoints.of_run(run.model_id)]
     )
     everything.sort(key=lambda one: -one.time)
-    first, limit = exchange.number("offset", 0, 10**9), exchange.number("limit", 100, 1000)
-    cursor = {"offset": first, "limit": limit, "total_count": len(everything)}
-    return as_json({"checkpoints": [one.told() for one in everything[first : first + limit]], "cursor": cursor})
+    found, cursor = exchange.page(everything, 100)
+    return as_json({"checkpoints": [one.told() for one in found], "cursor": cursor})
 
 
 async def delete_checkpoint(exchange: Exchange) -> Response:
@@ -58,9 +56,8 @@ async def delete_checkpoint(exchange: Exchange) -> Response:
 
 
 async def set_ttl(exchange: Exchange) -> Response:
-    await asyncio.to_thread(
-        exchange.service.checkpoints.expire, _address(exchange), exchange.fields.whole("ttl_seconds", 1)
-    )
+    ttl_s = exchange.fields.ttl_seconds
+    await asyncio.to_thread(exchange.service.checkpoints.expire, _address(exchange), ttl_s)
     return Response(status_code=204)
 
 
@@ -89,7 +86,7 @@ async def download(service: Service, request: Request) -> Response:
 
 
 async def weights_info(exchange: Exchange) -> Response:
-    address = Address.parse(exchange.fields.need_text("tinker_path"))
+    address = Address.parse(exchange.fields.need("tinker_path"))
     run = exchange.service.sessions.run(exchange.tenant, address.run)
     spec = await asyncio.to_thread(exchange.service.checkpoints.spec, address)
     return as_json({

@@ -7,13 +7,15 @@ from starlette.routing import Route
 from penstock.orchestrator.serve.endpoints import futures, rest, sampling, sessions, training
 from penstock.orchestrator.serve.endpoints.exchange import Endpoint, Exchange, answering, as_json, refused
 from penstock.orchestrator.serve.service import Service
-from penstock.orchestrator.serve.status import gauges, status
+from penstock.orchestrator.serve.status import metrics, status
 
 API = "/api/v1"
 NUMBERED = (
     "forward", "forward_backward", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights",
     "save_weights_external",
 )  # fmt: skip
+WITH_DATA = ("forward", "forward_backward", "asample")
+"""Endpoints whose requests may be large."""
 ENDPOINTS: dict[tuple[str, str], Endpoint] = {
     ("GET", "healthz"): sessions.health,
     ("POST", "client/config"): sessions.client_config,
@@ -34,7 +36,6 @@ ENDPOINTS: dict[tuple[str, str], Endpoint] = {
     ("GET", "samplers/{sampler}"): sampling.get_sampler,
     ("POST", "asample"): sampling.sample,
     ("POST", "retrieve_future"): futures.retrieve,
-    ("POST", "retrieve_futures"): futures.retrieve_many,
     ("POST", "cancel_future"): futures.cancel,
     ("GET", "training_runs"): rest.list_runs,
     ("GET", "training_runs/{run}"): rest.get_run,
@@ -88,7 +89,7 @@ def routes(service: Service) -> list[Route]:
 
 
 def _route(service: Service, method: str, path: str, endpoint: Endpoint) -> Route:
-    return Route(f"{API}/{path}", answering(service, endpoint), methods=[method])
+    return Route(f"{API}/{path}", answering(service, endpoint, has_data=path in WITH_DATA), methods=[method])
 
 
 def _refusal(text: str) -> Endpoint:
@@ -103,9 +104,8 @@ async def _unknown(exchange: Exchange) -> Response:
 
 
 async def _metrics(exchange: Exchange) -> Response:
-    service = exchange.service
-    return PlainTextResponse(service.tenants.metrics(exchange.visitor, gauges(service)))
+    return PlainTextResponse(metrics(exchange.service, exchange.tenant))
 
 
 async def _status(exchange: Exchange) -> Response:
-    return as_json(status(exchange.service, exchange.visitor))
+    return as_json(status(exchange.service, exchange.tenant))

@@ -1,5 +1,7 @@
 """Sampling sessions, and requests for samples."""
 
+import asyncio
+
 from starlette.responses import Response
 
 from penstock.orchestrator.serve.checkpoints import Address
@@ -12,24 +14,22 @@ from penstock.workers.gateway.http.errors import BadRequest
 
 
 async def create_sampling_session(exchange: Exchange) -> Response:
-    fields, service = exchange.fields, exchange.service
-    session = service.sessions.live(exchange.tenant, fields.need_text("session_id"))
-    number, path = fields.whole("sampling_session_seq_id", 0), fields.text("model_path") or ""
-    if number is None:
-        raise fields.wrong("sampling_session_seq_id", "is missing.")
-    base_model(exchange, fields, needed=not path)
+    asked, service = exchange.fields, exchange.service
+    session = service.sessions.live(exchange.tenant, asked.need("session_id"))
+    path, save = asked.model_path or "", ""
+    base_model(exchange, asked.base_model, needed=not path)
     if path:
         address = Address.parse(path)
         service.sessions.run(exchange.tenant, address.run)
-        service.checkpoints.get(address)
+        save = service.checkpoints.newest(address)
     sampler = await service.sessions.add_sampler(
-        Sampler(sampler_id(session.id, number), session.id, path, is_own=False)
+        Sampler(sampler_id(session.id, asked.need("sampling_session_seq_id")), session.id, path, False, save)
     )
     return as_json({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
 
 async def join_sampling_session(exchange: Exchange) -> Response:
-    sampler = exchange.service.sessions.sampler(exchange.tenant, exchange.fields.need_text("sampling_session_id"))
+    sampler = exchange.service.sessions.sampler(exchange.tenant, exchange.fields.need("sampling_session_id"))
     return as_json({"type": "join_sampling_session", "client_counter": await exchange.service.sessions.join(sampler)})
 
 
@@ -43,15 +43,10 @@ async def get_sampler(exchange: Exchange) -> Response:
 
 
 async def sample(exchange: Exchange) -> Response:
-    fields, service = exchange.fields, exchange.service
-    if "sampling_session_id" not in fields:
-        raise fields.wrong("sampling_session_id", "is missing: make a sampling client first.")
-    sampler = service.sessions.sampler(exchange.tenant, fields.need_text("sampling_session_id"))
-    seq = fields.whole("seq_id", 0)
-    if seq is None:
-        raise fields.wrong("seq_id", "is missing.")
+    asked, service = exchange.numbered, exchange.service
+    sampler, seq = service.sessions.sampler(exchange.tenant, asked.need("sampling_session_id")), asked.need("seq_id")
     try:
-        request = service.samples.decoded(exchange.body, sampler, seq)
+        request = await asyncio.to_thread(service.samples.decoded, exchange.body, sampler, seq)
         num_samples = request.call.num_samples
     except BadRequest:
         request, num_samples = None, 1  # it fails in its turn

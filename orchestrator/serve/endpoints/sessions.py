@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from penstock.orchestrator.serve.endpoints.exchange import Exchange, as_json
+from penstock.orchestrator.serve.endpoints.exchange import Exchange, as_json, refused
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.wire.messages import zstandard
 
@@ -34,7 +34,8 @@ async def dynamic_config(exchange: Exchange) -> Response:
 
 
 async def health(exchange: Exchange) -> Response:
-    return as_json({"status": "ok"})
+    trouble = exchange.service.trouble
+    return refused(trouble, 503) if trouble else as_json({"status": "ok"})
 
 
 async def telemetry(exchange: Exchange) -> Response:
@@ -49,17 +50,15 @@ async def capabilities(exchange: Exchange) -> Response:
 
 
 async def create_session(exchange: Exchange) -> Response:
-    fields, now = exchange.fields, time.time()
-    metadata = fields.object("user_metadata")
+    asked, key = exchange.fields, exchange.header("x-idempotency-key")
     session = await exchange.service.sessions.create(
-        exchange.tenant, exchange.header("x-idempotency-key"), now, dict(metadata.value) if metadata else None,
-        fields.text("display_name"),
-    )  # fmt: skip
+        exchange.tenant, key, time.time(), asked.user_metadata, asked.display_name
+    )
     return as_json({"type": "create_session", "session_id": session.id})
 
 
 async def heartbeat(exchange: Exchange) -> Response:
-    session = exchange.service.sessions.live(exchange.tenant, exchange.fields.need_text("session_id"))
+    session = exchange.service.sessions.live(exchange.tenant, exchange.fields.need("session_id"))
     session.last_seen = time.time()
     return as_json({"type": "session_heartbeat"})
 
@@ -73,8 +72,7 @@ async def finish_session(exchange: Exchange) -> Response:
 async def list_sessions(exchange: Exchange) -> Response:
     mine = [one for one in exchange.service.sessions.sessions.values() if one.tenant == exchange.tenant]
     mine.sort(key=lambda session: -session.created)
-    first, limit = exchange.number("offset", 0, 10**9), exchange.number("limit", 20, 1000)
-    return as_json({"sessions": [session.id for session in mine[first : first + limit]]})
+    return as_json({"sessions": [session.id for session in exchange.page(mine, 20)[0]]})
 
 
 async def get_session(exchange: Exchange) -> Response:

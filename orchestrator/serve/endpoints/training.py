@@ -14,33 +14,28 @@ from penstock.orchestrator.serve.training_client import ClientFacts, TrainingCli
 from penstock.orchestrator.serve.wire import training
 from penstock.orchestrator.serve.wire.training import Call, LoadCall
 from penstock.workers.gateway.http.errors import BadRequest
-from penstock.workers.gateway.http.fields import Fields
 
 
 def request(kind: str) -> Endpoint:
     """The endpoint of a numbered request."""
 
     async def taken(exchange: Exchange) -> Response:
-        fields = exchange.fields if kind == "load_weights" else None
-        if fields is not None and "session_id" in fields:
-            return await _create(exchange, fields, "load_model")
+        if kind == "load_weights" and exchange.numbered.session_id is not None:
+            return await _create(exchange, "load_model")
         content_type = exchange.header("content-type")
-        if kind in ("forward", "forward_backward"):
-            address, identity = await asyncio.to_thread(training.forward_address, exchange.body, content_type)
-        else:
-            address, identity = training.address(exchange.fields), exchange.body
-        client = exchange.service.client(exchange.tenant, address.model_id)
-        return await _take(exchange, client, Asked(address.seq, kind, exchange.body, content_type, identity))
+        asked, identity = await asyncio.to_thread(training.numbered, exchange.body, content_type)
+        client = exchange.service.client(exchange.tenant, asked.need("model_id"))
+        return await _take(exchange, client, Asked(asked.need("seq_id"), kind, exchange.body, content_type, identity))
 
     return taken
 
 
 async def create_model(exchange: Exchange) -> Response:
-    return await _create(exchange, exchange.fields, "create_model")
+    return await _create(exchange, "create_model")
 
 
 async def get_info(exchange: Exchange) -> Response:
-    client = exchange.service.client(exchange.tenant, exchange.fields.need_text("model_id"))
+    client = exchange.service.client(exchange.tenant, exchange.fields.need("model_id"))
     first = client.log.entries.get(0)
     if client.spec is None and first is not None and not first.is_done.is_set():
         await asyncio.wait([asyncio.ensure_future(first.is_done.wait())], timeout=exchange.service.config.poll_s)
@@ -53,44 +48,35 @@ async def get_info(exchange: Exchange) -> Response:
 
 
 async def unload(exchange: Exchange) -> Response:
-    model_id = exchange.fields.need_text("model_id")
+    model_id = exchange.fields.need("model_id")
     exchange.service.sessions.run(exchange.tenant, model_id)
     if model_id in exchange.service.clients:
         await exchange.service.unload(exchange.service.clients[model_id])
     return as_json({"request_id": f"{model_id}:unload", "model_id": model_id})
 
 
-async def _create(exchange: Exchange, fields: Fields, kind: str) -> Response:
-    service = exchange.service
-    session = service.sessions.live(exchange.tenant, fields.need_text("session_id"))
-    number = fields.whole("model_seq_id", 0)
-    if number is None:
-        raise fields.wrong("model_seq_id", "is missing.")
-    model_id = client_id(session.id, number)
-    name = base_model(exchange, fields, needed=kind == "create_model")
-    metadata = fields.object("user_metadata")
-    facts = ClientFacts(
-        model_id, session.id, exchange.tenant, name, time.time(), dict(metadata.value) if metadata else None
-    )
+async def _create(exchange: Exchange, kind: str) -> Response:
+    service, given = exchange.service, exchange.fields
+    session = service.sessions.live(exchange.tenant, given.need("session_id"))
+    name = base_model(exchange, given.base_model, needed=kind == "create_model")
+    model_id = client_id(session.id, given.need("model_seq_id"))
+    facts = ClientFacts(model_id, session.id, exchange.tenant, name, time.time(), given.user_metadata)
     asked = Asked(0, kind, exchange.body, exchange.header("content-type"))
-    call = decoded(
-        asked, exchange.body, facts, service.backend.facts.max_rank
-    )  # refused at once: it has no number in an order
-    del call
+    decoded(asked, exchange.body, facts, service.backend.facts.max_rank)  # refused at once: it is the first
     if kind == "load_model":
-        address = Address.parse(fields.need_text("path"))
+        address = Address.parse(given.need("path"))
         service.sessions.run(exchange.tenant, address.run)
         await asyncio.to_thread(service.checkpoints.get, address)
     return await _take(exchange, await service.create_client(facts), asked)
 
 
-def base_model(exchange: Exchange, fields: Fields, *, needed: bool) -> str:
+def base_model(exchange: Exchange, given: str | None, *, needed: bool) -> str:
     """The base model that a request names. There is one; if the server has a name for it, it must be that."""
-    given, known = fields.text("base_model"), exchange.service.config.model_name
+    known = exchange.service.config.model_name
     if needed and given is None:
-        raise fields.wrong("base_model", "is missing.")
+        raise BadRequest("is missing.", "base_model")
     if given is not None and known and given != known:
-        raise fields.wrong("base_model", f"{given[:100]!r} is not served here: the model is {known!r}.")
+        raise BadRequest(f"{given[:100]!r} is not served here: the model is {known!r}.", "base_model")
     return given or known or exchange.service.backend.facts.name
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from penstock.conf.errors import ConfigError
+from penstock.orchestrator.serve.wire.bodies import MOST_RATIO, PLAIN_BYTES, Tensor, check_size
 from penstock.workers.gateway.http.errors import BadRequest
-from penstock.workers.gateway.http.fields import Fields
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
-_TYPES = {"float32": np.float32, "int64": np.int64}
 LARGEST_TENSOR = 2**28
 """Most elements of a tensor, so that a small sparse one cannot ask for all memory."""
 
@@ -41,8 +40,7 @@ def messages() -> Any:
 
 
 def unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """The body of a request as it was before its `Content-Encoding`. Raises `BadRequest`, for more bytes than the limit
-    too."""
+    """The body of a request as it was before its `Content-Encoding`. Raises `BadRequest`, `TooLarge`."""
     if encoding in ("", "identity"):
         return body
     if encoding != "zstd":
@@ -50,13 +48,13 @@ def unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
     zstd = zstandard()
     if zstd is None:
         raise _no_extra("zstandard is not installed")
+    limit_bytes = min(limit_bytes, max(PLAIN_BYTES, MOST_RATIO * len(body)))
     try:
         with zstd.ZstdDecompressor().stream_reader(body) as reader:
             data: bytes = reader.read(limit_bytes + 1)
     except zstd.ZstdError as error:
         raise BadRequest(f"the body is no zstd: {error}.") from None
-    if len(data) > limit_bytes:
-        raise BadRequest(f"the body is larger than {limit_bytes:,} bytes (serve.max_body_mib). Send less at once.")
+    check_size(len(data), limit_bytes)
     return data
 
 
@@ -84,17 +82,16 @@ def array_of_message(tensor: Any, field: str) -> np.ndarray:
     return _widened(_shaped(_buffer(tensor.dense, dtype, field), shape or None, field))
 
 
-def array_of_fields(tensor: Fields, absent: int = 0) -> np.ndarray:
+def array_of_body(tensor: Tensor, field: str, absent: int = 0) -> np.ndarray:
     """The array of a tensor in JSON: float32 or int64, of its shape. `absent`: the value of gaps in a sparse one."""
-    name = tensor.need_text("dtype")
-    if name not in _TYPES:
-        raise tensor.wrong("dtype", f"must be one of {sorted(_TYPES)}.")
-    values = _numbers(tensor, "data", _TYPES[name])
-    shape = [int(number) for number in _numbers(tensor, "shape", np.int64)] if "shape" in tensor else None
-    if "sparse_crow_indices" in tensor:
-        rows, columns = (_numbers(tensor, f"sparse_{part}_indices", np.int64) for part in ("crow", "col"))
-        return _dense(values, rows, columns, shape or [], tensor.path, absent)
-    return _shaped(values, shape, tensor.path)
+    values = np.asarray(tensor.data)
+    if len(values) and values.dtype.kind not in ("iuf" if tensor.dtype == "float32" else "iu"):
+        raise BadRequest(f"must be numbers of {tensor.dtype}.", f"{field}.data")
+    values = values.astype(tensor.dtype)
+    if tensor.sparse_crow_indices is not None:
+        rows, columns = np.asarray(tensor.sparse_crow_indices), np.asarray(tensor.sparse_col_indices or [], np.int64)
+        return _dense(values, rows, columns, tensor.shape or [], field, absent)
+    return _shaped(values, tensor.shape, field)
 
 
 def tensor_message(value: np.ndarray) -> Any:
@@ -121,20 +118,6 @@ def sparse_message(value: np.ndarray, is_there: np.ndarray) -> Any:
 def token_array(data: bytes, field: str) -> np.ndarray:
     """Tokens of a chunk of text, `[T]` int32."""
     return _buffer(data, np.dtype("<i4"), field)
-
-
-def _numbers(tensor: Fields, name: str, dtype: Any) -> np.ndarray:
-    values = tensor.raw(name)
-    if not isinstance(values, list):
-        raise tensor.wrong(name, "must be a list of numbers.")
-    try:
-        array = np.asarray(values)
-    except ValueError:
-        raise tensor.wrong(name, "must be a flat list of numbers.") from None
-    is_whole = array.dtype.kind in "iu" or not len(array)
-    if array.ndim != 1 or not (is_whole or (array.dtype.kind == "f" and dtype is np.float32)):
-        raise tensor.wrong(name, "must be a flat list of numbers of its dtype.")
-    return array.astype(dtype)
 
 
 def _buffer(data: bytes, dtype: np.dtype[Any], field: str) -> np.ndarray:

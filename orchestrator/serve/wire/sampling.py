@@ -3,19 +3,15 @@
 What no engine here does is refused by name.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.orchestrator.serve.backend import SampleCall
-from penstock.orchestrator.serve.wire.messages import array_of_fields
-from penstock.orchestrator.serve.wire.training import text_tokens
-from penstock.workers.gateway.http.fields import Fields
+from penstock.orchestrator.serve.wire.bodies import SampleBody, SamplingParams, Tensor, read
+from penstock.orchestrator.serve.wire.messages import array_of_body
+from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.protocols import Sampling
-
-MOST_SAMPLES = 1024
-MOST_LIKELY = 100
-_OPTIONS = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
 
 
 @dataclass(frozen=True)
@@ -34,62 +30,49 @@ class SampleRequest:
         return len(self.call.prompt_ids) + self.call.num_samples * self.call.sampling.max_tokens
 
 
-def sample_request(fields: Fields, max_length: int, default_seed: int) -> SampleRequest:
+def sample_request(body: bytes, max_length: int, default_seed: int) -> SampleRequest:
     """`max_length`: tokens of the longest sequence. `default_seed`: for a request that has none."""
-    prompt = text_tokens(fields.need_object("prompt"))
+    asked = read(SampleBody, body)
+    prompt = asked.prompt.tokens("prompt")
     if not prompt:
-        raise fields.wrong("prompt", "has no token.")
-    fields.refuse("prompt_alt_tokens_k", "draws at prompt tokens are not done here: leave it out.", 0)
-    fields.refuse("record_stability_info", "stable_reinforce is not done here: leave it out.", False)
-    num_samples = fields.whole("num_samples", 1) or 1
-    if num_samples > MOST_SAMPLES:
-        raise fields.wrong("num_samples", f"must be at most {MOST_SAMPLES}, not {num_samples}.")
-    sampling, stop_ids = _sampling(fields.need_object("sampling_params"), max_length - len(prompt), default_seed)
-    targets = fields.object("target_prompt_logprobs")
-    last = fields.whole("prompt_logprobs_last_n", 1)
-    if last is not None and not fields.flag("prompt_logprobs"):
-        raise fields.wrong("prompt_logprobs_last_n", "needs prompt_logprobs.")
+        raise BadRequest("has no token.", "prompt")
+    if asked.record_stability_info:
+        raise BadRequest("stable_reinforce is not done here: leave it out.", "record_stability_info")
+    if asked.prompt_logprobs_last_n is not None and not asked.prompt_logprobs:
+        raise BadRequest("needs prompt_logprobs.", "prompt_logprobs_last_n")
+    sampling, stop_ids = _sampling(asked.sampling_params, max(1, max_length - len(prompt)), default_seed)
+    targets = asked.target_prompt_logprobs
     call = SampleCall(
-        prompt, num_samples, sampling, stop_ids, fields.flag("prompt_logprobs"),
-        _likely(fields, "topk_prompt_logprobs"), _targets(targets, len(prompt)),
-        _likely(fields, "topk_sample_logprobs"),
+        prompt, asked.num_samples or 1, sampling, stop_ids, bool(asked.prompt_logprobs),
+        asked.topk_prompt_logprobs or 0, _targets(targets, len(prompt)), asked.topk_sample_logprobs or 0,
     )  # fmt: skip
-    return SampleRequest(call, last, targets is not None and "sparse_crow_indices" in targets)
+    is_sparse = targets is not None and targets.sparse_crow_indices is not None
+    return SampleRequest(call, asked.prompt_logprobs_last_n, is_sparse)
 
 
-def _sampling(fields: Fields, room: int, default_seed: int) -> tuple[Sampling, tuple[int, ...]]:
-    unknown = set(fields.value) - set(_OPTIONS)
-    if unknown:
-        raise fields.wrong(min(unknown), f"is not done here: sampling parameters are {', '.join(_OPTIONS)}.")
-    stops = fields.raw("stop")
-    stop_ids: tuple[int, ...] = ()
-    if isinstance(stops, list) and stops and all(type(stop) is int for stop in stops):
-        stop_ids, stops = tuple(stops), []
-    texts = fields.texts("stop") if stops else []
-    seed, top_k, temperature = fields.whole("seed", 0), fields.whole("top_k", -1), fields.number("temperature", 0)
-    top_p = fields.number("top_p", 0, 1)
+def _sampling(given: SamplingParams, room: int, default_seed: int) -> tuple[Sampling, tuple[int, ...]]:
+    stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
+    texts = tuple(stop for stop in stops if isinstance(stop, str))
+    stop_ids = tuple(stop for stop in stops if isinstance(stop, int))
+    if (texts and stop_ids) or not all(texts):
+        raise BadRequest("must be texts that are not empty, or tokens.", "sampling_params.stop")
     sampling = Sampling(
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        top_k=max(0, top_k or 0),
-        max_tokens=fields.whole("max_tokens", 1) or max(1, room),
-        stop=tuple(texts or ()),
-        seed=default_seed if seed is None else seed % 2**31,
+        temperature=1.0 if given.temperature is None else given.temperature,
+        top_p=1.0 if given.top_p is None else given.top_p,
+        top_k=max(0, given.top_k or 0),
+        max_tokens=min(given.max_tokens or room, room),
+        stop=texts,
+        seed=default_seed if given.seed is None else given.seed % 2**31,
     )
-    return replace(sampling, max_tokens=min(sampling.max_tokens, max(1, room))), stop_ids
+    return sampling, stop_ids
 
 
-def _likely(fields: Fields, name: str) -> int:
-    number = fields.whole(name, 0) or 0
-    if number > MOST_LIKELY:
-        raise fields.wrong(name, f"must be at most {MOST_LIKELY}, not {number}.")
-    return number
-
-
-def _targets(fields: Fields | None, num_prompt: int) -> np.ndarray | None:
-    if fields is None:
+def _targets(tensor: Tensor | None, num_prompt: int) -> np.ndarray | None:
+    if tensor is None:
         return None
-    found = array_of_fields(fields, absent=-1)
+    name = "target_prompt_logprobs"
+    found = array_of_body(tensor, name, absent=-1)
     if found.dtype.kind != "i" or found.ndim != 2 or len(found) != num_prompt - 1:
-        raise fields.wrong("shape", f"must be int64 of shape [{num_prompt - 1}, K], not {found.dtype} {found.shape}.")
+        text = f"must be int64 of shape [{num_prompt - 1}, K], not {found.dtype} {found.shape}."
+        raise BadRequest(text, f"{name}.shape")
     return found

@@ -70,7 +70,7 @@ def check(seen):
     assert seen["prompt"] == seen["prompt_again"]
     assert seen["prompt"][0] is None
     assert seen["top"] == 2
-    assert "num_samples: must be at most 1024" in seen["too_many"]
+    assert "num_samples: Expected `int` <= 1024" in seen["too_many"]
     assert "is there already" in seen["again"]
     assert seen["rank"] == 4
     assert seen["checkpoints"] == ["sampler_weights/named", "weights/kept"]

@@ -12,17 +12,21 @@ from tinker.proto.response_conv import deserialize_proto_response
 
 from penstock.orchestrator.loops.verbs import seed_of
 from penstock.orchestrator.serve.backend import SampleCall, SampledTokens, SampleOutput, TopTokens
+from penstock.orchestrator.serve.wire.bodies import Body, TooLarge, read
 from penstock.orchestrator.serve.wire.messages import JSON, PROTOBUF, unpacked, zstandard
 from penstock.orchestrator.serve.wire.results import forward_answer, sample_answer
 from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request
-from penstock.orchestrator.serve.wire.training import create_call, forward_address, forward_call, optim_call
+from penstock.orchestrator.serve.wire.training import create_call, forward_call, numbered, optim_call
 from penstock.workers.gateway.http.errors import BadRequest
-from penstock.workers.gateway.http.fields import Fields
 from penstock.workers.protocols import Sampling
 from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, ForwardOutput
 from tests.amounts import amount
 
 SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5)
+
+
+def body(fields):
+    return read(Body, json.dumps(fields).encode())
 
 
 def sdk_request(data, loss="cross_entropy", config=None):
@@ -51,10 +55,10 @@ def test_a_request_is_known_by_its_content_whatever_the_order_of_its_maps():
     inputs = {"target_tokens": [1, 2], "weights": [1.0, 0.0]}
     chunks = types.ModelInput.from_ints([0, 1])
     orders = (inputs, dict(reversed(inputs.items())))
-    found = [forward_address(sdk_request([types.Datum(model_input=chunks, loss_fn_inputs=one)]), PROTOBUF)
+    found = [numbered(sdk_request([types.Datum(model_input=chunks, loss_fn_inputs=one)]), PROTOBUF)
              for one in orders]  # fmt: skip
     assert found[0] == found[1]
-    assert (found[0][0].model_id, found[0][0].seq) == ("m", 3)
+    assert (found[0][0].model_id, found[0][0].seq_id) == ("m", 3)
 
 
 @pytest.mark.parametrize(("loss", "words"), [("stable_reinforce", "not public"), ("custom", "in the client"),
@@ -106,25 +110,26 @@ def test_the_sdk_reads_samples_with_all_that_was_asked_for():
 
 
 def test_numbers_of_the_optimizer_are_adams_and_another_one_is_named():
-    assert optim_call(Fields({"adam_params": {"learning_rate": 0.5}})).params == AdamParams(learning_rate=0.5)
+    assert optim_call(body({"adam_params": {"learning_rate": 0.5}})) == AdamParams(learning_rate=0.5)
     with pytest.raises(BadRequest, match="dimuon"):
-        optim_call(Fields({"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}))
+        optim_call(body({"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}))
 
 
 def test_an_adapter_has_the_seed_and_parts_that_it_is_asked_for():
-    made = create_call(Fields({"lora_config": {"rank": 8, "train_unembed": False}}), 32, seed=5)
+    made = create_call(body({"lora_config": {"rank": 8, "train_unembed": False}}), 32, seed=5)
     assert made.spec == AdapterSpec(8, 5, train_unembed=False)
     with pytest.raises(BadRequest, match="max_rank"):
-        create_call(Fields({"lora_config": {"rank": 64}}), 32, seed=5)
-    whole = create_call(Fields({"lora_config": {"rank": 64, "train_mlp": True}}), WHOLE, seed=5)
+        create_call(body({"lora_config": {"rank": 64}}), 32, seed=5)
+    whole = create_call(body({"lora_config": {"rank": 64, "train_mlp": True}}), WHOLE, seed=5)
     assert whole.spec == AdapterSpec(WHOLE)
     with pytest.raises(BadRequest, match="this server trains all weights"):
-        create_call(Fields({"lora_config": {"rank": 8, "train_mlp": False}}), WHOLE, seed=5)
+        create_call(body({"lora_config": {"rank": 8, "train_mlp": False}}), WHOLE, seed=5)
 
 
 def test_samples_have_a_seed_and_room():
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 10}]}
-    request = sample_request(Fields({"prompt": prompt, "sampling_params": {"stop": [3], "top_k": -1}}), 16, 9)
+    given = {"prompt": prompt, "sampling_params": {"stop": [3], "top_k": -1}}
+    request = sample_request(json.dumps(given).encode(), 16, 9)
     assert (request.call.sampling.max_tokens, request.call.sampling.seed, request.call.stop_ids) == (6, 9, (3,))
     assert seed_of("sample", 1, 2) == seed_of("sample", 1, 2) != seed_of("sample", 1, 3)
 
@@ -132,7 +137,7 @@ def test_samples_have_a_seed_and_room():
 def test_a_small_body_that_unpacks_to_a_large_one_is_refused():
     packed = zstandard().ZstdCompressor().compress(bytes(10**6))
     assert unpacked(packed, "zstd", 10**6) == bytes(10**6)
-    with pytest.raises(BadRequest, match="max_body_mib"):
+    with pytest.raises(TooLarge, match="max_body_mib"):
         unpacked(packed, "zstd", 10**6 - 1)
     with pytest.raises(BadRequest, match="no zstd"):
         unpacked(b"abc", "zstd", 100)

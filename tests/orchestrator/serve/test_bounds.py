@@ -1,0 +1,77 @@
+"""Bounds on what anybody can send: bodies, heads, connections, and what a tenant has waiting."""
+
+import json
+import tracemalloc
+
+import pytest
+
+from penstock.conf.serve import ServeConfig
+from penstock.orchestrator.serve.wire.bodies import Body, read
+from penstock.orchestrator.serve.wire.messages import zstandard
+from penstock.workers.gateway.http.errors import BadRequest
+from tests.orchestrator.serve.test_server import Client, serve
+
+LISTS = 2**20 // 3 * b"[],"
+
+
+def test_a_small_body_that_unpacks_to_a_large_one_is_refused_unread(tmp_path):
+    bomb = zstandard().ZstdCompressor().compress(b'{"session_id": "x", "a": [' + 16 * LISTS + b"[]]}")
+    assert len(bomb) < 4096
+
+    async def act(_, http):
+        headers = {"x-api-key": "tml-any", "content-encoding": "zstd"}
+        for path in ("session_heartbeat", "forward_backward"):
+            answer = await http.post(f"/api/v1/{path}", content=bomb, headers=headers)
+            assert answer.status_code == 413, answer.text
+
+    serve(tmp_path, act)
+
+
+def test_only_requests_that_carry_data_may_be_large(tmp_path):
+    async def act(_, http):
+        client = Client(http)
+        body = {"session_id": await client.session(), "model_id": "m", "sampling_session_id": "m", "seq_id": 1,
+                "unknown": "x" * 2**20}  # fmt: skip
+        assert "1,048,576 bytes" in (await client.post("session_heartbeat", body, 413))["error"]
+        for path in ("forward", "forward_backward", "asample"):
+            await client.post(path, body, 404)
+            await client.post(path, body | {"unknown": "x" * 2**21}, 413)
+
+    serve(tmp_path, act, config=ServeConfig(port=0, max_body_mib=2))
+
+
+def test_fields_that_are_unknown_are_skipped_and_not_built():
+    body = b'{"a": [' + LISTS + b'[]], "session_id": "x"}'
+    read(Body, body)
+    tracemalloc.start()
+    assert read(Body, body).session_id == "x"
+    assert tracemalloc.get_traced_memory()[1] < 10_000
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    ({"session_id": 1}, "session_id: Expected `str"), ([], "object"),
+])  # fmt: skip
+def test_a_field_of_another_type_is_named(body, words):
+    with pytest.raises(BadRequest, match=words):
+        read(Body, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"a":' + b"[" * 10**5])
+def test_what_is_no_json_is_refused(body):
+    with pytest.raises(BadRequest, match="JSON"):
+        read(Body, body)
+
+
+def test_a_numbered_request_that_is_wrong_takes_its_number_and_fails_in_its_turn(tmp_path):
+    async def act(_, http):
+        client = Client(http)
+        model = (await client.result(await client.adapter(await client.session())))["model_id"]
+        bodies = ({"adam_params": {"type": "dimuon"}}, {"adam_params": {"momentum": 1}}, {"adam_params": {}})
+        told = [await client.result(await client.post("optim_step", {"model_id": model, "seq_id": seq, **body}))
+                for seq, body in enumerate(bodies, 1)]  # fmt: skip
+        assert "dimuon" in told[0]["error"]
+        assert "momentum" in told[1]["error"]
+        assert "metrics" in told[2]
+
+    serve(tmp_path, act)
