@@ -157,9 +157,9 @@ def _ui(arguments: argparse.Namespace) -> int:
 
 
 def _grafana(arguments: argparse.Namespace) -> int:
-    from penstock.orchestrator.observability.grafana.files import DISCOVERY, write
+    from penstock.orchestrator.observability.grafana.files import write
 
-    print(write(arguments.directory, arguments.discovery or DISCOVERY), end="")
+    print(write(arguments.directory, arguments.discovery), end="")
     return 0
 
 

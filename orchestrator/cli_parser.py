@@ -27,7 +27,7 @@ KEY_HELP = "that clients need, tml-… (default: made where the interface is not
 SIMULATE = """Play the dataflow of a run through its own ledger on a virtual clock: who works when, who waits for whom.
 Starts nothing."""
 FAULTS_HELP = "mean hours until a member is lost, and seconds until another is there (default: none; 60)"
-DISCOVERY_HELP = "where Ray's head node lists its nodes (default: /tmp/ray/prom_metrics_service_discovery.json)"
+DISCOVERY_HELP = "where Ray's head node lists its nodes (default: in the directory of the cluster at RAY_ADDRESS)"
 DRAIN_HELP = "seconds for those that leave to finish what they have; the rest goes back (default: rollout.drain_s)"
 EPILOG = """\
 examples:

@@ -54,6 +54,23 @@ def reach(address: str) -> None:
         )
 
 
+def ray_directory() -> str:
+    """Temporary directory of the head node of the cluster at RAY_ADDRESS; without one, that of a Ray of this machine.
+    Raises `ResourceError` for a cluster that does not answer."""
+    from ray._common.utils import get_default_ray_temp_dir  # late, as below
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
+    from ray.exceptions import RayError
+
+    if (address := cluster_address()) is None:
+        return str(get_default_ray_temp_dir())
+    reach(address)
+    try:
+        found = GcsClient(address=address if address != "auto" else _address_here()).get_all_node_info(KNOCK_S)
+    except RayError as error:
+        raise ResourceError(f"RAY_ADDRESS={address}: the cluster does not name its nodes ({error}).") from error
+    return next(str(node.temp_dir) for node in found.values() if node.is_head_node)
+
+
 def _endpoint(address: str) -> tuple[str, int]:
     """Host and port of a cluster. Raises `ResourceError` for an address of another form."""
     scheme, separator, rest = address.rpartition("://")

@@ -13,12 +13,13 @@ import yaml
 
 from penstock.conf.errors import ConfigError
 from penstock.metering import table
+from penstock.orchestrator.cluster.connection import ray_directory
 from penstock.orchestrator.observability.grafana.dashboard import dashboard_json
 from penstock.orchestrator.observability.grafana.promql import WAITING, over
 
 DASHBOARD, RULES_FILE, SETTINGS = "penstock_dashboard.json", "penstock_rules.yml", "prometheus.yml"
-DISCOVERY = "/tmp/ray/prom_metrics_service_discovery.json"
-"""File to which the head node of Ray writes the addresses of all nodes."""
+DISCOVERY = "prom_metrics_service_discovery.json"
+"""Name of the file to which the head node of Ray writes the addresses of all nodes."""
 HOW = """\
 {directory}: {dashboard}, {rules}, {settings}
 
@@ -29,7 +30,7 @@ A Prometheus that is there already: take the job `ray` of {settings} into its sc
 on a cluster always, with a local Ray by cluster.dashboard=true.
 
 Grafana: Dashboards, New, Import, {dashboard}. Or put the file where a provider of dashboards looks;
-that of Ray looks into /tmp/ray/session_latest/metrics/grafana/dashboards.
+that of Ray looks into {ray}/session_latest/metrics/grafana/dashboards.
 """
 GROUP = "penstock"
 LATELY = over("10m")
@@ -131,10 +132,11 @@ RULES = (
 )  # fmt: skip
 
 
-def write(directory: str, discovery: str = DISCOVERY, scrape_s: int = 10) -> str:
-    """Write the files. Returns a text on what to do next. `discovery`: the file with Ray's nodes. `scrape_s`: seconds
+def write(directory: str, discovery: str | None = None, scrape_s: int = 10) -> str:
+    """Write the files. Returns a text on what to do next. `discovery`: the file with Ray's nodes; None: that of the
+    cluster at RAY_ADDRESS, which is asked for its directory, or of a Ray of this machine. `scrape_s`: seconds
     between two looks of Prometheus. Raises `ConfigError` for a directory that cannot be written."""
-    place = Path(directory)
+    place, discovery = Path(directory), discovery or f"{ray_directory()}/{DISCOVERY}"
     rules = {"groups": [{"name": GROUP, "rules": [rule.as_yaml() for rule in RULES]}]}
     files = {
         DASHBOARD: dashboard_json(), RULES_FILE: _yaml(rules),
@@ -147,7 +149,7 @@ def write(directory: str, discovery: str = DISCOVERY, scrape_s: int = 10) -> str
     except OSError as error:
         raise ConfigError(f"{directory}: cannot be written ({error}). Name another directory.") from None
     names = {"dashboard": DASHBOARD, "rules": RULES_FILE, "settings": SETTINGS}
-    return HOW.format(directory=directory, discovery=discovery, **names)
+    return HOW.format(directory=directory, discovery=discovery, ray=Path(discovery).parent, **names)
 
 
 def settings(discovery: str, scrape_s: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from penstock.metering import table
 from penstock.metering.meters import HISTOGRAM, ORIGIN
@@ -31,6 +32,28 @@ def test_the_command_writes_the_files_and_says_what_to_do(tmp_path: Path, capsys
     assert {str(panel["datasource"]["uid"]) for panel in shown} == {"${datasource}"}
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", "SessionName", "run"]
+
+
+def test_nodes_are_looked_for_where_ray_of_this_machine_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch/me")
+    assert main(["grafana", str(tmp_path)]) == 0
+    assert "/scratch/me/ray/prom_metrics_service_discovery.json" in (tmp_path / "prometheus.yml").read_text()
+    assert "/scratch/me/ray/session_latest/metrics/grafana/dashboards" in capsys.readouterr().out
+
+
+@pytest.mark.real
+def test_nodes_are_looked_for_in_the_directory_of_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_address: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
+    assert main(["grafana", str(tmp_path)]) == 0
+    (job,) = yaml.safe_load((tmp_path / "prometheus.yml").read_text())["scrape_configs"]
+    ((file,),) = (found["files"] for found in job["file_sd_configs"])
+    assert (Path(file).parent / "session_latest").exists()
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
