@@ -62,6 +62,11 @@ def find_recipe(name: str) -> Recipe:
         raise ConfigError(
             f"recipe={name}: the directory has no {RECIPE_FILE}. Write one; keys are those of `penstock validate`."
         )
+    elif path.is_file():
+        raise ConfigError(
+            f"recipe={name}: is a file, and a recipe is a directory: `mkdir {path.stem} && mv {name} "
+            f"{path.stem}/{RECIPE_FILE}`, then recipe={path.stem}."
+        )
     else:
         raise ConfigError(f"recipe={name}: neither a recipe nor a directory with a {RECIPE_FILE}{suggest(name, known)}")
     return Recipe(directory.name, directory, _with_base(directory, _read(directory / RECIPE_FILE)))

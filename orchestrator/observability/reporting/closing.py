@@ -1,9 +1,11 @@
 """The last screen of `penstock run`: the results, where they lie, and what to try next, or how to go on."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +17,9 @@ from penstock.orchestrator.observability.ui.cards import Card, cards
 from penstock.orchestrator.observability.ui.runs.columns import Columns
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
+
+WORKING_DIRECTORIES = "working_dir_files"
+"""Folder below Ray's directory with the copies of working directories in which jobs run. Ray deletes them."""
 
 
 def print_summary(
@@ -43,6 +48,9 @@ def print_summary(
     console.print(f"all files {url or _short(run.path)}", markup=False, soft_wrap=True)
     if url is not None:
         console.print(f"also in   {_short(run.path)}", markup=False, soft_wrap=True)
+    elif _is_temporary(run.path):
+        told = "Ray deletes this copy of the working directory after the job. output_dir=PATH or a URL keeps the files"
+        console.print(f"          [yellow]{told}[/]", soft_wrap=True)
     console.print("\n[bold]Try next[/]")
     for command, meaning in next_steps(config, run, words):
         console.print(f"  {command}", markup=False, soft_wrap=True)
@@ -73,30 +81,35 @@ def next_steps(config: RunConfig, run: RunDirectory, words: Sequence[str] | None
     """Commands that make sense after this run, with what they show. They have the words of its own command."""
     words = [f"recipe={config.recipe or 'arithmetic'}"] if words is None else words
     steps = []
-    model = [f"model.path={_short(run.model)}"] if run.model.is_dir() else []
+    model = [f"model.path={_short(run.model)}"] if run.model.is_dir() and not _is_temporary(run.model) else []
     if config.max_staleness == 0 and config.algorithm.name != "sft" and config.placement != "colocated":
         told = "generation runs one step ahead of training: compare samples/s"
         steps.append((_command("run", words, "max_staleness=1"), told))
     if config.recipe_name == "arithmetic":
-        told = "sums of three numbers, from the model just trained"
+        told = "sums of three numbers" + (", from the model just trained" if model else "")
         steps.append((_command("run", words, "data.options.max_terms=3", *model), told))
         told = "a reward of your own: see README.md"
         steps.append((_command("run", words, "reward.function=my_reward.py:score"), told))
-        steps.append(
-            (
-                "penstock run recipe=gsm8k model=tiny trainer.max_steps=2",
-                "word problems, by the path of larger models; downloads openai/gsm8k, or data.path=FILE.jsonl",
-            )
-        )
+        told = "word problems, by the path of larger models; downloads openai/gsm8k, or data.path=FILE.jsonl"
+        steps.append((_command("run", ["recipe=gsm8k", "model=tiny", "trainer.max_steps=2"]), told))
     steps.append((_command("validate", words), "every key that can be set, and the dataflow"))
     return steps
 
 
 def _command(name: str, words: Sequence[str], *more: str) -> str:
-    """The command with a run's words and further ones in their place. A new run has a name of its own."""
+    """The command with a run's words and further ones in their place, as a job where the run is one. A new run has a
+    name of its own."""
     replaced = {word.partition("=")[0] for word in more} | {"name", "resume"}
     kept = [word for word in words if word.partition("=")[0].lstrip("+") not in replaced]
-    return shlex.join(["penstock", name, *kept, *more])
+    words = ["penstock", name, *kept, *more]
+    if RAY_JOB_CONFIG_JSON_ENV_VAR in os.environ:
+        sent = ["--working-dir", "."] if _is_temporary(Path.cwd()) else []
+        words = ["ray", "job", "submit", *sent, "--", *words]
+    return shlex.join(words)
+
+
+def _is_temporary(path: Path) -> bool:
+    return WORKING_DIRECTORIES in path.parts
 
 
 def _at(url: str | None, path: Path) -> str:
@@ -105,7 +118,9 @@ def _at(url: str | None, path: Path) -> str:
 
 
 def _short(path: Path) -> str:
-    """The path relative to the working directory, if it lies below that."""
+    """The path relative to the working directory, if it lies below that and people know that."""
+    if _is_temporary(path):
+        return str(path)
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

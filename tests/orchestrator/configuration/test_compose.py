@@ -216,6 +216,12 @@ def test_the_yaml_of_a_configuration_composes_to_the_same_again(tmp_path: Path) 
     assert again == config
 
 
+def test_a_file_as_a_recipe_is_told_how_to_become_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("base: arithmetic\n")
+    message = refusal(f"recipe={tmp_path}/mine.yaml")
+    assert f"`mkdir mine && mv {tmp_path}/mine.yaml mine/recipe.yaml`, then recipe=mine." in message
+
+
 @pytest.mark.parametrize(
     ("word", "parts"),
     [

@@ -68,6 +68,31 @@ def test_the_commands_to_try_next_have_the_words_of_the_users_own(tmp_path: Path
         load_config(shlex.split(command)[2:])
 
 
+@pytest.mark.parametrize("output", ["", "output_dir={kept}"])
+def test_what_to_try_after_a_job_names_no_directory_that_ray_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    copy = tmp_path / "ray" / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    words = ["recipe=arithmetic", *filter(None, [output.format(kept=tmp_path / "kept")])]
+    config = load_config([*words, "name=run"])
+    run, text = RunDirectory.create(config), io.StringIO()
+    run.model.mkdir()
+    print_summary(run.path, config, words, Console(file=text, width=200))
+    told, _, tried = text.getvalue().partition("Try next")
+    submit = "ray job submit --working-dir . -- "
+    commands = [line.strip() for line in tried.splitlines() if line.startswith("  ray ")]
+    assert [command.startswith(f"{submit}penstock ") for command in commands] == [True] * 5
+    assert "/ray/" not in tried
+    assert (f"model.path={run.model}" in tried) == bool(output)
+    assert ("Ray deletes this copy" in told) == (not output)
+    assert f"all files {run.path}" in told
+    for command in commands:
+        load_config(shlex.split(command.removeprefix(submit))[2:])
+
+
 def test_an_error_with_brackets_is_told_as_it_is(tmp_path: Path) -> None:
     config = load_config([f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=1"])
     run, text = RunDirectory.create(config), io.StringIO()
