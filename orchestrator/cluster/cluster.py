@@ -44,6 +44,8 @@ from penstock.store.data.roots import sweep_stale
 MIB = 2**20
 LOOK_S = 90.0
 """Deadline in seconds for Ray to be imported, joined and asked."""
+VERSIONS = "Version mismatch"
+"""How Ray begins where its version or Python's is not the cluster's."""
 PRIVATE, OTHERS = 0o600, 0o077
 TOKEN_BYTES = 32
 """Size of a token, in bytes, as Ray makes them."""
@@ -213,9 +215,15 @@ def join(address: str, **options: Any) -> None:
         with _refused_for_token(address):
             ray.init(address=address, **options)
     except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        hint = (
+            "Install the cluster's versions here."
+            if reason.startswith(VERSIONS)
+            else f"It has to be a node of that cluster: `ray start --address={address}`."
+        )
         raise ResourceError(
-            f"RAY_ADDRESS={address}: this machine cannot join ({' '.join(str(error).split())}). It has to be a node of "
-            f"that cluster: `ray start --address={address}`. From elsewhere, send the run there with `ray job submit`."
+            f"RAY_ADDRESS={address}: this machine cannot join ({reason}). {hint} From elsewhere, send the run there "
+            "with `ray job submit`."
         ) from error
 
 

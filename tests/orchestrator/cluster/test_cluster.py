@@ -5,9 +5,11 @@ import stat
 from pathlib import Path
 
 import pytest
+from ray._private.utils import check_version_info
 
 from penstock.conf.errors import ResourceError
-from penstock.orchestrator.cluster.cluster import keep_token_private
+from penstock.orchestrator.cluster import cluster
+from penstock.orchestrator.cluster.cluster import join, keep_token_private
 from penstock.orchestrator.cluster.local_ray import short_paths
 
 
@@ -75,3 +77,11 @@ def test_sockets_are_where_the_kernel_takes_their_paths() -> None:
     assert short_paths({"TMPDIR": long, "RAY_TMPDIR": "/scratch"}) == {}
     with pytest.raises(ResourceError, match="Set RAY_TMPDIR to a directory of at most 39 bytes"):
         short_paths({"RAY_TMPDIR": long})
+
+
+def test_who_has_another_version_of_ray_is_asked_to_install_the_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {"ray_version": "2.1.0", "python_version": "3.7.0"}
+    monkeypatch.setattr(cluster, "reach", lambda address: None)
+    monkeypatch.setattr("ray.init", lambda **_: check_version_info(theirs, "node 10.0.0.2"))
+    with pytest.raises(ResourceError, match=r"Ray: 2\.1\.0 .*\)\. Install the cluster's versions here\."):
+        join("10.0.0.1:6379")
