@@ -1,5 +1,5 @@
-"""Keys and public names that have been renamed. The old one is taken, with a warning, for two minor versions more
-(docs/stability.md)."""
+"""Keys, public names and Prometheus metrics that have been renamed. The old one is taken for two minor versions more
+(docs/stability.md): a key or a name with a warning, a metric by a rule of `penstock grafana`."""
 
 import logging
 import warnings
@@ -23,6 +23,12 @@ KEYS: dict[str, Renamed] = {}
 """Keys of the configuration by their old names, {trainer.groups: Renamed(trainer.groups_per_step, 0.4)}."""
 NAMES: dict[str, Renamed] = {}
 """Names of `import penstock` by their old ones."""
+METRICS: dict[str, Renamed] = {
+    "penstock_trainer_step_phase_seconds_sum": Renamed("penstock_trainer_step_phase_seconds_total", "0.4"),
+    "penstock_store_lease_wait_seconds_sum": Renamed("penstock_store_lease_wait_seconds_total", "0.4"),
+    "penstock_trainer_mismatch_nats": Renamed("penstock_step_mismatch_logprob_abs_mean", "0.4"),
+}
+"""Series of Prometheus by their old names."""
 
 
 def present_key(key: str) -> str:

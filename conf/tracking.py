@@ -9,6 +9,12 @@ from penstock.conf.errors import ConfigError
 
 SINKS = ("tensorboard", "ray", "wandb", "mlflow", "trackio")
 """Names that `tracking.sinks` may have."""
+RAY_METRICS = (
+    "reward/mean", "accuracy/heldout", "response_length/mean", "response_length/clip_ratio", "actor/entropy",
+    "actor/kl", "actor/grad_norm", "staleness/max", "mismatch/logprob_abs_mean", "timing_s/step", "idle/rollout",
+    "idle/train", "perf/tokens_per_s", "faults/effective_time", "checkpoint/failed",
+)  # fmt: skip
+"""Default of `tracking.ray_metrics`."""
 WANDB_MODES = ("online", "offline", "disabled")
 
 
@@ -51,6 +57,9 @@ class TrackingConfig:
     """Names of these places. tensorboard: event files in the run directory. ray: gauges for Ray's Prometheus endpoint
     and dashboard. wandb, mlflow, trackio: experiment trackers, of which none is told anything unless it is named
     here."""
+    ray_metrics: list[str] = field(default_factory=lambda: list(RAY_METRICS))
+    """Metrics of each step that become gauges for Ray's Prometheus endpoint, by name or pattern, such as `reward/*`.
+    The default has what alerts and a first look need, as Prometheus keeps each for weeks; `*` is all of a step."""
     project: str | None = None
     """Project in the trackers: W&B's and trackio's project, MLflow's experiment. `null`: WANDB_PROJECT,
     MLFLOW_EXPERIMENT_NAME, else penstock."""

@@ -1,23 +1,20 @@
 """Export of a process's measurements to Ray, whose agent on the node serves them to Prometheus. The only module here
 that knows Ray.
 
-A thread does it once a second, so no worker ever waits for it. Ray forgets a gauge that is not set again within its
-interval (10 s), and so those of a process that has ended. Where there is no agent, Ray drops what it is given.
+A thread does it once a second, so no worker ever waits for it. Every series is a gauge of Ray's, totals too: Ray
+forgets a gauge that is not set for two of its intervals (20 s), but keeps counters and histograms of ended processes as
+long as the node lives. Where there is no agent, Ray drops what it is given.
 """
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.metering.meters import COUNTER, GAUGE, ORIGIN, Meters, Metric, Series
+from penstock.metering.meters import ORIGIN, Meters, Series
 
 PERIOD_S = 1.0
-ALMOST_NOTHING = sys.float_info.min
-"""The smallest increment. Ray's counters can only grow, and do not exist before they do. This starts one: adding any
-number to it gives that number."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +22,8 @@ class Origin:
     """The process that measures. Plain data, so that it crosses Ray."""
 
     run: str
+    """Name of the run."""
+    run_id: str
     role: str
     actor: str
 
@@ -57,8 +56,9 @@ class RayExport:
 
     def __init__(self, meters: Meters, origin: Origin) -> None:
         self._meters = meters
-        self._origin = {"run": origin.run, "role": origin.role, "actor": origin.actor}
-        self._instruments: dict[Metric, Any] = {}
+        self._origin = asdict(origin)
+        self._gauges: dict[str, Any] = {}
+        """Ray's gauges, by the names of series."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
@@ -74,36 +74,18 @@ class RayExport:
             self._thread.join(timeout=10 * PERIOD_S)
 
     def flush(self) -> None:
-        drained = self._meters.drain()
-        for series, grown in drained.counts.items():
-            self._instrument(series).inc(grown or ALMOST_NOTHING, self._tags(series))
-        for series, value in drained.values.items():
-            self._instrument(series).set(value, self._tags(series))
-        for series, values in drained.observed.items():
-            for value in values:
-                self._instrument(series).observe(value, self._tags(series))
+        for series, value in self._meters.read().items():
+            self._gauge(series).set(value, self._origin | dict(series.labels))
 
     def _run(self) -> None:
         while not self._stopped.wait(PERIOD_S):
             self.flush()
         self.flush()
 
-    def _tags(self, series: Series) -> dict[str, str]:
-        return self._origin | dict(series[1])
+    def _gauge(self, series: Series) -> Any:
+        from ray.util.metrics import Gauge  # late: the store's processes import this without Ray
 
-    def _instrument(self, series: Series) -> Any:
-        metric = series[0]
-        if metric not in self._instruments:
-            self._instruments[metric] = _made(metric)
-        return self._instruments[metric]
-
-
-def _made(metric: Metric) -> Any:
-    from ray.util.metrics import Counter, Gauge, Histogram  # late: the store's processes import this without Ray
-
-    keys = (*ORIGIN, *metric.labels)
-    if metric.kind == COUNTER:
-        return Counter(metric.name, metric.description, keys)
-    if metric.kind == GAUGE:
-        return Gauge(metric.name, metric.description, keys)
-    return Histogram(metric.name, metric.description, list(metric.buckets), keys)
+        if series.name not in self._gauges:
+            metric = series.metric
+            self._gauges[series.name] = Gauge(series.name, metric.description, (*ORIGIN, *metric.labels))
+        return self._gauges[series.name]

@@ -86,7 +86,7 @@ def run(
     directory.failed_writes.tell_to(tell)
     try:
         with contextlib.closing(cluster):
-            cluster.connect(directory.run_id, directory.place)
+            cluster.connect(directory)
             check_placement(plan, config)  # now, and not after the runs that come first
             if (told := warning()) is not None:
                 tell(told)
@@ -126,7 +126,7 @@ def _left_behind(
     """The actors that a dead command has left of the run, if any. Raises `ResourceError` if no cluster answers."""
     if not (directory.cluster_file.is_file() and is_elsewhere()):
         return None
-    cluster.connect(directory.run_id, directory.place)
+    cluster.connect(directory)
     return find(directory, identity_of(config, flow, this_node()), config.faults.lease_s, tell)
 
 

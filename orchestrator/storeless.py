@@ -13,7 +13,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
-from penstock.orchestrator.configuration.memory.memory_view import settled
+from penstock.orchestrator.configuration.memory.memory_view import settled, with_memory
 from penstock.orchestrator.run import starting_model, with_other_models
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
@@ -35,13 +35,14 @@ def started_fleet(
     """Start the actors of a plan without a store, and end them on leaving. Raises `ResourceError`, `ModelError` and
     what the first failing actor raised."""
     with contextlib.closing(Cluster(plan, config)) as cluster:
-        cluster.connect(directory.run_id, directory.place)
+        cluster.connect(directory)
         check_placement(plan, config)
         config = settled(config, flow, plan, cluster_nodes(), partial(print, file=sys.stderr))
+        plan = with_memory(config, flow, plan, cluster_nodes())
         model_path = starting_model(config, directory)
         config = with_other_models(config, directory, model_path)
-        namespace = namespace_of(directory.run_id)
-        agents = NodeAgents(directory.run_id, namespace, config.cluster, config.store.spill_dir)
+        namespace = namespace_of(directory)
+        agents = NodeAgents(directory.full_name, namespace, config.cluster, config.store.spill_dir)
         fleet = Fleet(plan, config, flow, model_path, agents, with_store=False)
         try:
             fleet.create()

@@ -8,7 +8,7 @@ import pytest
 
 import penstock
 from penstock.conf import renamed
-from penstock.conf.renamed import KEYS, NAMES, Renamed
+from penstock.conf.renamed import KEYS, METRICS, NAMES, Renamed
 from penstock.orchestrator.configuration.compose import load_config
 from tests.stable import present
 
@@ -29,8 +29,13 @@ def test_keys_are_kept() -> None:
     assert gone == [], "add them to KEYS of conf/renamed.py"
 
 
-def test_commands_options_metrics_and_exit_codes_are_kept() -> None:
-    assert set(PROMISED["metrics"]) <= set(NOW["metrics"])
+def test_metrics_are_kept() -> None:
+    gone = set(PROMISED["metrics"]) - set(NOW["metrics"])
+    assert [name for name in gone if not any(old.startswith(name) for old in METRICS)] == [], "see conf/renamed.py"
+    assert {present.name for present in METRICS.values()} <= set(NOW["metrics"])
+
+
+def test_commands_options_and_exit_codes_are_kept() -> None:
     for command, options in PROMISED["commands"].items():
         assert set(options) <= set(NOW["commands"].get(command, [])), command
     assert {name: NOW["exit_codes"].get(name) for name in PROMISED["exit_codes"]} == PROMISED["exit_codes"]

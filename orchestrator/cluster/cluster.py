@@ -27,23 +27,29 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
-from ray.exceptions import AuthenticationError
+from ray._private.ray_constants import KV_NAMESPACE_JOB
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray._raylet import Config, GcsClient  # type: ignore[attr-defined]  # compiled
+from ray.dashboard.modules.job.common import JOB_ID_METADATA_KEY, JobInfoStorageClient
+from ray.exceptions import AuthenticationError, RpcError
 from ray.job_config import JobConfig
 
 from penstock.conf.errors import RayEnded, ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.connection import AUTH_MODE, cluster_address, reach
 from penstock.orchestrator.cluster.local_ray import LocalRay, short_paths
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, check_fits, needed
+from penstock.orchestrator.cluster.placement.actors import RUN_PREFIX, ActorPlan, check_fits, needed
 from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import Node, cluster_nodes
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import try_place
 from penstock.store.data.roots import sweep_stale
 
 MIB = 2**20
 LOOK_S = 90.0
 """Deadline in seconds for Ray to be imported, joined and asked."""
+JOB_S = 10.0
+"""Deadline in seconds to read or write what Ray has of a job."""
 VERSIONS = "Version mismatch"
 """How Ray begins where its version or Python's is not the cluster's."""
 PRIVATE, OTHERS = 0o600, 0o077
@@ -85,10 +91,10 @@ def check_resources(actors: list[ActorPlan], config: RunConfig) -> None:
     check_fits(actors, cpus, gpus if config.cluster.num_gpus is None else config.cluster.num_gpus)
 
 
-def namespace_of(run_id: str) -> str:
+def namespace_of(directory: RunDirectory) -> str:
     """A new namespace for a run's actors, at every start. So neither what a killed process has left in a cluster nor
     runs of the same name are in the way."""
-    return f"penstock-{run_id}-{uuid.uuid4().hex[:8]}"
+    return f"{RUN_PREFIX}{directory.full_name}-{directory.run_id}-{uuid.uuid4().hex[:8]}"
 
 
 def is_elsewhere() -> bool:
@@ -154,14 +160,15 @@ class Cluster:
         self._actors, self._config = list(actors), config
         self._is_connected = self._is_own = False
 
-    def connect(self, run_id: str, place: str = "") -> None:
-        """Connect. `place`: the run's directory or URL, for people who look at Ray's jobs. Raises `ResourceError`, also
-        where the plan does not fit."""
+    def connect(self, directory: RunDirectory) -> None:
+        """Connect. Raises `ResourceError`, also where the plan does not fit."""
         if self._is_connected:
             return
         if not ray.is_initialized():
             check_resources(self._actors, self._config)
-            _start(self._actors, self._config, namespace_of(run_id), metadata_of(self._config, place))
+            metadata = metadata_of(self._config, directory)
+            _start(self._actors, self._config, namespace_of(directory), metadata)
+            _add_to_submission(metadata)
             self._is_own = True
         self._is_connected = True
         nodes = cluster_nodes()
@@ -243,18 +250,33 @@ def _refused_for_token(address: str) -> Iterator[None]:
         ) from error
 
 
-def metadata_of(config: RunConfig, place: str) -> dict[str, str]:
-    """Texts that Ray's dashboard shows of the run's job, by name. `place`: the run's directory or URL."""
-    place = place if "://" in place or not place else os.path.abspath(place)
+def metadata_of(config: RunConfig, directory: RunDirectory) -> dict[str, str]:
+    """Texts that Ray's dashboard shows of the run's job, by name."""
     known = {
-        "penstock.run": config.name, "penstock.recipe": config.recipe, "penstock.algorithm": config.algorithm.name,
-        "penstock.directory": place, "penstock.page": f"penstock ui {shlex.quote(place)}" if place else "",
+        "penstock.run": directory.full_name, "penstock.run_id": directory.run_id, "penstock.recipe": config.recipe,
+        "penstock.algorithm": config.algorithm.name, "penstock.directory": directory.place,
+        "penstock.page": f"penstock ui {shlex.quote(directory.place)}",
     }  # fmt: skip
     return {name: value for name, value in known.items() if value} | config.tracking.tags
 
 
 def keep_token_private(*, is_joining: bool = False) -> None:
     """Make Ray's token readable by its user alone, since a reader of it may run code. Ray writes it with what the umask
+def _add_to_submission(metadata: dict[str, str]) -> None:
+    """Add texts to the job of `ray job submit` that this process is in, if any: Ray shows those of the submission, and
+    not those that its driver brings. Texts that the user has given stay. Ray has no public call for it."""
+    given = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("metadata", {})
+    if (submission := given.get(JOB_ID_METADATA_KEY)) is None:
+        return
+    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+    key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=submission).encode()
+    with contextlib.suppress(RpcError):
+        if (found := gcs.internal_kv_get(key, KV_NAMESPACE_JOB, timeout=JOB_S)) is not None:
+            info = json.loads(found)
+            info["metadata"] = metadata | (info["metadata"] or {})
+            gcs.internal_kv_put(key, json.dumps(info).encode(), True, KV_NAMESPACE_JOB, timeout=JOB_S)
+
+
     allows, so it is made here where there is none: Ray takes the one that it finds. Where none can be kept, this
     process has one of its own. `is_joining`: the cluster is another's, whose token is not made here; and where there is
     none, Ray asks for none."""

@@ -80,7 +80,7 @@ class RunLifecycle:
         """Actors that a dead command has left, until they are taken up."""
         resumed = goes_on.state.resumed if isinstance(goes_on, LeftBehind) else goes_on
         self._resumed = self._first = resumed
-        self._namespace = self._left.state.namespace if self._left is not None else namespace_of(directory.run_id)
+        self._namespace = self._left.state.namespace if self._left is not None else namespace_of(directory)
         self._recoveries = Recoveries(config.faults)
         self._wanted: dict[str, int] = dict(self._left.state.wanted) if self._left is not None else {}
         """Numbers of members that people have asked for, by role."""
@@ -94,7 +94,7 @@ class RunLifecycle:
         """Train. `sinks`: those of the metrics. Raises the failure that cannot be recovered from; if a return fails,
         the failure that it was made for."""
         note_connection(self._directory, self._namespace)
-        with exporting(origin_of(self._config, DRIVER, DRIVER)) as meters:
+        with exporting(origin_of(self._config, self._namespace, DRIVER, DRIVER)) as meters:
             return self._run(sinks, meters)
 
     def _run(self, sinks: list[Sink], meters: Meters) -> TrainingResult:
@@ -134,7 +134,7 @@ class RunLifecycle:
         """A fleet that has started: `left` behind, or new."""
         config, owner = self._config, left.owner if left is not None else self._new_owner()
         spill_dir = config.store.spill_dir
-        agents = NodeAgents(self._directory.run_id, self._namespace, config.cluster, spill_dir, owner)
+        agents = NodeAgents(self._directory.full_name, self._namespace, config.cluster, spill_dir, owner)
         fleet = Fleet(
             self._plan, config, self._flow, self._model_path, agents, resumed=self._resumed,
             trials=read_trials(self._directory),
@@ -266,7 +266,7 @@ class RunLifecycle:
     def _begin_with(self, resumed: Checkpoint | None) -> None:
         """Choose what the next fleet goes on from."""
         self._resumed = resumed
-        self._namespace = namespace_of(self._directory.run_id)
+        self._namespace = namespace_of(self._directory)
         note_connection(self._directory, self._namespace)
 
     def _returned(self) -> None:

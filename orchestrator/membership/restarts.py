@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.metering.meters import Meters
-from penstock.metering.table import MEMBER_ROLES, RUN_LOST, RUN_REPLACED
+from penstock.metering.table import RUN_LOST, RUN_REPLACED
 from penstock.orchestrator.cluster.failures import first_line
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.membership.recoveries import Recoveries
@@ -45,9 +45,6 @@ class Restarts:
         self._directory, self._progress = context.directory, context.progress
         self._recoveries, self._clock = recoveries, clock
         self._meters = meters or Meters()
-        for role in MEMBER_ROLES:
-            self._meters.add(RUN_LOST, 0, member_role=role)
-            self._meters.add(RUN_REPLACED, 0, member_role=role)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Restarts under way, by title."""
 

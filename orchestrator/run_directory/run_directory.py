@@ -10,6 +10,7 @@
     logs/           what actors printed       threads.json    numbers of actors' threads
     trackers/       their ids of the run      wandb/          files of W&B
     pictures/       those that samples name (`pictures.py`)
+    run_id          what tells it from others of its name
     states/         those that a session's loop has saved (`loops/saved_states.py`)
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
@@ -25,12 +26,14 @@ import errno
 import itertools
 import json
 import re
+import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +59,11 @@ from penstock.orchestrator.run_directory.run_place import (
 from penstock.orchestrator.run_directory.timeline import Timeline, chrome_trace
 from penstock.workers.local_files import replacing, write_whole
 
+RUN_ID = "run_id"
 MADE_AT_START = (
     "config.yaml", EVENTS, "timeline.json", "report.html", "plots", "cluster.json", "initial_model",
     "resumed_store", "resumed_models", "tensorboard", "trackers", "wandb", METRICS, RECORD, SPANS, STATE, LOGS,
-    "threads.json", "pictures",
+    "threads.json", "pictures", RUN_ID,
 )  # fmt: skip
 """Names of what may be there of a run that has no results yet."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -168,10 +172,21 @@ class RunDirectory:
         return str(self.path) if self.url is None else self.url
 
     @property
-    def run_id(self) -> str:
+    def full_name(self) -> str:
         """The run's name, after its parent's if it is a run before a run: `sums.warm_start`."""
         parent = RunDirectory(self.path.parent)
-        return f"{parent.run_id}.{self.path.name}" if parent.config_file.is_file() else self.path.name
+        return f"{parent.full_name}.{self.path.name}" if parent.config_file.is_file() else self.path.name
+
+    @cached_property
+    def run_id(self) -> str:
+        """Eight digits that tell the run from others of its name on a cluster, however often it is resumed. Made by the
+        first process that asks, which is to hold the lock."""
+        with contextlib.suppress(OSError):
+            return (self.path / RUN_ID).read_text(encoding="utf-8").strip()
+        made = secrets.token_hex(4)
+        with self.failed_writes.tolerating(RUN_ID, "The run has another id when it is resumed."):
+            self.write_text(RUN_ID, made + "\n")
+        return made
 
     @property
     def has_begun(self) -> bool:
@@ -337,7 +352,7 @@ class RunDirectory:
         with self.failed_writes.tolerating("timeline", "It is lost."):
             steps = itertools.chain(each_line(self.path / SPANS), self.timeline.rest())
             with replacing(self.path / "timeline.json") as part, part.open("w", encoding="utf-8") as opened:
-                opened.writelines(chrome_trace(steps))
+                opened.writelines(chrome_trace(steps, f"{self.full_name} ({self.run_id})"))
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
         with self._appending:

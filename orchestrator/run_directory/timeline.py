@@ -106,9 +106,10 @@ class Timeline:
         return [{"start": start, "lanes": lanes}] if spans else []
 
 
-def chrome_trace(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def chrome_trace(steps: Iterable[Mapping[str, Any]], run: str = "run") -> Iterator[str]:
     """Chrome's trace-event format, piece by piece: complete events in microseconds from the first step on, a thread
-    name a lane. `steps`: lines of `spans.jsonl`, one at a time, since all of a long run's are too large for memory."""
+    name a lane. `steps`: lines of `spans.jsonl`, one at a time, since all of a long run's are too large for memory.
+    `run`: the title of all lanes."""
     tracks: dict[str, int] = {}
     origin: float | None = None
     yield '{"traceEvents": ['
@@ -121,7 +122,7 @@ def chrome_trace(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             for lane, number in list(tracks.items())[known:]
         ]
         yield "".join(f"{json.dumps(event, default=str)},\n" for event in [*names, *events])
-    last = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "run"}}
+    last = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": run}}
     yield f'{json.dumps(last)}], "displayTimeUnit": "ms", "otherData": {{"epoch_s": {json.dumps(origin or 0.0)}}}}}'
 
 

@@ -146,8 +146,6 @@ class StoreMeter:
     def start(self) -> None:
         """Start to look once a second. A second start changes nothing."""
         if self._looking is None:
-            for reason in table.DROP_REASONS:
-                self._meters.add(table.STORE_DROPPED, 0, reason=reason)
             self._looking = asyncio.get_running_loop().create_task(self._look_again_and_again())
 
     def close(self) -> None:
@@ -156,7 +154,7 @@ class StoreMeter:
 
     def waited(self, stage: str, seconds: float) -> None:
         """Note that a client has got a lease, so long after asking for it."""
-        self._meters.observe(table.STORE_LEASE_WAIT, seconds, stage=stage)
+        self._meters.add(table.STORE_LEASE_WAIT, seconds, stage=stage)
 
     def look(self) -> None:
         """Note what there is now, and what was counted since the last time."""
@@ -167,8 +165,8 @@ class StoreMeter:
         self._meters.put(table.STORE_LEASES, len(residents.leases.held))
         self._note_counters()
         for stage, counts in rows_by_state(self._ledger).items():
-            for state, count in counts.items():
-                self._meters.put(table.STORE_ROWS, count, stage=stage, state=state)
+            for state in ("free", "leased"):
+                self._meters.put(table.STORE_ROWS, counts[state], stage=stage, state=state)
 
     def _note_counters(self) -> None:
         grown, self._before = self._ledger.counters - self._before, Counter(self._ledger.counters)

@@ -1,4 +1,4 @@
-"""Numbers are kept until they are drained; what the table does not declare is refused."""
+"""Numbers are what they have come to; what the table does not declare is refused."""
 
 import threading
 
@@ -6,57 +6,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.metering.meters import MAX_OBSERVATIONS, Meters
-from penstock.metering.table import (
-    REWARD_ERRORS,
-    REWARD_LATENCY,
-    REWARD_SAMPLES,
-    ROLLOUT_RUNNING,
-    STORE_STALENESS,
-)
-
-TIMEOUTS = REWARD_ERRORS, (("reason", "timeout"),)
+from penstock.metering.meters import Meters
+from penstock.metering.table import REWARD_ERRORS, REWARD_SAMPLES, ROLLOUT_RUNNING, STORE_STALENESS
+from tests.metering.measured import measured
 
 
-def test_a_count_is_drained_once_and_a_value_again_and_again() -> None:
+def test_a_total_grows_and_a_value_is_the_last() -> None:
     meters = Meters()
+    meters.add(REWARD_ERRORS, 0, reason="crash")
     meters.add(REWARD_ERRORS, reason="timeout")
     meters.add(REWARD_ERRORS, 2, reason="timeout")
+    meters.put(ROLLOUT_RUNNING, 9)
     meters.put(ROLLOUT_RUNNING, 7)
-    first, second = meters.drain(), meters.drain()
-    assert first.counts == {TIMEOUTS: 3}
-    assert second.counts == {}
-    assert first.values == second.values == {(ROLLOUT_RUNNING, ()): 7}
+    expected = {"reward_errors_total crash": 0, "reward_errors_total timeout": 3, "rollout_running_sequences": 7}
+    assert measured(meters) == measured(meters) == expected
 
 
-def test_a_series_may_begin_at_nothing() -> None:
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1))
+def test_a_summary_has_two_series_however_many_values_there_are(values: list[tuple[int, int]]) -> None:
     meters = Meters()
-    meters.add(REWARD_ERRORS, 0, reason="timeout")
-    assert meters.drain().counts == {TIMEOUTS: 0}
-
-
-@given(st.lists(st.integers(0, 3), max_size=200), st.integers(1, 3))
-def test_all_is_kept_up_to_a_bound_and_a_sample_of_more(values: list[int], times: int) -> None:
-    meters = Meters()
-    for value in values:
+    for value, times in values:
         meters.observe(STORE_STALENESS, value, times=times)
-    (kept,) = meters.drain().observed.values() or ([],)
-    assert len(kept) == min(MAX_OBSERVATIONS, len(values) * times)
-    assert set(kept) <= set(values)
-    if len(values) * times <= MAX_OBSERVATIONS:
-        assert sorted(kept) == sorted(values * times)
-
-
-def test_a_sample_has_the_mean_of_all() -> None:
-    meters = Meters()
-    for value in range(10_000):
-        meters.observe(REWARD_LATENCY, float(value))
-    (kept,) = meters.drain().observed.values()
-    assert abs(sum(kept) / len(kept) - 5_000) < 3 * 2_887 / MAX_OBSERVATIONS**0.5, "three standard errors"
+    assert measured(meters) == {
+        "store_staleness_versions_sum": sum(value * times for value, times in values),
+        "store_staleness_versions_count": sum(times for _, times in values),
+    }
 
 
 def test_nothing_is_lost_between_threads() -> None:
-    meters, drained = Meters(), []
+    meters = Meters()
 
     def count() -> None:
         for _ in range(2_000):
@@ -65,10 +43,9 @@ def test_nothing_is_lost_between_threads() -> None:
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in threads):
-        drained.append(meters.drain())
-    drained.append(meters.drain())
-    assert sum(sum(one.counts.values()) for one in drained) == 8_000
+    for thread in threads:
+        thread.join()
+    assert measured(meters) == {"reward_samples_total": 8_000}
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,15 @@ from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.protocols import Sampling
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.trajectory import FAILED, REJECTED, TRUNCATED, AttemptOutcome, Trajectory, truncated_by
+from penstock.workers.trajectory import (
+    COMPLETED,
+    FAILED,
+    REJECTED,
+    TRUNCATED,
+    AttemptOutcome,
+    Trajectory,
+    truncated_by,
+)
 
 GRACE_S = 5.0
 """Seconds for an attempt that is cancelled to end; after that it is left running."""
@@ -85,8 +93,7 @@ class AttemptRunner:
         """`keys`: admit agents over HTTP. `counts`, `meters`: for metrics."""
         self._meters = meters or Meters()
         self._meters.add(table.ENVIRONMENT_TURNS, 0)
-        for kind in table.OUTCOMES:
-            self._meters.add(table.ENVIRONMENT_ATTEMPTS, 0, outcome=kind)
+        self._meters.add(table.ENVIRONMENT_ATTEMPTS, 0, outcome=COMPLETED)
         self.environment = environment
         self._config, self.make_sampler, self._keys = config, make_sampler, keys
         self._threads = ToolThreads(config.tool_threads)

@@ -113,8 +113,6 @@ class RewardWorker:
     async def start(self) -> None:
         await self.pool.start()
         self._meters.add(table.REWARD_SAMPLES, 0)
-        for reason in table.REWARD_ERRORS_BY:
-            self._meters.add(table.REWARD_ERRORS, 0, reason=reason)
 
     async def close(self) -> None:
         await self.pool.close()

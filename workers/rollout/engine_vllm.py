@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from penstock.conf.errors import DataError, PenstockError, UnknownAdapter, WeightError
 from penstock.metering.meters import Meters
-from penstock.metering.table import ROLLOUT_LOAD_PHASES
+from penstock.metering.table import BESIDE, ROLLOUT_LOAD_PHASES
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import check_seen
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
@@ -395,5 +395,5 @@ class VllmEngine(VllmProcesses):
         seconds = time.perf_counter() - start
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
         if self._meters is not None:
-            self._meters.add(ROLLOUT_LOAD_PHASES, seconds, phase=name)
+            self._meters.add(ROLLOUT_LOAD_PHASES, seconds, phase="beside" if name in BESIDE else "paused")
         return result

@@ -21,8 +21,9 @@ from penstock.workers.trainer.report import StepReport
 from penstock.workers.trainer.update.sequences import context_column
 from penstock.workers.weights.checkpoint_form import stacked_experts
 
-MISMATCH = "mismatch/logprob_abs_mean"
 SHARED = "actor/shared_share"
+PASSES = ("forward", "backward", "optimizer")
+"""Keys in `UpdateReport.seconds` of the phases that have a series each."""
 WHOLE = "update"
 """Key in `UpdateReport.seconds` for the whole update: all others together."""
 PEAKS = {"H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
@@ -115,15 +116,13 @@ class StepMeter:
         self._note_phases(report.wait_s, report.train_s, report.seconds)
         meters.put(table.TRAINER_LAST_STEP, time.time())
         meters.put(table.TRAINER_MEMORY, self._peak_memory())
-        if MISMATCH in report.metrics:
-            meters.put(table.TRAINER_MISMATCH, report.metrics[MISMATCH])
         self._note_flops(rows, report.seconds.get(WHOLE, 0.0), report.metrics.get(SHARED, 0.0))
 
     def _note_phases(self, wait_s: float, train_s: float, seconds: Mapping[str, float]) -> None:
-        parts = {name: value for name, value in seconds.items() if name != WHOLE}
-        prepare_s = max(0.0, train_s - seconds.get(WHOLE, 0.0) - seconds.get("keep", 0.0))
-        for phase, value in {"wait": wait_s, "prepare": prepare_s, **parts}.items():
-            self._meters.observe(table.TRAINER_PHASES, value, phase=phase)
+        parts = {phase: seconds.get(phase, 0.0) for phase in PASSES}
+        other_s = max(0.0, train_s - sum(parts.values()))
+        for phase, value in {"wait": wait_s, **parts, "other": other_s}.items():
+            self._meters.add(table.TRAINER_PHASES, value, phase=phase)
 
     def _note_flops(self, rows: Rows, seconds: float, shared: float) -> None:
         """Note the rate of an update. `shared`: share of tokens that were computed with others. A row of several

@@ -128,6 +128,7 @@ class ActorMaker:
             "namespace": self._namespace,
             "num_cpus": actor.num_cpus,
             "num_gpus": actor.num_gpus,
+            "memory": actor.memory or None,
             "max_concurrency": MANY_CALLS,
             **self._reservation.options(actor),
         }
@@ -272,7 +273,7 @@ class ActorMaker:
 
     def _origin_of(self, actor: ActorPlan) -> Origin | None:
         """The origin of what the actor measures."""
-        return origin_of(self._config, actor.role, actor.name)
+        return origin_of(self._config, self._namespace, actor.role, actor.name)
 
     def _scored_by(self, stage: Stage) -> str:
         """The model of a scorer's stage."""

@@ -64,7 +64,7 @@ class StoreProcess:
             nodes=self._agents.rows_nodes(timeout_s) if self._crosses_nodes else None,
             options=self._options(),
             make=self._owner.make,
-            origin=origin_of(self._config, "store", STORE),
+            origin=origin_of(self._config, self._namespace, "store", STORE),
         )
 
     @property

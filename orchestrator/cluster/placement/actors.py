@@ -4,6 +4,7 @@ the graph and the configuration.
 `penstock validate` prints the plan, `assignment.py` gives each actor its node, `fleet/` carries it out.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from penstock.metering.ray_export import Origin
 from penstock.store.service.actor import STORE
 from penstock.workers.reward.needs import needs_answer
 
+RUN_PREFIX = "penstock-"
+"""Beginning of a run's namespace in Ray: `penstock-NAME-ID-START`."""
 SHARING = ("trainer", "rollout")
 """Roles whose members may share a device: rank i and engine i."""
 DRIVER = "driver"
@@ -35,6 +38,8 @@ class ActorPlan:
     rank: int = 0
     joins: bool = False
     """True if the actor joins while the run goes on."""
+    memory: int = 0
+    """Bytes that the actor reserves of its node's memory."""
 
 
 def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
@@ -159,6 +164,17 @@ def start_rounds(
     return [found for found in rounds if found]
 
 
-def origin_of(config: RunConfig, role: str, actor: str) -> Origin | None:
+def run_of(namespace: str) -> tuple[str, str] | None:
+    """The name and the id of the run that has a namespace of Ray's; None: it is no run's.
+
+    >>> run_of("penstock-my-sums-0123abcd-89abcdef")
+    ('my-sums', '0123abcd')
+    """
+    found = re.fullmatch(rf"{RUN_PREFIX}(.+)-([0-9a-f]{{8}})-[0-9a-f]{{8}}", namespace)
+    return (found[1], found[2]) if found else None
+
+
+def origin_of(config: RunConfig, namespace: str, role: str, actor: str) -> Origin | None:
     """The origin of an actor's measurements; None where the run exports none."""
-    return Origin(config.name or "", role, actor) if "ray" in config.tracking.sinks else None
+    run, run_id = run_of(namespace) or (config.name or "", "")
+    return Origin(run, run_id, role, actor) if "ray" in config.tracking.sinks else None

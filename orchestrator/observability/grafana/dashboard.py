@@ -20,8 +20,8 @@ from grafana_foundation_sdk.models.dashboard import (
 
 from penstock.metering import table
 from penstock.metering.meters import Metric
+from penstock.orchestrator.observability.grafana.promql import ACTOR, RUN, WAITING
 from penstock.orchestrator.observability.grafana.promql import PANELS as ASK
-from penstock.orchestrator.observability.grafana.promql import WAITING
 
 UID, TITLE = "penstock", "Penstock"
 WIDTH, HEIGHT = 12, 8
@@ -29,10 +29,9 @@ WIDTH, HEIGHT = 12, 8
 SOURCE = DataSourceRef("prometheus", "${datasource}")
 SECONDS, BYTES, SHARE, PER_SECOND, PLAIN = "s", "bytes", "percentunit", "cps", "short"
 """Grafana's names of units."""
-RUN, ACTOR = ("run",), ("run", "actor")
-BY_ACTOR = "{{run}} {{actor}}"
-BUSY = f"{ASK.rate(table.ROLLOUT_BUSY, ACTOR)} and on (run, actor) {ASK.value(table.ROLLOUT_RUNNING, ACTOR)}"
-"""Query of the busy share of engines that are there: counters of ended ones stay, gauges do not."""
+OF_RUN = "{{run}} {{run_id}}"
+"""Legend of a run."""
+BY_ACTOR = f"{OF_RUN} {{{{actor}}}}"
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,13 @@ def _gauge(metric: Metric, title: str, unit: str) -> Panel:
 
 def _rates(metric: Metric, title: str, unit: str, label: str = "actor") -> Panel:
     """A panel of a rate by the second, with a line for each actor, or for each value of another label."""
-    query = Query(ASK.rate(metric, ("run", label)), f"{{{{run}}}} {{{{{label}}}}}")
+    query = Query(ASK.rate(metric, (*RUN, label)), f"{OF_RUN} {{{{{label}}}}}")
     return Panel(title, unit, metric.description, (query,), metric.condition)
 
 
-def _spread(metric: Metric, title: str, unit: str = SECONDS, labels: tuple[str, ...] = ()) -> Panel:
-    """A panel of the median and the 95th percentile of all runs that are chosen."""
-    of = "".join(f" {{{{{label}}}}}" for label in labels)
-    queries = (
-        Query(ASK.quantile(0.5, metric, labels), f"median{of}"), Query(ASK.quantile(0.95, metric, labels), f"95%{of}"),
-    )  # fmt: skip
-    return Panel(title, unit, metric.description, queries, metric.condition)
+def _mean(metric: Metric, title: str, unit: str = SECONDS) -> Panel:
+    """A panel of the mean of a summary, with a line for each run."""
+    return Panel(title, unit, metric.description, (Query(ASK.mean(metric, RUN), OF_RUN),), metric.condition)
 
 
 def _ratio(part: Metric, whole: Metric) -> str:
@@ -79,32 +74,36 @@ def _ratio(part: Metric, whole: Metric) -> str:
 OVERVIEW = (
     Panel(
         "Steps a minute", PLAIN, "Of the rank that has made most.",
-        (Query(f"60 * max by (run) ({ASK.rate(table.TRAINER_STEPS, ACTOR)})", "{{run}}"),),
+        (Query(f"60 * max by (run, run_id) ({ASK.rate(table.TRAINER_STEPS, ACTOR)})", OF_RUN),),
     ),
     Panel(
         "Tokens a second", PER_SECOND, "What is sampled and not trained was dropped, or belongs to an evaluation.",
         (
-            Query(ASK.rate(table.ROLLOUT_TOKENS, RUN), "{{run}} sampled"),
-            Query(ASK.rate(table.TRAINER_TOKENS, RUN), "{{run}} trained"),
+            Query(ASK.rate(table.ROLLOUT_TOKENS, RUN), f"{OF_RUN} sampled"),
+            Query(ASK.rate(table.TRAINER_TOKENS, RUN), f"{OF_RUN} trained"),
         ),
     ),
     Panel(
         "Who waits", SHARE, "Share of the time in which ranks wait for a batch, and in which engines have no request.",
         (
-            Query(f"avg by (run) ({ASK.sum_rate(table.TRAINER_PHASES, ACTOR, WAITING)})", "{{run}} ranks"),
-            Query(f"1 - avg by (run) ({BUSY})", "{{run}} engines"),
+            Query(f"avg by (run, run_id) ({ASK.rate(table.TRAINER_PHASES, ACTOR, WAITING)})", f"{OF_RUN} ranks"),
+            Query(f"1 - avg by (run, run_id) ({ASK.rate(table.ROLLOUT_BUSY, ACTOR)})", f"{OF_RUN} engines"),
         ),
     ),
     Panel(
-        "Trainer against engine", PLAIN, table.TRAINER_MISMATCH.description,
-        (Query(ASK.value(table.TRAINER_MISMATCH, RUN), "{{run}}"),),
+        "Trainer against engine", PLAIN, table.STEP_MISMATCH.description,
+        (Query(ASK.value(table.STEP_MISMATCH, RUN), OF_RUN),),
+        table.STEP_MISMATCH.condition,
     ),
     Panel(
         "Members lost and replaced, in the last hour", PLAIN, table.RUN_LOST.description,
         (
-            Query(ASK.increase(table.RUN_LOST, ("run", "member_role"), "1h"), "{{run}} {{member_role}} lost"),
-            Query(ASK.increase(table.RUN_REPLACED, ("run", "member_role"), "1h"), "{{run}} {{member_role}} replaced"),
+            Query(ASK.growth(table.RUN_LOST, (*RUN, "member_role"), "1h"), f"{OF_RUN} {{{{member_role}}}} lost"),
+            Query(
+                ASK.growth(table.RUN_REPLACED, (*RUN, "member_role"), "1h"), f"{OF_RUN} {{{{member_role}}}} replaced"
+            ),
         ),
+        table.RUN_LOST.condition,
     ),
 )  # fmt: skip
 ENGINES = (
@@ -123,13 +122,17 @@ ENGINES = (
         (Query(_ratio(table.ROLLOUT_PREFIX_HITS, table.ROLLOUT_PREFIX_LOOKUPS), BY_ACTOR),),
         table.ROLLOUT_PREFIX_HITS.condition,
     ),
-    _spread(table.ROLLOUT_LOAD, "Load of a version"),
-    _rates(table.ROLLOUT_LOAD_PHASES, "Share of the time in phases of loads", SHARE, "phase"),
+    _mean(table.ROLLOUT_LOAD, "Load of a version"),
+    _rates(table.ROLLOUT_LOAD_PHASES, "Share of the time in loads", SHARE, "phase"),
 )  # fmt: skip
 TRAINER = (
     Panel(
         "Parts of a step", SECONDS, table.TRAINER_PHASES.description,
-        (Query(ASK.mean(table.TRAINER_PHASES, ("run", "phase")), "{{run}} {{phase}}"),),
+        (Query(
+            f"{ASK.rate(table.TRAINER_PHASES, (*RUN, 'phase'))} / on (run, run_id) group_left () "
+            f"{ASK.rate(table.TRAINER_STEPS, RUN)}",
+            f"{OF_RUN} {{{{phase}}}}",
+        ),),
     ),
     _rates(table.TRAINER_SAMPLES, "Samples a second", PER_SECOND),
     _gauge(table.TRAINER_FLOPS, "Model FLOP/s", "flops"),
@@ -139,35 +142,35 @@ TRAINER = (
 STORE = (
     Panel(
         "Rows by stage and state", PLAIN, table.STORE_ROWS.description,
-        (Query(ASK.value(table.STORE_ROWS, ("run", "stage", "state")), "{{run}} {{stage}} {{state}}"),),
+        (Query(ASK.value(table.STORE_ROWS, (*RUN, "stage", "state")), f"{OF_RUN} {{{{stage}}}} {{{{state}}}}"),),
     ),
     Panel(
         "Memory", BYTES, "Bytes of values, and what store.max_bytes allows.",
         (
-            Query(ASK.value(table.STORE_BYTES, RUN), "{{run}}"),
-            Query(ASK.value(table.STORE_CAPACITY, RUN), "{{run}} allowed"),
+            Query(ASK.value(table.STORE_BYTES, RUN), OF_RUN),
+            Query(ASK.value(table.STORE_CAPACITY, RUN), f"{OF_RUN} allowed"),
         ),
     ),
-    _spread(table.STORE_LEASE_WAIT, "Wait for a lease", labels=("stage",)),
-    _spread(table.STORE_STALENESS, "Staleness", "versions"),
+    _rates(table.STORE_LEASE_WAIT, "Workers that wait for a lease", PLAIN, "stage"),
+    _mean(table.STORE_STALENESS, "Staleness", "versions"),
     _rates(table.STORE_DROPPED, "Rows dropped a second", PER_SECOND, "reason"),
     Panel(
         "Rows admitted a second, and leases", PLAIN, "Leases are those that are held.",
         (
-            Query(ASK.rate(table.STORE_ADMITTED, RUN), "{{run}} rows"),
-            Query(ASK.value(table.STORE_LEASES, RUN), "{{run}} leases"),
+            Query(ASK.rate(table.STORE_ADMITTED, RUN), f"{OF_RUN} rows"),
+            Query(ASK.value(table.STORE_LEASES, RUN), f"{OF_RUN} leases"),
         ),
     ),
 )  # fmt: skip
 REWARDS = (
     _rates(table.REWARD_SAMPLES, "Rewards a second", PER_SECOND),
-    _spread(table.REWARD_LATENCY, "Time of a reward"),
+    _mean(table.REWARD_LATENCY, "Time of a reward"),
     _rates(table.REWARD_ERRORS, "Errors a second", PER_SECOND, "reason"),
 )
 ENVIRONMENTS = (
     _rates(table.ENVIRONMENT_ATTEMPTS, "Attempts a second", PER_SECOND, "outcome"),
     _rates(table.ENVIRONMENT_TURNS, "Turns a second", PER_SECOND),
-    _spread(table.ENVIRONMENT_ATTEMPT, "Time of an attempt"),
+    _mean(table.ENVIRONMENT_ATTEMPT, "Time of an attempt"),
 )
 ROWS: dict[str, tuple[Panel, ...]] = {
     "Run": OVERVIEW, "Engines": ENGINES, "Trainer": TRAINER, "Store": STORE, "Rewards": REWARDS,
@@ -183,6 +186,7 @@ def dashboard_json() -> str:
         .with_variable(builders.DatasourceVariable("datasource").type("prometheus").hide(VariableHide.HIDE_VARIABLE))
         .with_variable(_variable("SessionName", "Ray's session", ""))
         .with_variable(_variable("run", "Runs by their name", 'SessionName=~"$SessionName"'))
+        .with_variable(_variable("run_id", "Runs of one name, by their id", 'SessionName=~"$SessionName",run=~"$run"'))
     )  # fmt: skip
     numbers = itertools.count(1)
     for title, panels in ROWS.items():

@@ -1,8 +1,8 @@
 """`penstock grafana DIR`: the files that Prometheus and Grafana read, and what to do with them. One has the rules of
 alerts, over all runs.
 
-A rule compares what a query says with a bound. What is low because a process has ended is no alert. Its counters stay,
-and its gauges do not, so rules about what is low ask for a gauge as well.
+A rule compares what a query says with a bound. What is low because a process has ended is no alert: a rate has values
+for as long as its window after the end, so rules about what is low ask for a gauge as well.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,12 @@ from typing import Any
 import yaml
 
 from penstock.conf.errors import ConfigError
+from penstock.conf.renamed import METRICS
 from penstock.metering import table
+from penstock.metering.meters import RAY_PREFIX
 from penstock.orchestrator.cluster.connection import ray_directory
 from penstock.orchestrator.observability.grafana.dashboard import dashboard_json
-from penstock.orchestrator.observability.grafana.promql import WAITING, over
+from penstock.orchestrator.observability.grafana.promql import ACTOR, RUN, WAITING, over
 
 DASHBOARD, RULES_FILE, SETTINGS = "penstock_dashboard.json", "penstock_rules.yml", "prometheus.yml"
 DISCOVERY = "prom_metrics_service_discovery.json"
@@ -33,12 +35,12 @@ Grafana: Dashboards, New, Import, {dashboard}. Or put the file where a provider 
 that of Ray looks into {ray}/session_latest/metrics/grafana/dashboards.
 """
 GROUP = "penstock"
+OF_RUN = "{{ $labels.run }} ({{ $labels.run_id }})"
 LATELY = over("10m")
-RUN, ACTOR = ("run",), ("run", "actor")
 NOT_OF_THE_TASK = 'reason!="no_signal"'
 """Condition on rows that an algorithm did not drop on purpose, as it does with groups without a signal."""
 THERE = LATELY.value(table.ROLLOUT_RUNNING, ACTOR)
-GOES_ON = f"and on (run) {LATELY.value(table.STORE_SEEN, RUN)}"
+GOES_ON = f"and on (run, run_id) {LATELY.value(table.STORE_SEEN, RUN)}"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Rule:
     """Time for which the rule has to hold before the alert is sent."""
     severity: str
     summary: str
-    """A sentence with Prometheus' templates."""
+    """A sentence with Prometheus' templates, and <run>."""
     advice: str
 
     @property
@@ -61,7 +63,7 @@ class Rule:
     def as_yaml(self) -> dict[str, Any]:
         return {
             "alert": self.name, "expr": self.expr, "for": self.holds, "labels": {"severity": self.severity},
-            "annotations": {"summary": self.summary, "description": self.advice},
+            "annotations": {"summary": self.summary.replace("<run>", OF_RUN), "description": self.advice},
         }  # fmt: skip
 
 
@@ -73,60 +75,60 @@ def _errors_share() -> str:
 RULES = (
     Rule(
         "PenstockTrainerStarved",
-        f"avg by (run) ({LATELY.sum_rate(table.TRAINER_PHASES, ACTOR, WAITING)}) {GOES_ON}",
-        "> 0.9", "15m", "warning", "Ranks of {{ $labels.run }} wait {{ $value | humanizePercentage }} of the time",
+        f"avg by (run, run_id) ({LATELY.rate(table.TRAINER_PHASES, ACTOR, WAITING)}) {GOES_ON}",
+        "> 0.9", "15m", "warning", "Ranks of <run> wait {{ $value | humanizePercentage }} of the time",
         "They wait for batches. More engines (penstock scale RUN rollout=+1), or max_staleness=1 where it is 0.",
     ),
     Rule(
         "PenstockEngineIdle",
-        f"1 - ({LATELY.rate(table.ROLLOUT_BUSY, ACTOR)} and on (run, actor) {THERE})",
+        f"1 - ({LATELY.rate(table.ROLLOUT_BUSY, ACTOR)} and on (run, run_id, actor) {THERE})",
         "> 0.9", "15m", "warning",
-        "{{ $labels.actor }} of {{ $labels.run }} is idle {{ $value | humanizePercentage }} of the time",
+        "{{ $labels.actor }} of <run> is idle {{ $value | humanizePercentage }} of the time",
         "Fewer engines would do, or max_staleness is too small for engines and ranks to overlap.",
     ),
     Rule(
         "PenstockMembersLost",
-        over("15m").increase(table.RUN_LOST, ("run", "member_role")),
-        "> 0", "0m", "warning", "{{ $labels.run }} has lost a {{ $labels.member_role }}",
+        over("15m").growth(table.RUN_LOST, (*RUN, "member_role")),
+        "> 0", "0m", "warning", "<run> has lost a {{ $labels.member_role }}",
         "Others take its place. Events and stacks/ of the run's directory say why it was lost.",
     ),
     Rule(
         "PenstockRowsDropped",
-        f"{LATELY.rate(table.STORE_DROPPED, ('run', 'reason'), NOT_OF_THE_TASK)} "
-        f"/ on (run) group_left () {LATELY.rate(table.STORE_ADMITTED, RUN)}",
+        f"{LATELY.rate(table.STORE_DROPPED, (*RUN, 'reason'), NOT_OF_THE_TASK)} "
+        f"/ on (run, run_id) group_left () {LATELY.rate(table.STORE_ADMITTED, RUN)}",
         "> 0.3", "10m", "warning",
-        "{{ $labels.run }} drops {{ $value | humanizePercentage }} of its rows: {{ $labels.reason }}",
+        "<run> drops {{ $value | humanizePercentage }} of its rows: {{ $labels.reason }}",
         "`penstock status RUN` says what workers said of the last of them.",
     ),
     Rule(
         "PenstockRewardErrors",
         _errors_share(),
-        "> 0.1", "10m", "warning", "{{ $value | humanizePercentage }} of the rewards of {{ $labels.run }} fail",
+        "> 0.1", "10m", "warning", "{{ $value | humanizePercentage }} of the rewards of <run> fail",
         "`penstock status RUN` says how. Samples without a reward are not trained.",
     ),
     Rule(
         "PenstockNoStep",
         f"time() - {LATELY.value(table.TRAINER_LAST_STEP, RUN)}",
-        "> 1800", "0m", "critical", "{{ $labels.run }} has made no step for {{ $value | humanizeDuration }}",
+        "> 1800", "0m", "critical", "<run> has made no step for {{ $value | humanizeDuration }}",
         "`penstock status RUN` says who waits for what. Raise the bound where steps take that long.",
     ),
     Rule(
         "PenstockKvCacheFull",
         LATELY.average(table.ROLLOUT_KV_CACHE, ACTOR),
-        "> 0.95", "10m", "warning", "The KV cache of {{ $labels.actor }} of {{ $labels.run }} is full",
+        "> 0.95", "10m", "warning", "The KV cache of {{ $labels.actor }} of <run> is full",
         "Sequences wait or are computed again. Raise rollout.kv_cache_gib or rollout.gpu_memory_utilization, or lower "
         "rollout.max_concurrent_samples.",
     ),
     Rule(
         "PenstockMismatch",
-        LATELY.value(table.TRAINER_MISMATCH, RUN),
-        "> 0.1", "10m", "warning", "Trainer and engines of {{ $labels.run }} differ by {{ $value }} nats a token",
+        LATELY.value(table.STEP_MISMATCH, RUN),
+        "> 0.1", "10m", "warning", "Trainer and engines of <run> differ by {{ $value }} nats a token",
         "They do not compute the same policy. Compare rollout.dtype with the trainer's.",
     ),
     Rule(
         "PenstockStoreNearlyFull",
         f"{LATELY.value(table.STORE_BYTES, RUN)} / {LATELY.value(table.STORE_CAPACITY, RUN)}",
-        "> 0.9", "5m", "warning", "The store of {{ $labels.run }} is {{ $value | humanizePercentage }} full",
+        "> 0.9", "5m", "warning", "The store of <run> is {{ $value | humanizePercentage }} full",
         "New prompts wait for room. Raise store.max_bytes, or find the stage whose rows pile up: penstock status RUN.",
     ),
 )  # fmt: skip
@@ -137,7 +139,8 @@ def write(directory: str, discovery: str | None = None, scrape_s: int = 10) -> s
     cluster at RAY_ADDRESS, which is asked for its directory, or of a Ray of this machine. `scrape_s`: seconds
     between two looks of Prometheus. Raises `ConfigError` for a directory that cannot be written."""
     place, discovery = Path(directory), discovery or f"{ray_directory()}/{DISCOVERY}"
-    rules = {"groups": [{"name": GROUP, "rules": [rule.as_yaml() for rule in RULES]}]}
+    alerts = {"name": GROUP, "rules": [rule.as_yaml() for rule in RULES]}
+    rules = {"groups": [alerts, {"name": f"{GROUP}_renamed", "rules": old_names()}]}
     files = {
         DASHBOARD: dashboard_json(), RULES_FILE: _yaml(rules),
         SETTINGS: _yaml(settings(str(Path(discovery).absolute()), scrape_s)),
@@ -150,6 +153,11 @@ def write(directory: str, discovery: str | None = None, scrape_s: int = 10) -> s
         raise ConfigError(f"{directory}: cannot be written ({error}). Name another directory.") from None
     names = {"dashboard": DASHBOARD, "rules": RULES_FILE, "settings": SETTINGS}
     return HOW.format(directory=directory, discovery=discovery, ray=Path(discovery).parent, **names)
+
+
+def old_names() -> list[dict[str, str]]:
+    """Rules that record series by the names that they had."""
+    return [{"record": f"{RAY_PREFIX}{old}", "expr": f"{RAY_PREFIX}{present.name}"} for old, present in METRICS.items()]
 
 
 def settings(discovery: str, scrape_s: int) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """PromQL over declared metrics, so that no query names a metric or a label that is not there. Pure.
 
-A series of Ray's is one process's. A member that was replaced leaves the counters of its processes behind, which grow
-no more, so rates are summed by actor before anything else is made of them.
+A series of Ray's is one process's, and ends with it. The process that replaces another has the same actor, so rates are
+summed by actor before anything else is made of them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.metering.meters import COUNTER, GAUGE, HISTOGRAM, ORIGIN, Metric
+from penstock.metering.meters import COUNT, COUNTER, GAUGE, ORIGIN, SUM, SUMMARY, Metric
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,17 @@ class Scope:
         _check(metric, COUNTER, by)
         return self._rate(metric.exported, by, having)
 
-    def increase(self, metric: Metric, by: Sequence[str], window: str = "") -> str:
-        """Increase of a counter within the window, or within another."""
+    def growth(self, metric: Metric, by: Sequence[str], window: str = "") -> str:
+        """Growth of a counter within the window, or within another. A series that has begun within it has grown from 0,
+        which `increase` does not see."""
         _check(metric, COUNTER, by)
-        return f"sum by ({', '.join(by)}) (increase({self._series(metric.exported)}[{window or self.window}]))"
-
-    def sum_rate(self, metric: Metric, by: Sequence[str], having: str = "") -> str:
-        """Rate of the sum of a histogram's values, by the second."""
-        _check(metric, HISTOGRAM, by)
-        return self._rate(f"{metric.exported}_sum", by, having)
+        now = f"sum by ({', '.join(by)}) ({self._series(metric.exported)}"
+        return f"{now}) - ({now} offset {window or self.window}) or 0 * {now}))"
 
     def mean(self, metric: Metric, by: Sequence[str]) -> str:
-        """Mean of the values of a histogram."""
-        _check(metric, HISTOGRAM, by)
-        return f"{self.sum_rate(metric, by)} / {self._rate(f'{metric.exported}_count', by)}"
-
-    def quantile(self, share: float, metric: Metric, by: Sequence[str] = ()) -> str:
-        """Quantile of the values of a histogram, as exact as its buckets are."""
-        _check(metric, HISTOGRAM, by)
-        return f"histogram_quantile({share:g}, {self._rate(f'{metric.exported}_bucket', (*by, 'le'))})"
+        """Mean of the values of a summary."""
+        _check(metric, SUMMARY, by)
+        return f"{self._rate(metric.exported + SUM, by)} / {self._rate(metric.exported + COUNT, by)}"
 
     def _rate(self, name: str, by: Sequence[str], having: str = "") -> str:
         return f"sum by ({', '.join(by)}) (rate({self._series(name, having)}[{self.window}]))"
@@ -60,9 +52,12 @@ class Scope:
         return f"{name}{{{conditions}}}" if conditions else name
 
 
+RUN = ("run", "run_id")
+"""Labels of one run: two may have one name on one cluster."""
+ACTOR = (*RUN, "actor")
 WAITING = 'phase="wait"'
 """Condition on the phase of a rank's step in which it waits for its batch."""
-PANELS = Scope('run=~"$run",SessionName=~"$SessionName"', "$__rate_interval")
+PANELS = Scope('run=~"$run",run_id=~"$run_id",SessionName=~"$SessionName"', "$__rate_interval")
 """Scope of a dashboard: the series that its variables choose."""
 
 

@@ -17,6 +17,8 @@ from penstock.workers.trainer.report import StepReport, TrainedRows
 PHASES = ("rollout", "reward", "reference", "train", "publish", "checkpoint")
 """Phases of `timing_s/` and of the report's plot of time, besides `step`."""
 REWARDS = "rewards_N"
+GROUPS = "rollout/groups/"
+"""Beginning of the names of metrics that end with an engine's name."""
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 """Quantiles that are told of what differs from sample to sample."""
 

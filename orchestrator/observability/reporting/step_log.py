@@ -11,7 +11,13 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.observability.reporting.metrics import StepTimes, joined, rank_metrics, step_metrics
+from penstock.orchestrator.observability.reporting.metrics import (
+    GROUPS,
+    StepTimes,
+    joined,
+    rank_metrics,
+    step_metrics,
+)
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -197,7 +203,7 @@ def group_metrics(groups: Mapping[str, float], throughout: Collection[str]) -> d
     >>> group_metrics({"Rollout-0": 6.0, "Rollout-1": 4.0}, ["Rollout-0"])
     {'rollout/groups/Rollout-0': 6.0, 'rollout/groups/Rollout-1': 4.0}
     """
-    metrics = {f"rollout/groups/{name}": count for name, count in groups.items()}
+    metrics = {f"{GROUPS}{name}": count for name, count in groups.items()}
     compared = [count for name, count in groups.items() if name in throughout]
     if len(compared) > 1:
         metrics["rollout/groups_spread"] = max(compared) / max(1.0, min(compared))

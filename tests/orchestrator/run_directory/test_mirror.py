@@ -68,6 +68,7 @@ def test_all_that_a_run_leaves_is_at_its_url_in_the_end() -> None:
         "config.yaml",
         "events.jsonl",
         "metrics.jsonl",
+        "run_id",
         "samples/step_1.parquet",
         "sft/events.jsonl",
         "sft/model/a",
@@ -157,7 +158,7 @@ def test_one_that_hangs_is_waited_for_no_longer_than_its_deadline(remote: type[F
     directory.bring(3600.0)  # not waited for again
     directory.close()
     assert told[0].startswith("upload: cannot be written: no end within 0.1 s.")
-    assert told[-1].startswith("upload: 3 file(s) have not come")
+    assert told[-1].startswith("upload: 4 file(s) have not come")
     remote.hangs.set()
 
 
@@ -215,7 +216,7 @@ def test_the_next_process_does_not_upload_again(remote: type[Flaky]) -> None:
     again.mirror(load_config([]).tracking)
     again.event("resume")
     again.close()
-    assert remote.written == ["runs/run/timeline.json", "runs/run/events.jsonl"]
+    assert remote.written == ["runs/run/run_id", "runs/run/timeline.json", "runs/run/events.jsonl"]
 
 
 def test_another_urls_record_says_nothing(tmp_path: Path) -> None:

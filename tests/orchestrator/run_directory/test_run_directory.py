@@ -13,6 +13,7 @@ from pyarrow import parquet
 from penstock.conf.errors import ConfigError, RunInUse
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.cluster import namespace_of
+from penstock.orchestrator.cluster.placement.actors import run_of
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.timeline import Timeline, chrome_trace
@@ -90,17 +91,38 @@ def test_two_processes_are_not_in_one_run(tmp_path: Path) -> None:
     directory.close()
 
 
-def test_the_id_of_a_run_before_a_run_names_its_parent(tmp_path: Path) -> None:
+def test_the_name_of_a_run_before_a_run_begins_with_its_parents(tmp_path: Path) -> None:
     parent = RunDirectory.create(config_in(tmp_path, "name=sums"))
     first = RunDirectory.create(config_in(parent.path, "name=warm_start"))
     before = RunDirectory.create(config_in(first.path, "name=teacher"))
-    assert [run.run_id for run in (parent, first, before)] == ["sums", "sums.warm_start", "sums.warm_start.teacher"]
-    assert namespace_of(first.run_id).startswith("penstock-sums.warm_start-")
+    assert [run.full_name for run in (parent, first, before)] == ["sums", "sums.warm_start", "sums.warm_start.teacher"]
+    assert run_of(namespace_of(first)) == ("sums.warm_start", first.run_id)
 
 
-def test_no_two_starts_share_a_namespace() -> None:
+def test_no_two_starts_share_a_namespace(tmp_path: Path) -> None:
     """Neither runs of one name on one cluster nor a run and what a killed process left of it."""
-    assert len({namespace_of("warm_start") for _ in range(100)}) == 100
+    directory = RunDirectory.create(config_in(tmp_path, "name=warm_start"))
+    assert len({namespace_of(directory) for _ in range(100)}) == 100
+
+
+def test_runs_of_one_name_have_ids_and_a_resumed_run_keeps_its_own(tmp_path: Path) -> None:
+    runs = [RunDirectory.create(config_in(tmp_path / where, "name=sums")) for where in ("a", "b")]
+    ids = [run.run_id for run in runs]
+    assert len(set(ids)) == 2
+    for run in runs:
+        run.close()
+    assert [RunDirectory.open(run.path).run_id for run in runs] == ids
+    runs[0].write_timeline()
+    trace = json.loads((runs[0].path / "timeline.json").read_text())
+    titles = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert titles == [f"sums ({ids[0]})"]
+
+
+def test_an_id_is_no_result(tmp_path: Path) -> None:
+    directory = RunDirectory.create(config_in(tmp_path, "name=refused"))
+    assert directory.run_id
+    directory.discard()
+    assert not directory.path.exists()
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".."])

@@ -31,7 +31,7 @@ def connecting(error: BaseException, begun: Callable[[RunConfig], None] = lambda
         def __init__(self, actors: object, config: RunConfig) -> None:
             self._config = config
 
-        def connect(self, run_id: str, place: str = "") -> None:
+        def connect(self, directory: RunDirectory) -> None:
             begun(self._config)
             raise error
 

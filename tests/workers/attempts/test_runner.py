@@ -327,11 +327,11 @@ def test_attempts_are_measured_by_their_outcome() -> None:
     for run in (talk, fails):
         asyncio.run(make_runner(Played(run), ScriptedEngines(say("y")), meters=meters).attempt(TASK, Sampling()))
     found = measured(meters)
-    assert found.counts == {
+    assert found.pop("environment_attempt_seconds_sum") > 0
+    assert found == {
         "environment_turns_total": 3, "environment_attempts_total completed": 1, "environment_attempts_total failed": 1,
-        "environment_attempts_total truncated": 0, "environment_attempts_total rejected": 0,
+        "environment_attempt_seconds_count": 2,
     }  # fmt: skip
-    assert len(found.observed["environment_attempt_seconds"]) == 2
 
 
 class Leaks:

@@ -197,12 +197,11 @@ def test_rewards_and_errors_are_measured():
         await running
         await worker.close()
         found = measured(meters)
-        assert found.counts == {
-            "reward_samples_total": 2, "reward_errors_total raised": 1, "reward_errors_total bad_value": 0,
-            "reward_errors_total timeout": 1, "reward_errors_total crash": 0,
+        assert found.pop("reward_latency_seconds_sum") >= 0.5
+        assert found == {
+            "reward_samples_total": 2, "reward_errors_total raised": 1, "reward_errors_total timeout": 1,
+            "reward_latency_seconds_count": 4,
         }  # fmt: skip
-        assert len(found.observed["reward_latency_seconds"]) == 4
-        assert max(found.observed["reward_latency_seconds"]) >= 0.5
 
     asyncio.run(asyncio.wait_for(body(), 60))
 

@@ -325,6 +325,7 @@ def test_what_vllm_says_of_a_step_is_noted() -> None:
     logger.record(said, None)
     logger.record(None, None)
     assert stats.num_waiting == 3
-    found = measured(meters)
-    assert found.values == {"rollout_kv_cache_usage_ratio": 0.25}
-    assert found.counts == {"rollout_prefix_lookup_tokens_total": 128, "rollout_prefix_hit_tokens_total": 64}
+    assert measured(meters) == {
+        "rollout_kv_cache_usage_ratio": 0.25, "rollout_prefix_lookup_tokens_total": 128,
+        "rollout_prefix_hit_tokens_total": 64,
+    }  # fmt: skip

@@ -23,16 +23,16 @@ def test_tokens_and_sequences_are_seen_while_they_are_sampled() -> None:
         group = asyncio.create_task(engine.generate([1, 2], 3, Sampling(max_tokens=50)))
         await asyncio.sleep(2.5)
         half = measured(meters)
-        assert half.counts["rollout_tokens_total"] == 3 * 20, "as of two seconds, when it was looked at last"
-        assert half.counts["rollout_samples_total"] == 0
-        assert half.values == {"rollout_running_sequences": 3, "rollout_waiting_sequences": 0}
+        assert half["rollout_tokens_total"] == 3 * 20, "as of two seconds, when it was looked at last"
+        assert half["rollout_samples_total"] == 0
+        assert (half["rollout_running_sequences"], half["rollout_waiting_sequences"]) == (3, 0)
         completions = await group
         await asyncio.sleep(1.5)
-        rest = measured(meters)
+        whole = measured(meters)
         assert [len(completion.token_ids) for completion in completions] == [50] * 3
-        assert half.counts["rollout_tokens_total"] + rest.counts["rollout_tokens_total"] == 150
-        assert rest.counts["rollout_samples_total"] == 3
-        assert rest.values["rollout_running_sequences"] == 0
+        assert whole["rollout_tokens_total"] == 150
+        assert whole["rollout_samples_total"] == 3
+        assert whole["rollout_running_sequences"] == 0
         await engine.close()
 
     run_virtually(scenario())
@@ -48,7 +48,7 @@ def test_a_load_is_measured_and_one_that_fails_is_not() -> None:
         await inner.close()
         with pytest.raises(Exception, match="closed"):
             await engine.load(Publication("", 4))
-        assert len(measured(meters).observed["rollout_weight_load_seconds"]) == 1
+        assert measured(meters)["rollout_weight_load_seconds_count"] == 1
 
     asyncio.run(scenario())
 
@@ -61,8 +61,8 @@ def test_work_that_was_given_up_takes_nothing_back() -> None:
         engine.engine = SimpleNamespace(sampled=lambda sampled=sampled: sampled)
         engine.look()
     found = measured(meters)
-    assert found.counts["rollout_tokens_total"] == 10 + 0 + 5
-    assert found.values == {"rollout_running_sequences": 3, "rollout_waiting_sequences": 2}
+    assert found["rollout_tokens_total"] == 10 + 0 + 5
+    assert (found["rollout_running_sequences"], found["rollout_waiting_sequences"]) == (3, 2)
 
 
 class PlayedEngine:

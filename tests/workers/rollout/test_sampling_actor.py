@@ -96,7 +96,7 @@ def test_samples_of_adapters_are_counted() -> None:
 
     meters = Meters()
     asyncio.run(MeteredEngine(cast(RolloutEngine, Ready()), meters).sample("a", SampleCall([1], 3, Sampling(seed=1))))
-    assert measured(meters).counts["rollout_samples_total"] == 3
+    assert measured(meters)["rollout_samples_total"] == 3
 
 
 def test_adapters_come_and_go_by_name() -> None:

@@ -14,6 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from penstock.conf.tracking import TrackingConfig
 from penstock.metering.meters import GAUGE, Meters, Metric
 from penstock.metering.ray_export import Origin, RayExport
 from penstock.orchestrator.cluster.placement.actors import DRIVER
+from penstock.orchestrator.observability.reporting.metrics import GROUPS
 from penstock.orchestrator.observability.reporting.sinks.sender import Sender
 from penstock.orchestrator.observability.reporting.sinks.tracker import About, End, Tracker, numbers
 from penstock.orchestrator.observability.reporting.sinks.trackers import Mlflow, Trackio, Wandb
@@ -92,34 +94,42 @@ class TensorBoard:
 
 
 class RayGauges:
-    """Gauges `penstock_step_<name>` of the driver: Prometheus and the Ray dashboard read them. Each is handed over
-    again and again until the next step, however long that takes, since Ray forgets those that are not. Ray must be up
-    once `log` is called."""
+    """Gauges `penstock_step_<name>` of the driver, of the metrics in `tracking.ray_metrics`: Prometheus and the Ray
+    dashboard read them. Each is handed over again and again until the next step, however long that takes, since Ray
+    forgets those that are not. Ray must be up once `log` is called."""
 
-    def __init__(self, run_name: str) -> None:
-        self._meters = Meters()
-        self._export = RayExport(self._meters, Origin(run_name, DRIVER, DRIVER))
-        self._metrics: dict[str, Metric] = {}
+    def __init__(self, directory: RunDirectory, patterns: Sequence[str]) -> None:
+        """`patterns`: those of the metrics' names."""
+        self._meters, self._patterns = Meters(), patterns
+        self._export = RayExport(self._meters, Origin(directory.full_name, directory.run_id, DRIVER, DRIVER))
+        self._gauges: dict[str, Metric] = {}
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in numbers(metrics).items():
-            if name not in self._metrics:
-                self._metrics[name] = Metric(gauge_name(name), GAUGE, "", name)
-            self._meters.put(self._metrics[name], value)
+            if any(fnmatchcase(name, pattern) for pattern in self._patterns):
+                exported, labels = gauge_of(name)
+                gauge = self._gauges.setdefault(exported, Metric(exported, GAUGE, "", name, tuple(labels)))
+                self._meters.put(gauge, value, **labels)
         self._export.start()
 
     def close(self) -> None:
         self._export.close()
 
 
-def gauge_name(name: str) -> str:
-    """The name of a gauge as Prometheus allows it: `penstock_step_actor_pg_loss` for `actor/pg_loss`."""
-    return STEP_PREFIX + re.sub(r"\W", "_", name)
+def gauge_of(name: str) -> tuple[str, dict[str, str]]:
+    """The name and the labels of a metric's gauge, as Prometheus allows them. An engine's name is a label.
+
+    >>> gauge_of("actor/pg_loss"), gauge_of("rollout/groups/Rollout-0")
+    (('penstock_step_actor_pg_loss', {}), ('penstock_step_rollout_groups', {'engine': 'Rollout-0'}))
+    """
+    head, is_of_engine, engine = name.partition(GROUPS)
+    labels = {"engine": engine} if is_of_engine and not head else {}
+    return STEP_PREFIX + re.sub(r"\W", "_", GROUPS.rstrip("/") if labels else name), labels
 
 
-FILES: Mapping[str, Callable[[RunDirectory], Sink]] = {
-    "tensorboard": TensorBoard,
-    "ray": lambda directory: RayGauges(directory.path.name),
+FILES: Mapping[str, Callable[[RunDirectory, TrackingConfig], Sink]] = {
+    "tensorboard": lambda directory, _: TensorBoard(directory),
+    "ray": lambda directory, tracking: RayGauges(directory, tracking.ray_metrics),
 }
 """Sinks of `tracking.sinks` that talk to no service, by name."""
 TRACKERS: Mapping[str, Callable[[TrackingConfig], Tracker]] = {
@@ -136,7 +146,7 @@ def opened_sinks(config: RunConfig, directory: RunDirectory, own: Sequence[Sink]
     sinks: list[Sink] = [*own, JsonLines(directory)]
     senders: list[Sender] = []
     try:
-        sinks += [FILES[name](directory) for name in config.tracking.sinks if name in FILES]
+        sinks += [FILES[name](directory, config.tracking) for name in config.tracking.sinks if name in FILES]
         for name in (name for name in config.tracking.sinks if name in TRACKERS):
             tracker, about = TRACKERS[name](config.tracking), About.of(config, directory)
             senders.append(Sender(name, tracker, about, directory, config.tracking.close_timeout_s))

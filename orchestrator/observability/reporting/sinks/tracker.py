@@ -41,7 +41,7 @@ class About:
     def of(cls, config: RunConfig, directory: RunDirectory) -> "About":
         recipe = config.recipe_name
         return cls(
-            name=directory.run_id,
+            name=directory.full_name,
             group=config.tracking.group or recipe,
             project=config.tracking.project,
             tags={"recipe": recipe, "algorithm": config.algorithm.name, **config.tracking.tags},

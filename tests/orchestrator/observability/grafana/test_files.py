@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from penstock.metering import table
-from penstock.metering.meters import HISTOGRAM, ORIGIN
+from penstock.metering.meters import ORIGIN, SUMMARY
 from penstock.metering.table import METRICS
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.observability.grafana.dashboard import ROWS
 from penstock.orchestrator.observability.grafana.files import RULES
-from penstock.orchestrator.observability.grafana.promql import PANELS
+from penstock.orchestrator.observability.grafana.promql import PANELS, RUN
 
 EXPORTED = {metric.exported: metric for metrics in METRICS.values() for metric in metrics}
 QUERIES = [query.expr for panels in ROWS.values() for panel in panels for query in panel.queries]
@@ -31,7 +31,8 @@ def test_the_command_writes_the_files_and_says_what_to_do(tmp_path: Path, capsys
     assert [target["expr"] for panel in shown for target in panel["targets"]] == QUERIES
     assert {str(panel["datasource"]["uid"]) for panel in shown} == {"${datasource}"}
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", "SessionName", "run"]
+    variables = [variable["name"] for variable in board["templating"]["list"]]
+    assert variables == ["datasource", "SessionName", "run", "run_id"]
 
 
 def test_nodes_are_looked_for_where_ray_of_this_machine_is(
@@ -67,8 +68,8 @@ def test_a_query_asks_for_declared_metrics_alone(query: str) -> None:
     names = set(re.findall(r"\bray_\w+", query))
     assert names
     for name in names:
-        metric = EXPORTED.get(name) or EXPORTED[re.sub("_(sum|count|bucket)$", "", name)]
-        assert (metric.kind == HISTOGRAM) == (name not in EXPORTED)
+        metric = EXPORTED.get(name) or EXPORTED[re.sub("_(sum|count)$", "", name)]
+        assert (metric.kind == SUMMARY) == (name not in EXPORTED)
 
 
 def test_every_metric_is_shown_or_has_an_alert() -> None:
@@ -81,7 +82,7 @@ def test_every_metric_is_shown_or_has_an_alert() -> None:
     [
         lambda: PANELS.rate(table.STORE_BYTES, ["run"]),
         lambda: PANELS.value(table.ROLLOUT_TOKENS, ["run"]),
-        lambda: PANELS.quantile(0.5, table.ROLLOUT_TOKENS),
+        lambda: PANELS.mean(table.ROLLOUT_TOKENS, ["run"]),
         lambda: PANELS.rate(table.REWARD_ERRORS, ["run", "stage"]),
     ],
 )
@@ -92,8 +93,16 @@ def test_a_query_that_a_metric_does_not_bear_is_refused(ask) -> None:
 
 def test_rates_of_panels_are_of_the_runs_that_are_chosen() -> None:
     expected = (
-        'sum by (run) (rate(ray_penstock_rollout_tokens_total{run=~"$run",SessionName=~"$SessionName"}'
-        "[$__rate_interval]))"
+        'sum by (run, run_id) (rate(ray_penstock_rollout_tokens_total{run=~"$run",run_id=~"$run_id",'
+        'SessionName=~"$SessionName"}[$__rate_interval]))'
     )
-    assert PANELS.rate(table.ROLLOUT_TOKENS, ["run"]) == expected
-    assert "run" in ORIGIN
+    assert PANELS.rate(table.ROLLOUT_TOKENS, RUN) == expected
+    assert set(RUN) < set(ORIGIN)
+
+
+@pytest.mark.parametrize("query", [*QUERIES, *(rule.expr for rule in RULES)])
+def test_no_query_names_a_run_or_adds_two_of_one_name_up(query: str) -> None:
+    assert set(re.findall(r"\brun(?:_id)?=~?\"(.*?)\"", query)) <= {"$run", "$run_id"}
+    together = re.findall(r"(?:by|on) \((.*?)\)", query)
+    assert together
+    assert all({*RUN} <= set(labels.split(", ")) for labels in together)

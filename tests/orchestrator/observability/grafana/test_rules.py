@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from penstock.conf.renamed import METRICS
 from penstock.metering import table
 from penstock.metering.meters import Metric
-from penstock.metering.ray_export import ALMOST_NOTHING
 from penstock.orchestrator.observability.grafana.files import RULES, RULES_FILE, write
 from tests.orchestrator.observability.grafana.prometheus import needed
 
@@ -22,7 +22,7 @@ MINUTES = 45
 ENGINE, RANK = {"actor": "Rollout-0"}, {"actor": "Trainer-policy-0"}
 WAIT = RANK | {"phase": "wait"}
 THERE, ENGINE_THERE = (table.STORE_SEEN, {}, "1x60"), (table.ROLLOUT_RUNNING, ENGINE, "0x60")
-NONE, ONE = f"{ALMOST_NOTHING}x60", f"{ALMOST_NOTHING}x40 1x20"
+LOST = (table.RUN_LOST, {"member_role": "rollout"})
 
 CASES: dict[str, dict[str, list[Series]]] = {
     "PenstockTrainerStarved": {
@@ -36,8 +36,9 @@ CASES: dict[str, dict[str, list[Series]]] = {
         "ended": [(table.ROLLOUT_BUSY, ENGINE, "0+50x10 500x50"), (table.ROLLOUT_RUNNING, ENGINE, "0x10")],
     },
     "PenstockMembersLost": {
-        "bad": [(table.RUN_LOST, {"member_role": "rollout"}, ONE)],
-        "well": [(table.RUN_LOST, {"member_role": "rollout"}, NONE)],
+        "bad": [(*LOST, "_x40 1x20")],
+        "again": [(*LOST, "1x40 2x20")],
+        "well": [(*LOST, "1x60")],
     },
     "PenstockRowsDropped": {
         "bad": [(table.STORE_DROPPED, {"reason": "stale"}, "0+40x60"), (table.STORE_ADMITTED, {}, "0+100x60")],
@@ -58,8 +59,8 @@ CASES: dict[str, dict[str, list[Series]]] = {
         "well": [(table.ROLLOUT_KV_CACHE, ENGINE, "0.9 0.99 0.6x58")],
     },
     "PenstockMismatch": {
-        "bad": [(table.TRAINER_MISMATCH, RANK, "0.5x60")],
-        "well": [(table.TRAINER_MISMATCH, RANK, "0.01x60")],
+        "bad": [(table.STEP_MISMATCH, RANK, "0.5x60")],
+        "well": [(table.STEP_MISMATCH, RANK, "0.01x60")],
     },
     "PenstockStoreNearlyFull": {
         "bad": [(table.STORE_BYTES, {}, "95x60"), (table.STORE_CAPACITY, {}, "100x60")],
@@ -68,15 +69,22 @@ CASES: dict[str, dict[str, list[Series]]] = {
 }  # fmt: skip
 
 
-def unit_test(name: str, series: list[Series], fires: bool) -> dict[str, Any]:
-    """A unit test as promtool reads it: how many alerts of that name fire."""
+FIRING = ("bad", "again")
+"""Cases in which an alert is sent."""
+
+
+def unit_test(name: str, runs: dict[str, list[Series]], firing: str) -> dict[str, Any]:
+    """A unit test as promtool reads it: ids of the runs for which an alert of that name fires. `runs`: series by the
+    ids of runs, which have one name."""
     inputs = []
-    for metric, labels, values in series:
-        suffix = "_sum" if metric.buckets else ""
-        written = ",".join(f'{label}="{value}"' for label, value in {"run": "sums", **labels}.items())
-        inputs.append({"series": f"{metric.exported}{suffix}{{{written}}}", "values": values})
-    count = f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)'
-    expected = {"expr": count, "eval_time": f"{MINUTES}m", "exp_samples": [{"labels": "{}", "value": int(fires)}]}
+    for run_id, series in runs.items():
+        for metric, labels, values in series:
+            all_labels = {"run": "sums", "run_id": run_id, **labels}
+            written = ",".join(f'{label}="{value}"' for label, value in all_labels.items())
+            inputs.append({"series": f"{metric.exported}{{{written}}}", "values": values})
+    ids = f'count by (run_id) (ALERTS{{alertname="{name}",alertstate="firing"}})'
+    samples = [{"labels": f'{{run_id="{firing}"}}', "value": 1}] if firing else []
+    expected = {"expr": ids, "eval_time": f"{MINUTES}m", "exp_samples": samples}
     return {"interval": "1m", "input_series": inputs, "promql_expr_test": [expected]}
 
 
@@ -86,18 +94,34 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_rule_fires_where_it_is_to_and_nowhere_else(files: Path) -> None:
-    assert CASES.keys() == {rule.name for rule in RULES}
-    tests = [
-        unit_test(name, series, fires=case == "bad") for name, cases in CASES.items() for case, series in cases.items()
-    ]
-    (files / "cases.yml").write_text(
-        yaml.safe_dump({"rule_files": [RULES_FILE], "evaluation_interval": "1m", "tests": tests})
-    )
+def check(files: Path, tests: list[dict[str, Any]]) -> None:
+    """Have promtool make the tests."""
+    about = {"rule_files": [RULES_FILE], "evaluation_interval": "1m", "tests": tests}
+    (files / "cases.yml").write_text(yaml.safe_dump(about))
     done = subprocess.run(
         [needed("promtool"), "test", "rules", files / "cases.yml"], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_rule_fires_where_it_is_to_and_nowhere_else(files: Path) -> None:
+    assert CASES.keys() == {rule.name for rule in RULES}
+    check(files, [
+        unit_test(name, {"a": series}, firing="a" if case in FIRING else "")
+        for name, cases in CASES.items() for case, series in cases.items()
+    ])  # fmt: skip
+
+
+def test_a_run_that_is_well_hides_none_of_its_name_that_is_not(files: Path) -> None:
+    check(files, [unit_test(name, {"a": cases["bad"], "b": cases["well"]}, "a") for name, cases in CASES.items()])
+
+
+def test_a_series_is_recorded_by_the_name_that_it_had(files: Path) -> None:
+    series = 'penstock_trainer_step_phase_seconds_{}{{phase="wait",run="sums"}}'.format
+    inputs = [{"series": f"ray_{series('total')}", "values": "7x60"}]
+    sample = {"labels": f"ray_{series('sum')}", "value": 7}
+    expected = {"expr": "ray_penstock_trainer_step_phase_seconds_sum", "eval_time": "5m", "exp_samples": [sample]}
+    check(files, [{"interval": "1m", "input_series": inputs, "promql_expr_test": [expected]}])
 
 
 def test_promtool_finds_nothing_wrong_with_the_files(files: Path) -> None:
@@ -105,4 +129,4 @@ def test_promtool_finds_nothing_wrong_with_the_files(files: Path) -> None:
         command = [needed("promtool"), "check", what, str(files / name)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(RULES)} rules found" in done.stdout
+    assert f"{len(RULES) + len(METRICS)} rules found" in done.stdout

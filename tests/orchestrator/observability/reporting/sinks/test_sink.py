@@ -1,7 +1,7 @@
 """Numbers reach every sink that can take them, TensorBoard reads what is written, and trackers are told of the end."""
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from penstock.conf.errors import DataError
-from penstock.conf.tracking import SINKS
+from penstock.conf.tracking import RAY_METRICS, SINKS
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import CHECKS
 from penstock.orchestrator.observability.reporting.sinks import sink
@@ -20,11 +20,12 @@ from penstock.orchestrator.observability.reporting.sinks.sink import (
     RayGauges,
     TensorBoard,
     close_sinks,
-    gauge_name,
+    gauge_of,
     log_to,
     opened_sinks,
 )
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from tests.metering.measured import Recording
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import Scripted, new_run
 from tests.small_files import files_up_to
 
@@ -112,16 +113,28 @@ def test_a_mistake_of_its_author_is_raised(tmp_path: Path) -> None:
 
 
 def test_a_gauge_of_a_step_has_a_name_of_its_own() -> None:
-    assert gauge_name("actor/pg_loss") == "penstock_step_actor_pg_loss"
-    assert gauge_name("accuracy/heldout_avg@4") == "penstock_step_accuracy_heldout_avg_4"
+    assert gauge_of("actor/pg_loss") == ("penstock_step_actor_pg_loss", {})
+    assert gauge_of("accuracy/heldout_avg@4") == ("penstock_step_accuracy_heldout_avg_4", {})
 
 
-def test_the_gauges_of_steps_end_with_the_run() -> None:
-    gauges = RayGauges("sums")
-    gauges.log(1, {"reward/mean": 0.5, "note": "text"})
-    gauges.log(2, {"reward/mean": 0.7})
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (RAY_METRICS, {"penstock_step_reward_mean"}),
+        (["rollout/*"], {"penstock_step_rollout_groups Rollout-0", "penstock_step_rollout_groups Rollout-1"}),
+        ([], set()),
+    ],
+)
+def test_the_metrics_that_are_asked_for_become_gauges(
+    patterns: Sequence[str], expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording, directory = Recording(monkeypatch), new_run(tmp_path)
+    gauges = RayGauges(directory, patterns)
+    line = {"reward/mean": 0.5, "reward/p10": 0.1, "rollout/groups/Rollout-0": 3, "rollout/groups/Rollout-1": 4}
+    gauges.log(1, {**line, "note": "text"})
     gauges.close()
-    RayGauges("none").close()
+    assert recording.series() == expected
+    RayGauges(directory, patterns).close()
 
 
 def test_every_name_has_a_sink_and_every_tracker_a_check() -> None:
