@@ -33,6 +33,15 @@ def mine(cfg: AlgorithmConfig) -> Dataflow:
 """
 
 
+METADATA = """
+import json
+from ray.job_submission import JobSubmissionClient
+
+(job,) = JobSubmissionClient("http://10.77.0.1:8265").list_jobs()
+print("metadata", json.dumps(job.metadata))
+"""
+
+
 def test_a_job_from_a_laptop_brings_its_own_reward_and_algorithm(warm_python, tmp_path):
     warm = Path(warm_python[0]).parent
     build_fresh_model(tmp_path / "model", SMALL_MODEL, seed=3)
@@ -52,9 +61,17 @@ def test_a_job_from_a_laptop_brings_its_own_reward_and_algorithm(warm_python, tm
             "name=job",
         ]  # fmt: skip
         penstock = [*warm_python, "-m", "penstock.orchestrator.cli", "run", *words]
-        laptop.run([*submit, "--working-dir", "/tmp/mine", "--", *penstock], cwd=ROOT, timeout_s=900)
+        given = ["--metadata-json", json.dumps({"penstock.recipe": "mine", "team": "red"})]
+        laptop.run([*submit, *given, "--working-dir", "/tmp/mine", "--", *penstock], cwd=ROOT, timeout_s=900)
+        told = laptop.run([*warm_python, "-c", METADATA], cwd=ROOT, timeout_s=300).stdout
         hosts = [cluster[number].hostname for number in (1, 2)]
     directory = tmp_path / "runs" / "job"
+    (metadata,) = [json.loads(line.removeprefix("metadata ")) for line in told.splitlines() if "metadata" in line]
+    assert metadata == {
+        "penstock.run": "job", "penstock.run_id": (directory / "run_id").read_text().strip(),
+        "penstock.recipe": "mine", "penstock.algorithm": "own.py:mine", "penstock.directory": str(directory),
+        "penstock.page": f"penstock ui {directory}", "team": "red",
+    }  # fmt: skip
     # 16 samples of quarters.
     assert all(line["reward/mean"] * 64 % 1 == 0 for line in metrics_of(directory))
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]

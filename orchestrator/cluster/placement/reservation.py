@@ -23,14 +23,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.owners import Owner, ThisProcess
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_sharing
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_sharing, run_of
 from penstock.orchestrator.cluster.placement.assignment import Assignment, assign, open_nodes, place_one
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, cluster_nodes, free_nodes, titles
 
 PATIENCE_S = 5.0
 """Seconds that a run waits for the nodes that it planned, before it looks whether others are free."""
-RUN_PREFIX = "penstock-"
-"""Beginning of a reservation's name, which is the namespace of its run."""
 OF_MEMBER = "/"
 """Separator between the namespace and the name of a member that has a reservation of its own."""
 _LOG = logging.getLogger("penstock")
@@ -256,9 +254,13 @@ def _groups() -> list[dict[str, Any]]:
 
 
 def _owner(name: str) -> str:
-    """The holder of a reservation in words, by its name."""
-    is_run, name = name.startswith(RUN_PREFIX), name.partition(OF_MEMBER)[0]
-    return f"Run {name.removeprefix(RUN_PREFIX).rpartition('-')[0]}" if is_run else f"Placement group {name!r}"
+    """The holder of a reservation in words, by its name.
+
+    >>> _owner("penstock-sums-0123abcd-89abcdef/Rollout-3"), _owner("serve")
+    ('Run sums (0123abcd)', "Placement group 'serve'")
+    """
+    run = run_of(name.partition(OF_MEMBER)[0])
+    return f"Run {run[0]} ({run[1]})" if run is not None else f"Placement group {name!r}"
 
 
 def _places(amounts: Mapping[str, Mapping[str, float]], names: Mapping[str, str]) -> str:

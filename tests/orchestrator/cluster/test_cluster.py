@@ -1,11 +1,17 @@
 """What Ray leaves open on a machine, and Penstock does not."""
 
+import json
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
+from ray._private.ray_constants import KV_NAMESPACE_JOB
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray._private.utils import check_version_info
+from ray.dashboard.modules.job.common import JOB_ID_METADATA_KEY, JobInfo, JobInfoStorageClient, JobStatus
 
 from penstock.conf.errors import ResourceError
 from penstock.orchestrator.cluster import cluster
@@ -85,3 +91,36 @@ def test_who_has_another_version_of_ray_is_asked_to_install_the_clusters(monkeyp
     monkeypatch.setattr("ray.init", lambda **_: check_version_info(theirs, "node 10.0.0.2"))
     with pytest.raises(ResourceError, match=r"Ray: 2\.1\.0 .*\)\. Install the cluster's versions here\."):
         join("10.0.0.1:6379")
+
+
+class KeyValues:
+    """Ray's store of jobs, in memory."""
+
+    def __init__(self, values: dict[bytes, bytes]) -> None:
+        self._values = values
+
+    def internal_kv_get(self, key: bytes, namespace: bytes, timeout: float) -> bytes | None:
+        return self._values.get(key) if namespace == KV_NAMESPACE_JOB else None
+
+    def internal_kv_put(self, key: bytes, value: bytes, overwrite: bool, namespace: bytes, timeout: float) -> None:
+        assert (overwrite, namespace) == (True, KV_NAMESPACE_JOB)
+        self._values[key] = value
+
+
+@pytest.mark.parametrize("given", [None, {"team": "red", "penstock.run": "mine"}])
+def test_a_job_of_ray_job_submit_has_the_texts_of_its_run(
+    given: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id="raysubmit_1").encode()
+    submitted = JobInfo(JobStatus.RUNNING, entrypoint="penstock run", start_time=1, metadata=given)
+    values = {key: json.dumps(submitted.to_json()).encode()}
+    monkeypatch.setattr(cluster, "GcsClient", lambda address: KeyValues(values))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="head:6379"))
+    cluster._add_to_submission({"penstock.run": "sums"})
+    assert values == {key: json.dumps(submitted.to_json()).encode()}, "this process is in no job"
+    ours = {"metadata": {JOB_ID_METADATA_KEY: "raysubmit_1"}}
+    monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps(ours))
+    cluster._add_to_submission({"penstock.run": "sums", "penstock.algorithm": "grpo"})
+    found = JobInfo.from_json(json.loads(values[key]))
+    assert found.metadata == {"penstock.run": "sums", "penstock.algorithm": "grpo"} | (given or {})
+    assert (found.status, found.entrypoint, found.start_time) == (JobStatus.RUNNING, "penstock run", 1)

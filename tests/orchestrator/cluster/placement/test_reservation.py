@@ -99,12 +99,12 @@ def test_several_reward_actors_score_what_one_would(three_nodes: str, small_run:
 
 def test_a_second_run_takes_the_nodes_that_are_free(three_nodes: str) -> None:
     actors, config = planned("rollout.num_workers=1", "cluster.cpus_per_worker=2", "reward.cpus_per_worker=0")
-    first = Reservation.make(actors, config, "penstock-first-00000000", 60)
+    first = Reservation.make(actors, config, "penstock-first-0123abcd-00000000", 60)
     taken = {first.assignment.node_of[actor.name].id for actor in actors if actor.num_cpus}
     assert len(taken) == 2
     free = next(node for node in cluster_nodes() if node.id not in taken)
     little, small = planned("algorithm=sft", "evaluation.every_steps=0", f"cluster.cpus_per_worker={free.cpus}")
-    second = Reservation.make(little, small, "penstock-second-00000000", 60)
+    second = Reservation.make(little, small, "penstock-second-0123abcd-00000000", 60)
     assert second.assignment.node_of["Trainer-policy-0"] == free
     first.release()
     second.release()
@@ -114,11 +114,11 @@ def test_a_rank_that_has_lost_its_node_has_its_own_room_again_or_another(
     three_nodes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actors, config = planned("algorithm=sft", "evaluation.every_steps=0", "cluster.cpus_per_worker=1")
-    made = Reservation.make(actors, config, "penstock-moves-00000000", 60)
+    made = Reservation.make(actors, config, "penstock-moves-0123abcd-00000000", 60)
     rank = next(actor for actor in actors if actor.role == "trainer")
     own = made.assignment.node_of[rank.name]
     try:
-        again = made.claim_again(rank, actors, config, "penstock-moves-00000000")
+        again = made.claim_again(rank, actors, config, "penstock-moves-0123abcd-00000000")
         assert (again.node, again.is_own) == (own, False)  # only the agent was lost there
         made.accept(rank, again)
 
@@ -127,10 +127,10 @@ def test_a_rank_that_has_lost_its_node_has_its_own_room_again_or_another(
             without.setattr(reservation, "cluster_nodes", lambda: [node for node in cluster_nodes() if node != own])
             without.setattr(reservation, "free_nodes", list)
             with pytest.raises(ResourceError, match="No node that trainer may be on has room"):
-                made.claim_again(rank, actors, config, "penstock-moves-00000000")
+                made.claim_again(rank, actors, config, "penstock-moves-0123abcd-00000000")
             assert made.assignment.node_of[rank.name] == own
             without.setattr(reservation, "free_nodes", lambda: [node for node in free if node.id != own.id])
-            other = made.claim_again(rank, actors, config, "penstock-moves-00000000")
+            other = made.claim_again(rank, actors, config, "penstock-moves-0123abcd-00000000")
         assert other.is_own
         made.accept(rank, other)
         assert made.assignment.node_of[rank.name].id == other.node.id != own.id
@@ -142,9 +142,9 @@ def test_a_run_that_finds_the_cluster_taken_waits_and_is_told_who_has_it(
     three_nodes: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     actors, config = planned("rollout.num_workers=4", "trainer.num_ranks=2", "reward.cpus_per_worker=2")
-    first = Reservation.make(actors, config, "penstock-first-00000000", 60)
-    with pytest.raises(ResourceError, match=r"not free within 2 s \(rollout.start_timeout_s\): .*Run first has .*CPU"):
-        Reservation.make(actors, config, "penstock-second-00000000", 2)
+    first = Reservation.make(actors, config, "penstock-first-0123abcd-00000000", 60)
+    with pytest.raises(ResourceError, match=r"not free within 2 s \(.*start_timeout_s\): .*Run first \(0123abcd\) has "):
+        Reservation.make(actors, config, "penstock-second-0123abcd-00000000", 2)
     assert "waiting up to 2 s" in caplog.text
     released = threading.Event()
 
@@ -153,7 +153,7 @@ def test_a_run_that_finds_the_cluster_taken_waits_and_is_told_who_has_it(
         first.release()
 
     threading.Timer(3.0, release).start()
-    second = Reservation.make(actors, config, "penstock-second-00000000", 60)
+    second = Reservation.make(actors, config, "penstock-second-0123abcd-00000000", 60)
     assert released.is_set()
     second.release()
 
@@ -161,4 +161,4 @@ def test_a_run_that_finds_the_cluster_taken_waits_and_is_told_who_has_it(
 def test_nothing_is_waited_for_that_the_cluster_cannot_hold(three_nodes: str) -> None:
     actors, config = planned("cluster.cpus_per_worker=4")
     with pytest.raises(ResourceError, match="the largest of the cluster's nodes has 3 CPU"):
-        Reservation.make(actors, config, "penstock-large-00000000", 60)
+        Reservation.make(actors, config, "penstock-large-0123abcd-00000000", 60)

@@ -99,7 +99,7 @@ class Probe:
 @pytest.mark.real
 def test_ray_puts_a_rank_and_its_engine_on_one_gpu_and_gets_it_back_afterwards(cluster):
     plan, config = PLAN[:3] + PLAN[4:6], colocated()
-    reservation = Reservation.make(plan, config, "penstock-first-00000000", 60)
+    reservation = Reservation.make(plan, config, "penstock-first-0123abcd-00000000", 60)
     probes = {
         actor.name: Probe.options(
             num_cpus=actor.num_cpus, num_gpus=actor.num_gpus, **reservation.options(actor)
@@ -111,8 +111,8 @@ def test_ray_puts_a_rank_and_its_engine_on_one_gpu_and_gets_it_back_afterwards(c
     assert gpus["Rollout-1"] == gpus["Trainer-policy-1"]
     assert gpus["Rollout-0"] != gpus["Rollout-1"]
     with pytest.raises(ResourceError, match="was not free within 1 s"):
-        Reservation.make(plan, config, "penstock-late-00000000", 1)
+        Reservation.make(plan, config, "penstock-late-0123abcd-00000000", 1)
     for probe in probes.values():
         ray.kill(probe)
     reservation.release()
-    Reservation.make(plan, config, "penstock-late-00000000", 60).release()
+    Reservation.make(plan, config, "penstock-late-0123abcd-00000000", 60).release()
