@@ -143,7 +143,7 @@ def test_a_run_that_finds_the_cluster_taken_waits_and_is_told_who_has_it(
 ) -> None:
     actors, config = planned("rollout.num_workers=4", "trainer.num_ranks=2", "reward.cpus_per_worker=2")
     first = Reservation.make(actors, config, "penstock-first-0123abcd-00000000", 60)
-    with pytest.raises(ResourceError, match=r"not free within 2 s \(.*start_timeout_s\): .*Run first \(0123abcd\) has "):
+    with pytest.raises(ResourceError, match=r"not free within 2 s \(.*start_timeout_s\): .*Run first \(0123abcd\) has"):
         Reservation.make(actors, config, "penstock-second-0123abcd-00000000", 2)
     assert "waiting up to 2 s" in caplog.text
     released = threading.Event()
