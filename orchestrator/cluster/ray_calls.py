@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from penstock.conf.errors import (
     DeadlineExceeded,
@@ -45,7 +45,7 @@ def translate(error: Exception, name: str) -> Exception:
         cause = error.cause
         if isinstance(cause, PenstockError):
             return cause
-        if isinstance(cause, RayActorError):
+        if isinstance(cause, RayActorError | OutOfMemoryError):
             return PartnerGone(f"an actor that {name} depends on has died: {cause}")
         kind = WorkerDied if is_device_failure(cause) else WorkerFailed
         return kind(f"{name} failed with {type(cause).__name__}: {cause}\n{_tail(str(error))}")
@@ -53,6 +53,12 @@ def translate(error: Exception, name: str) -> Exception:
         return WorkerDied(
             f"{name} has died ({_reason(str(error))}). Its log is in Ray's session directory on its node "
             f"(/tmp/ray/session_latest/logs if Ray was started there). {_usual_reason(name)}"
+        )
+    if isinstance(error, OutOfMemoryError):
+        return WorkerDied(
+            f"{name} was ended by Ray's memory monitor, as its node ran out of memory: "
+            f"{MEMORY_KEYS.get(name.partition('-')[0], 'place fewer actors on it')}, or use nodes with more memory "
+            f"({_first_line(str(error))})."
         )
     if isinstance(error, RayError):
         return WorkerDied(f"{name} did not answer: {type(error).__name__}: {_first_line(str(error))}")

@@ -192,7 +192,7 @@ async def endpoint_of(handle: Any, patience_s: float = RETRY_S) -> Endpoint:
                     f"the store's actor could not be reached through Ray for {patience_s:g} s: {error} See whether its "
                     "machine and the network are well, and resume the run."
                 ) from None
-        except of_ray.RayActorError as error:
+        except (of_ray.RayActorError, of_ray.OutOfMemoryError) as error:
             raise StoreDied(f"the store's process is gone: {error}") from None
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -126,6 +126,12 @@ def test_errors_that_crossed_ray_have_penstocks_types() -> None:
     assert type(translate(crossed(ActorDiedError()), "Rollout-0")) is PartnerGone
     assert type(translate(ActorDiedError(), "Rollout-0")) is WorkerDied
     assert type(translate(OutOfMemoryError("the node is low on memory"), "Rollout-0")) is WorkerDied
+    said = str(translate(OutOfMemoryError("1 worker(s) were killed\nTop 10"), "Rollout-0"))
+    assert said == (
+        "Rollout-0 was ended by Ray's memory monitor, as its node ran out of memory: lower rollout.kv_cache_gib, or "
+        "rollout.gpu_memory_utilization on a GPU, or use nodes with more memory (1 worker(s) were killed)."
+    )
+    assert type(translate(crossed(OutOfMemoryError("the node is low on memory")), "Trainer-0")) is PartnerGone
     own = KeyError("x")
     assert translate(own, "Rollout-0") is own
 

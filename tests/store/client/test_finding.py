@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from penstock.conf.errors import StoreDied
 from penstock.network.connection import Address
@@ -47,8 +47,9 @@ def test_it_is_not_asked_for_ever() -> None:
     assert len(handle.calls) > 1
 
 
-def test_a_dead_one_is_not_asked_again() -> None:
-    handle = actor(ActorDiedError())
+@pytest.mark.parametrize("death", [ActorDiedError(), OutOfMemoryError("ended by Ray's memory monitor")])
+def test_a_dead_one_is_not_asked_again(death: Exception) -> None:
+    handle = actor(death)
     with pytest.raises(StoreDied, match="the store's process is gone"):
         asyncio.run(endpoint_of(handle))
     assert len(handle.calls) == 1

@@ -69,7 +69,7 @@ class ActorEngines:
         """Wait for the calls in the order in which they end, so that one engine's failure is not hidden by another's
         silence."""
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
         names = {call: name for call, (name, _) in zip(calls, self._actors, strict=True)}
         waiting = list(calls)
@@ -80,7 +80,7 @@ class ActorEngines:
             except RayTaskError as error:
                 cause = error.cause
                 raise cause if isinstance(cause, PenstockError) else WorkerDied(f"{names[done]}: {cause}") from None
-            except RayActorError as error:
+            except (RayActorError, OutOfMemoryError) as error:
                 raise WorkerDied(f"{names[done]} has died while weights were sent to it: {error}") from None
 
 
