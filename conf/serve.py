@@ -51,6 +51,9 @@ class ServeConfig:
     keep_unnamed: int = 32
     """Unnamed sampler weights of each session that are kept on disk, the newest ones; older ones are deleted once no
     request waits for them. A loop makes one at every step, and samples from the newest few."""
+    keep_sessions: int = 1024
+    """Sessions of each tenant that are known, ended ones too. Of more, the oldest without training clients are
+    forgotten, with their results."""
     gap_s: float = 330.0
     """Time that later requests of a training client wait for one that has not come. They fail after it: the SDK sends
     a request again for 300 s."""
@@ -84,8 +87,8 @@ class ServeConfig:
                 f"serve.max_rank={self.max_rank}: with serve.full=true there are no adapters. Leave one of them out."
             )
         for name in (
-            "max_loaded", "max_resident", "snapshot_every", "keep_results", "keep_unnamed", "max_body_mib",
-            "max_sampling", "max_adapters",
+            "max_loaded", "max_resident", "snapshot_every", "keep_results", "keep_unnamed", "keep_sessions",
+            "max_body_mib", "max_sampling", "max_adapters",
         ):  # fmt: skip
             at_least(f"serve.{name}", getattr(self, name), 1)
         within("serve.port", self.port, 0, 65535)

@@ -1,23 +1,26 @@
 """Weights that clients have saved, each a directory of the run directory:
 
-    checkpoints/RUN/weights/NAME/           state.safetensors, checkpoint.json: with optimizer
+    checkpoints/RUN/weights/NAME/           state-N.safetensors, checkpoint.json: with optimizer
     checkpoints/RUN/sampler_weights/NAME/   the same, weights alone
 
-Clients know them as tinker://RUN/weights/NAME. One is there once its `checkpoint.json` is.
+Clients know them as tinker://RUN/weights/NAME. Each save has a file of its own, by the number N of its request, and
+`checkpoint.json` names the newest: it is written last, so an overwrite happens at once or not at all. Older saves stay
+as long as sampling sessions name them.
 """
 
+import contextlib
 import json
-import shutil
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import DataError
-from penstock.orchestrator.serve.journal import sync_directory
+from penstock.orchestrator.serve.journal import refusals
 from penstock.orchestrator.serve.state_file import read_spec, read_state, write_state
 from penstock.orchestrator.serve.wire.training import NAME
 from penstock.workers.local_files import write_whole
@@ -28,6 +31,7 @@ from penstock.workers.weights.publication.room import WHOLE_NAME
 SCHEME = "tinker://"
 FOLDERS = {"weights": "training", "sampler_weights": "sampler"}
 STATE, FACTS = "state.safetensors", "checkpoint.json"
+"""Names of a training state in an archive and in the version before, and of the facts."""
 
 
 class NoCheckpoint(DataError):
@@ -69,6 +73,8 @@ class Checkpoint:
     size_bytes: int
     expires: float | None = None
     metadata: dict[str, str] | None = None
+    file: str = STATE
+    """File of the state, beside the facts."""
 
     @property
     def address(self) -> Address:
@@ -88,19 +94,21 @@ class Checkpoints:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._lock = threading.Lock()
+        """Held while a save has a file and no name yet, and while old ones are looked for."""
 
     def save(self, facts: Checkpoint, state: AdapterState, *, overwrite: bool) -> Checkpoint:
-        """Save a state. Raises `DataError` if another request has saved one of that name."""
-        there = self._find(facts.address)
-        if there is not None and there.seq != facts.seq and not overwrite:
-            raise DataError(f"{facts.address.path} is there already: choose another name, or pass overwrite=True.")
-        folder = self._folder(facts.address)
-        size = write_state(folder / STATE, state)
-        whole = Checkpoint(**{**asdict(facts), "size_bytes": size})
-        write_whole(folder / FACTS, json.dumps(asdict(whole)), synced=True)
-        sync_directory(folder)
-        sync_directory(folder.parent)
-        return whole
+        """Save a state, unless this request has saved it before. Raises `DataError` if another request has saved one of
+        that name."""
+        with self._lock:
+            present = self._find(facts.address)
+            if present is not None and present.seq == facts.seq:
+                return present
+            if present is not None and not overwrite:
+                raise DataError(f"{facts.address.path} is there already: choose another name, or pass overwrite=True.")
+            file = f"state-{facts.seq}.safetensors"
+            size = write_state(self._folder(facts.address) / file, state)
+            return self._note(replace(facts, size_bytes=size, file=file))
 
     def get(self, address: Address) -> Checkpoint:
         found = self._find(address)
@@ -118,8 +126,16 @@ class Checkpoints:
             raise DataError(f"{address.path} has no optimizer: load it without, or a checkpoint of save_state.")
         return read_state(self.file(address), with_optimizer=with_optimizer)
 
-    def file(self, address: Address) -> Path:
-        return self._folder(address) / STATE
+    def newest(self, address: Address) -> str:
+        """The newest save of a name: its file, below the directory of all. Raises `NoCheckpoint`."""
+        return str((self._folder(address) / self.get(address).file).relative_to(self._directory))
+
+    def file(self, address: Address, save: str = "") -> Path:
+        """File of a save, by default the newest. Raises `NoCheckpoint`."""
+        file = self._directory / (save or self.newest(address))
+        if not file.exists():
+            raise _missing(address)
+        return file
 
     def of_run(self, run: str) -> list[Checkpoint]:
         """All of a training run, oldest first."""
@@ -134,15 +150,34 @@ class Checkpoints:
 
     def expire(self, address: Address, ttl_s: int | None) -> None:
         """Set the time after which a checkpoint is gone; None: never."""
-        facts = {**asdict(self.get(address)), "expires": None if ttl_s is None else time.time() + ttl_s}
-        write_whole(self._folder(address) / FACTS, json.dumps(facts), synced=True)
+        self._note(replace(self.get(address), expires=None if ttl_s is None else time.time() + ttl_s))
 
-    def delete(self, address: Address) -> None:
-        """Delete a checkpoint, expired or not. Raises `NoCheckpoint`."""
-        if self._find(address) is None:
+    def delete(self, address: Address) -> Path:
+        """Delete a name and its newest save, expired or not. Returns the file of the save. Raises `NoCheckpoint`."""
+        facts = self._find(address)
+        if facts is None:
             raise _missing(address)
         (self._folder(address) / FACTS).unlink()
-        shutil.rmtree(self._folder(address), ignore_errors=True)
+        return self.remove(str((self._folder(address) / facts.file).relative_to(self._directory)))
+
+    def superseded(self, address: Address | None = None) -> list[str]:
+        """Saves that a name no longer stands for; None: of all names."""
+        folders = self._directory.glob("*/*/*") if address is None else [self._folder(address)]
+        found = []
+        with self._lock:
+            for folder in folders:
+                facts = self._find(Address(*folder.parts[-3:]))
+                kept = {FACTS, facts.file} if facts is not None else set()
+                found += [file for file in folder.glob("[!.]*") if file.name not in kept]
+        return sorted(str(file.relative_to(self._directory)) for file in found)
+
+    def remove(self, save: str) -> Path:
+        """Remove a save, and its directory with the last one. Returns its file."""
+        file = self._directory / save
+        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.parent.rmdir()
+        return file
 
     def archive(self, address: Address) -> Iterator[bytes]:
         """A tar of a checkpoint, in parts: the adapter as PEFT reads it, and for training its whole state."""
@@ -168,6 +203,12 @@ class Checkpoints:
             return Checkpoint(**json.loads((self._folder(address) / FACTS).read_text()))
         except FileNotFoundError:
             return None
+
+    def _note(self, facts: Checkpoint) -> Checkpoint:
+        file = self._folder(facts.address) / FACTS
+        with refusals(file):
+            write_whole(file, json.dumps(asdict(facts)), synced=True)
+        return facts
 
     def _folder(self, address: Address) -> Path:
         return self._directory / _safe(address.run) / address.folder / address.name

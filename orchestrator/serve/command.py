@@ -125,9 +125,9 @@ async def _serving(started: StorelessFleet, directory: RunDirectory, key: str, t
     url = await server.start()
     words = f"TINKER_BASE_URL={url}" + (f" TINKER_API_KEY={server.key}" if server.key else "")
     tell(f"{facts.name} is served: {words}")
-    told = asyncio.create_task(_telling(server, backend, directory, url))
+    told = asyncio.create_task(_telling(server, backend, directory, url), name="the status for penstock ui")
     try:
-        await server.serve_until(stop)
+        await server.serve_until(stop, told)
     finally:
         told.cancel()
         await backend.engines.close()

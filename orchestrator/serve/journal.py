@@ -2,39 +2,57 @@
 
     [length 4][crc32 4][header length 4][header, JSON][body] …
 
-Records that are added at the same time are written and synced together (group commit), in a thread. A record that is
-cut off or damaged at the end of the file, as a write that was killed leaves it, is dropped when the file is opened,
-and what would follow it is never read as a record.
+Records that are added at the same time are written and synced together (group commit), in a thread; all but the first
+of such a batch are marked, in the header length. A batch is written once the one before is on the disk. So only the
+last one can be torn, by a kill or a power cut, and that is dropped when the file is read. A damaged record with a whole
+batch behind it was acknowledged: the file is refused, and stays as it is.
 """
 
 import asyncio
+import contextlib
 import json
+import logging
 import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import PenstockError
-from penstock.workers.local_files import replacing
+from penstock.store.data import durable
+from penstock.workers.local_files import part_of
 
+_LOG = logging.getLogger("penstock")
 _FRAME = struct.Struct("<III")
+_JOINED = 2**31
+"""Mark of a record that was written together with the one before it."""
+LARGE_BYTES = 2**26
 Header = dict[str, Any]
 
 
 class JournalError(PenstockError):
-    """A journal that cannot be written: nothing is acknowledged that is not in it."""
+    """A file that cannot be written or read now: nothing is acknowledged that is not on the disk."""
+
+
+class JournalDamaged(JournalError):
+    """A journal with a record that is not what was written."""
+
+
+class RecordDropped(PenstockError):
+    """A record that a rewrite has dropped."""
 
 
 @dataclass(eq=False)
 class Place:
-    """The place of a record's body in a journal, which moves it when it is rewritten."""
+    """The place of a record's body in a journal, which moves it when it is rewritten. `offset`: negative once it is
+    dropped."""
 
     offset: int
     num_bytes: int
+    checksum: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,73 +62,88 @@ class Record:
 
 
 class Journal:
-    """Lifecycle: `open` reads what is there; `append` any number of times; `rewrite` for fewer records; `close`.
+    """Lifecycle: made for a file, new or left by another process; `append` any number of times; `rewrite` for fewer
+    records; `close`. The file is opened when it is first needed.
 
     journal = Journal(path)
     place = await journal.append({"seq": 7}, body)
     assert journal.read(place) == body
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open a journal, new or left by another process, and cut off what is torn at its end."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self.records, self._num_bytes = _scanned(path)
+    def __init__(self, path: Path, large_bytes: int = LARGE_BYTES) -> None:
+        """`large_bytes`: size from which it is large. Raises `JournalError`, `JournalDamaged`."""
+        self.path, self._least_bytes = path, large_bytes
+        with refusals(path):
+            self.records, self._num_bytes = _scanned(path)
         """Records in the order of the file."""
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(self._file, self._num_bytes)
+        self._large_bytes = max(large_bytes, 2 * self._num_bytes)
+        self._file = -1
+        self._is_named = False
+        """Whether the file's name is on the disk, too."""
         self._waiting: list[tuple[Record, bytes, asyncio.Future[Place]]] = []
         self._lock = asyncio.Lock()
         self._reading = threading.Lock()
         """Held while a place is read, and while places change with their file: one holds in its own file alone."""
         self._flushing: asyncio.Task[None] | None = None
-        self._is_closed = False
+        self.is_closed = False
 
     async def append(self, header: Mapping[str, Any], body: bytes = b"") -> Place:
         """Add a record; returns when it is on the disk. Raises `JournalError`."""
-        if self._is_closed:
+        if self.is_closed:
             raise JournalError(f"{self.path}: the server is ending. The request is not taken; send it again.")
         done: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        record = Record(dict(header), Place(0, len(body)))
-        self._waiting.append((record, _framed(header, body), done))
+        self._waiting.append((Record(dict(header), Place(0, len(body), zlib.crc32(body))), body, done))
         if self._flushing is None:
             self._flushing = asyncio.create_task(self._flush())
         return await done
 
     async def rewrite(self, is_kept: Callable[[Header], bool]) -> None:
-        """Drop the records that are not kept, in one step. Raises `JournalError`; then all are there."""
-        async with self._lock:
-            kept = [record for record in self.records if is_kept(record.header)]
-            try:
-                file, framed = await asyncio.to_thread(self._rewritten, kept)
-            except OSError as error:
-                raise self._failed(error) from error
-            with self._reading:
-                os.close(self._file)
-                self._file, self.records, self._num_bytes = file, kept, 0
-                for record, data in zip(kept, framed, strict=True):
-                    self._settle(record, data)
+        """Drop the records that are not kept, in one step, which a cancelled caller does not stop. Raises
+        `JournalError`; then all are there."""
+        task = asyncio.create_task(self._rewrite(is_kept))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # where nobody waits any more
+        await asyncio.shield(task)
 
     def read(self, place: Place) -> bytes:
-        """The body of a record, from any thread. Raises `JournalError` once the journal is closed."""
+        """The body of a record, from any thread. Raises `JournalError`, as it does once the journal is closed,
+        `RecordDropped` and `JournalDamaged`."""
         with self._reading:
-            if self._file < 0:
+            if self.is_closed:
                 raise JournalError(f"{self.path}: is closed.")
-            return os.pread(self._file, place.num_bytes, place.offset)
+            if place.offset < 0:
+                raise RecordDropped(f"{self.path}: the record is kept no longer.")
+            with refusals(self.path):
+                body = os.pread(self._opened(), place.num_bytes, place.offset)
+        if zlib.crc32(body) != place.checksum:
+            raise JournalDamaged(f"{self.path}: the record at byte {place.offset:,} is not what was written.")
+        return body
 
     @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
+    def is_large(self) -> bool:
+        """Whether it has doubled since it was rewritten."""
+        return self._num_bytes > self._large_bytes
 
     async def close(self) -> None:
         """Close the file, once what was appended is written."""
-        self._is_closed = True
+        self.is_closed = True
         while self._flushing is not None:
             await asyncio.wait([self._flushing])
         async with self._lock:
             with self._reading:
-                os.close(self._file)
-                self._file = -1
+                self._shut()
+
+    def _shut(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _opened(self) -> int:
+        """The open file, without a torn end."""
+        if self._file < 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            os.ftruncate(self._file, self._num_bytes)
+        return self._file
 
     async def _flush(self) -> None:
         try:
@@ -123,13 +156,16 @@ class Journal:
 
     async def _write(self, batch: list[tuple[Record, bytes, "asyncio.Future[Place]"]]) -> None:
         try:
-            await asyncio.to_thread(self._put, b"".join(data for _, data, _ in batch), self._num_bytes)
-        except OSError as error:
+            framed = await asyncio.to_thread(self._put, [(record.header, body) for record, body, _ in batch])
+        except BaseException as error:
+            why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             for _, _, done in batch:
                 if not done.done():
-                    done.set_exception(self._failed(error))
-            return
-        for record, data, done in batch:
+                    done.set_exception(JournalError(f"{self.path}: {why}. Make room; it is tried again."))
+            if isinstance(error, Exception):
+                return
+            raise
+        for (record, _, done), data in zip(batch, framed, strict=True):
             self._settle(record, data)
             self.records.append(record)
             if not done.done():
@@ -140,61 +176,118 @@ class Journal:
         self._num_bytes += len(data)
         record.place.offset = self._num_bytes - record.place.num_bytes
 
-    def _put(self, data: bytes, offset: int) -> None:
-        """Write behind the last whole record: what a failed write has left there is overwritten, or cut off."""
+    def _put(self, batch: Sequence[tuple[Header, bytes]]) -> list[bytes]:
+        """Write behind the last whole record: what a failed write has left there is overwritten, or cut off. Returns
+        each record as it was written."""
+        framed = [_framed(header, body, is_joined=index > 0) for index, (header, body) in enumerate(batch)]
+        with self._reading:
+            file = self._opened()
         try:
-            view = memoryview(data)
-            while view:
-                written = os.pwrite(self._file, view, offset)
-                view, offset = view[written:], offset + written
-            os.fdatasync(self._file)
+            _write_all(file, b"".join(framed), self._num_bytes)
+            durable.sync_opened(file)
+            if not self._is_named:
+                durable.sync_name(self.path)
+                self._is_named = True
         except OSError:
-            os.ftruncate(self._file, self._num_bytes)
+            os.ftruncate(file, self._num_bytes)
             raise
+        return framed
+
+    async def _rewrite(self, is_kept: Callable[[Header], bool]) -> None:
+        async with self._lock:
+            kept = [record for record in self.records if is_kept(record.header)]
+            self._large_bytes = 2 * self._num_bytes  # if it fails
+            with refusals(self.path):
+                file, framed = await asyncio.to_thread(self._rewritten, kept)
+            with self._reading:
+                self._shut()
+                for record in self.records:
+                    record.place.offset = -1
+                self._file, self.records, self._num_bytes, self._is_named = file, kept, 0, False
+                for record, data in zip(kept, framed, strict=True):
+                    self._settle(record, data)
+            self._large_bytes = max(self._least_bytes, 2 * self._num_bytes)
 
     def _rewritten(self, kept: list[Record]) -> tuple[int, list[bytes]]:
         """Put a file with these records in the place of the present one. Returns it, open, and each record in it."""
         framed = [_framed(record.header, self.read(record.place)) for record in kept]
-        with replacing(self.path, synced=True) as part:
-            part.write_bytes(b"".join(framed))
-            part.chmod(0o600)
-            file = os.open(part, os.O_RDWR)  # what cannot be opened takes no place
-        sync_directory(self.path.parent)
+        part = part_of(self.path)
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            _write_all(file, b"".join(framed), 0)
+            durable.sync_opened(file)
+            durable.rename(part, self.path)
+        except OSError:
+            if part.exists():  # else it has the name, which the next append brings to the disk
+                os.close(file)
+                part.unlink()
+                raise
         return file, framed
 
-    def _failed(self, error: OSError) -> JournalError:
-        return JournalError(f"{self.path}: {error.strerror}. Make room; until then requests are not taken.")
 
-
-def sync_directory(directory: Path) -> None:
-    """Bring the names in a directory to the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
+@contextlib.contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Raise `JournalError` for what the disk or its limits refuse now."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as error:
+        raise JournalError(f"{path}: {error.strerror or error}. Make room; it is tried again.") from error
 
 
-def _framed(header: Mapping[str, Any], body: bytes) -> bytes:
+def _write_all(file: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _framed(header: Mapping[str, Any], body: bytes, *, is_joined: bool = False) -> bytes:
     head = json.dumps(header).encode()
-    rest = struct.pack("<I", len(head)) + head + body
+    rest = struct.pack("<I", len(head) + _JOINED * is_joined) + head + body
     return struct.pack("<II", len(rest), zlib.crc32(rest)) + rest
 
 
 def _scanned(path: Path) -> tuple[list[Record], int]:
-    """All whole records, and the bytes that they take."""
+    """All whole records, and the bytes that they take. Raises `JournalDamaged`, `OSError`."""
     records: list[Record] = []
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return records, 0
     start = 0
-    while start + _FRAME.size <= len(data):
-        num_rest, checksum, num_head = _FRAME.unpack_from(data, start)
-        rest = memoryview(data)[start + 8 : start + 8 + num_rest]
-        if len(rest) < num_rest or num_head + 4 > num_rest or zlib.crc32(rest) != checksum:
-            break
-        header = json.loads(bytes(rest[4 : 4 + num_head]))
-        records.append(Record(header, Place(start + _FRAME.size + num_head, num_rest - 4 - num_head)))
-        start += 8 + num_rest
+    while (found := _record_at(data, start)) is not None:
+        record, _, start = found
+        records.append(record)
+    if start < len(data):
+        if (later := _batch_after(data, start)) is not None:
+            raise JournalDamaged(
+                f"{path}: the record at byte {start:,} is damaged, and whole ones follow at byte {later:,}. The file "
+                "is kept as it is: bring it back from a copy, or move it away to go on without it."
+            )
+        _LOG.warning("%s: the last %d bytes are torn, and dropped.", path, len(data) - start)
     return records, start
+
+
+def _record_at(data: bytes, start: int) -> tuple[Record, bool, int] | None:
+    """The record at an offset, whether it was written together with the one before, and its end; None: none is whole
+    there."""
+    if start < 0 or start + _FRAME.size > len(data):
+        return None
+    num_rest, checksum, num_head = _FRAME.unpack_from(data, start)
+    is_joined, num_head, end = num_head >= _JOINED, num_head % _JOINED, start + 8 + num_rest
+    if end > len(data) or num_head + 4 > num_rest or zlib.crc32(memoryview(data)[start + 8 : end]) != checksum:
+        return None
+    body = start + _FRAME.size + num_head
+    place = Place(body, end - body, zlib.crc32(memoryview(data)[body:end]))
+    return Record(json.loads(data[start + _FRAME.size : body]), place), is_joined, end
+
+
+def _batch_after(data: bytes, start: int) -> int | None:
+    """Offset of the first whole record behind one that is not, unless it was written together with it."""
+    header = data.find(b"{", start + _FRAME.size + 1)
+    while header >= 0:
+        found = _record_at(data, header - _FRAME.size)
+        if found is not None and not found[1]:
+            return header - _FRAME.size
+        header = data.find(b"{", header + 1)
+    return None

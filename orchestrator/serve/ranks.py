@@ -30,8 +30,8 @@ MOST_LOSSES = 4
 """Times that ranks may be lost while one request is carried out: after them it fails."""
 LOOK_S = 1.0
 """Seconds between looks at what comes by itself."""
-DISK_PAUSE_S = 1.0
-"""Seconds before a request whose result could not be written is carried out again."""
+DISK_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Seconds before a request whose result could not be written is carried out again; they double each time."""
 Note = Callable[[TrainingClient, Entry, float], None]
 
 
@@ -64,7 +64,7 @@ class Ranks:
 
     async def run(self) -> None:
         """Carry out requests until `drain`."""
-        while not self._is_ending:
+        while self._chores or not self._is_ending:
             self._wake.clear()
             if self._chores:
                 await self._guarded(self._chores.popleft())
@@ -112,9 +112,10 @@ class Ranks:
         await done.wait()
 
     def _picked(self) -> TrainingClient | None:
-        ready = [(name, client.facts.tenant, client.next) for name, client in self._clients.items()]
+        now = time.monotonic()
+        ready = [(name, one.facts.tenant, one.next) for name, one in self._clients.items() if one.rests_until <= now]
         waiting = [Waiting(name, tenant, entry.tokens) for name, tenant, entry in ready if entry is not None]
-        chosen = self._schedule.pick(waiting, time.monotonic()) if waiting else None
+        chosen = self._schedule.pick(waiting, now) if waiting else None
         return self._clients[chosen.queue] if chosen is not None else None
 
     async def _waited(self) -> None:
@@ -132,23 +133,25 @@ class Ranks:
                 client.gap_since = None
             elif client.gap_since is None:
                 client.gap_since = now
-            elif now - client.gap_since > self._config.gap_s:
+            elif now - client.gap_since > self._config.gap_s and client.rests_until <= now:
                 text = (f"request {gap} did not come within {self._config.gap_s:g} s (serve.gap_s), and this one comes "
                         "after it. Make a new training client from the last checkpoint.")  # fmt: skip
-                for entry in client.log.pending():
-                    await client.log.answer(entry, failure(text, is_users=True))
-                await client.finish()
+                try:
+                    for entry in client.log.pending():
+                        await client.log.answer(entry, failure(text, is_users=True))
+                except JournalError as error:
+                    self._pause(client, error)
+                else:
+                    await client.finish()
 
     async def _carry_out(self, client: TrainingClient, entry: Entry) -> None:
         started = time.monotonic()
-        answer = await self._answered(client, entry)
         try:
-            await client.log.answer(entry, answer)
+            await client.log.answer(entry, await self._answered(client, entry))
         except JournalError as error:
-            _LOG.warning("%s: %s", client.facts.model_id, error)
-            self._forget(client)
-            await asyncio.sleep(DISK_PAUSE_S)
+            self._pause(client, error)
             return
+        client.pause_s, client.trouble = 0.0, ""
         await client.finish()
         self._note(client, entry, time.monotonic() - started)
         name = client.facts.model_id
@@ -158,9 +161,18 @@ class Ranks:
             or self._unsaved[name] >= self._config.snapshot_every
         ):
             await self._guarded(lambda: self._keep(client))
+        if entry.kind in ("load_model", "load_weights"):
+            await client.settled()  # its name may stand for another save when it is repeated
+
+    def _pause(self, client: TrainingClient, error: JournalError) -> None:
+        """Let a client rest whose files cannot be written or read now. The others go on."""
+        _LOG.warning("%s: %s", client.facts.model_id, error)
+        self._forget(client)
+        client.pause_s, client.trouble = min(LONGEST_PAUSE_S, 2 * client.pause_s or DISK_PAUSE_S), str(error)
+        client.rests_until = time.monotonic() + client.pause_s
 
     async def _answered(self, client: TrainingClient, entry: Entry) -> Answer:
-        """Carry out a request, on ranks that may be lost meanwhile."""
+        """Carry out a request, on ranks that may be lost meanwhile. Raises `JournalError`."""
         for _ in range(MOST_LOSSES):
             try:
                 if entry.seq > 0:
@@ -180,6 +192,8 @@ class Ranks:
                 return failure(str(error), is_users=False)
             except _StateLost as error:
                 return failure(str(error), is_users=False)
+            except JournalError:
+                raise
             except (BadRequest, DataError, ConfigError) as error:
                 if not client.is_resident:
                     self._forget(client)

@@ -4,13 +4,14 @@ is told. What was told once is told again, and a retry is recognised by its numb
     accept ─▶ requests.journal ─▶ (carried out) ─▶ answer ─▶ results.journal ─▶ answer_of, for who asks
 
 Bodies of requests are dropped when nothing needs them any more (`drop_bodies`), results when there are more than
-`keep` newer ones. After a start on the same directory everything is as it was acknowledged: a request whose body is
-there and whose result is not has none yet.
+`keep` newer ones and the body is dropped: a request that is there without a result has none yet, and one that may be
+repeated is known to have failed. So after a start on the same directory everything is as it was acknowledged.
 """
 
 import asyncio
 import contextlib
 import hashlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import PenstockError
-from penstock.orchestrator.serve.journal import Journal, JournalError, Place
+from penstock.orchestrator.serve.journal import Journal, JournalError, Place, RecordDropped
 from penstock.orchestrator.serve.wire.results import Answer
+from penstock.workers.local_files import replacing
 
-OLD_RESULTS = "results-old.journal"
-LARGE_BYTES = 2**26
-"""Size from which a journal of requests is made small again."""
+_LOG = logging.getLogger("penstock")
 
 
 class OtherContent(PenstockError):
@@ -62,7 +62,8 @@ class Entry:
     """What it costs."""
     place: Place | None = None
     """Its body in the journal of requests, while it is needed."""
-    answered: tuple[Journal, Place] | None = None
+    answered: Place | None = None
+    """Its result in the journal of results, while it is kept."""
     answer_kind: str = ""
     is_failure: bool = False
     is_durable: asyncio.Event = field(default_factory=asyncio.Event)
@@ -82,9 +83,9 @@ class Entry:
 class RequestLog:
     """Lifecycle: made for a directory, new or left by another process; `accept` and `answer` each request; `close`."""
 
-    def __init__(self, directory: Path, keep: int, *, repeats: bool = False) -> None:
-        """`repeats`: bodies of requests that have a result are needed, until `drop_bodies` is told otherwise."""
-        self.directory, self._keep, self._repeats = directory, keep, repeats
+    def __init__(self, directory: Path, keep: int, is_needed: Callable[[Entry], bool] = lambda entry: False) -> None:
+        """`is_needed`: whether the body of a request that has its result is. Raises `JournalError`."""
+        self.directory, self._keep, self._is_needed = directory, keep, is_needed
         self.entries: dict[int, Entry] = {}
         self.highest_answered = -1
         """Number of the newest request that has a result."""
@@ -94,19 +95,16 @@ class RequestLog:
         """Cursor of who has heard of all ends. It starts at the time in microseconds and grows by one with each end,
         which takes longer. So it is larger than any from before a start: who has one of those hears of all again."""
         self._any_end = asyncio.Event()
-        self._large_bytes = LARGE_BYTES
-        self._requests = Journal(directory / "requests.journal")
-        self._old = Journal(directory / OLD_RESULTS)
-        self._results = Journal(directory / "results.journal")
+        _join_older(directory)
+        self._requests, self._results = (Journal(directory / f"{name}.journal") for name in ("requests", "results"))
         for record in self._requests.records:
             entry = self.entries[record.header["seq"]] = _entry(record.header)
             entry.place = record.place
-        for journal in (self._old, self._results):
-            for record in journal.records:
-                self._note_answer(record.header, journal, record.place)
-        self._num_taken = len(self._results.records)
+        for record in self._results.records:
+            self._note_answer(record.header, record.place)
         for entry in self.entries.values():
             entry.is_durable.set()
+        self._num_new = len(self._results.records)
 
     def pending(self) -> list[Entry]:
         """Requests without a result, by their numbers."""
@@ -140,13 +138,11 @@ class RequestLog:
 
     async def answer(self, entry: Entry, answer: Answer) -> None:
         """Keep a result; who waits for it is told once it is on the disk. Raises `JournalError`."""
+        if self._num_new >= self._keep or self._requests.is_large:
+            await self._make_small()
+        self._num_new += 1
         header = {**entry.header, "answer": answer.message, "failed": answer.is_failure}
-        gone = await self._rolled() if self._num_taken >= self._keep else None
-        self._num_taken += 1
-        journal = self._results
-        self._note_answer(header, journal, await journal.append(header, answer.body))
-        if gone is not None:
-            await gone.close()
+        self._note_answer(header, await self._results.append(header, answer.body))
 
     def ended_since(self, cursor: int) -> list[tuple[int, bool]]:
         """Numbers of the requests that have ended from this cursor on, and whether each failed. Those that ended long
@@ -162,13 +158,9 @@ class RequestLog:
 
     def answer_of(self, entry: Entry) -> Answer | None:
         """The result of a request; None while there is none. From any thread. Raises `ResultGone`, `JournalError`."""
-        if (answered := entry.answered) is not None:
-            journal, place = answered
-            try:
-                return Answer(journal.read(place), entry.answer_kind, entry.is_failure)
-            except JournalError:
-                if entry.answered is not None:
-                    raise
+        if entry.answered is not None:
+            with contextlib.suppress(RecordDropped):
+                return Answer(self._results.read(entry.answered), entry.answer_kind, entry.is_failure)
         if entry.is_done.is_set():
             raise ResultGone(f"the result of request {entry.seq} is kept no longer (serve.keep_results).")
         return None
@@ -178,47 +170,40 @@ class RequestLog:
             raise ResultGone(f"request {entry.seq} is kept no longer.")
         return self._requests.read(entry.place)
 
-    async def drop_bodies(self, is_needed: Callable[[int], bool]) -> None:
-        """Drop the bodies of requests that have their result and are not needed, by their numbers, and make the journal
-        small again. Raises `JournalError`."""
-        dropped = {seq for seq, entry in self.entries.items() if entry.is_done.is_set() and not is_needed(seq)}
-        newest = {seq for seq, _ in list(self._ends)[-self._keep :]}
-        for seq in dropped:
-            self.entries[seq].place = None
-            if seq not in newest:
-                del self.entries[seq]
+    async def drop_bodies(self) -> None:
+        """Drop the bodies of requests that have their result and are not needed. Raises `JournalError`; then all are
+        there."""
+        found = [one for one in self.entries.values() if one.is_done.is_set() and not self._is_needed(one)]
+        dropped = {entry.seq for entry in found}
         await self._requests.rewrite(lambda header: header["seq"] not in dropped and header["seq"] in self.entries)
-        self._large_bytes = max(LARGE_BYTES, 2 * self._requests.num_bytes)
+        newest = {seq for seq, _ in list(self._ends)[-self._keep :]}
+        for entry in found:
+            entry.place = None
+            if entry.seq not in newest and self.entries.get(entry.seq) is entry:
+                del self.entries[entry.seq]
 
     @property
-    def is_large(self) -> bool:
-        """Whether bodies should be dropped: the journal has doubled since."""
-        return self._requests.num_bytes > self._large_bytes
+    def is_closed(self) -> bool:
+        return self._results.is_closed
 
     async def close(self) -> None:
-        for journal in (self._requests, self._results, self._old):
+        for journal in (self._requests, self._results):
             await journal.close()
 
-    async def _rolled(self) -> Journal:
-        """Begin a new file of results; the one before stays, the one before that goes, and is returned. Raises
-        `JournalError`."""
-        self._num_taken = 0  # this caller does it, whoever comes meanwhile
-        if not self._repeats:
-            await self.drop_bodies(lambda _: False)
-        gone = self._old
-        for entry in [entry for entry in self.entries.values() if entry.answered and entry.answered[0] is gone]:
-            entry.answered = None
-            if entry.place is None:
-                del self.entries[entry.seq]
-        path = self._results.path
-        self._old = self._results
-        self._old.path = path.replace(path.with_name(OLD_RESULTS))
-        self._results = Journal(path)
-        return gone
+    async def _make_small(self) -> None:
+        """Drop what is not needed from both journals. If that fails they only stay larger."""
+        self._num_new = 0  # this caller does it, whoever comes meanwhile
+        try:
+            await self.drop_bodies()
+            await self._results.rewrite(lambda header: header["seq"] in self.entries)
+        except JournalError as error:
+            _LOG.warning("%s", error)
 
-    def _note_answer(self, header: dict[str, Any], journal: Journal, place: Place) -> None:
+    def _note_answer(self, header: dict[str, Any], place: Place) -> None:
         entry = self.entries.setdefault(header["seq"], _entry(header))
-        entry.answered, entry.answer_kind, entry.is_failure = (journal, place), header["answer"], header["failed"]
+        entry.answered, entry.answer_kind, entry.is_failure = place, header["answer"], header["failed"]
+        if entry.is_done.is_set():  # the result of one that was cancelled as it came
+            return
         self.highest_answered = max(self.highest_answered, entry.seq)
         entry.is_done.set()
         self._ends.append((entry.seq, entry.is_failure))
@@ -233,6 +218,15 @@ class RequestLog:
         entry = self.entries.get(seq)
         if entry is not None and entry.place is None:
             del self.entries[seq]
+
+
+def _join_older(directory: Path) -> None:
+    """Bring the results that the version before kept in two files into one."""
+    older, newer = directory / "results-old.journal", directory / "results.journal"
+    if older.exists():
+        with replacing(newer, synced=True) as part:
+            part.write_bytes(older.read_bytes() + (newer.read_bytes() if newer.exists() else b""))
+        older.unlink()
 
 
 def _entry(header: dict[str, Any]) -> Entry:

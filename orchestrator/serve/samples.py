@@ -47,10 +47,10 @@ class Samples:
         self.schedule = Schedule(tenants.limits, tenants.budgets)
         self.queue = SamplingQueue(backend, self.publications, self.schedule, config.max_sampling, self._note)
 
-    def open(self, session: Session) -> None:
-        """Go on with the requests of a session, if it had any."""
-        if self._of(session.id).exists():
-            self._open(session)
+    def log_of(self, session: Session) -> RequestLog | None:
+        """The requests of a session, which go on; None: it has had none. Raises `JournalError`."""
+        log = self.logs.get(session.id)
+        return log or (self._open(session) if not session.is_over and self._of(session.id).exists() else None)
 
     async def take(self, sampler: Sampler, asked: Asked, request: SampleRequest | None) -> Entry:
         """Take a request for samples, with its number in its sampling session. `request`: None: it will be refused in
@@ -102,6 +102,13 @@ class Samples:
                 await self._drop(old)
         return added.id
 
+    async def rest(self, session: Session) -> None:
+        """Drop what a session has under way, delete its unnamed weights, and close its files."""
+        await self.drop_own(session)
+        log = self.logs.pop(session.id, None)
+        if log is not None:
+            await log.close()
+
     async def drop_own(self, session: Session) -> None:
         """Drop the requests of a session, and delete its unnamed weights."""
         for sampler in session.samplers.values():
@@ -115,9 +122,7 @@ class Samples:
 
     async def finish(self, session: Session) -> None:
         """Forget a session's requests and its unnamed weights, once nobody takes more of them."""
-        log = self.logs.pop(session.id, None)
-        if log is not None:
-            await log.close()
+        await self.rest(session)
         await asyncio.to_thread(shutil.rmtree, self._of(session.id), ignore_errors=True)
 
     async def close(self) -> None:

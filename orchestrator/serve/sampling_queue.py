@@ -57,6 +57,7 @@ class SamplingQueue:
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._is_closing = False
+        self._failure: BaseException | None = None
 
     def put(self, ticket: Ticket) -> None:
         self._queues.setdefault(ticket.queue, deque()).append(ticket)
@@ -75,6 +76,8 @@ class SamplingQueue:
 
     async def run(self) -> None:
         while not self._is_closing:
+            if self._failure is not None:
+                raise self._failure
             self._wake.clear()
             ticket = self._picked() if len(self._running) < self._most else None
             if ticket is None:
@@ -84,11 +87,13 @@ class SamplingQueue:
                 continue
             key = ticket.queue, ticket.entry.seq
             self._running[key] = task = asyncio.create_task(self._carry_out(ticket))
-            task.add_done_callback(lambda _, key=key: self._ended(key))  # type: ignore[misc]
+            task.add_done_callback(lambda task, key=key: self._ended(key, task))  # type: ignore[misc]
 
     async def cancel(self, queue: str, seq: int, log: RequestLog) -> None:
         """End a request that nobody waits for any more."""
-        self._queues[queue] = deque(ticket for ticket in self._queues.get(queue, ()) if ticket.entry.seq != seq)
+        left = deque(ticket for ticket in self._queues.pop(queue, ()) if ticket.entry.seq != seq)
+        if left:
+            self._queues[queue] = left
         task, entry = self._running.get((queue, seq)), log.entries.get(seq)
         if task is not None:
             task.cancel()
@@ -130,8 +135,10 @@ class SamplingQueue:
             del self._queues[chosen.queue]
         return ticket
 
-    def _ended(self, key: tuple[str, int]) -> None:
+    def _ended(self, key: tuple[str, int], task: "asyncio.Task[None]") -> None:
         self._running.pop(key, None)
+        if not task.cancelled():
+            self._failure = self._failure or task.exception()
         self._wake.set()
 
     async def _carry_out(self, ticket: Ticket) -> None:
@@ -142,7 +149,8 @@ class SamplingQueue:
         except JournalError as error:
             _LOG.warning("%s: %s", ticket.queue, error)
             await asyncio.sleep(LOOK_S)
-            self.put(ticket)
+            if not ticket.log.is_closed:
+                self.put(ticket)
 
     async def _answered(self, ticket: Ticket, started: float) -> Answer:
         try:
@@ -155,6 +163,8 @@ class SamplingQueue:
                     await self._publications.release(name)
             self._note(ticket, output, time.monotonic() - started)
             return sample_answer(output, request)
+        except JournalError:
+            raise
         except (BadRequest, DataError, ConfigError) as error:
             return failure(str(error), is_users=True)
         except PenstockError as error:

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.serve import ServeConfig

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from penstock.conf.errors import PenstockError
 from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoints, NoCheckpoint
-from penstock.orchestrator.serve.journal import JournalError
+from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
 from penstock.orchestrator.serve.ranks import Ranks
 from penstock.orchestrator.serve.request_log import Asked, Entry
 from penstock.orchestrator.serve.samples import Samples
@@ -48,23 +49,35 @@ class Service:
     def __init__(self, config: ServeConfig, backend: Backend, directory: Path, tenants: Tenants) -> None:
         self.config, self.backend, self.directory, self.tenants = config, backend, directory, tenants
         self.checkpoints = Checkpoints(directory / "checkpoints")
-        self.sessions = Sessions(directory, time.time())
+        self.sessions = Sessions(directory, time.time(), config.keep_sessions)
         self.clients: dict[str, TrainingClient] = {}
         self.samples = Samples(config, backend, directory / "samples", tenants, self.sessions, self.checkpoints)
-        work = TrainingWork(backend, self.checkpoints, self.samples.add_own, self.owns)
+        work = TrainingWork(backend, self.checkpoints, self.samples, self.owns)
         schedule = Schedule(tenants.limits, tenants.budgets)
         self.ranks = Ranks(backend, self.clients, schedule, config, work, self._note_training)
         self.is_ending = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self.loops: list[asyncio.Task[None]] = []
+        """What runs while it serves, training first. One that ends by itself ends the server."""
 
     async def open(self) -> None:
         """Go on where the directory's last server ended."""
+        await self.samples.drop_saves()
         for model_id in sorted(self.sessions.open_clients):
-            self._open_client(self.sessions.facts[model_id])
+            with _kept_apart():
+                self._open_client(self.sessions.facts[model_id])
         for session in self.sessions.sessions.values():
-            if not session.is_over:
-                self.samples.open(session)
-        self._tasks = [asyncio.create_task(one) for one in (self.ranks.run(), self.samples.queue.run(), self._watch())]
+            with _kept_apart():
+                self.samples.log_of(session)
+        loops = {"training": self.ranks.run(), "sampling": self.samples.queue.run(), "tidying": self._watch()}
+        self.loops = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is carried out; empty: it is."""
+        ended = [loop.get_name() for loop in self.loops if loop.done()]
+        if self.is_ending.is_set():
+            return "the server is ending."
+        return f"{' and '.join(ended)} ended by a fault, and the server ends." if ended else ""
 
     async def close(self) -> None:
         """End within `serve.drain_s`: requests under way are finished, what is left is in the journals."""
@@ -72,15 +85,16 @@ class Service:
         self.ranks.drain()
         ending = time.monotonic() + self.config.drain_s
         await asyncio.gather(
-            self.samples.queue.close(self.config.drain_s), asyncio.wait(self._tasks[:1], timeout=self.config.drain_s)
+            self.samples.queue.close(self.config.drain_s), asyncio.wait(self.loops[:1], timeout=self.config.drain_s)
         )
-        if self._tasks and self._tasks[0].done():
+        training = self.loops[0]
+        if training.done() and training.exception() is None:  # else the ranks have what no journal has
             try:
                 async with asyncio.timeout(max(1.0, ending - time.monotonic())):
                     await self.ranks.keep_all()
             except TimeoutError:
                 _LOG.warning("Not all adapters were written within serve.drain_s: the others are made of the journals.")
-        await cancel_all(self._tasks)
+        await cancel_all(self.loops)
         for client in self.clients.values():
             await client.close()
         await self.samples.close()
@@ -94,6 +108,8 @@ class Service:
     def client(self, tenant: str, model_id: str) -> TrainingClient:
         facts = self.sessions.run(tenant, model_id)
         client = self.clients.get(facts.model_id)
+        if client is None and facts.model_id in self.sessions.open_clients:
+            client = self._open_client(facts)  # raises what was wrong with its files at the start
         if client is None:
             raise NotFound(f"training client {model_id} is over: make a new one, from a checkpoint.")
         return client
@@ -157,11 +173,16 @@ class Service:
             if model_id in self.clients:
                 await self._drop_client(model_id)
         await self.samples.drop_own(session)
+        paths = {sampler.path for sampler in session.samplers.values() if sampler.save}
         await self.sessions.finish(session)
         await self.samples.finish(session)
+        for path in paths:
+            await self.samples.drop_saves(Address.parse(path))
 
     def waits_for(self, client: TrainingClient, entry: Entry | None) -> str:
         """What a training client's request waits for, as half a sentence."""
+        if client.trouble:
+            return f"the disk: {client.trouble}"
         if client.gap is not None:
             since = time.monotonic() - client.gap_since if client.gap_since is not None else 0.0
             return f"request {client.gap} has not come; given up in {max(0.0, self.config.gap_s - since):.0f} s"
@@ -200,22 +221,29 @@ class Service:
     async def _tidy(self) -> None:
         """Bring the adapters of sessions without a heartbeat to the disk, delete their unnamed weights, and checkpoints
         whose time is over."""
-        oldest = time.time() - self.config.session_timeout_s
-        for session in list(self.sessions.sessions.values()):
-            session.is_resting = session.last_seen < oldest
-            if session.is_resting and not session.is_over:
-                await self._rest(session)
         for address in await asyncio.to_thread(self.checkpoints.expired):
             with contextlib.suppress(NoCheckpoint):  # its client was faster
                 await self.delete_checkpoint(address)
+        oldest = time.time() - self.config.session_timeout_s
+        for session in list(self.sessions.sessions.values()):
+            was_resting, session.is_resting = session.is_resting, session.last_seen < oldest
+            if session.is_resting and not session.is_over:
+                await self._rest(session, is_new=not was_resting)
+            await self.sessions.forget_gone(session, self.config.keep_results)
+        for session in self.sessions.surplus(time.time() - SILENT_S):
+            await self.finish(session)
+            kept = [run for run in session.clients if await asyncio.to_thread(self.checkpoints.of_run, run)]
+            await self.sessions.forget(session, kept)
+        await self.sessions.make_small()
 
     async def delete_checkpoint(self, address: Address) -> None:
         """Delete a checkpoint here and on the engines. Raises `NoCheckpoint`."""
-        await asyncio.to_thread(self.checkpoints.delete, address)
-        await self.samples.publications.drop(self.checkpoints.file(address))
+        await self.samples.publications.drop(await asyncio.to_thread(self.checkpoints.delete, address))
+        await self.samples.drop_saves(address)
 
-    async def _rest(self, session: Session) -> None:
-        await self.samples.drop_own(session)
+    async def _rest(self, session: Session, *, is_new: bool) -> None:
+        if is_new:
+            await self.samples.rest(session)
         for model_id in session.clients:
             client = self.clients.get(model_id)
             if client is not None and client.is_resident and client.next is None:
@@ -231,6 +259,15 @@ class Service:
         usage.failures += entry.is_failure
         usage.seconds_trained += seconds
         usage.tokens_trained += entry.tokens if entry.kind.startswith("forward") else 0
+
+
+@contextlib.contextmanager
+def _kept_apart() -> Iterator[None]:
+    """Let the others go on where the files of one client are damaged; its requests hear of it."""
+    try:
+        yield
+    except JournalDamaged as error:
+        _LOG.error("%s", error)
 
 
 def client_id(session_id: str, number: int) -> str:

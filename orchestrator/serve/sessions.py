@@ -1,23 +1,29 @@
 """Who there is: sessions, training clients and sampling sessions of each tenant, as a journal of events.
 
-    sessions.journal     session, client, sampler, joined, dropped, finished: what the others are made of at a start
+    sessions.journal     session, client, sampler, joined, gone, dropped, finished, forgotten
 
-The journal keeps no sampling sessions of what is finished, of which a loop makes one at every step.
+Of each tenant the newest sessions are known, and training runs as long as they have checkpoints or a session. What is
+forgotten leaves the journal when that has doubled.
 Ids are made of counters, so that a creation that is repeated finds what it made the first time. A session is alive
 while it has heartbeats; time is an argument.
 """
 
 import asyncio
-import contextlib
 import uuid
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.conf.errors import PenstockError
-from penstock.orchestrator.serve.journal import Header, Journal, JournalError
+from penstock.conf.errors import ConfigError, PenstockError
+from penstock.orchestrator.serve.journal import Header, Journal
 from penstock.orchestrator.serve.request_log import OtherContent
 from penstock.orchestrator.serve.training_client import ClientFacts
+
+FORMAT = 2
+"""Number of the format of a server's directory. The one before has none in its events."""
+LARGE_BYTES = 2**20
 
 
 class NotFound(PenstockError):
@@ -38,6 +44,8 @@ class Sampler:
     """tinker:// path of a checkpoint; empty: the session's own weights, or the base model."""
     is_own: bool
     """Whether it has unnamed weights, which go with the session."""
+    save: str = ""
+    """Save that the path stood for when it was made."""
     is_gone: bool = False
     """Whether these are known to be deleted."""
     num_joined: int = 0
@@ -49,6 +57,15 @@ class Sampler:
     def number(self) -> int:
         """Its number in its session."""
         return int(self.id.rpartition(":")[2])
+
+    @property
+    def count(self) -> int:
+        """How many of the same name there were before it in its session."""
+        return int(self.origin.rpartition("/")[2])
+
+    def is_same(self, other: "Sampler") -> bool:
+        """Return whether another one asks for the same weights. A name may stand for a newer save meanwhile."""
+        return (self.path, self.is_own) == (other.path, other.is_own) and other.origin in ("", self.origin)
 
 
 @dataclass
@@ -72,15 +89,23 @@ class Sessions:
     """Lifecycle: made for a run directory, new or left by another server; `close`. A change is on the disk when its
     call returns."""
 
-    def __init__(self, directory: Path, now: float) -> None:
-        self._journal = Journal(directory / "sessions.journal")
+    def __init__(self, directory: Path, now: float, keep: int) -> None:
+        """`keep`: sessions of a tenant that are known, besides live ones. Raises `JournalError`, `ConfigError`."""
+        self._journal, self._keep = Journal(directory / "sessions.journal", LARGE_BYTES), keep
         self.sessions: dict[str, Session] = {}
         self.facts: dict[str, ClientFacts] = {}
         """Training clients that there were, by id: the training runs."""
         self.open_clients: set[str] = set()
+        self.uses: Counter[str] = Counter()
+        """Sampling sessions of each save."""
         self._by_key: dict[tuple[str, str], str] = {}
         self._making = asyncio.Lock()
         for record in self._journal.records:
+            if record.header.get("format", 1) > FORMAT:
+                raise ConfigError(
+                    f"{directory}: a newer version of Penstock wrote it, in format {record.header['format']}; this one "
+                    f"reads up to {FORMAT}. Install that version, or serve under another name=."
+                )
             self._apply(record.header)
         for session in self.sessions.values():
             session.last_seen = now
@@ -133,17 +158,23 @@ class Sessions:
         return sorted(mine, key=lambda facts: (-facts.created, facts.model_id))
 
     async def add_sampler(self, sampler: Sampler) -> Sampler:
-        """Add a sampling session, unless it was added before. Raises `OtherContent` if that was of other weights."""
-        async with self._making:
-            samplers = self.sessions[sampler.session_id].samplers
-            known = samplers.get(sampler.id)
-            if known is not None and (known.path, known.is_own) != (sampler.path, sampler.is_own):
-                raise OtherContent(f"{sampler.id} was made before, of other weights.")
-            if known is None:
-                same = sum(not other.is_own and other.path == sampler.path for other in samplers.values())
-                sampler.origin = sampler.origin or f"{sampler.path.partition(':train:')[2]}/{same}"
-                await self._note({"event": "sampler", **asdict(sampler)})
-            return samplers[sampler.id]
+        """Add a sampling session, unless it was added before. From the call on its save is in use. Raises
+        `OtherContent` if it was of other weights."""
+        self.uses[sampler.save] += 1
+        try:
+            async with self._making:
+                samplers = self.sessions[sampler.session_id].samplers
+                known = samplers.get(sampler.id)
+                if known is not None and not known.is_same(sampler):
+                    raise OtherContent(f"{sampler.id} was made before, of other weights.")
+                if known is None:
+                    same = [one.count for one in samplers.values() if (one.path, one.is_own) == (sampler.path, False)]
+                    count = max(same, default=-1) + 1  # those before may be forgotten
+                    sampler.origin = sampler.origin or f"{sampler.path.partition(':train:')[2]}/{count}"
+                    await self._note({"event": "sampler", **asdict(sampler)})
+                return samplers[sampler.id]
+        finally:
+            self.uses[sampler.save] -= 1
 
     def sampler(self, tenant: str, sampler_id: str) -> Sampler:
         session = self.sessions.get(sampler_id.partition(":")[0])
@@ -166,22 +197,59 @@ class Sessions:
     async def finish(self, session: Session) -> None:
         if not session.is_over:
             await self._note({"event": "finished", "id": session.id})
-            with contextlib.suppress(JournalError):  # it only stays longer
-                await self._journal.rewrite(self._is_needed)
+
+    def surplus(self, silent_since: float) -> list[Session]:
+        """Sessions beyond those of each tenant that are known: finished ones, then those without a training client that
+        have been silent longest."""
+        found: list[Session] = []
+        tenants: dict[str, list[Session]] = {}
+        for session in self.sessions.values():
+            tenants.setdefault(session.tenant, []).append(session)
+        for mine in tenants.values():
+            idle = [one for one in mine if one.is_over or self._is_idle(one, silent_since)]
+            idle.sort(key=lambda one: (not one.is_over, one.last_seen, one.created))
+            found += idle[: max(0, len(mine) - self._keep)]
+        return found
+
+    async def forget(self, session: Session, runs: Collection[str]) -> None:
+        """Forget a session that is finished, and its training runs but these."""
+        await self._note({"event": "forgotten", "id": session.id, "runs": list(runs)})
+
+    async def forget_gone(self, session: Session, keep: int) -> None:
+        """Forget sampling sessions whose weights are deleted, but for the newest of all."""
+        gone = [sampler.id for sampler in list(session.samplers.values())[:-keep] if sampler.is_gone]
+        if gone:
+            await self._note({"event": "gone", "session_id": session.id, "ids": gone})
+
+    async def make_small(self) -> None:
+        """Drop what is forgotten from the journal, if that has doubled since. Raises `JournalError`."""
+        if self._journal.is_large:
+            await self._journal.rewrite(self._is_needed)
 
     async def close(self) -> None:
         await self._journal.close()
 
+    def _is_idle(self, session: Session, silent_since: float) -> bool:
+        return session.last_seen < silent_since and self.open_clients.isdisjoint(session.clients)
+
     def _is_needed(self, event: Header) -> bool:
-        """Return whether a start needs an event: not those of sampling sessions that are finished."""
-        return event["event"] not in ("sampler", "joined") or not self.sessions[event["session_id"]].is_over
+        """Return whether a start needs an event."""
+        match event["event"]:
+            case "client" | "dropped":
+                return event["model_id"] in self.facts
+            case "sampler" | "joined":
+                session = self.sessions.get(event["session_id"])
+                return session is not None and event["id"] in session.samplers
+            case "session" | "finished":
+                return event["id"] in self.sessions
+        return False
 
     async def _note(self, event: Header) -> None:
-        await self._journal.append(event)
+        await self._journal.append({**event, "format": FORMAT})
         self._apply(event)
 
     def _apply(self, event: Header) -> None:
-        values = {name: value for name, value in event.items() if name != "event"}
+        values = {name: value for name, value in event.items() if name not in ("event", "format")}
         match event["event"]:
             case "session":
                 session = self.sessions[values["id"]] = Session(**values)
@@ -189,10 +257,12 @@ class Sessions:
                     self._by_key[session.tenant, session.key] = session.id
             case "client":
                 facts = self.facts[values["model_id"]] = ClientFacts(**values)
-                self.sessions[facts.session_id].clients.append(facts.model_id)
-                self.open_clients.add(facts.model_id)
+                if facts.session_id in self.sessions:
+                    self.sessions[facts.session_id].clients.append(facts.model_id)
+                    self.open_clients.add(facts.model_id)
             case "sampler":
-                self.sessions[values["session_id"]].samplers[values["id"]] = Sampler(**values)
+                sampler = self.sessions[values["session_id"]].samplers[values["id"]] = Sampler(**values)
+                self.uses[sampler.save] += 1
             case "joined":
                 self.sessions[values["session_id"]].samplers[values["id"]].num_joined = values["number"]
             case "dropped":
@@ -201,4 +271,13 @@ class Sessions:
                 session = self.sessions[values["id"]]
                 session.is_over = True
                 self.open_clients.difference_update(session.clients)
+                self.uses.subtract(sampler.save for sampler in session.samplers.values())
                 session.samplers.clear()
+            case "gone":
+                for sampler_id in values["ids"]:
+                    del self.sessions[values["session_id"]].samplers[sampler_id]
+            case "forgotten":
+                session = self.sessions.pop(values["id"])
+                self._by_key.pop((session.tenant, session.key), None)
+                for run in set(session.clients) - set(values["runs"]):
+                    del self.facts[run]

@@ -174,9 +174,8 @@ class TrainingClient:
             if before is not None and before != file:
                 before.unlink(missing_ok=True)
             await self.log.drop_bodies()
-        except (OSError, PenstockError) as error:
+        except PenstockError as error:
             _LOG.warning("%s: no snapshot after request %d: %s. It is tried again.", self.facts.model_id, seq, error)
-
 
     def _is_needed(self, entry: Entry) -> bool:
         """Return whether a request that has its result may be repeated, or says that the adapter could not be made."""

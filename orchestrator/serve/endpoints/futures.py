@@ -59,7 +59,7 @@ def _found(exchange: Exchange, request_id: str) -> tuple[RequestLog, Entry, Trai
     else:
         sampler = exchange.service.sessions.sampler(exchange.tenant, owner)
         seq = number_of(sampler, seq)
-        found = exchange.service.samples.logs.get(sampler.session_id)
+        found = exchange.service.samples.log_of(exchange.service.sessions.sessions[sampler.session_id])
         if found is None:
             raise NotFound(f"{request_id}: there is no such request.")
         log, is_past = found, True

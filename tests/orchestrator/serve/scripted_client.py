@@ -4,9 +4,10 @@ many lives of the server as it takes."""
 import asyncio
 import json
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.conf.serve import ServeConfig
-from penstock.orchestrator.serve.journal import JournalError
+from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
 from penstock.orchestrator.serve.request_log import Asked
 from penstock.orchestrator.serve.service import Service, client_id
 from penstock.orchestrator.serve.tenants import ONLY, Tenants
@@ -45,17 +46,18 @@ class ScriptedClient:
 
     async def run(self, service):
         """Send and poll until every request has its result. One that was told before is told again."""
-        session = await service.sessions.create(ONLY, SESSION_KEY, 0.0)
+        session = await again(service, lambda: service.sessions.create(ONLY, SESSION_KEY, 0.0))
         self.names[:] = [client_id(session.id, self.number)]
         facts = ClientFacts(self.model_id, session.id, ONLY, "tiny/bigram", 0.0)
-        client = await service.create_client(facts)
+        client = await again(service, lambda: service.create_client(facts))
         body = json.dumps({"lora_config": {"rank": 2}, "session_id": session.id}).encode()
-        entries = [await self._send(service, client, 0, "create_model", body)]
+        entries = [await again(service, lambda: self._send(service, client, 0, "create_model", body))]
         sent = [*self.order, *range(1, len(self.script) + 1)]
         for seq in sent:
             kind, fields = self.script[seq - 1]
             body = json.dumps({**fields, "seq_id": seq, "model_id": self.model_id}).encode()
-            entries.append(await self._send(service, client, seq, kind, body))
+            send = partial(self._send, service, client, seq, kind, body)
+            entries.append(await again(service, send))
         for entry in entries:
             await entry.is_done.wait()
             answer = client.log.answer_of(entry)
@@ -65,6 +67,17 @@ class ScriptedClient:
     async def _send(self, service, client, seq, kind, body):
         asked = Asked(seq, kind, body, "application/json")
         return await service.accept(client, asked, decoded(asked, body, client.facts, 8))
+
+
+async def again(service, act):
+    """Do as the SDK does where the server answers 503: try again."""
+    while True:
+        try:
+            return await act()
+        except JournalError as error:
+            if service.is_ending.is_set() or isinstance(error, JournalDamaged):
+                raise
+            await asyncio.sleep(0.001)
 
 
 def live(directory, backend, clients, *, config=None, is_drained=False):

@@ -4,17 +4,20 @@ has one result."""
 import asyncio
 import json
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.conf.serve import ServeConfig
+from penstock.orchestrator.serve import ranks
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoints
 from penstock.orchestrator.serve.ranks import MOST_LOSSES
 from penstock.orchestrator.serve.training_client import seed_of_client
 from penstock.workers.training_calls import AdamParams, AdapterSpec, Datum, LossCall
 from tests.amounts import amount
+from tests.orchestrator.serve.bad_disk import refusing
 from tests.orchestrator.serve.fake_backend import FakeBackend
 from tests.orchestrator.serve.scripted_client import ScriptedClient, forward_body, live
 
@@ -111,7 +114,7 @@ def saved(directory, model_id):
 
 @given(SCRIPTS, st.data())
 @MANY
-def test_lost_ranks_and_killed_servers_change_no_bit(tmp_path_factory, script, data):
+def test_lost_ranks_killed_servers_and_full_disks_change_no_bit(tmp_path_factory, script, data):
     script = prepared(script)
     calls = st.integers(0, 3 * len(script) + 6)
     losses, kills = st.sets(calls, max_size=MOST_LOSSES - 1), st.sets(calls, max_size=4)  # one more may be an answer
@@ -120,7 +123,9 @@ def test_lost_ranks_and_killed_servers_change_no_bit(tmp_path_factory, script, d
     backend = MortalBackend(data.draw(losses), data.draw(kills), is_late=data.draw(st.booleans()))
     config = ServeConfig(snapshot_every=data.draw(st.integers(1, 6)), keep_results=64, drain_s=0.0)
     client = ScriptedClient(0, script, [*order, *twice])
-    states = run_to_the_end(tmp_path_factory.mktemp("run"), backend, [client], config, data.draw(st.booleans()))
+    directory, refused = tmp_path_factory.mktemp("run"), data.draw(st.sets(st.integers(0, 120), max_size=12))
+    with refusing(directory, lambda number, _: number in refused), patch.multiple(ranks, DISK_PAUSE_S=0.0, LOOK_S=0.01):
+        states = run_to_the_end(directory, backend, [client], config, data.draw(st.booleans()))
     assert_same_bits(states[0], straight(script))
     assert sorted(client.answers) == list(range(len(script) + 2))
     assert not any(answer.startswith(b'{"error"') for answer in client.answers.values())
@@ -178,7 +183,8 @@ def test_a_checkpoint_that_is_loaded_counts_though_it_is_deleted_later(tmp_path)
     path = f"tinker://{first.model_id}/weights/ending"
     second = ScriptedClient(1, [("load_weights", {"path": path, "optimizer": True}), good])
     assert live(tmp_path, MortalBackend(), [second], config=config)
-    (tmp_path / "checkpoints" / first.model_id.replace(":", "_") / "weights/ending/state.safetensors").unlink()
+    (saved,) = tmp_path.glob(f"checkpoints/{first.model_id.replace(':', '_')}/weights/ending/state-*")
+    saved.unlink()
     second.script.append(step)
     states = run_to_the_end(tmp_path, MortalBackend(), [second], config)
     plain = ("optim_step", {"adam_params": {"learning_rate": 1e-4}})
