@@ -32,6 +32,11 @@ class ClusterConfig:
     files_timeout_s: float = 1800.0
     """Deadline for one model, checkpoint or folder of code to be on every node that reads it: 100 GB over 10 Gbit/s
     take two minutes."""
+    wait_s: float = 0.0
+    """Seconds that a run waits on a Ray cluster for room, also for nodes that are not there yet: `ray status` shows its
+    request, for which the cluster's autoscaler brings nodes. Runs are served first come, first served. 0: a run that
+    the present nodes could not hold is refused at once, and one whose room is taken waits for
+    rollout.start_timeout_s."""
     worker_logs: bool = False
     """Show what actors print in this terminal. They are in Ray's session directory either way."""
     nodes: list[str] = field(default_factory=list)
@@ -52,6 +57,7 @@ class ClusterConfig:
         at_least("cluster.object_store_mib", self.object_store_mib, 80)
         above("cluster.shutdown_timeout_s", self.shutdown_timeout_s, 0)
         above("cluster.files_timeout_s", self.files_timeout_s, 0)
+        at_least("cluster.wait_s", self.wait_s, 0)
         if self.ports is not None and (len(self.ports) != 2 or not 0 < self.ports[0] <= self.ports[1] < 65536):
             raise ConfigError(f"cluster.ports={self.ports}: write the first and the last port, such as [20000,20099].")
         if self.gpu_memory_gib is not None:

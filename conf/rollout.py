@@ -133,6 +133,10 @@ class RolloutConfig:
     """Rollout actors, each with an engine of its own. auto: as many as the cluster has room for, and no more than there
     are groups under way; every few seconds it is looked whether nodes have joined or left. Needs something that each
     reserves (cluster.cpus_per_worker, num_gpus_per_worker). `penstock scale` changes a number while the run goes on."""
+    max_workers: int | None = None
+    """Most engines with num_workers=auto. While ranks wait for samples for more than diagnosis.idle_share of a step,
+    the run asks the cluster's autoscaler for nodes for so many, and takes the request back once they no longer do.
+    `null`: the run takes what is free, and asks for no nodes."""
     drain_s: float = 60.0
     """Seconds within which an engine or reward actor that is asked to leave finishes what it has; it gives the rest
     back for others to compute. Groups of a few seconds are all finished; what is given back is sampled again."""
@@ -205,6 +209,13 @@ class RolloutConfig:
             one_of("rollout.num_workers", self.num_workers, (AUTO,))
         else:
             at_least("rollout.num_workers", self.num_workers, 1)
+        if self.max_workers is not None:
+            at_least("rollout.max_workers", self.max_workers, 1)
+            if not self.follows_cluster:
+                raise ConfigError(
+                    f"rollout.max_workers={self.max_workers}: rollout.num_workers={self.num_workers} is a number that "
+                    "stays. Set rollout.num_workers=auto, or leave rollout.max_workers out."
+                )
         at_least("rollout.drain_s", self.drain_s, 0)
         within("rollout.max_error_share", self.max_error_share, 0, 1)
         for key in ("tensor_parallel_size", "max_concurrent_samples"):

@@ -169,6 +169,11 @@ class RunConfig:
         left = self.max_staleness - self.window_staleness - self.replay_staleness
         return (left + 1) * self.trainer.groups_per_step
 
+    @property
+    def max_engines(self) -> int:
+        """Most engines with `rollout.num_workers=auto`: one more than groups are under way would have nothing to do."""
+        return min(self.max_active_groups, self.rollout.max_workers or self.max_active_groups)
+
 
 def validate(config: RunConfig) -> None:
     """Check numbers, and across sections. Raises `ConfigError` naming the keys."""

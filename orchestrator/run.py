@@ -204,7 +204,8 @@ def _made_by(
     overrides = [
         f"recipe={first.recipe}", f"seed={config.seed}", f"name={name}", f"output_dir={directory.path}",
         f"evaluation.seed={config.evaluation.seed}", f"evaluation.num_problems={config.evaluation.num_problems}",
-        *start, *first.overrides, *(["resume=auto"] if config.resume == "auto" else []),
+        f"cluster.wait_s={config.cluster.wait_s}", *start, *first.overrides,
+        *(["resume=auto"] if config.resume == "auto" else []),
     ]  # fmt: skip
     return str(run(load_config(overrides)).model)
 

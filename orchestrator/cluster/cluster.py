@@ -171,8 +171,9 @@ class Cluster:
             _add_to_submission(metadata)
             self._is_own = True
         self._is_connected = True
-        nodes = cluster_nodes()
-        check_fits(self._actors, sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
+        if not self._config.cluster.wait_s:
+            nodes = cluster_nodes()
+            check_fits(self._actors, sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
 
     def close(self) -> None:
         if self._is_own:
@@ -184,8 +185,9 @@ class Cluster:
 
 def check_placement(actors: Sequence[ActorPlan], config: RunConfig) -> None:
     """Raise `ResourceError` if the nodes of the cluster that this process is connected to could not hold the plan even
-    if they were empty."""
-    assign(actors, cluster_nodes(), config)
+    if they were empty, unless the run waits for others."""
+    if not config.cluster.wait_s:
+        assign(actors, cluster_nodes(), config)
 
 
 def look(timeout_s: float = LOOK_S) -> list[Node] | None:

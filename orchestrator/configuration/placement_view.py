@@ -21,6 +21,8 @@ class PlacementView:
     assignment: Assignment | None = None
     refused: ResourceError | None = None
     """The reason why there is no assignment."""
+    wait_s: float = 0.0
+    """Seconds that the run waits for nodes."""
 
     @classmethod
     def of(cls, plan: Sequence[ActorPlan], config: RunConfig) -> "PlacementView":
@@ -29,7 +31,7 @@ class PlacementView:
             nodes = look() or ()
             return cls(plan, nodes, assign(plan, nodes, config) if nodes else None)
         except ResourceError as error:
-            return cls(plan, nodes, refused=error)
+            return cls(plan, nodes, refused=error, wait_s=config.cluster.wait_s)
 
     @property
     def is_of_cluster(self) -> bool:
@@ -38,6 +40,8 @@ class PlacementView:
 
     def found(self) -> str:
         """Describe the placement in a few words. Raises `ResourceError` for what cannot be placed."""
+        if self.nodes and self.refused and self.wait_s:
+            return f"the run waits for nodes for up to {self.wait_s:g} s (cluster.wait_s): {self.refused}"
         if self.assignment is None:
             raise self.refused or ResourceError("There is no cluster.")
         cpus, gpus = needed(self.plan)

@@ -77,7 +77,7 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     if any(actor.role == "rollout" for actor in plan):
         yield Check("weights", lambda: describe_weights(config))
     if config.rollout.follows_cluster:
-        most = config.max_active_groups
+        most = config.max_engines
         yield Check("engines", lambda: f"1 to {most}: as many as there is room for, and groups under way")
     yield Check("model", lambda: check_model(config, samples=any(actor.role == "rollout" for actor in plan)))
     scores_held_out = config.evaluation.every_steps and not flow.has_environment

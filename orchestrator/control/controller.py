@@ -220,7 +220,10 @@ class Controller:
         if agents := self.fleet.role("agent"):
             self._members.until_end(ScalingListener(agents[0][1], self._members, self.config).run())
         if self.config.rollout.follows_cluster and self.flow.of_kind("rollout"):
-            self._members.until_end(AutoscalerFollower(self.fleet.capacity, self._members).run())
+            follower = AutoscalerFollower(
+                self.fleet.capacity, self._members, self.config, lambda: self.outcome.last_metrics, self.progress.note
+            )
+            self._members.until_end(follower.run())
 
     async def _go_on(self) -> None:
         """Bring a resumed run up to date: the engines have the starting model, and the store may know of fewer

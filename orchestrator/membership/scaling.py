@@ -1,12 +1,13 @@
 """Scaling of a run while it goes on: who has members join and leave.
 
 ScalingListener      `penstock scale`, by the mailbox of the agent on the driver's node (`scaling_requests.py`)
-AutoscalerFollower   `rollout.num_workers=auto`: engines join when the cluster has room for more
+AutoscalerFollower   `rollout.num_workers=auto`: engines join when the cluster has room for more, which it is asked for
 ScalableRole         `session.rollouts` and `session.rewards`, in a user's own loop
 """
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray.exceptions import RayError
@@ -56,23 +57,52 @@ class ScalingListener:
 
 
 class AutoscalerFollower:
-    """The follower of the cluster's size, which looks every few seconds whether there is room for more engines. Nodes
-    that leave take their engines with them (`members.py`); engines are added here when there is room again, or for the
-    first time. Lifecycle: `run` until it is cancelled."""
+    """The follower of the cluster's size, which looks every few seconds whether there is room for more engines, and
+    asks for it while they are too few. Nodes that leave take their engines with them (`members.py`); engines are added
+    here when there is room again, or for the first time. Lifecycle: `run` until it is cancelled."""
 
-    def __init__(self, capacity: Capacity, members: Membership) -> None:
-        self._capacity, self._members = capacity, members
+    def __init__(
+        self,
+        capacity: Capacity,
+        members: Membership,
+        config: RunConfig,
+        metrics: Callable[[], Mapping[str, Any]],
+        note: Callable[[str], None],
+    ) -> None:
+        """`metrics`: those of the last step. `note`: shows a line to people."""
+        self._capacity, self._members, self._config = capacity, members, config
+        self._metrics, self._note = metrics, note
 
     async def run(self) -> None:
         pause_s = FOLLOW_S
-        while True:
-            await asyncio.sleep(pause_s)
-            wanted = await asyncio.to_thread(self._capacity.num_engines_more)
-            came = 0
-            if wanted:
-                (done,) = await self._members.change([ScalingRequest("rollout", wanted, is_change=True)])
-                came = len(done.joined)
-            pause_s = next_look_s(pause_s, wanted, came)
+        try:
+            while True:
+                await asyncio.sleep(pause_s)
+                wanted = await asyncio.to_thread(self._capacity.num_engines_more)
+                came = 0
+                if wanted:
+                    (done,) = await self._members.change([ScalingRequest("rollout", wanted, is_change=True)])
+                    came = len(done.joined)
+                await self._ask()
+                pause_s = next_look_s(pause_s, wanted, came)
+        finally:
+            self._capacity.ask_for_engines(0)
+
+    async def _ask(self) -> None:
+        present = self._members.num_present("rollout")
+        lacking = engines_lacking(self._metrics(), present, self._config, is_asking=self._capacity.is_asking)
+        if await asyncio.to_thread(self._capacity.ask_for_engines, lacking):
+            self._note(f"ranks wait for samples: asks the cluster for room for {lacking} more engine(s)")
+
+
+def engines_lacking(metrics: Mapping[str, Any], present: int, config: RunConfig, *, is_asking: bool) -> int:
+    """Number of further engines to ask the cluster for: up to `rollout.max_workers` while the ranks wait for samples
+    and the engines are busy. A run that asks already stops only when the ranks wait half as long, so that steps that
+    differ a little change nothing. `metrics`: those of the last step."""
+    share, max_workers = config.diagnosis.idle_share, config.rollout.max_workers
+    engines_wait = config.max_staleness > 0 and (metrics.get("idle/rollout") or 0.0) > share
+    ranks_wait = (metrics.get("idle/train") or 0.0) > (share / 2 if is_asking else share)
+    return max(0, config.max_engines - present) if max_workers and ranks_wait and not engines_wait else 0
 
 
 def next_look_s(pause_s: float, wanted: int, came: int) -> float:

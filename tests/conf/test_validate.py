@@ -103,6 +103,19 @@ def test_a_number_of_engines_is_a_number_or_auto():
         RolloutConfig(num_workers="atuo")
 
 
+def test_only_a_number_of_engines_that_may_change_has_a_maximum():
+    assert RolloutConfig(num_workers="auto", max_workers=4).max_workers == 4
+    with pytest.raises(ConfigError, match=r"rollout.max_workers=4: rollout.num_workers=2 is a number that stays"):
+        RolloutConfig(num_workers=2, max_workers=4)
+    with pytest.raises(ConfigError, match=r"rollout.max_workers=0: must be at least 1"):
+        RolloutConfig(num_workers="auto", max_workers=0)
+
+
+def test_a_run_waits_for_no_negative_time():
+    with pytest.raises(ConfigError, match=r"cluster.wait_s=-1: must be at least 0"):
+        ClusterConfig(wait_s=-1)
+
+
 def test_a_system_prompt_that_no_environment_would_read_is_refused():
     data = DataConfig(source="environment", system_prompt="Be short.")
     with pytest.raises(

@@ -24,6 +24,7 @@ from penstock.orchestrator.cluster.nodes.shared_memory import check_room
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.assignment import engines_to_add, next_of
 from penstock.orchestrator.cluster.placement.nodes import free_nodes
+from penstock.orchestrator.cluster.placement.queue import names_of_groups, runs_ahead
 from penstock.orchestrator.cluster.placement.reservation import Claim, Reservation
 from penstock.orchestrator.cluster.ray_calls import look
 
@@ -68,11 +69,34 @@ class Capacity:
             self._accept(actor, claim)
 
     def num_engines_more(self) -> int:
-        """Number of further engines that there is room for now, and use; 0 while Ray does not say."""
-        try:
-            return engines_to_add(self._table.plan, free_nodes(), self._config)
-        except RayError:
-            return 0
+        """Number of further engines that there is room for now, and use; 0 while Ray does not say, and while other runs
+        wait for the room."""
+        with contextlib.suppress(RayError):
+            if (engine := self._engine) is not None and not runs_ahead(names_of_groups(), self._namespace):
+                received = self._reservation.num_received(engine)
+                return engines_to_add(self._table.plan, free_nodes(), self._config, received)
+        return 0
+
+    def ask_for_engines(self, count: int) -> bool:
+        """Ask the cluster for room for so many further engines, unless other runs wait for room; 0: take back what no
+        node has yet. Returns whether it is a new request."""
+        with contextlib.suppress(RayError):
+            was_asking, engine = self._reservation.is_asking, self._engine
+            if engine is not None and (count or was_asking):
+                is_turn = not runs_ahead(names_of_groups(), self._namespace)
+                self._reservation.ask_for(count if is_turn else 0, engine, self._config, self._namespace)
+            return self._reservation.is_asking and not was_asking
+        return False
+
+    @property
+    def is_asking(self) -> bool:
+        """True while the cluster has not brought all that was asked for."""
+        return self._reservation.is_asking
+
+    @property
+    def _engine(self) -> ActorPlan | None:
+        """The plan of any engine; None: the run has none."""
+        return next((actor for actor in self._table.plan if actor.role == "rollout"), None)
 
     async def enlarge(self, role: str, stage: str | None) -> str:
         """Plan one more member like those of a role and stage, on a node that has room now and is made ready for it.

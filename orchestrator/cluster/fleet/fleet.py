@@ -110,7 +110,7 @@ class Fleet(MemberTable):
 
     def create(self) -> None:
         """Create every actor; models are not loaded yet."""
-        timeout_s = self.config.rollout.start_timeout_s
+        timeout_s = self.config.cluster.wait_s or self.config.rollout.start_timeout_s
         self._reservation = Reservation.make(self.plan, self.config, self.namespace, timeout_s, self.owner)
         nodes = self._reservation.assignment.nodes
         self.agents.create([(node.id, node.address) for node in nodes])

@@ -176,12 +176,12 @@ def num_more(actor: ActorPlan, free: Sequence[Node]) -> int:
     return sum(Room.of(node).times(need) for node in free)
 
 
-def engines_to_add(plan: Sequence[ActorPlan], free: Sequence[Node], config: RunConfig) -> int:
-    """Number of engines to add for `rollout.num_workers=auto`: as many as there is room for, but no more than there are
-    groups under way at a time: one more would have nothing to do. `free`: the cluster's nodes, with what is not
-    reserved."""
+def engines_to_add(plan: Sequence[ActorPlan], free: Sequence[Node], config: RunConfig, received: int = 0) -> int:
+    """Number of engines to add for `rollout.num_workers=auto`: as many as there is room for, up to
+    `config.max_engines`. `free`: the cluster's nodes, with what is not reserved. `received`: engines that the run has
+    reserved room for already."""
     engines = [actor for actor in plan if actor.role == "rollout"]
     if not engines:
         return 0
-    room = num_more(engines[0], open_nodes("rollout", free, config.cluster))
-    return max(0, min(room, config.max_active_groups - len(engines)))
+    room = received + num_more(engines[0], open_nodes("rollout", free, config.cluster))
+    return max(0, min(room, config.max_engines - len(engines)))

@@ -5,16 +5,16 @@
     …                                actors that reserve nothing are held to their node without one
 
 The reservation is one placement group of Ray's, each bundle pinned to its node by a label. Two runs that start on one
-cluster at the same time cannot hold a half each and wait for the other: the second waits for what it planned, takes
-other nodes when they are free, and is told in the end which runs have what it wants.
+cluster at the same time cannot hold a half each and wait for the other: the second stands in a queue (`queue.py`), and
+takes whatever nodes are free when it is first. If that takes too long, an error names the runs that have what it wants.
 """
 
 import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
@@ -26,9 +26,12 @@ from penstock.orchestrator.cluster.owners import Owner, ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_sharing, run_of
 from penstock.orchestrator.cluster.placement.assignment import Assignment, assign, open_nodes, place_one
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, cluster_nodes, free_nodes, titles
+from penstock.orchestrator.cluster.placement.queue import Queue, bundles_by_node, labels_of
 
 PATIENCE_S = 5.0
-"""Seconds that a run waits for the nodes that it planned, before it looks whether others are free."""
+"""Seconds for Ray to reserve what was free a moment ago."""
+LOOK_S = 1.0
+"""Seconds between two looks of a run that waits for room."""
 OF_MEMBER = "/"
 """Separator between the namespace and the name of a member that has a reservation of its own."""
 _LOG = logging.getLogger("penstock")
@@ -67,7 +70,9 @@ class Reservation:
         self._claims = {name: Claim(assignment.node_of[name], group, bundle) for name, bundle in index.items()}
         """Claims of the actors that have reserved something, by name."""
         self._vacant: list[tuple[ActorPlan, Claim]] = []
-        """Free claims of the start, each with the actor that had it."""
+        """Free claims, each with an actor that had it, or that it was asked for."""
+        self._asked: list[PlacementGroup] = []
+        """Requests for room for one more actor each, which no node has yet."""
 
     @classmethod
     def make(
@@ -78,22 +83,29 @@ class Reservation:
         owner = owner or ThisProcess()
         bundles = bundles_of(actors, config)
         index = {actor.name: number for number, unit in enumerate(bundles) for actor in unit}
-        deadline = time.monotonic() + timeout_s
-        plans = _plans(actors, config)
-        assignment = next(plans)
-        if not bundles:
+        nodes, deadline, told, looks = cluster_nodes(), time.monotonic() + timeout_s, "", 0
+        assignment = None if bundles and config.cluster.wait_s else assign(actors, nodes, config)
+        if assignment is not None and not bundles:
             return cls(assignment, {}, None, owner)
-        told = False
-        while (left_s := deadline - time.monotonic()) > 0:
-            if group := _reserved(bundles, assignment, name, min(PATIENCE_S, left_s), owner):
-                return cls(assignment, index, group, owner)
-            if not told:
-                _LOG.warning("%s: waiting up to %g s. %s", wanted(bundles, assignment), timeout_s, holders())
-            told, assignment = True, next(plans)
+        labels = [labels_of(unit, nodes, config.cluster) for unit in bundles]
+        limit = f"{timeout_s:g} s ({'cluster.wait_s' if config.cluster.wait_s else 'rollout.start_timeout_s'})"
+        with contextlib.closing(Queue(name, [_resources(unit) for unit in bundles], labels)) as queue:
+            while (left_s := deadline - time.monotonic()) > 0:
+                before, own = queue.ahead(), queue.share()
+                is_turn = not before and bool(own or not looks)  # Ray knows of more than CPUs and GPUs
+                room = _room(actors, config, own, beside=not looks % 2) if is_turn else None
+                if room is not None:
+                    queue.take_back()
+                    if group := _reserved(bundles, room, name, min(PATIENCE_S, left_s), owner):
+                        return cls(room, index, group, owner)
+                queue.wait(is_first=not before)
+                looks += 1
+                told = _tell(f"waiting up to {limit} for {wanted(bundles)}{_behind(before)}.", told)
+                time.sleep(min(LOOK_S, left_s))
         raise ResourceError(
-            f"What the run reserves was not free within {timeout_s:g} s (rollout.start_timeout_s): "
-            f"{wanted(bundles, assignment)}. {holders()} End what is not needed, wait for it, or ask for less; "
-            "`ray status` shows the whole cluster."
+            f"What the run reserves was not free within {limit}: {wanted(bundles)}{_behind(before)}. "
+            f"{_lacking(actors, config)}{holders()} End what is not needed, wait for it, or ask for less; `ray status` "
+            "shows the whole cluster."
         )
 
     def options(self, actor: ActorPlan) -> dict[str, Any]:
@@ -142,6 +154,30 @@ class Reservation:
             self._vacant.remove((actor, own))
             raise
 
+    def ask_for(self, count: int, actor: ActorPlan, config: RunConfig, name: str) -> None:
+        """Ask the cluster, and so its autoscaler, for room for so many more actors like one; 0: take back what no node
+        has yet. `name`: the namespace of the run."""
+        for group in self._asked[count:]:
+            remove_placement_group(group)
+        del self._asked[count:]
+        while len(self._asked) < count:
+            labels, number = labels_of([actor], cluster_nodes(), config.cluster), time.time_ns()
+            group = self._owner.reserve([_resources([actor])], [labels], f"{name}{OF_MEMBER}{actor.role}-{number}")
+            self._asked.append(group)
+
+    def num_received(self, actor: ActorPlan) -> int:
+        """Number of actors like one for which there is room now that was asked for."""
+        nodes = {node.id: node for node in cluster_nodes()}
+        for group in list(self._asked):
+            for node_id in bundles_by_node(placement_group_table(group)).keys() & nodes.keys():
+                self._asked.remove(group)
+                self._vacant.append((actor, Claim(nodes[node_id], group, is_own=True)))
+        return sum(claim.is_own and like.role == actor.role for like, claim in self._vacant)
+
+    @property
+    def is_asking(self) -> bool:
+        return bool(self._asked)
+
     def accept(self, actor: ActorPlan, claim: Claim) -> None:
         """Take a claim as the room of an actor that has joined or moved, or is about to."""
         before, self._claims[actor.name] = self._claims.get(actor.name), claim
@@ -162,7 +198,7 @@ class Reservation:
     def groups(self) -> list[PlacementGroup]:
         """All placement groups of the run."""
         claims = [*self._claims.values(), *(claim for _, claim in self._vacant)]
-        return [*filter(None, {self._group, *(claim.group for claim in claims)})]
+        return [*filter(None, {self._group, *self._asked, *(claim.group for claim in claims)})]
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for the next process that drives the run: all but this one's owner."""
@@ -174,9 +210,13 @@ class Reservation:
         return self
 
     def release(self) -> None:
-        for claim in self._claims.values():
+        for claim in (*self._claims.values(), *(claim for _, claim in self._vacant)):
             claim.release()
+        for group in self._asked:
+            remove_placement_group(group)
         self._claims.clear()
+        self._vacant.clear()
+        self._asked.clear()
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
@@ -189,14 +229,9 @@ def bundles_of(actors: Sequence[ActorPlan], config: RunConfig) -> list[list[Acto
     return shared + [[actor] for actor in actors if actor.name not in sharing and (actor.num_cpus or actor.num_gpus)]
 
 
-def wanted(bundles: Sequence[Sequence[ActorPlan]], assignment: Assignment) -> str:
-    """The reservation in words: `2 CPU(s) on node-1, 1 CPU(s) and 1 GPU(s) on node-2`."""
-    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for unit in bundles:
-        for kind, amount in _resources(unit).items():
-            sums[assignment.node_of[unit[0].name].id][kind] += amount
-    names = titles(assignment.nodes)
-    return ", ".join(f"{_amount(sums[node.id])} on {names[node.id]}" for node in assignment.nodes if node.id in sums)
+def wanted(bundles: Sequence[Sequence[ActorPlan]]) -> str:
+    """The reservation in words: `2 GPU(s) and 5 CPU(s)`."""
+    return _amount(_resources([actor for unit in bundles for actor in unit]))
 
 
 def holders() -> str:
@@ -214,20 +249,46 @@ def holders() -> str:
                 of_owner[_owner(group["name"])][node_id][kind] += amount
                 if node_id in used:
                     used[node_id][kind] -= amount
-    sentences = [f"{owner} has {_places(own, names)}." for owner, own in of_owner.items()]
+    sentences = [f"{owner} has {text}." for owner, own in of_owner.items() if (text := _places(own, names))]
     others = {node_id: amounts for node_id, amounts in used.items() if any(a > 1e-3 for a in amounts.values())}
     if others:
         sentences.append(f"Other jobs have {_places(others, names)}.")
     return " ".join(sentences)
 
 
-def _plans(actors: Sequence[ActorPlan], config: RunConfig) -> Iterator[Assignment]:
-    """Assignments to try, without end: one for the whole cluster, then one for what is free if that holds the run.
-    Raises `ResourceError` if the cluster could not hold the run even if it were empty."""
-    while True:
-        yield assign(actors, cluster_nodes(), config)
-        with contextlib.suppress(ResourceError):
-            yield assign(actors, free_nodes(), config)
+def _room(
+    actors: Sequence[ActorPlan], config: RunConfig, own: Mapping[str, Sequence[Mapping[str, float]]], *, beside: bool
+) -> Assignment | None:
+    """An assignment to what the run's request holds; None: there is none. `own`: its bundles, by node. `beside`: nodes
+    with what is free as well."""
+    nodes = []
+    for node in free_nodes():
+        bundles, share = own.get(node.id, ()), float(beside)
+        cpus, gpus = (sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in ("CPU", "GPU"))
+        nodes.append(replace(node, cpus=share * node.cpus + cpus, gpus=share * node.gpus + gpus))
+    with contextlib.suppress(ResourceError):
+        return assign(actors, nodes, config)
+    return None
+
+
+def _lacking(actors: Sequence[ActorPlan], config: RunConfig) -> str:
+    """The sentences about what the cluster would lack even if it were empty; empty: nothing."""
+    try:
+        assign(actors, cluster_nodes(), config)
+    except ResourceError as error:
+        return f"No node came that has room for it. {error} "
+    return ""
+
+
+def _behind(runs: Sequence[str]) -> str:
+    return f", behind {', '.join(map(_owner, runs))}" if runs else ""
+
+
+def _tell(text: str, told: str) -> str:
+    """Tell people what the run waits for, if that is new to them. Returns what they know now."""
+    if text != told:
+        _LOG.warning("%s %s `ray status` shows what was asked for.", text, holders())
+    return text
 
 
 def _reserved(
@@ -264,7 +325,8 @@ def _owner(name: str) -> str:
 
 
 def _places(amounts: Mapping[str, Mapping[str, float]], names: Mapping[str, str]) -> str:
-    return ", ".join(f"{_amount(own)} on {names.get(node_id, node_id[:8])}" for node_id, own in amounts.items())
+    texts = {node_id: _amount(own) for node_id, own in amounts.items()}
+    return ", ".join(f"{text} on {names.get(node_id, node_id[:8])}" for node_id, text in texts.items() if text)
 
 
 def _resources(unit: Sequence[ActorPlan]) -> dict[str, float]:

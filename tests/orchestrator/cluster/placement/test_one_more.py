@@ -71,3 +71,6 @@ def test_as_many_engines_are_added_as_there_is_room_and_groups_under_way_for() -
     assert engines_to_add(plan, [node(1, 0.5)], config) == 0
     plan, config = planned(*words, "cluster.nodes=[node-1]")
     assert engines_to_add(plan, [node(1, 2), node(3, 100)], config) == 2
+    plan, config = planned(*words, "rollout.max_workers=3")
+    assert engines_to_add(plan, [node(1, 100)], config) == 2
+    assert engines_to_add(plan, [node(1, 0.5)], config, received=1) == 1
