@@ -36,7 +36,7 @@ from ray.job_config import JobConfig
 
 from penstock.conf.errors import RayEnded, ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.connection import AUTH_MODE, cluster_address, reach
+from penstock.orchestrator.cluster.connection import AUTH_MODE, check_token, cluster_address, reach
 from penstock.orchestrator.cluster.local_ray import LocalRay, short_paths
 from penstock.orchestrator.cluster.placement.actors import RUN_PREFIX, ActorPlan, check_fits, needed
 from penstock.orchestrator.cluster.placement.assignment import assign
@@ -79,6 +79,7 @@ def check_resources(actors: list[ActorPlan], config: RunConfig) -> None:
     if (address := cluster_address()) is not None:
         reach(address)
         return
+    check_token()
     short_paths(os.environ)
     if directory := os.environ.get("RAY_TMPDIR"):
         try_place(directory, "RAY_TMPDIR")

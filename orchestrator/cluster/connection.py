@@ -9,14 +9,17 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.conf.errors import ResourceError
+from penstock.conf.errors import ResourceError, suggest
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 AUTH_MODE = "RAY_AUTH_MODE"
 """Environment variable that Ray sets in the process that starts a cluster; one that joins must have the same."""
+TOKEN = "token"
+AUTH_MODES = (TOKEN, "disabled")
 KNOCK_S = 30.0
 """Seconds for the cluster's port to answer."""
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
@@ -32,9 +35,20 @@ def cluster_address() -> str | None:
     return address if address not in ("", "local") else None
 
 
+def check_token() -> None:
+    """Raise `ResourceError` for a mode of authentication that Ray does not know, which it takes for none, and for a
+    file without a token."""
+    mode, file = os.environ.get(AUTH_MODE) or TOKEN, os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if mode.lower() not in AUTH_MODES:
+        raise ResourceError(f"{AUTH_MODE}={mode}: unknown{suggest(mode, AUTH_MODES)}")
+    if mode.lower() == TOKEN and file and not os.environ.get("RAY_AUTH_TOKEN") and not Path(file).is_file():
+        raise ResourceError(f"RAY_AUTH_TOKEN_PATH={file}: there is no such file. Name the one that has Ray's token.")
+
+
 def reach(address: str) -> None:
     """Try the cluster's port, since Ray itself tries for minutes. Raises `ResourceError` for an address of another
-    form, where nothing listens, and where a web server answers."""
+    form, where nothing listens, where a web server answers, and what `check_token` raises."""
+    check_token()
     answer = b""
     try:
         host, port = _endpoint(address if address != "auto" else _address_here())

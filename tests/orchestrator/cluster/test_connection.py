@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from penstock.conf.errors import ConfigError, ResourceError
 from penstock.orchestrator.cluster import connection
 from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere
-from penstock.orchestrator.cluster.connection import cluster_address, reach
+from penstock.orchestrator.cluster.connection import check_token, cluster_address, reach
 from penstock.orchestrator.configuration import validate
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
@@ -127,6 +127,29 @@ def test_auto_without_a_cluster_on_this_machine_is_told(monkeypatch: pytest.Monk
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ResourceError, match=r"RAY_ADDRESS=auto: no Ray cluster answers there \(Could not find any"):
         reach("auto")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RAY_AUTH_MODE": "tokens"}, "RAY_AUTH_MODE=tokens: unknown; did you mean 'token'"),
+        ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, "RAY_AUTH_TOKEN_PATH=/nowhere: there is no such file"),
+        ({"RAY_AUTH_MODE": "Token", "RAY_AUTH_TOKEN_PATH": "/"}, "RAY_AUTH_TOKEN_PATH=/: there is no such file"),
+        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN_PATH": "/nowhere"}, None),
+        ({"RAY_AUTH_TOKEN": "a" * 64, "RAY_AUTH_TOKEN_PATH": "/nowhere"}, None),
+    ],
+)
+def test_authentication_that_ray_would_not_make_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str | None
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ResourceError, match=message) if message else nullcontext():
+        check_token()
+    with pytest.raises(ResourceError, match=message or "no Ray cluster answers"):
+        reach("127.0.0.1:1")
 
 
 @pytest.mark.parametrize("value", ["", " ", "local"])
