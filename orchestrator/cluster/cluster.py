@@ -169,7 +169,7 @@ class Cluster:
             check_resources(self._actors, self._config)
             metadata = metadata_of(self._config, directory)
             _start(self._actors, self._config, namespace_of(directory), metadata)
-            _add_to_submission(metadata)
+            add_to_submission(metadata)
             self._is_own = True
         self._is_connected = True
         if not self._config.cluster.wait_s:
@@ -263,9 +263,7 @@ def metadata_of(config: RunConfig, directory: RunDirectory) -> dict[str, str]:
     return {name: value for name, value in known.items() if value} | config.tracking.tags
 
 
-def keep_token_private(*, is_joining: bool = False) -> None:
-    """Make Ray's token readable by its user alone, since a reader of it may run code. Ray writes it with what the umask
-def _add_to_submission(metadata: dict[str, str]) -> None:
+def add_to_submission(metadata: dict[str, str]) -> None:
     """Add texts to the job of `ray job submit` that this process is in, if any: Ray shows those of the submission, and
     not those that its driver brings. Texts that the user has given stay. Ray has no public call for it."""
     given = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("metadata", {})
@@ -280,6 +278,8 @@ def _add_to_submission(metadata: dict[str, str]) -> None:
             gcs.internal_kv_put(key, json.dumps(info).encode(), True, KV_NAMESPACE_JOB, timeout=JOB_S)
 
 
+def keep_token_private(*, is_joining: bool = False) -> None:
+    """Make Ray's token readable by its user alone, since a reader of it may run code. Ray writes it with what the umask
     allows, so it is made here where there is none: Ray takes the one that it finds. Where none can be kept, this
     process has one of its own. `is_joining`: the cluster is another's, whose token is not made here; and where there is
     none, Ray asks for none."""

@@ -116,11 +116,11 @@ def test_a_job_of_ray_job_submit_has_the_texts_of_its_run(
     values = {key: json.dumps(submitted.to_json()).encode()}
     monkeypatch.setattr(cluster, "GcsClient", lambda address: KeyValues(values))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="head:6379"))
-    cluster._add_to_submission({"penstock.run": "sums"})
+    cluster.add_to_submission({"penstock.run": "sums"})
     assert values == {key: json.dumps(submitted.to_json()).encode()}, "this process is in no job"
     ours = {"metadata": {JOB_ID_METADATA_KEY: "raysubmit_1"}}
     monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps(ours))
-    cluster._add_to_submission({"penstock.run": "sums", "penstock.algorithm": "grpo"})
+    cluster.add_to_submission({"penstock.run": "sums", "penstock.algorithm": "grpo"})
     found = JobInfo.from_json(json.loads(values[key]))
     assert found.metadata == {"penstock.run": "sums", "penstock.algorithm": "grpo"} | (given or {})
     assert (found.status, found.entrypoint, found.start_time) == (JobStatus.RUNNING, "penstock run", 1)
