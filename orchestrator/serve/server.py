@@ -20,6 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.serve import ServeConfig
+from penstock.network.heads import BACKLOG, CONNECTIONS, Heads
+from penstock.network.machine import raise_limit
 from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.endpoints.routes import routes
 from penstock.orchestrator.serve.service import Service
@@ -30,7 +32,6 @@ from penstock.orchestrator.serve.wire.messages import messages
 GRACE_S = 5
 """Seconds for answers that are being written when the server ends."""
 START_S = 30.0
-BACKLOG = 1024
 
 
 class ServerFailed(PenstockError):
@@ -48,6 +49,7 @@ class Server:
         self.tenants = Tenants(config, key)
         self._service: Service | None = None
         self._http: _Http | None = None
+        self._heads = Heads()
         self._serving: asyncio.Task[None] | None = None
         self._lock = -1
 
@@ -67,6 +69,7 @@ class Server:
         config = uvicorn.Config(
             Starlette(routes=routes(self._service)), log_level="warning", access_log=False, lifespan="off",
             timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=60, backlog=BACKLOG,
+            http=self._heads.before(H11Protocol), limit_concurrency=min(CONNECTIONS, raise_limit() // 2),
         )  # fmt: skip
         self._http = _Http(config)
         self._serving = asyncio.create_task(self._http.serve([bound]), name="HTTP")
@@ -101,6 +104,7 @@ class Server:
         if self._http is not None and self._serving is not None:
             self._http.should_exit = True
             await asyncio.wait([self._serving], timeout=2 * GRACE_S)
+            self._heads.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError
 from penstock.orchestrator.serve.checkpoints import NoCheckpoint
-from penstock.orchestrator.serve.journal import JournalError
+from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
 from penstock.orchestrator.serve.request_log import OtherContent, ResultGone
 from penstock.orchestrator.serve.service import Refused, Service
 from penstock.orchestrator.serve.sessions import NotFound, SessionOver
@@ -30,6 +30,7 @@ from penstock.orchestrator.serve.wire.messages import unpacked
 from penstock.workers.gateway.http.errors import BadRequest
 
 _LOG = logging.getLogger("penstock")
+BODY_S = 300.0
 _STATUS: dict[type[PenstockError], int] = {
     Refused: 403, NotFound: 404, NoCheckpoint: 404, SessionOver: 410, ResultGone: 410, JournalError: 503,
     BadRequest: 422, OtherContent: 422, TooLate: 422, DataError: 422, ConfigError: 422, TooLarge: 413,
@@ -82,8 +83,9 @@ def as_json(value: Mapping[str, Any] | list[Any], status: int = 200) -> Response
 
 
 def refused(text: str, status: int) -> Response:
-    """A response that the SDK raises with this text."""
-    return as_json({"error": text, "detail": text, "category": "user" if status < 500 else "server"}, status)
+    """A response that the SDK raises with this text. Who may not be here keeps no connection."""
+    body = {"error": text, "detail": text, "category": "user" if status < 500 else "server"}
+    return JSONResponse(body, status, {"connection": "close"} if status in (401, 403) else None)
 
 
 def answering(service: Service, endpoint: Endpoint, *, has_data: bool = False, for_operator: bool = False) -> Handler:
@@ -101,12 +103,15 @@ def answering(service: Service, endpoint: Endpoint, *, has_data: bool = False, f
         exchange = Exchange(service, tenant, request)
         try:
             if request.method in ("POST", "PUT"):
-                packed = await _read(request, limit_bytes)
+                async with asyncio.timeout(BODY_S):
+                    packed = await _read(request, limit_bytes)
                 encoding = request.headers.get("content-encoding", "")
                 exchange.body = await asyncio.to_thread(unpacked, packed, encoding, limit_bytes)
             return await endpoint(exchange)
         except ClientDisconnect:
             return Response(status_code=400)
+        except TimeoutError:
+            return refused(f"the body did not come within {BODY_S:g} s.", 408)
         except PenstockError as error:
             status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), 500)
             return refused(str(error), status)

@@ -81,7 +81,7 @@ async def download(service: Service, request: Request) -> Response:
             return refused("this address of an archive is good no longer: ask for a new one.", 403)
         await asyncio.to_thread(service.checkpoints.get, address)
     except (ValueError, NoCheckpoint) as error:
-        return refused(str(error), 404)
+        return refused(str(error), 403)
     return StreamingResponse(service.checkpoints.archive(address), media_type="application/x-tar")
 
 

@@ -84,8 +84,8 @@ def routes(service: Service) -> list[Route]:
         Route("/archives/{until}/{signature}/{run}/{folder}/{name}", archive),
     ]
     unknown = answering(service, _unknown)
-    rest_of_api = Route(API + "/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE"])
-    return [*refusing, *done, *own, rest_of_api]
+    all_others = Route("/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE"])
+    return [*refusing, *done, *own, all_others]
 
 
 def _route(service: Service, method: str, path: str, endpoint: Endpoint) -> Route:

@@ -1,11 +1,15 @@
 """Bounds on what anybody can send: bodies, heads, connections, and what a tenant has waiting."""
 
+import asyncio
 import json
+import socket
 import tracemalloc
 
+import httpx
 import pytest
 
-from penstock.conf.serve import ServeConfig
+from penstock.conf.serve import ServeConfig, TenantConfig
+from penstock.network.listener import MAX_PENDING
 from penstock.orchestrator.serve.wire.bodies import Body, read
 from penstock.orchestrator.serve.wire.messages import zstandard
 from penstock.workers.gateway.http.errors import BadRequest
@@ -73,5 +77,39 @@ def test_a_numbered_request_that_is_wrong_takes_its_number_and_fails_in_its_turn
         assert "dimuon" in told[0]["error"]
         assert "momentum" in told[1]["error"]
         assert "metrics" in told[2]
+
+    serve(tmp_path, act)
+
+
+def test_a_thousand_half_requests_keep_no_client_out(tmp_path):
+    async def act(_, http):
+        halves = [await asyncio.open_connection("127.0.0.1", http.base_url.port) for _ in range(300)]
+        for _, writer in halves:
+            writer.write(b"POST /api/v1/create_session HTTP/1.1\r\n")
+        for reader, writer in halves[: 300 - MAX_PENDING]:
+            assert not await reader.read()
+            writer.close()
+        await Client(http).session()
+
+    serve(tmp_path, act)
+
+
+@pytest.mark.parametrize("path", ["/api/v1/create_session", "/archives/1/x/run/weights/a", "/nothing"])
+def test_who_has_no_key_keeps_no_connection(tmp_path, path):
+    tenants = {"alice": TenantConfig(key="tml-alice")}
+
+    async def act(_, http):
+        with socket.create_connection(("127.0.0.1", http.base_url.port)) as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            with connection.makefile("rb") as answer:
+                assert b" 40" in await asyncio.to_thread(answer.read)
+
+    serve(tmp_path, act, config=ServeConfig(port=0, tenants=tenants))
+
+
+def test_a_head_without_end_is_refused(tmp_path):
+    async def act(_, http):
+        with pytest.raises(httpx.TransportError):
+            await http.get("/api/v1/healthz", headers={"x-api-key": "tml-any", "x-long": "x" * 2**18})
 
     serve(tmp_path, act)

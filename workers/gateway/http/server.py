@@ -35,6 +35,8 @@ from aiohttp import web
 
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import AttemptOver
+from penstock.network.heads import BACKLOG, Heads
+from penstock.network.machine import raise_limit
 from penstock.network.proxies import ask_directly
 from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.http.chat import CHAT
@@ -58,8 +60,6 @@ WAITING_S = 10.0
 """Seconds between keep-alive data in a stream whose turn is being sampled."""
 SHUTDOWN_S = 1.0
 """Seconds for answers that are being written when the server stops."""
-BACKLOG = 1024
-"""Connections that may wait to be accepted: attempts may all begin at once."""
 PROTOCOLS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES}
 """Protocols by their paths."""
 COUNT, MODELS = "/v1/messages/count_tokens", "/v1/models"
@@ -124,6 +124,8 @@ class HttpServer:
             self._app.router.add_post(before + COUNT, self._count)
             self._app.router.add_get(before + MODELS, self._models)
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
+        self._heads = Heads()
         self._told: set[str] = set()
 
     async def start(self, host: str, port: int, address: str = "") -> str:
@@ -132,13 +134,17 @@ class HttpServer:
         are told; empty: `host`."""
         self._runner = web.AppRunner(self._app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=BACKLOG)
-        await site.start()
+        raise_limit()
+        made = self._heads.before(self._runner.server)
+        self._listening = await asyncio.get_running_loop().create_server(made, host, port, backlog=BACKLOG)
         told = address or host
         ask_directly(told)
-        return f"http://{f'[{told}]' if ':' in told else told}:{self._runner.addresses[0][1]}/v1"
+        return f"http://{f'[{told}]' if ':' in told else told}:{self._listening.sockets[0].getsockname()[1]}/v1"
 
     async def stop(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
+            self._heads.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -306,7 +312,10 @@ def _http_failure(request: web.Request, error: web.HTTPException) -> Failure:
 
 def _failure_response(request: web.Request, failure: Failure) -> web.Response:
     body = json.dumps(error_shape(_path(request), request.headers)(failure))
-    return web.Response(text=body, status=failure.status, content_type="application/json", headers=failure.headers)
+    response = web.Response(text=body, status=failure.status, content_type="application/json", headers=failure.headers)
+    if failure.status == 401:
+        response.force_close()
+    return response
 
 
 def _path(request: web.Request) -> str:

@@ -32,8 +32,11 @@ from starlette.responses import FileResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.conf.errors import ConfigError
+from penstock.network.heads import BACKLOG, CONNECTIONS, Heads
+from penstock.network.machine import raise_limit
 from penstock.orchestrator.observability.ui.runs.remote import Copy
 from penstock.orchestrator.observability.ui.server.answers import QUESTIONS, Answers, Live, NoSuchRun
 from penstock.orchestrator.run_directory.json_lines import json_of
@@ -98,8 +101,9 @@ def _serve(
     console.print(f"[bold]{place}[/] at {address}", highlight=False, soft_wrap=True)
     console.print("Ctrl-C ends it.", style="dim")
     config = uvicorn.Config(
-        make_app(directory, key, bring), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S
-    )
+        make_app(directory, key, bring), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S,
+        http=Heads().before(H11Protocol), limit_concurrency=min(CONNECTIONS, raise_limit() // 2), backlog=BACKLOG,
+    )  # fmt: skip
     with bound:
         uvicorn.Server(config).run([bound])
 
