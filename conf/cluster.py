@@ -37,6 +37,12 @@ class ClusterConfig:
     request, for which the cluster's autoscaler brings nodes. Runs are served first come, first served. 0: a run that
     the present nodes could not hold is refused at once, and one whose room is taken waits for
     rollout.start_timeout_s."""
+    reserve_memory: bool = True
+    """Have ranks and engines reserve memory of their nodes, so that Ray, its autoscaler and other jobs count with it.
+    An actor reserves what it holds of host memory by `penstock validate` (weights, optimizer, activations, keys and
+    values, a checkpoint's copy; nothing that is shared or only possible), but no larger share of a node's memory than
+    of its CPUs: what fits by CPUs fits by memory. It reserves none where the sizes of the model are not known, and with
+    cluster.cpus_per_worker=0. A reservation limits nobody. false: none is made."""
     worker_logs: bool = False
     """Show what actors print in this terminal. They are in Ray's session directory either way."""
     nodes: list[str] = field(default_factory=list)

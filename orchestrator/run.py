@@ -26,7 +26,7 @@ from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.configuration.completed import completed
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory.memory_view import settled
+from penstock.orchestrator.configuration.memory.memory_view import settled, with_memory
 from penstock.orchestrator.configuration.validate import check_run, first_runs
 from penstock.orchestrator.control.controller import TrainingResult
 from penstock.orchestrator.control.lifecycle import RunLifecycle
@@ -92,6 +92,7 @@ def run(
                 tell(told)
             identity = identity_of(config, flow, this_node())
             config = settled(config, flow, plan, cluster_nodes(), tell)
+            plan = with_memory(config, flow, plan, cluster_nodes())
             if goes_on is not None:
                 before = goes_on.state if isinstance(goes_on, LeftBehind) else goes_on
                 model_path, paths = before.model_path, before.model_paths | config.model.paths

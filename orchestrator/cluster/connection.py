@@ -76,7 +76,7 @@ def ray_directory() -> str:
     from ray.exceptions import RayError
 
     if (address := cluster_address()) is None:
-        return str(get_default_ray_temp_dir())
+        return str(get_default_ray_temp_dir())  # type: ignore[no-untyped-call]
     reach(address)
     try:
         found = GcsClient(address=address if address != "auto" else _address_here()).get_all_node_info(KNOCK_S)

@@ -20,6 +20,9 @@ from penstock.workers.reward.needs import needs_answer
 
 RUN_PREFIX = "penstock-"
 """Beginning of a run's namespace in Ray: `penstock-NAME-ID-START`."""
+CREATED = ("store", "prompts", "trainer", "scorer", "compute", "rollout", "environment", "reward")
+"""Roles in the order of creation. Where a node runs out of memory, Ray ends its newest actor first: those that cost
+least to replace, and that run the user's code, come last."""
 SHARING = ("trainer", "rollout")
 """Roles whose members may share a device: rank i and engine i."""
 DRIVER = "driver"
@@ -73,7 +76,7 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     model = flow.of_kind("train")[0].model
     for rank in range(trainer.num_ranks):
         actors.append(ActorPlan(f"Trainer-{model}-{rank}", "trainer", cpus, rank_gpus, "train", rank))
-    return actors
+    return sorted(actors, key=lambda actor: CREATED.index(actor.role))
 
 
 def has_gpus_of_ranks(config: RunConfig) -> bool:

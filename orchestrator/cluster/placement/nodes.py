@@ -28,6 +28,8 @@ class Node:
     gpus: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Labels of `ray start --labels`, and those that Ray gives by itself."""
+    memory: float = 0.0
+    """Bytes of memory that may be reserved in all."""
 
     def is_called(self, name: str) -> bool:
         """Return whether a name means this node. `name`: as a user would write it."""
@@ -70,6 +72,7 @@ def node_of(entry: Mapping[str, Any]) -> Node:
     return Node(
         entry["NodeID"], entry["NodeManagerHostname"], entry["NodeManagerAddress"],
         resources.get("CPU", 0.0), resources.get("GPU", 0.0), dict(entry.get("Labels") or {}),
+        resources.get("memory", 0.0),
     )  # fmt: skip
 
 

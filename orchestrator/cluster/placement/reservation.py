@@ -332,8 +332,11 @@ def _places(amounts: Mapping[str, Mapping[str, float]], names: Mapping[str, str]
 def _resources(unit: Sequence[ActorPlan]) -> dict[str, float]:
     """Resources of a unit as Ray takes them: without zeros."""
     sums = {"CPU": sum(actor.num_cpus for actor in unit), "GPU": sum(actor.num_gpus for actor in unit)}
+    sums["memory"] = sum(actor.memory for actor in unit)
     return {kind: round(amount, 4) for kind, amount in sums.items() if amount}
 
 
 def _amount(resources: Mapping[str, float]) -> str:
-    return " and ".join(f"{resources[kind]:g} {kind}(s)" for kind in ("GPU", "CPU") if resources.get(kind, 0.0) > 1e-3)
+    texts = [f"{resources[kind]:g} {kind}(s)" for kind in ("GPU", "CPU") if resources.get(kind, 0.0) > 1e-3]
+    memory = resources.get("memory", 0.0) / 2**30
+    return " and ".join([*texts, *([f"{memory:.1f} GiB of memory"] if memory >= 0.05 else [])])

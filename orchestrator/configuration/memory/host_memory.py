@@ -50,7 +50,8 @@ def host_parts(
         parts.append(HostPart("publications of the weights", SHARED, TURNS * memory.publication_bytes))
     if not config.trainer.num_gpus_per_rank:
         for name, one in memory.ranks.items():
-            number = counts["scorer"] if name.startswith("Scorer") else counts["trainer"]
+            scorers = sum(actor.role == "scorer" and f"Scorer-{actor.stage}" == name for actor in actors)
+            number = scorers if name.startswith("Scorer") else counts["trainer"]
             parts.append(HostPart(f"{name}: all of its ranks", MEMORY, number * one.total, "trainer.num_ranks"))
     parts += [
         HostPart("the store's large batches, at most", SHARED, config.store.shared_memory_mib * 2**20,
@@ -67,6 +68,12 @@ def host_parts(
         HostPart("the model's files, while they are read", CACHE, 2 * memory.shapes["policy"].num_parameters),
     ]  # fmt: skip
     return sorted((part for part in parts if part.num_bytes), key=lambda part: -part.num_bytes)
+
+
+def reserved_bytes(memory: RunMemory, actor: ActorPlan) -> float:
+    """Bytes of host memory that an actor holds at its peak for sure, and shares with no other."""
+    parts = host_parts(memory, [actor], is_own=False)
+    return sum(part.num_bytes for part in parts if part.place in (PINNED, MEMORY) and not part.is_optional)
 
 
 def _of_ranks(memory: RunMemory, num_ranks: int, num_nodes: int) -> list[HostPart]:

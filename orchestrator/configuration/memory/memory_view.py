@@ -1,10 +1,11 @@
 """The memory that a run needs, as `penstock validate` prints it, and as a run refuses what does not fit.
 
 known.py ─▶ run_memory.py ─▶ auto_memory.py chooses ─▶ MemoryView: tables, one line, refusal ─▶ settled: a run's
+                                                                                            └▶ with_memory: its actors'
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 from rich.table import Table
@@ -17,7 +18,7 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed
 from penstock.orchestrator.cluster.placement.assignment import Assignment
 from penstock.orchestrator.cluster.placement.nodes import Node, titles
 from penstock.orchestrator.configuration.memory.auto_memory import chosen, with_chosen
-from penstock.orchestrator.configuration.memory.host_memory import CACHE, HostPart, host_parts
+from penstock.orchestrator.configuration.memory.host_memory import CACHE, HostPart, host_parts, reserved_bytes
 from penstock.orchestrator.configuration.memory.known import gpu_bytes, shapes_of
 from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
 
@@ -170,6 +171,15 @@ def settled(
     if view.chosen:
         tell(f"memory: {' '.join(view.chosen)}, as fits a GPU of {_gib(view.memory.gpu_bytes or 0)} GiB")
     return view.memory.config
+
+
+def with_memory(config: RunConfig, flow: Dataflow, plan: Sequence[ActorPlan], nodes: Sequence[Node]) -> list[ActorPlan]:
+    """The plan, with the memory that each actor reserves (`cluster.reserve_memory`). `nodes`: of the cluster."""
+    memory = MemoryView.of(config, flow, plan, nodes).memory if config.cluster.reserve_memory else None
+    if memory is None:
+        return list(plan)
+    of_cpu = min((node.memory / node.cpus for node in nodes if node.cpus), default=0.0)
+    return [replace(actor, memory=int(min(reserved_bytes(memory, actor), actor.num_cpus * of_cpu))) for actor in plan]
 
 
 def _sum(parts: Sequence[HostPart], place: str | None = None) -> float:

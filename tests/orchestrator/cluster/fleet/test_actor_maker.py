@@ -1,6 +1,7 @@
 """What actors are told when they are made."""
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,7 +30,27 @@ class Anywhere:
         return path
 
     def make(self, cls: type, options: Any, *arguments: Any) -> Any:
+        self.made = options
         return arguments
+
+
+def test_actors_are_created_in_the_order_of_what_their_loss_costs() -> None:
+    """Where memory runs low, Ray ends the newest actors first."""
+    config = load_config(["recipe=arithmetic", "algorithm.kl_coef=0.1"])
+    roles = [actor.role for actor in plan_actors(dataflow_of(config), config)]
+    assert list(dict.fromkeys(roles)) == ["store", "prompts", "trainer", "scorer", "compute", "rollout", "reward"]
+
+
+def test_an_actor_reserves_the_memory_of_its_plan() -> None:
+    config = load_config(["model=tiny", "data.path=x.jsonl"])
+    flow, place = dataflow_of(config), Anywhere()
+    plan = [replace(actor, memory=4096 if actor.role == "trainer" else 0) for actor in plan_actors(flow, config)]
+    table, anywhere = MemberTable(plan, 60.0, cast(Any, place)), cast(Any, place)
+    maker = ActorMaker(Sources(config, flow, "/model", "run"), table, anywhere, anywhere, lambda actor: 2, "/states")
+    for actor in plan:
+        if actor.role in ("trainer", "rollout"):
+            maker.make(actor, actor.name)
+            assert place.made["memory"] == (4096 if actor.role == "trainer" else None)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_labels_and_names_of_nodes_are_kept_to() -> None:
          "Trainer-policy-0 to Trainer-policy-3: 4 times 1 CPU(s), each on one node, and the nodes with {zone: a} "
          "(cluster.labels.trainer) have room for 3 (node-2 3). Lower trainer.num_ranks"),
         (["placement=colocated", "cluster.labels={trainer: {zone: a}, rollout: {kind: larger}}"],
-         "Mend cluster.labels.rollout or cluster.labels.trainer."),
+         "Mend cluster.labels.trainer or cluster.labels.rollout."),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(words: list[str], message: str) -> None:

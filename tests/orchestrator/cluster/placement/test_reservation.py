@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group_table
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.errors import ResourceError
@@ -18,6 +19,7 @@ from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import cluster_nodes, free_nodes
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.memory.memory_view import with_memory
 from penstock.orchestrator.run import run
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.orchestrator.cluster.placement.clusters import planned
@@ -40,7 +42,7 @@ def test_every_actor_of_a_fleet_is_on_its_node(three_nodes: str, small_run: list
     words = ["rollout.engine=hf", "rollout.num_workers=2", "reward.num_workers=2", "algorithm.kl_coef=0.1"]
     config = load_config([*small_run, *words, "cluster.labels.reward={zone: a}", f"output_dir={tmp_path}"])
     flow = build_dataflow(config.algorithm)
-    plan = plan_actors(flow, config)
+    plan = with_memory(config, flow, plan_actors(flow, config), cluster_nodes())
     expected = assign(plan, cluster_nodes(), config)
     assert len(expected.nodes) == 3
     agents = NodeAgents("placed", "placed", config.cluster)
@@ -53,6 +55,9 @@ def test_every_actor_of_a_fleet_is_on_its_node(three_nodes: str, small_run: list
         ]
         found = dict(zip(handles, ray.get(calls, timeout=900), strict=True))
         assert found == {name: node.id for name, node in expected.node_of.items()}
+        (group,) = (group for group in placement_group_table().values() if group["name"] == "placed")
+        reserved = sum(bundle.get("memory", 0.0) for bundle in group["bundles"].values())
+        assert reserved == sum(actor.memory for actor in plan) > 0
     finally:
         fleet.close()
 

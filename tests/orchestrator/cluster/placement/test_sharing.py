@@ -79,15 +79,16 @@ def test_a_parallel_engine_is_on_the_node_of_the_ranks_whose_gpus_it_has():
     ranks = [f"Trainer-policy-{rank}" for rank in range(4)]
     assert gpus == {"Rollout-0": 0, "Rollout-1": 0} | dict.fromkeys(ranks, 1)
     assert [[actor.name for actor in unit] for unit in pairs(plan, config)] == [
-        ["Rollout-0", *ranks[:2]],
-        ["Rollout-1", *ranks[2:]],
+        [*ranks[:2], "Rollout-0"],
+        [*ranks[2:], "Rollout-1"],
     ]
     assert plan_sharing(plan, config) == []
     nodes = [Node("a", "10.0.0.1", "a", 8, 2), Node("b", "10.0.0.2", "b", 8, 3)]
     node_of = {name: node.id for name, node in assign(plan, nodes, config).node_of.items()}
     assert [node_of[name] for name in ("Rollout-0", *ranks[:2])] == ["a"] * 3
     assert [node_of[name] for name in ("Rollout-1", *ranks[2:])] == ["b"] * 3
-    assert ranks_of(plan[3], plan, config) == ranks[2:]
+    (engine,) = (actor for actor in plan if actor.name == "Rollout-1")
+    assert ranks_of(engine, plan, config) == ranks[2:]
 
 
 @ray.remote

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ResourceError
-from penstock.orchestrator.cluster.placement.actors import plan_actors
+from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.engine_memory import engine_memory
 from penstock.orchestrator.configuration.memory.host_memory import host_parts
 from penstock.orchestrator.configuration.memory.known import gpu_bytes, shapes_of
-from penstock.orchestrator.configuration.memory.memory_view import UNKNOWN, MemoryView, settled
+from penstock.orchestrator.configuration.memory.memory_view import UNKNOWN, MemoryView, settled, with_memory
 from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
 from penstock.orchestrator.configuration.prerequisites import num_parameters
 from penstock.orchestrator.configuration.validate import show_memory
@@ -72,6 +73,30 @@ def test_host_memory_by_hand(view: Callable[..., MemoryView]) -> None:
     half = [actor for actor in shown.plan if actor.rank < 4 or actor.role != "trainer"]
     names = {part.name: part.num_bytes for part in host_parts(memory_of(shown), half, num_nodes=2)}
     assert names["copies of the state"] == names["copies of another node's state"] == 12 * parameters
+
+
+def test_actors_reserve_what_they_hold_alone(view: Callable[..., MemoryView]) -> None:
+    shown = view(LARGE, "trainer.num_ranks=8", "rollout.num_workers=8", "cluster.cpus_per_worker=4")
+    config, memory = memory_of(shown).config, memory_of(shown)
+    nodes = [Node("a", "a", "10.0.0.1", cpus=64, memory=1024 * GIB), Node("b", "b", "10.0.0.2", memory=GIB)]
+    plan = with_memory(config, memory.flow, shown.plan, nodes)
+    reserved = {actor.name: actor.memory for actor in plan}
+    rank = 12 * shape_of(LARGE).num_parameters / 8 + 2**27
+    assert reserved["Trainer-policy-0"] == int(rank)  # a checkpoint's copy, and buffers for weights from its GPU
+    assert reserved["Rollout-0"] == reserved["Store"] == 0  # on its GPU; at most, by store.max_bytes
+    off = replace(config, cluster=replace(config.cluster, reserve_memory=False))
+    assert not any(actor.memory for actor in with_memory(off, memory.flow, shown.plan, nodes))
+
+
+@pytest.mark.parametrize("gib", [1, 16])
+def test_what_fits_by_cpus_fits_by_memory(view: Callable[..., MemoryView], gib: int) -> None:
+    """A small machine refuses no run that it had room for before actors reserved memory."""
+    words = ("trainer.num_gpus_per_rank=0", "rollout.num_gpus_per_worker=0", "rollout.kv_cache_gib=4")
+    shown = view(LARGE, *words, "trainer.num_ranks=2")
+    memory, cpus = memory_of(shown), needed(shown.plan)[0]
+    nodes = [Node("a", "a", "10.0.0.1", cpus=cpus, memory=gib * GIB)]
+    plan = with_memory(memory.config, memory.flow, shown.plan, nodes)
+    assert 0 < sum(actor.memory for actor in plan) <= gib * GIB
 
 
 @pytest.mark.parametrize("name", [SMALL, "QWEN25_VL_7B"])
