@@ -11,19 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.conf.errors import PenstockError
-from penstock.workers.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
+from penstock.workers.sample_calls import SampleCall, SampleOutput
 from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
-
-__all__ = [
-    "Backend",
-    "ModelFacts",
-    "RequestFailed",
-    "SampleCall",
-    "SampleOutput",
-    "SampledTokens",
-    "TopTokens",
-    "TrainerLost",
-]
 
 
 class TrainerLost(PenstockError):

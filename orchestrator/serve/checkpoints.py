@@ -80,6 +80,15 @@ class Checkpoint:
     def address(self) -> Address:
         return Address(self.run, self.folder, self.name)
 
+    @property
+    def save(self) -> str:
+        """Name of the save: its file, below the directory of all."""
+        return f"{_safe(self.run)}/{self.folder}/{self.name}/{self.file}"
+
+    @property
+    def is_over(self) -> bool:
+        return self.expires is not None and self.expires <= time.time()
+
     def told(self) -> dict[str, Any]:
         """The checkpoint as the SDK reads it."""
         return {
@@ -112,41 +121,33 @@ class Checkpoints:
 
     def get(self, address: Address) -> Checkpoint:
         found = self._find(address)
-        if found is None or (found.expires is not None and found.expires < time.time()):
+        if found is None or found.is_over:
             raise _missing(address)
         return found
 
     def spec(self, address: Address) -> AdapterSpec:
-        self.get(address)
         return read_spec(self.file(address))
 
     def state(self, address: Address, *, with_optimizer: bool) -> AdapterState:
-        self.get(address)
+        file = self.file(address)
         if with_optimizer and address.folder != "weights":
             raise DataError(f"{address.path} has no optimizer: load it without, or a checkpoint of save_state.")
-        return read_state(self.file(address), with_optimizer=with_optimizer)
-
-    def newest(self, address: Address) -> str:
-        """The newest save of a name: its file, below the directory of all. Raises `NoCheckpoint`."""
-        return str((self._folder(address) / self.get(address).file).relative_to(self._directory))
+        return read_state(file, with_optimizer=with_optimizer)
 
     def file(self, address: Address, save: str = "") -> Path:
         """File of a save, by default the newest. Raises `NoCheckpoint`."""
-        file = self._directory / (save or self.newest(address))
+        file = self._directory / (save or self.get(address).save)
         if not file.exists():
             raise _missing(address)
         return file
 
     def of_run(self, run: str) -> list[Checkpoint]:
         """All of a training run, oldest first."""
-        now = time.time()
-        there = [one for one in self._all(_safe(run)) if one.expires is None or one.expires > now]
-        return sorted(there, key=lambda one: (one.time, one.seq))
+        return sorted((one for one in self._all(_safe(run)) if not one.is_over), key=lambda one: (one.time, one.seq))
 
     def expired(self) -> list[Address]:
         """Addresses of those whose time is over, and that still take room."""
-        now = time.time()
-        return [one.address for one in self._all("*") if one.expires is not None and one.expires <= now]
+        return [one.address for one in self._all("*") if one.is_over]
 
     def expire(self, address: Address, ttl_s: int | None) -> None:
         """Set the time after which a checkpoint is gone; None: never."""
@@ -158,7 +159,7 @@ class Checkpoints:
         if facts is None:
             raise _missing(address)
         (self._folder(address) / FACTS).unlink()
-        return self.remove(str((self._folder(address) / facts.file).relative_to(self._directory)))
+        return self.remove(facts.save)
 
     def superseded(self, address: Address | None = None) -> list[str]:
         """Saves that a name no longer stands for; None: of all names."""

@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,19 +46,14 @@ class RecordDropped(PenstockError):
 
 
 @dataclass(eq=False)
-class Place:
-    """The place of a record's body in a journal, which moves it when it is rewritten. `offset`: negative once it is
-    dropped."""
-
-    offset: int
-    num_bytes: int
-    checksum: int = 0
-
-
-@dataclass(frozen=True)
 class Record:
+    """A record of a journal, which moves it when it is rewritten."""
+
     header: Header
-    place: Place
+    num_bytes: int
+    checksum: int
+    offset: int = -1
+    """Offset of its body in the file; negative before it is on the disk, and once it is dropped."""
 
 
 class Journal:
@@ -66,56 +61,52 @@ class Journal:
     records; `close`. The file is opened when it is first needed.
 
     journal = Journal(path)
-    place = await journal.append({"seq": 7}, body)
-    assert journal.read(place) == body
+    record = await journal.append({"seq": 7}, body)
+    assert journal.read(record) == body
     """
 
     def __init__(self, path: Path, large_bytes: int = LARGE_BYTES) -> None:
         """`large_bytes`: size from which it is large. Raises `JournalError`, `JournalDamaged`."""
-        self.path, self._least_bytes = path, large_bytes
+        self.path, self._least_bytes, self._large_bytes = path, large_bytes, large_bytes
         with refusals(path):
             self.records, self._num_bytes = _scanned(path)
         """Records in the order of the file."""
-        self._large_bytes = max(large_bytes, 2 * self._num_bytes)
-        self._file = -1
+        self._file, self.is_closed = -1, False
         self._is_named = False
         """Whether the file's name is on the disk, too."""
-        self._waiting: list[tuple[Record, bytes, asyncio.Future[Place]]] = []
-        self._lock = asyncio.Lock()
+        self._waiting: list[tuple[Record, bytes]] = []
+        self._refusal = ""
+        """Why the last write has failed."""
+        self._turn = asyncio.Lock()
         self._reading = threading.Lock()
-        """Held while a place is read, and while places change with their file: one holds in its own file alone."""
-        self._flushing: asyncio.Task[None] | None = None
-        self.is_closed = False
+        """Held while a record is read, and while records move with their file."""
 
-    async def append(self, header: Mapping[str, Any], body: bytes = b"") -> Place:
+    async def append(self, header: Mapping[str, Any], body: bytes = b"") -> Record:
         """Add a record; returns when it is on the disk. Raises `JournalError`."""
         if self.is_closed:
             raise JournalError(f"{self.path}: the server is ending. The request is not taken; send it again.")
-        done: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        self._waiting.append((Record(dict(header), Place(0, len(body), zlib.crc32(body))), body, done))
-        if self._flushing is None:
-            self._flushing = asyncio.create_task(self._flush())
-        return await done
+        record = Record(dict(header), len(body), zlib.crc32(body))
+        self._waiting.append((record, body))
+        await self._in_turn(self._flush)
+        if record.offset < 0:
+            raise JournalError(self._refusal)
+        return record
 
     async def rewrite(self, is_kept: Callable[[Header], bool]) -> None:
-        """Drop the records that are not kept, in one step, which a cancelled caller does not stop. Raises
-        `JournalError`; then all are there."""
-        task = asyncio.create_task(self._rewrite(is_kept))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # where nobody waits any more
-        await asyncio.shield(task)
+        """Drop the records that are not kept, in one step. Raises `JournalError`; then all are there."""
+        await self._in_turn(lambda: self._rewrite(is_kept))
 
-    def read(self, place: Place) -> bytes:
+    def read(self, record: Record) -> bytes:
         """The body of a record, from any thread. Raises `JournalError`, as it does once the journal is closed,
         `RecordDropped` and `JournalDamaged`."""
-        with self._reading:
+        with self._reading, refusals(self.path):
             if self.is_closed:
                 raise JournalError(f"{self.path}: is closed.")
-            if place.offset < 0:
+            if record.offset < 0:
                 raise RecordDropped(f"{self.path}: the record is kept no longer.")
-            with refusals(self.path):
-                body = os.pread(self._opened(), place.num_bytes, place.offset)
-        if zlib.crc32(body) != place.checksum:
-            raise JournalDamaged(f"{self.path}: the record at byte {place.offset:,} is not what was written.")
+            body = os.pread(self._opened(), record.num_bytes, record.offset)
+        if zlib.crc32(body) != record.checksum:
+            raise JournalDamaged(f"{self.path}: the record at byte {record.offset:,} is not what was written.")
         return body
 
     @property
@@ -126,16 +117,51 @@ class Journal:
     async def close(self) -> None:
         """Close the file, once what was appended is written."""
         self.is_closed = True
-        while self._flushing is not None:
-            await asyncio.wait([self._flushing])
-        async with self._lock:
-            with self._reading:
-                self._shut()
+        await self._in_turn(self._close)
+
+    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do what changes the file, one after the other. A cancelled caller does not stop it."""
+
+        async def turn() -> None:
+            async with self._turn:
+                await work()
+
+        task = asyncio.create_task(turn())
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # where nobody waits any more
+        await asyncio.shield(task)
+
+    async def _flush(self) -> None:
+        """Write all that waits, unless another caller has."""
+        batch, self._waiting = self._waiting, []
+        try:
+            framed = await asyncio.to_thread(self._put, batch) if batch else []
+        except Exception as error:  # noqa: BLE001 - each of the batch hears of it
+            self._refusal = f"{self.path}: {getattr(error, 'strerror', None) or repr(error)}. Make room and try again."
+            return
+        self.records += [record for record, _ in batch]
+        self._settle([record for record, _ in batch], framed)
+
+    async def _close(self) -> None:
+        with self._reading:
+            self._shut()
 
     def _shut(self) -> None:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
+
+    async def _rewrite(self, is_kept: Callable[[Header], bool]) -> None:
+        kept = [record for record in self.records if is_kept(record.header)]
+        self._large_bytes = 2 * self._num_bytes  # if it fails
+        with refusals(self.path):
+            file, framed = await asyncio.to_thread(self._rewritten, kept)
+        with self._reading:
+            self._shut()
+            for record in self.records:
+                record.offset = -1
+            self._file, self.records, self._num_bytes, self._is_named = file, kept, 0, False
+            self._settle(kept, framed)
+        self._large_bytes = max(self._least_bytes, 2 * self._num_bytes)
 
     def _opened(self) -> int:
         """The open file, without a torn end."""
@@ -145,46 +171,20 @@ class Journal:
             os.ftruncate(self._file, self._num_bytes)
         return self._file
 
-    async def _flush(self) -> None:
-        try:
-            while self._waiting:
-                async with self._lock:
-                    batch, self._waiting = self._waiting, []
-                    await self._write(batch)
-        finally:
-            self._flushing = None
+    def _settle(self, records: Sequence[Record], framed: Sequence[bytes]) -> None:
+        """Note where records lie that were written behind the others."""
+        for record, data in zip(records, framed, strict=True):
+            self._num_bytes += len(data)
+            record.offset = self._num_bytes - record.num_bytes
 
-    async def _write(self, batch: list[tuple[Record, bytes, "asyncio.Future[Place]"]]) -> None:
-        try:
-            framed = await asyncio.to_thread(self._put, [(record.header, body) for record, body, _ in batch])
-        except BaseException as error:
-            why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            for _, _, done in batch:
-                if not done.done():
-                    done.set_exception(JournalError(f"{self.path}: {why}. Make room; it is tried again."))
-            if isinstance(error, Exception):
-                return
-            raise
-        for (record, _, done), data in zip(batch, framed, strict=True):
-            self._settle(record, data)
-            self.records.append(record)
-            if not done.done():
-                done.set_result(record.place)
-
-    def _settle(self, record: Record, data: bytes) -> None:
-        """Note where a record lies that was written behind the others."""
-        self._num_bytes += len(data)
-        record.place.offset = self._num_bytes - record.place.num_bytes
-
-    def _put(self, batch: Sequence[tuple[Header, bytes]]) -> list[bytes]:
+    def _put(self, batch: Sequence[tuple[Record, bytes]]) -> list[bytes]:
         """Write behind the last whole record: what a failed write has left there is overwritten, or cut off. Returns
         each record as it was written."""
-        framed = [_framed(header, body, is_joined=index > 0) for index, (header, body) in enumerate(batch)]
+        framed = [_framed(record, body, is_joined=index > 0) for index, (record, body) in enumerate(batch)]
         with self._reading:
             file = self._opened()
         try:
             _write_all(file, b"".join(framed), self._num_bytes)
-            durable.sync_opened(file)
             if not self._is_named:
                 durable.sync_name(self.path)
                 self._is_named = True
@@ -193,29 +193,13 @@ class Journal:
             raise
         return framed
 
-    async def _rewrite(self, is_kept: Callable[[Header], bool]) -> None:
-        async with self._lock:
-            kept = [record for record in self.records if is_kept(record.header)]
-            self._large_bytes = 2 * self._num_bytes  # if it fails
-            with refusals(self.path):
-                file, framed = await asyncio.to_thread(self._rewritten, kept)
-            with self._reading:
-                self._shut()
-                for record in self.records:
-                    record.place.offset = -1
-                self._file, self.records, self._num_bytes, self._is_named = file, kept, 0, False
-                for record, data in zip(kept, framed, strict=True):
-                    self._settle(record, data)
-            self._large_bytes = max(self._least_bytes, 2 * self._num_bytes)
-
-    def _rewritten(self, kept: list[Record]) -> tuple[int, list[bytes]]:
+    def _rewritten(self, kept: Sequence[Record]) -> tuple[int, list[bytes]]:
         """Put a file with these records in the place of the present one. Returns it, open, and each record in it."""
-        framed = [_framed(record.header, self.read(record.place)) for record in kept]
+        framed = [_framed(record, self.read(record)) for record in kept]
         part = part_of(self.path)
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             _write_all(file, b"".join(framed), 0)
-            durable.sync_opened(file)
             durable.rename(part, self.path)
         except OSError:
             if part.exists():  # else it has the name, which the next append brings to the disk
@@ -239,10 +223,11 @@ def _write_all(file: int, data: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
+    durable.sync_opened(file)
 
 
-def _framed(header: Mapping[str, Any], body: bytes, *, is_joined: bool = False) -> bytes:
-    head = json.dumps(header).encode()
+def _framed(record: Record, body: bytes, *, is_joined: bool = False) -> bytes:
+    head = json.dumps(record.header).encode()
     rest = struct.pack("<I", len(head) + _JOINED * is_joined) + head + body
     return struct.pack("<II", len(rest), zlib.crc32(rest)) + rest
 
@@ -271,15 +256,15 @@ def _scanned(path: Path) -> tuple[list[Record], int]:
 def _record_at(data: bytes, start: int) -> tuple[Record, bool, int] | None:
     """The record at an offset, whether it was written together with the one before, and its end; None: none is whole
     there."""
-    if start < 0 or start + _FRAME.size > len(data):
+    if start + _FRAME.size > len(data):
         return None
     num_rest, checksum, num_head = _FRAME.unpack_from(data, start)
     is_joined, num_head, end = num_head >= _JOINED, num_head % _JOINED, start + 8 + num_rest
     if end > len(data) or num_head + 4 > num_rest or zlib.crc32(memoryview(data)[start + 8 : end]) != checksum:
         return None
-    body = start + _FRAME.size + num_head
-    place = Place(body, end - body, zlib.crc32(memoryview(data)[body:end]))
-    return Record(json.loads(data[start + _FRAME.size : body]), place), is_joined, end
+    at = start + _FRAME.size + num_head
+    header = json.loads(data[start + _FRAME.size : at])
+    return Record(header, end - at, zlib.crc32(memoryview(data)[at:end]), at), is_joined, end
 
 
 def _batch_after(data: bytes, start: int) -> int | None:

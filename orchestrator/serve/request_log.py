@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import PenstockError
-from penstock.orchestrator.serve.journal import Journal, JournalError, Place, RecordDropped
+from penstock.orchestrator.serve.journal import Journal, JournalError, Record, RecordDropped, refusals
 from penstock.orchestrator.serve.wire.results import Answer
 from penstock.workers.local_files import replacing
 
@@ -60,9 +59,9 @@ class Entry:
     content_type: str = ""
     tokens: int = 1
     """What it costs."""
-    place: Place | None = None
+    body: Record | None = None
     """Its body in the journal of requests, while it is needed."""
-    answered: Place | None = None
+    answered: Record | None = None
     """Its result in the journal of results, while it is kept."""
     answer_kind: str = ""
     is_failure: bool = False
@@ -71,13 +70,8 @@ class Entry:
 
     @property
     def header(self) -> dict[str, Any]:
-        return {
-            "seq": self.seq,
-            "kind": self.kind,
-            "digest": self.digest,
-            "type": self.content_type,
-            "tokens": self.tokens,
-        }
+        return {"seq": self.seq, "kind": self.kind, "digest": self.digest, "type": self.content_type,
+                "tokens": self.tokens}  # fmt: skip
 
 
 class RequestLog:
@@ -89,19 +83,15 @@ class RequestLog:
         self.entries: dict[int, Entry] = {}
         self.highest_answered = -1
         """Number of the newest request that has a result."""
-        self._ends: deque[tuple[int, bool]] = deque(maxlen=2 * keep)
-        """Numbers of the newest requests that have a result, in the order of their ends, and whether each failed."""
-        self.cursor = time.time_ns() // 1000
-        """Cursor of who has heard of all ends. It starts at the time in microseconds and grows by one with each end,
-        which takes longer. So it is larger than any from before a start: who has one of those hears of all again."""
-        self._any_end = asyncio.Event()
+        self._ends: deque[int] = deque()
+        """Numbers of the newest requests that have a result, in the order of their ends."""
         _join_older(directory)
         self._requests, self._results = (Journal(directory / f"{name}.journal") for name in ("requests", "results"))
         for record in self._requests.records:
             entry = self.entries[record.header["seq"]] = _entry(record.header)
-            entry.place = record.place
+            entry.body = record
         for record in self._results.records:
-            self._note_answer(record.header, record.place)
+            self._note_answer(record)
         for entry in self.entries.values():
             entry.is_durable.set()
         self._num_new = len(self._results.records)
@@ -128,7 +118,7 @@ class RequestLog:
             return known
         entry = self.entries[seq] = Entry(seq, asked.kind, digest, asked.content_type, asked.tokens)
         try:
-            entry.place = await self._requests.append(entry.header, asked.body)
+            entry.body = await self._requests.append(entry.header, asked.body)
         except BaseException:
             del self.entries[seq]
             raise
@@ -142,19 +132,7 @@ class RequestLog:
             await self._make_small()
         self._num_new += 1
         header = {**entry.header, "answer": answer.message, "failed": answer.is_failure}
-        self._note_answer(header, await self._results.append(header, answer.body))
-
-    def ended_since(self, cursor: int) -> list[tuple[int, bool]]:
-        """Numbers of the requests that have ended from this cursor on, and whether each failed. Those that ended long
-        ago, whose results are gone, are left out."""
-        unheard = self.cursor - cursor if cursor <= self.cursor else len(self._ends)
-        return list(self._ends)[max(0, len(self._ends) - unheard) :]
-
-    async def next_end(self, timeout_s: float) -> None:
-        """Wait until some request ends, or so long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._any_end.wait()
+        self._note_answer(await self._results.append(header, answer.body))
 
     def answer_of(self, entry: Entry) -> Answer | None:
         """The result of a request; None while there is none. From any thread. Raises `ResultGone`, `JournalError`."""
@@ -166,9 +144,9 @@ class RequestLog:
         return None
 
     def body_of(self, entry: Entry) -> bytes:
-        if entry.place is None:
+        if entry.body is None:
             raise ResultGone(f"request {entry.seq} is kept no longer.")
-        return self._requests.read(entry.place)
+        return self._requests.read(entry.body)
 
     async def drop_bodies(self) -> None:
         """Drop the bodies of requests that have their result and are not needed. Raises `JournalError`; then all are
@@ -176,9 +154,9 @@ class RequestLog:
         found = [one for one in self.entries.values() if one.is_done.is_set() and not self._is_needed(one)]
         dropped = {entry.seq for entry in found}
         await self._requests.rewrite(lambda header: header["seq"] not in dropped and header["seq"] in self.entries)
-        newest = {seq for seq, _ in list(self._ends)[-self._keep :]}
+        newest = set(self._ends)
         for entry in found:
-            entry.place = None
+            entry.body = None
             if entry.seq not in newest and self.entries.get(entry.seq) is entry:
                 del self.entries[entry.seq]
 
@@ -199,32 +177,26 @@ class RequestLog:
         except JournalError as error:
             _LOG.warning("%s", error)
 
-    def _note_answer(self, header: dict[str, Any], place: Place) -> None:
+    def _note_answer(self, record: Record) -> None:
+        header = record.header
         entry = self.entries.setdefault(header["seq"], _entry(header))
-        entry.answered, entry.answer_kind, entry.is_failure = place, header["answer"], header["failed"]
+        entry.answered, entry.answer_kind, entry.is_failure = record, header["answer"], header["failed"]
         if entry.is_done.is_set():  # the result of one that was cancelled as it came
             return
         self.highest_answered = max(self.highest_answered, entry.seq)
         entry.is_done.set()
-        self._ends.append((entry.seq, entry.is_failure))
-        self.cursor += 1
-        self._any_end.set()
-        self._any_end = asyncio.Event()
+        self._ends.append(entry.seq)
         if len(self._ends) > self._keep:
-            self._forget(self._ends[-self._keep - 1][0])
-
-    def _forget(self, seq: int) -> None:
-        """Forget a result that is too old, unless the request's body is needed."""
-        entry = self.entries.get(seq)
-        if entry is not None and entry.place is None:
-            del self.entries[seq]
+            oldest = self._ends.popleft()
+            if oldest in self.entries and self.entries[oldest].body is None:
+                del self.entries[oldest]
 
 
 def _join_older(directory: Path) -> None:
     """Bring the results that the version before kept in two files into one."""
     older, newer = directory / "results-old.journal", directory / "results.journal"
     if older.exists():
-        with replacing(newer, synced=True) as part:
+        with refusals(older), replacing(newer, synced=True) as part:
             part.write_bytes(older.read_bytes() + (newer.read_bytes() if newer.exists() else b""))
         older.unlink()
 

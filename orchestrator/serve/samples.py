@@ -14,7 +14,7 @@ from pathlib import Path
 from penstock.conf.errors import DataError
 from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.loops.verbs import seed_of
-from penstock.orchestrator.serve.backend import Backend, SampleOutput
+from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoints
 from penstock.orchestrator.serve.publications import Publications
 from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog
@@ -25,6 +25,7 @@ from penstock.orchestrator.serve.state_file import write_state
 from penstock.orchestrator.serve.tenants import Tenants
 from penstock.orchestrator.serve.training_client import TrainingClient
 from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request
+from penstock.workers.sample_calls import SampleOutput
 from penstock.workers.training_calls import AdapterState
 
 SEQ_BITS = 2**64
@@ -44,7 +45,7 @@ class Samples:
         self.logs: dict[str, RequestLog] = {}
         """Requests, by session."""
         self.publications = Publications(backend, 2 * config.max_loaded)
-        self.schedule = Schedule(tenants.limits, tenants.budgets)
+        self.schedule = Schedule(tenants.shares, tenants.budgets)
         self.queue = SamplingQueue(backend, self.publications, self.schedule, config.max_sampling, self._note)
 
     def log_of(self, session: Session) -> RequestLog | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError
-from penstock.orchestrator.serve.backend import Backend, SampleOutput
+from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.journal import JournalError
 from penstock.orchestrator.serve.publications import Publications
 from penstock.orchestrator.serve.request_log import Entry, RequestLog
@@ -22,6 +22,7 @@ from penstock.orchestrator.serve.schedule import Schedule, Waiting
 from penstock.orchestrator.serve.wire.results import Answer, failure, sample_answer
 from penstock.orchestrator.serve.wire.sampling import SampleRequest
 from penstock.workers.gateway.http.errors import BadRequest
+from penstock.workers.sample_calls import SampleOutput
 
 _LOG = logging.getLogger("penstock")
 LOOK_S = 1.0

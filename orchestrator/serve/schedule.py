@@ -15,14 +15,6 @@ MOST_TOGETHER = 8
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a tenant is entitled to. `tokens_per_minute`: 0 for any number."""
-
-    share: float = 1.0
-    tokens_per_minute: int = 0
-
-
-@dataclass(frozen=True)
 class Waiting:
     """The next request of a queue: an adapter, or a sampling session."""
 
@@ -58,13 +50,13 @@ class Budget:
 class Schedule:
     """Lifecycle: `pick` the next of all that wait, again and again.
 
-    schedule = Schedule({"alice": Limits(share=2.0)}, budgets)
+    schedule = Schedule({"alice": 2.0}, budgets)
     chosen = schedule.pick([Waiting("a:0", "alice", 300), Waiting("b:0", "bob", 300)], now)
     """
 
-    def __init__(self, limits: dict[str, Limits], budgets: dict[str, Budget]) -> None:
-        """`budgets`: by tenant; may be shared with another schedule."""
-        self._limits, self._budgets = limits, budgets
+    def __init__(self, shares: dict[str, float], budgets: dict[str, Budget]) -> None:
+        """By tenant, where they are not 1 or any number. `budgets`: may be shared with another schedule."""
+        self._shares, self._budgets = shares, budgets
         self._times: dict[str, float] = {}
         self._now = 0.0
         """Virtual time at which the request that was picked last has started."""
@@ -108,6 +100,6 @@ class Schedule:
         self._last, self._turn = chosen.queue, self._turn + 1
         self._turns[chosen.queue] = self._turn
         self._now = max(self._now, self._times[chosen.tenant])
-        self._times[chosen.tenant] += max(1, chosen.tokens) / self._limits.get(chosen.tenant, Limits()).share
+        self._times[chosen.tenant] += max(1, chosen.tokens) / self._shares.get(chosen.tenant, 1.0)
         if chosen.tenant in self._budgets:
             self._budgets[chosen.tenant].spend(chosen.tokens, now)

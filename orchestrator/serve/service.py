@@ -12,8 +12,9 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from penstock.conf.errors import PenstockError
@@ -53,7 +54,7 @@ class Service:
         self.clients: dict[str, TrainingClient] = {}
         self.samples = Samples(config, backend, directory / "samples", tenants, self.sessions, self.checkpoints)
         work = TrainingWork(backend, self.checkpoints, self.samples, self.owns)
-        schedule = Schedule(tenants.limits, tenants.budgets)
+        schedule = Schedule(tenants.shares, tenants.budgets)
         self.ranks = Ranks(backend, self.clients, schedule, config, work, self._note_training)
         self.is_ending = asyncio.Event()
         self.loops: list[asyncio.Task[None]] = []
@@ -62,12 +63,14 @@ class Service:
     async def open(self) -> None:
         """Go on where the directory's last server ended."""
         await self.samples.drop_saves()
-        for model_id in sorted(self.sessions.open_clients):
-            with _kept_apart():
-                self._open_client(self.sessions.facts[model_id])
-        for session in self.sessions.sessions.values():
-            with _kept_apart():
-                self.samples.log_of(session)
+        parts: list[Callable[[], object]] = []
+        parts += [partial(self._open_client, self.sessions.facts[one]) for one in sorted(self.sessions.open_clients)]
+        parts += [partial(self.samples.log_of, one) for one in self.sessions.sessions.values()]
+        for go_on in parts:
+            try:
+                go_on()
+            except JournalDamaged as error:  # of one client, whose requests hear of it
+                _LOG.error("%s", error)
         loops = {"training": self.ranks.run(), "sampling": self.samples.queue.run(), "tidying": self._watch()}
         self.loops = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
 
@@ -228,7 +231,11 @@ class Service:
         for session in list(self.sessions.sessions.values()):
             was_resting, session.is_resting = session.is_resting, session.last_seen < oldest
             if session.is_resting and not session.is_over:
-                await self._rest(session, is_new=not was_resting)
+                if not was_resting:
+                    await self.samples.rest(session)
+                for client in [self.clients[one] for one in session.clients if one in self.clients]:
+                    if client.is_resident and client.next is None:
+                        self.ranks.rest(client)
             await self.sessions.forget_gone(session, self.config.keep_results)
         for session in self.sessions.surplus(time.time() - SILENT_S):
             await self.finish(session)
@@ -241,14 +248,6 @@ class Service:
         await self.samples.publications.drop(await asyncio.to_thread(self.checkpoints.delete, address))
         await self.samples.drop_saves(address)
 
-    async def _rest(self, session: Session, *, is_new: bool) -> None:
-        if is_new:
-            await self.samples.rest(session)
-        for model_id in session.clients:
-            client = self.clients.get(model_id)
-            if client is not None and client.is_resident and client.next is None:
-                self.ranks.rest(client)
-
     def _touch(self, session_id: str) -> None:
         """Note that a session is alive."""
         self.sessions.sessions[session_id].last_seen = time.time()
@@ -259,15 +258,6 @@ class Service:
         usage.failures += entry.is_failure
         usage.seconds_trained += seconds
         usage.tokens_trained += entry.tokens if entry.kind.startswith("forward") else 0
-
-
-@contextlib.contextmanager
-def _kept_apart() -> Iterator[None]:
-    """Let the others go on where the files of one client are damaged; its requests hear of it."""
-    try:
-        yield
-    except JournalDamaged as error:
-        _LOG.error("%s", error)
 
 
 def client_id(session_id: str, number: int) -> str:

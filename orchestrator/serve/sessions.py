@@ -201,14 +201,12 @@ class Sessions:
     def surplus(self, silent_since: float) -> list[Session]:
         """Sessions beyond those of each tenant that are known: finished ones, then those without a training client that
         have been silent longest."""
-        found: list[Session] = []
-        tenants: dict[str, list[Session]] = {}
-        for session in self.sessions.values():
-            tenants.setdefault(session.tenant, []).append(session)
-        for mine in tenants.values():
-            idle = [one for one in mine if one.is_over or self._is_idle(one, silent_since)]
-            idle.sort(key=lambda one: (not one.is_over, one.last_seen, one.created))
-            found += idle[: max(0, len(mine) - self._keep)]
+        found, num = [], Counter(session.tenant for session in self.sessions.values())
+        for session in sorted(self.sessions.values(), key=lambda one: (not one.is_over, one.last_seen, one.created)):
+            is_idle = session.last_seen < silent_since and self.open_clients.isdisjoint(session.clients)
+            if num[session.tenant] > self._keep and (session.is_over or is_idle):
+                found.append(session)
+                num[session.tenant] -= 1
         return found
 
     async def forget(self, session: Session, runs: Collection[str]) -> None:
@@ -229,9 +227,6 @@ class Sessions:
     async def close(self) -> None:
         await self._journal.close()
 
-    def _is_idle(self, session: Session, silent_since: float) -> bool:
-        return session.last_seen < silent_since and self.open_clients.isdisjoint(session.clients)
-
     def _is_needed(self, event: Header) -> bool:
         """Return whether a start needs an event."""
         match event["event"]:
@@ -250,34 +245,37 @@ class Sessions:
 
     def _apply(self, event: Header) -> None:
         values = {name: value for name, value in event.items() if name not in ("event", "format")}
+        session = self.sessions.get(values.get("session_id", values.get("id", "")))
         match event["event"]:
             case "session":
-                session = self.sessions[values["id"]] = Session(**values)
-                if session.key:
-                    self._by_key[session.tenant, session.key] = session.id
+                made = self.sessions[values["id"]] = Session(**values)
+                if made.key:
+                    self._by_key[made.tenant, made.key] = made.id
             case "client":
                 facts = self.facts[values["model_id"]] = ClientFacts(**values)
-                if facts.session_id in self.sessions:
-                    self.sessions[facts.session_id].clients.append(facts.model_id)
+                if session is not None:
+                    session.clients.append(facts.model_id)
                     self.open_clients.add(facts.model_id)
-            case "sampler":
-                sampler = self.sessions[values["session_id"]].samplers[values["id"]] = Sampler(**values)
-                self.uses[sampler.save] += 1
-            case "joined":
-                self.sessions[values["session_id"]].samplers[values["id"]].num_joined = values["number"]
             case "dropped":
                 self.open_clients.discard(values["model_id"])
+        if session is None:  # forgotten meanwhile
+            return
+        match event["event"]:
+            case "sampler":
+                sampler = session.samplers[values["id"]] = Sampler(**values)
+                self.uses[sampler.save] += 1
+            case "joined":
+                session.samplers[values["id"]].num_joined = values["number"]
+            case "gone":
+                for sampler_id in values["ids"]:
+                    del session.samplers[sampler_id]
             case "finished":
-                session = self.sessions[values["id"]]
                 session.is_over = True
                 self.open_clients.difference_update(session.clients)
                 self.uses.subtract(sampler.save for sampler in session.samplers.values())
                 session.samplers.clear()
-            case "gone":
-                for sampler_id in values["ids"]:
-                    del self.sessions[values["session_id"]].samplers[sampler_id]
             case "forgotten":
-                session = self.sessions.pop(values["id"])
+                del self.sessions[session.id]
                 self._by_key.pop((session.tenant, session.key), None)
                 for run in set(session.clients) - set(values["runs"]):
                     del self.facts[run]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.serve import ServeConfig, TenantConfig
-from penstock.orchestrator.serve.schedule import Budget, Limits
+from penstock.orchestrator.serve.schedule import Budget
 
 ONLY = "default"
 """Name of the tenant of a server whose configuration has none."""
@@ -53,7 +53,7 @@ class Tenants:
             raise ConfigError(f"--key: is that of serve.tenants.{self._keys[key]}; the operator's is another one.")
         if key:
             self._keys[key] = OPERATOR if config.tenants else ONLY
-        self.limits = {name: Limits(one.share, one.tokens_per_minute) for name, one in self.configs.items()}
+        self.shares = {name: one.share for name, one in self.configs.items()}
         self.budgets = {name: Budget(one.tokens_per_minute) for name, one in self.configs.items()}
         self.usage = {name: Usage() for name in self.configs}
 

@@ -117,7 +117,7 @@ class TrainingClient:
         if self._spec is None and self._snapshot is not None:
             self._spec = await asyncio.to_thread(read_spec, self._snapshot)
         first = self.log.entries.get(0)
-        if self._spec is None and first is not None and first.is_done.is_set() and first.place is not None:
+        if self._spec is None and first is not None and first.is_done.is_set() and first.body is not None:
             call = decoded(first, self.log.body_of(first), self.facts, self._max_rank)
             self._spec = call.spec if isinstance(call, CreateCall) else None
         return self._spec

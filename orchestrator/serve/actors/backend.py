@@ -8,7 +8,8 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.serve.actors.engines import ServedEngines
 from penstock.orchestrator.serve.actors.ranks import ServedRanks
-from penstock.orchestrator.serve.backend import ModelFacts, SampleCall, SampleOutput
+from penstock.orchestrator.serve.backend import ModelFacts
+from penstock.workers.sample_calls import SampleCall, SampleOutput
 from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
 
 

@@ -19,7 +19,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import Kind, first_line, kind_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers, answers_or_end
-from penstock.orchestrator.serve.backend import SampleCall, SampleOutput
+from penstock.workers.sample_calls import SampleCall, SampleOutput
 from penstock.workers.training_calls import AdapterState
 
 TRIES = 4

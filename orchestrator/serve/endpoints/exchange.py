@@ -34,6 +34,7 @@ BODY_S = 300.0
 _STATUS: dict[type[PenstockError], int] = {
     Refused: 403, NotFound: 404, NoCheckpoint: 404, SessionOver: 410, ResultGone: 410, JournalError: 503,
     BadRequest: 422, OtherContent: 422, TooLate: 422, DataError: 422, ConfigError: 422, TooLarge: 413,
+    JournalDamaged: 422,
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ async def create_sampling_session(exchange: Exchange) -> Response:
     if path:
         address = Address.parse(path)
         service.sessions.run(exchange.tenant, address.run)
-        save = service.checkpoints.newest(address)
+        save = service.checkpoints.get(address).save
     sampler = await service.sessions.add_sampler(
         Sampler(sampler_id(session.id, asked.need("sampling_session_seq_id")), session.id, path, False, save)
     )

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.orchestrator.serve.backend import SampleOutput, TopTokens
 from penstock.orchestrator.serve.wire.messages import (
     JSON,
     PROTOBUF,
@@ -20,6 +19,7 @@ from penstock.orchestrator.serve.wire.messages import (
     tensor_message,
 )
 from penstock.orchestrator.serve.wire.sampling import SampleRequest
+from penstock.workers.sample_calls import SampleOutput, TopTokens
 from penstock.workers.training_calls import ForwardOutput
 
 FORWARD, SAMPLE, PLAIN = "ForwardBackwardOutput", "SampleResponse", ""

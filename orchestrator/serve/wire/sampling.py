@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.orchestrator.serve.backend import SampleCall
 from penstock.orchestrator.serve.wire.bodies import SampleBody, SamplingParams, Tensor, read
 from penstock.orchestrator.serve.wire.messages import array_of_body
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.protocols import Sampling
+from penstock.workers.sample_calls import SampleCall
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.conf.errors import DataError
-from penstock.orchestrator.serve.backend import (
-    ModelFacts,
-    RequestFailed,
-    SampledTokens,
-    SampleOutput,
-    TopTokens,
-    TrainerLost,
-)
+from penstock.orchestrator.serve.backend import ModelFacts, RequestFailed, TrainerLost
+from penstock.workers.sample_calls import SampledTokens, SampleOutput, TopTokens
 from penstock.workers.training_calls import AdapterState, ForwardOutput
 
 VOCABULARY = 16

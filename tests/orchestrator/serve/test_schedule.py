@@ -5,12 +5,12 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.orchestrator.serve.schedule import MOST_TOGETHER, Budget, Limits, Schedule, Waiting
+from penstock.orchestrator.serve.schedule import MOST_TOGETHER, Budget, Schedule, Waiting
 from tests.amounts import amount
 
 
 def test_tenants_get_tokens_in_proportion_to_their_shares():
-    schedule = Schedule({"a": Limits(share=3.0), "b": Limits()}, {})
+    schedule = Schedule({"a": 3.0}, {})
     waiting = [Waiting("a:0", "a", 100), Waiting("b:0", "b", 100)]
     served = Counter(schedule.pick(waiting, 0.0).tenant for _ in range(800))
     assert abs(served["a"] - 600) <= MOST_TOGETHER
@@ -33,7 +33,7 @@ def test_a_tenant_that_rested_has_saved_nothing_up():
 
 
 def test_a_tenant_beyond_its_tokens_a_minute_waits_until_they_come_back():
-    schedule = Schedule({"a": Limits(tokens_per_minute=60)}, {"a": Budget(60)})
+    schedule = Schedule({}, {"a": Budget(60)})
     mine, other = Waiting("a:0", "a", 90), Waiting("b:0", "b", 90)
     assert schedule.pick([mine], 0.0) == mine
     assert schedule.pick([mine], 1.0) is None
@@ -45,7 +45,7 @@ def test_a_tenant_beyond_its_tokens_a_minute_waits_until_they_come_back():
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(1, 1000)), min_size=1, max_size=60))
 @settings(max_examples=amount(60), deadline=None)
 def test_whatever_waits_is_carried_out_once(requests):
-    schedule = Schedule({"a": Limits(share=0.1)}, {})
+    schedule = Schedule({"a": 0.1}, {})
     queues = {}
     for tenant, number, tokens in requests:
         queues.setdefault((f"{tenant}:{number}", tenant), []).append(tokens)

@@ -11,7 +11,6 @@ import pytest
 from penstock.conf.errors import ConfigError
 from penstock.conf.serve import ServeConfig, TenantConfig
 from penstock.orchestrator.serve import samples, service
-from penstock.orchestrator.serve.journal import Journal
 from penstock.orchestrator.serve.server import Server
 from penstock.orchestrator.serve.wire.messages import messages
 from penstock.workers.training_calls import WHOLE
@@ -248,24 +247,6 @@ def test_the_newest_unnamed_weights_are_kept_and_those_that_requests_wait_for(tm
         assert len(list(tmp_path.glob("samples/*/weights*"))) == 3
 
     serve(tmp_path, act, backend, ServeConfig(port=0, poll_s=0.5, keep_unnamed=2))
-
-
-def test_the_journal_forgets_sampling_sessions_of_what_is_finished(tmp_path):
-    async def act(server, http):
-        client = Client(http)
-        for name in ("ends", "stays"):
-            session = await client.session(name)
-            model = (await client.result(await client.adapter(session)))["model_id"]
-            for number in range(3):
-                await client.own_sampler(model, number + 1, number)
-            if name == "ends":
-                await client.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, 204)
-
-    serve(tmp_path, act)
-    events = [record.header for record in Journal(tmp_path / "sessions.journal").records]
-    kinds = [event["event"] for event in events]
-    assert (kinds.count("session"), kinds.count("client"), kinds.count("sampler")) == (2, 2, 3)
-    assert events[-1]["event"] == "sampler"
 
 
 def test_a_checkpoint_whose_time_is_over_leaves_the_disk_and_the_engines(tmp_path):

@@ -11,7 +11,6 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
 
 from penstock.orchestrator.loops.verbs import seed_of
-from penstock.orchestrator.serve.backend import SampleCall, SampledTokens, SampleOutput, TopTokens
 from penstock.orchestrator.serve.wire.bodies import Body, TooLarge, read
 from penstock.orchestrator.serve.wire.messages import JSON, PROTOBUF, unpacked, zstandard
 from penstock.orchestrator.serve.wire.results import forward_answer, sample_answer
@@ -19,6 +18,7 @@ from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_requ
 from penstock.orchestrator.serve.wire.training import create_call, forward_call, numbered, optim_call
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.protocols import Sampling
+from penstock.workers.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
 from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, ForwardOutput
 from tests.amounts import amount
 
