@@ -38,6 +38,7 @@ from penstock.orchestrator.observability.reporting.report import write_report
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink, opened_sinks
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.workers.files import sync
 from penstock.workers.fresh_model import build_fresh_model
 
 
@@ -184,6 +185,7 @@ def starting_model(config: RunConfig, directory: RunDirectory) -> str:
     if config.warm_start.recipe is not None:
         return _made_by(config.warm_start, "warm_start", config, directory)
     build_fresh_model(directory.initial_model, config.model.fresh, config.seed)
+    sync(str(directory.initial_model))
     return str(directory.initial_model)
 
 

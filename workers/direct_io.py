@@ -21,6 +21,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from penstock.store.data import durable
+
 BLOCK_BYTES = 2**22
 """Bytes that are copied, summed and written to the disk at a time: enough for the disk's full rate, and little enough
 for a cache."""
@@ -55,7 +57,7 @@ class DirectWriter:
     def finish(self) -> None:
         """Write what is left; all of the file is on the disk when this returns."""
         self._flush()
-        os.fsync(self._descriptor)
+        durable.sync_opened(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -18,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from penstock.conf.errors import CheckpointError
 from penstock.network.names import OutsideName, below
+from penstock.store.data import durable
 from penstock.workers.direct_io import DirectReader
 from penstock.workers.local_files import replacing
 
@@ -233,8 +234,8 @@ def fault_of_size(place: str, num_bytes: int) -> str | None:
 
 
 def remove(place: str) -> None:
-    """Remove a file, or a directory as far as what is in it can be removed; nothing happens if it is not there. Raises
-    `CheckpointError`."""
+    """Remove a file for good, or a directory as far as what is in it can be removed; nothing happens if it is not
+    there. Raises `CheckpointError`."""
     system, path = _open(place)
     with _told(place, "removed"):
         if system.isdir(path):
@@ -243,6 +244,8 @@ def remove(place: str) -> None:
         else:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 system.rm_file(path)
+                if type(system) is LocalFileSystem:
+                    durable.sync_name(path)
 
 
 def move(place: str, to: str) -> None:
@@ -250,6 +253,14 @@ def move(place: str, to: str) -> None:
     system, path = _open(place)
     with _told(place, "moved"):
         system.mv(path, _open(to)[1], recursive=True)
+
+
+def sync(place: str) -> None:
+    """Have all files of a directory survive a power cut; those of a URL do. Raises `CheckpointError`."""
+    system, path = _open(place)
+    with _told(place, "written"):
+        if type(system) is LocalFileSystem:
+            durable.sync_tree(path)
 
 
 def _open(place: str) -> tuple[Any, str]:
@@ -286,7 +297,7 @@ def _whole(system: Any, path: str) -> Iterator[str]:
     if type(system) is not LocalFileSystem:
         yield path
         return
-    with replacing(Path(path)) as part:
+    with replacing(Path(path), synced=True) as part:
         yield str(part)
 
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.store.data import durable
+
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 Spans = Sequence[tuple[int, int]]
 """Ranges of bytes, first and last-plus-one, in order, that do not overlap."""
@@ -23,14 +25,16 @@ Spans = Sequence[tuple[int, int]]
 
 @contextlib.contextmanager
 def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
-    """Yield the file to write within the block; it becomes `target` at its end. `synced`: only once its bytes are on
-    the disk, so that it is whole after a power cut too."""
+    """Yield the file to write within the block; it becomes `target` at its end. `synced`: it is there after a power
+    cut too."""
     part = part_of(target)
     try:
         yield part
         if synced:
-            _sync(part)
-        part.replace(target)
+            durable.sync(part)
+            durable.rename(part, target)
+        else:
+            part.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):  # the file system may be away
             part.unlink()
@@ -40,20 +44,22 @@ def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
 @contextlib.contextmanager
 def filling(target: Path) -> Iterator[Path]:
     """Yield a new directory to write to within the block. At its end what is there comes into `target`, beside what
-    that has already; nothing comes if the block fails."""
+    that has already, and survives a power cut; nothing comes if the block fails."""
     is_there = target.is_dir()
     part = target / ".new.part" if is_there else part_of(target)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         yield part
+        durable.sync_tree(part)
         if not is_there:
-            part.rename(target)
+            durable.rename(part, target)
             return
         for file in sorted(path for path in part.rglob("*") if path.is_file()):
             place = target / file.relative_to(part)
             place.parent.mkdir(parents=True, exist_ok=True)
             file.replace(place)
+        durable.sync_tree(target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -66,14 +72,6 @@ def part_of(target: Path) -> Path:
 def write_whole(target: Path, text: str, *, synced: bool = False) -> None:
     with replacing(target, synced=synced) as part:
         part.write_text(text, encoding="utf-8")
-
-
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class FreeSpace:

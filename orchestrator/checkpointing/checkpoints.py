@@ -4,7 +4,7 @@
         trainer/         weights and optimizer in shards with an index, and what is no tensor, written by the ranks
         store/           the store's snapshot: groups on their way, with their columns
         manifest.json    step, prompts' place, model, sizes and checksums of the trainer's files
-        COMPLETE         written last: without it, the checkpoint does not count
+        COMPLETE         written last, once all else survives a power cut: without it, the checkpoint does not count
 
 Checkpoints are written while training goes on. The place may be an fsspec URL. A model that was made for a run with a
 URL as output_dir (a fresh one, a warm start's) lies in the run's working copy, which is elsewhere on another machine: a
@@ -38,6 +38,7 @@ from penstock.workers.files import (
     move,
     read_text,
     remove,
+    sync,
     upload_directory,
     write_text,
 )
@@ -115,8 +116,8 @@ class Checkpoints:
         upload_directory(directory, f"{self.directory(step)}/{name}")
 
     def seal(self, checkpoint: Checkpoint, snapshot: Iterable[SavedFile] = (), brought: Collection[str] = ()) -> None:
-        """See that every part is there, write the manifest, and then the marker. Raises `CheckpointError` that names
-        the first part at fault.
+        """See that every part is there, write the manifest, sync all of it, and then write the marker. Raises
+        `CheckpointError` that names the first part at fault.
 
         `snapshot`: the store's files, by names below `store/`. `brought`: those of `trainer/` that came from other
         machines. These are read back to their end; of the others, whose writers have read them back, the size counts.
@@ -129,6 +130,7 @@ class Checkpoints:
         for file in snapshot:
             _refuse(f"{checkpoint.directory}/store/{file.name}", fault_of(f"{checkpoint.directory}/store", file))
         write_text(f"{checkpoint.directory}/{MANIFEST}", checkpoint.to_json())
+        sync(checkpoint.directory)
         if self._is_given_up:
             raise CheckpointError(f"{checkpoint.directory}: the run has ended or returned before it was complete.")
         write_text(f"{checkpoint.directory}/{MARKER}", f"{checkpoint.step}\n")

@@ -2,7 +2,7 @@
 
     begin(N):  trainers begin (they copy while the next batch is sampled) ─▶ store.cut ─▶ prompts' place
                   │ all of one moment: no update is under way
-    meanwhile: store.snapshot, trainers finish ─▶ collected from other disks ─▶ all there? ─▶ manifest, marker
+    meanwhile: store.snapshot, trainers finish ─▶ collected from other disks ─▶ all there? ─▶ manifest, sync, marker
 
 Checkpoints are taken one at a time: a second waits for the first. If one fails, the failure is told and counted, and
 what there is of it is removed (it may be what filled the disk). The run goes on, since its last good checkpoint is
@@ -29,6 +29,7 @@ from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint, trainer_directory
 from penstock.orchestrator.run_directory.json_lines import plain
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.store.data import durable
 from penstock.store.service.snapshot import snapshot_files
 from penstock.workers.files import SavedFile, absolute, is_url
 from penstock.workers.prompts.source import PromptStart
@@ -38,7 +39,7 @@ RETRY_S = 1.0
 BRING_S = 60.0
 """Longest wait until what the run has written is at its URL. A checkpoint counts all the same after that."""
 GRACE_S = 10.0
-"""Extra seconds for a rank, which has the same deadline and says more when it is missed."""
+"""Extra seconds for a rank and the store, which have the same deadline and say more when it is missed."""
 
 
 class CheckpointWriter:
@@ -216,21 +217,29 @@ class CheckpointWriter:
             for name, handle in self._fleet.role("trainer")
         ]
         with _store_place(checkpoint) as root:
-            calls.append(self._in_time(self._store.snapshot(root, step, keep=1), "Store", step))
+            snapshot = self._store.snapshot(root, step, keep=1, timeout_s=self._config.checkpoint.timeout_s)
+            calls.append(self._in_time(snapshot, "Store", step, GRACE_S))
             *saved, cut = await _all_ended(*calls)
-            snapshot = _files_of(Path(cut), root)
+            parts = _files_of(Path(cut), root)
             if root != checkpoint.store:
                 await self._checkpoints.apart(self._checkpoints.add_directory, step, "store", Path(root))
         await self._fleet.collect(checkpoint.trainer, self._places)
         checkpoint.files.extend(file for files in saved for file in files)
         by_rank = zip(self._places.values(), saved, strict=True)
         brought = [file.name for place, files in by_rank if place != checkpoint.trainer for file in files]
-        await asyncio.to_thread(self._directory.bring, BRING_S)  # one that counts has the lines of all steps before
-        await self._checkpoints.apart(self._checkpoints.seal, checkpoint, snapshot, brought)
+        await self._checkpoints.apart(self._sync_lines)  # one that counts has the lines of all steps before
+        await asyncio.to_thread(self._directory.bring, BRING_S)
+        await self._checkpoints.apart(self._checkpoints.seal, checkpoint, parts, brought)
         removed = await self._checkpoints.apart(self._checkpoints.prune)
         num_bytes = sum(file.num_bytes for file in checkpoint.files)
         self._directory.event("checkpoint", step=step, path=checkpoint.directory, bytes=num_bytes, removed=removed)
         self._directory.timeline.span("checkpoint", "write", started, time.time(), step=step)
+
+    def _sync_lines(self) -> None:
+        """Have the lines of the steps so far survive a power cut. A checkpoint counts without them, too."""
+        with contextlib.suppress(OSError):
+            durable.sync(self._directory.metrics_file)
+            durable.sync_name(self._directory.metrics_file)
 
     async def _in_time(self, call: Awaitable[Any], name: str, step: int, grace_s: float = 0.0) -> Any:
         return await answer(call, name=name, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s + grace_s)

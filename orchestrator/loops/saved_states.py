@@ -6,6 +6,7 @@
 Below the run's directory, or its URL. A state may be loaded by any number of ranks, in another session too.
 """
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.orchestrator.loops.verbs import check_name
 from penstock.orchestrator.run_directory.checkpoint import trainer_directory
-from penstock.workers.files import SavedFile, absolute, exists, read_text, remove, write_text
+from penstock.workers.files import SavedFile, absolute, exists, read_text, remove, sync, write_text
 
 MANIFEST = "state.json"
 FORMAT = 1
@@ -44,6 +45,7 @@ class SavedStates:
             files = await self._written(places)
             await self._fleet.collect(directory, places)
             told = {"format": FORMAT, "files": [asdict(file) for file in files], "counters": dict(counters)}
+            await asyncio.to_thread(sync, directory)
             write_text(f"{path}/{MANIFEST}", json.dumps(told, indent=1))
         except BaseException:
             with contextlib.suppress(PenstockError, OSError):

@@ -18,7 +18,6 @@ it. A resume reads no journal: it begins with the snapshot of its checkpoint, an
 """
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -37,6 +36,10 @@ from penstock.workers.trainer.report import StepReport
 ROLE, STAGE = "store", "train"
 AGAIN_S = 5.0
 """Seconds until a first snapshot is tried again, where no others are taken."""
+MOST_DOUBLINGS = 5
+"""Most doublings of the pause after snapshots that failed: a slow disk is not kept busy by them."""
+GRACE_S = 10.0
+"""Extra seconds for the store, which has the same deadline and ends its work then."""
 T = TypeVar("T")
 
 
@@ -152,17 +155,20 @@ class StoreRecovery:
         return int(await self.with_store(lambda: self._store.settle(STAGE, self._epoch)))
 
     async def take_snapshots(self) -> None:
-        """Take snapshots. One that fails is left out: the one before stays, and callers of the store hear that it is
-        gone. The first is taken at once where the run goes on from a checkpoint, which may be gone after the next, or
-        with a store that was there before this process."""
-        number, pause_s = 1, 0.0 if self._snapshot is not None or not self._is_known else self._every_s
+        """Take snapshots. One that fails is left out: the one before stays, the next pause is longer, and callers of
+        the store hear that it is gone. The first is taken at once where the run goes on from a checkpoint, which may be
+        gone after the next, or with a store that was there before this process."""
+        number, num_failed = 1, 0
+        pause_s = 0.0 if self._snapshot is not None or not self._is_known else self._every_s
         while self._every_s or not self._is_known:
             await asyncio.sleep(pause_s)
-            pause_s = self._every_s or AGAIN_S
-            with contextlib.suppress(PenstockError):
+            try:
                 async with self._snapshotting:
                     await self._take(number)
-                number += 1  # only now: one that is not heard of must not push out the one before
+                number, num_failed = number + 1, 0  # only now: one that is not heard of pushes out no other
+            except PenstockError:
+                num_failed += 1
+            pause_s = (self._every_s or AGAIN_S) * 2 ** min(num_failed, MOST_DOUBLINGS)
 
     async def _is_there(self, failure: Exception) -> bool:
         """Return whether the store answers, and will go on to. Raises the failure if a node is gone."""
@@ -195,7 +201,8 @@ class StoreRecovery:
 
     async def _take(self, number: int) -> None:
         told, place = self._told, await self._process.scratch(self._timeout_s)
-        self._snapshot = await self._in_time(self._store.snapshot(place, number, is_apart=True))
+        taken = self._store.snapshot(place, number, is_apart=True, timeout_s=self._timeout_s)
+        self._snapshot = await self._in_time(taken, GRACE_S)
         self._is_known = True
         self.journal.forget(told)
 
@@ -204,5 +211,6 @@ class StoreRecovery:
         assert self._fleet.store_process is not None  # who trains has one
         return self._fleet.store_process
 
-    async def _in_time(self, call: Awaitable[Any]) -> Any:
-        return await answer(call, name=STORE, phase="bring the store back", timeout_s=self._timeout_s)
+    async def _in_time(self, call: Awaitable[Any], grace_s: float = 0.0) -> Any:
+        timeout_s = self._timeout_s + grace_s
+        return await answer(call, name=STORE, phase="bring the store back", timeout_s=timeout_s)

@@ -150,7 +150,7 @@ class RunDirectory:
         try:
             if directory.config_file.is_file():
                 directory._clear()
-            directory.write_text("config.yaml", to_yaml(config))
+            directory.write_text("config.yaml", to_yaml(config), synced=True)
         except OSError as error:
             directory.discard()
             raise cannot_make(place.path, error) from None
@@ -244,7 +244,7 @@ class RunDirectory:
             self._rewind(SPANS, is_kept)
             kept = self._rewind(METRICS, is_kept)
             if (text := to_yaml(config)) != self.config_file.read_text(encoding="utf-8"):
-                self.write_text("config.yaml", text)
+                self.write_text("config.yaml", text, synced=True)
         except OSError as error:
             raise ConfigError(
                 f"name={config.name}: cannot go on in {self.path} ({error.strerror}). Make room there, or see whether "
@@ -342,10 +342,10 @@ class RunDirectory:
             self.write_text(file, text)
         return file
 
-    def write_text(self, name: str, text: str) -> Path:
+    def write_text(self, name: str, text: str, *, synced: bool = False) -> Path:
         """Write a whole file in one step: readers see the old one or the new one. Raises `OSError`."""
         target = self.path / name
-        write_whole(target, text)
+        write_whole(target, text, synced=synced)
         return target
 
     def write_timeline(self) -> None:

@@ -257,14 +257,13 @@ class StoreClient:
         granted = await self.link.call("last_batch", None if columns is None else list(columns))
         return await self._rows(granted)
 
-    async def snapshot(self, root: str, number: int, keep: int = 2, is_apart: bool = False) -> str:
-        """Write the store's state of the last `cut`, or of this moment, below `root`. Returns the path. Only the caller
-        waits.
-
-        `keep`: so many of the newest snapshots stay. `is_apart`: of this moment, and the last `cut` stays for another
-        call. Restored by `Store(..., restore=path)`.
-        """
-        return str(await self.link.call("snapshot", root, number, keep, is_apart))
+    async def snapshot(
+        self, root: str, number: int, keep: int = 2, is_apart: bool = False, timeout_s: float = 3600.0
+    ) -> str:
+        """Write the store's state of the last `cut`, or of this moment, below `root`. Returns the path. `keep`: so many
+        of the newest snapshots stay. `is_apart`: of this moment, and the last `cut` stays for another call.
+        `timeout_s`: the store gives the writing up then. Restored by `Store(..., restore=path)`."""
+        return str(await self.link.call("snapshot", root, number, keep, is_apart, timeout_s))
 
     async def batch_ready(self) -> bool:
         """Wait until as many groups are complete as the next step takes. Returns False when the store is closed."""

@@ -8,10 +8,12 @@ time in a thread while the store goes on.
 """
 
 import asyncio
+import contextlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -19,6 +21,7 @@ from typing import Any, BinaryIO, TypeVar
 import pyarrow as pa
 import xxhash
 
+from penstock.store.data import durable
 from penstock.store.data.blobs import compact
 from penstock.store.data.blocks import Blocks
 from penstock.store.data.payload import Payload, assemble, gather
@@ -101,11 +104,13 @@ class StoreCut:
         """Wait until all is copied."""
         await asyncio.shield(self._copying)
 
-    def write(self, root: str, number: int, keep: int, resolve: Resolve | None) -> str:
-        """Write the cut, in a thread, once all is copied. Returns its path."""
+    def write(
+        self, root: str, number: int, keep: int, resolve: Resolve | None, check_wanted: Callable[[], None]
+    ) -> str:
+        """Write the cut, in a thread, once all is copied. Returns its path. `check_wanted`: as of `write`."""
         cut, spec = self._cut, self._ledger.spec
         state = SnapshotState(spec, self._scalars, cut.groups, cut.with_source, self._copied)
-        return str(write(root, number, state, resolve, keep=keep))
+        return str(write(root, number, state, resolve, keep=keep, check_wanted=check_wanted))
 
     def stop(self) -> None:
         """Copy no more. A second time changes nothing."""
@@ -128,6 +133,8 @@ class Saving:
     def __init__(self, ledger: Ledger, blocks: Blocks, segments: Segments | None) -> None:
         self._ledger, self._blocks, self._segments = ledger, blocks, segments
         self._cut: StoreCut | None = None
+        self._writing = asyncio.Lock()
+        """Held while a snapshot is written: a late one has ended before the next begins."""
         self._under_way: set[asyncio.Task[Any]] = set()
 
     def cut(self) -> None:
@@ -137,20 +144,25 @@ class Saving:
             self._begin(self._cut.release())
         self._cut = StoreCut(self._ledger, self._blocks)
 
-    async def write(self, root: str, number: int, keep: int, is_apart: bool) -> str:
+    async def write(self, root: str, number: int, keep: int, is_apart: bool, timeout_s: float) -> str:
         """Write the last cut, or else the state of this moment, in a thread. Returns its path. `is_apart`: the state of
-        this moment, and the last cut is another's. A caller that is cancelled does not end it. Raises `StoreError`."""
+        this moment, and the last cut is another's. A caller that is cancelled does not end it, but its deadline does.
+        Raises `StoreError`."""
         cut = None if is_apart else self._cut
         if not is_apart:
             self._cut = None
-        writing = self._begin(self._write(cut or StoreCut(self._ledger, self._blocks), root, number, keep))
-        return await asyncio.shield(writing)
+        cut, wanted = cut or StoreCut(self._ledger, self._blocks), _Wanted(root, timeout_s)
+        return await asyncio.shield(self._begin(self._write(cut, root, number, keep, wanted)))
 
-    async def _write(self, cut: StoreCut, root: str, number: int, keep: int) -> str:
+    async def _write(self, cut: StoreCut, root: str, number: int, keep: int, wanted: "_Wanted") -> str:
         try:
-            await cut.copied()
-            resolve = self._segments.reader() if self._segments is not None else None
-            return await asyncio.to_thread(cut.write, root, number, keep, resolve)
+            await wanted.in_time(self._writing.acquire())
+            try:
+                await wanted.in_time(cut.copied())
+                resolve = self._segments.reader() if self._segments is not None else None
+                return await asyncio.to_thread(cut.write, root, number, keep, resolve, wanted.check)
+            finally:
+                self._writing.release()
         except OSError as error:
             raise StoreError(f"{root}: the store's snapshot cannot be written: {error}") from None
         finally:
@@ -168,18 +180,67 @@ class Saving:
             task.exception()  # whoever still waits for it hears of it
 
 
+class _Wanted:
+    """The deadline of a snapshot: the work ends with it, wherever it is."""
+
+    def __init__(self, root: str, timeout_s: float) -> None:
+        self._root, self._timeout_s = root, timeout_s
+        self._until = time.monotonic() + timeout_s
+
+    async def in_time(self, work: Awaitable[Any]) -> None:
+        """Wait for a part of the work. Raises `StoreError` after the deadline."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._until - time.monotonic()):
+                await work
+                return
+        raise self._late()
+
+    def check(self) -> None:
+        """Raise `StoreError` after the deadline."""
+        if time.monotonic() > self._until:
+            raise self._late()
+
+    def _late(self) -> StoreError:
+        return StoreError(
+            f"{self._root}: the store's snapshot was given up after {self._timeout_s:g} s. See whether the disk there "
+            "answers."
+        )
+
+
 def write(
-    root: str | Path, number: int, state: SnapshotState, resolve: Resolve | None = None, *, keep: int = 2
+    root: str | Path,
+    number: int,
+    state: SnapshotState,
+    resolve: Resolve | None = None,
+    *,
+    keep: int = 2,
+    check_wanted: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write `ROOT/snapshot-<number>` whole or not at all, and delete all but the newest `keep`. Returns its path."""
+    """Write `ROOT/snapshot-<number>` whole or not at all, and delete all but the newest `keep`. Returns its path.
+    `check_wanted`: called now and then; what it raises ends the writing. No other thread or process writes there."""
     root = Path(root)
-    target = root / f"{PREFIX}{number:08d}"
-    part = root / f".{target.name}.{os.getpid()}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    if not root.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        _sync(root.parent)
-    part.mkdir()
+    for left in root.glob(f".{PREFIX}*.part"):
+        shutil.rmtree(left, ignore_errors=True)
+    part = root / f".{PREFIX}{number:08d}.{uuid.uuid4().hex[:8]}.part"
+    part.mkdir(parents=True)
+    try:
+        _write_parts(part, state, resolve, check_wanted)
+        durable.sync_tree(part)
+        check_wanted()
+        target = root / f"{PREFIX}{number:08d}"
+        if target.exists():
+            shutil.rmtree(target)
+        durable.rename(part, target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    for old in snapshots(root)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def _write_parts(part: Path, state: SnapshotState, resolve: Resolve | None, check_wanted: Callable[[], None]) -> None:
+    """Write the files of a snapshot, the manifest last."""
     source = list(state.spec.source_columns)
     size = state.spec.group_size
     tables = {"groups.arrow": groups_batches(state.groups, size)}
@@ -187,17 +248,9 @@ def write(
     tables["source.arrow"] = _batches(state, source_rows, source, "group_id", resolve)
     for index, (names, rows) in enumerate(sorted(state.rows().items())):
         tables[f"rows-{index}.arrow"] = _batches(state, rows, list(names), "row_id", resolve)
-    files = {name: _write_ipc(part / name, batches) for name, batches in tables.items()}
+    files = {name: _write_ipc(part / name, batches, check_wanted) for name, batches in tables.items()}
     manifest = {"format": FORMAT, "fits": fingerprint(state.spec), "ledger": state.scalars, "files": files}
-    _write_synced(part / MANIFEST, json.dumps(manifest, indent=1).encode())
-    if target.exists():
-        shutil.rmtree(target)
-    _sync(part)  # before it has its name: a rename may reach the disk first
-    part.rename(target)
-    _sync(root)
-    for old in snapshots(root)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
-    return target
+    (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 def groups_batches(groups: list[Group], size: int) -> Iterator[pa.RecordBatch]:
@@ -247,7 +300,7 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     yield from _parts(batch.slice(half))
 
 
-def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
+def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch], check_wanted: Callable[[], None]) -> dict[str, Any]:
     """Write batches to a file. Returns the size and checksum of what was to be written."""
     first = next(batches)
     with file.open("wb") as opened:
@@ -255,8 +308,8 @@ def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
         with pa.ipc.new_file(summed, first.schema) as writer:
             writer.write_batch(first)
             for batch in batches:
+                check_wanted()
                 writer.write_batch(batch)
-    _sync(file)
     return summed.facts()
 
 
@@ -279,16 +332,3 @@ class _Summed:
 
     def facts(self) -> dict[str, Any]:
         return {"bytes": self._num_bytes, "xxh3_128": self._digest.hexdigest()}
-
-
-def _write_synced(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
-    _sync(file)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -333,12 +333,14 @@ class Store:
         self._saving.cut()
         return self.ledger.residents.next_group
 
-    async def snapshot(self, root: str, number: int, keep: int = 2, is_apart: bool = False) -> str:
+    async def snapshot(
+        self, root: str, number: int, keep: int = 2, is_apart: bool = False, timeout_s: float = 3600.0
+    ) -> str:
         """Write the state of the last `cut`, or else of this moment, as `ROOT/snapshot-<number>`, and go on meanwhile.
-        Returns its path. `keep`: so many of the newest stay. `is_apart`: of this moment, whatever was cut. See
-        `snapshot.py`.
+        Returns its path. `keep`: so many of the newest stay. `is_apart`: of this moment, whatever was cut. `timeout_s`:
+        the writing ends then, and nothing of it stays. See `snapshot.py`.
         """
-        return await self._saving.write(root, number, keep, is_apart)
+        return await self._saving.write(root, number, keep, is_apart, timeout_s)
 
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)

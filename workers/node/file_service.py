@@ -105,7 +105,7 @@ class FileService:
     def __init__(self, directory: Path, token: bytes) -> None:
         self._directory, self._token = directory, token
         self._offered: dict[str, tuple[FileSet, Path]] = {}
-        self._lock = threading.Lock()
+        self._lock, self._collecting = threading.Lock(), threading.Lock()
 
     def offer(self, files: FileSet, directory: Path) -> None:
         """Serve these files from a directory."""
@@ -120,8 +120,12 @@ class FileService:
             return str(self._offered[files.address][1])
 
     def collect(self, files: FileSet, directory: Path, source: Address) -> None:
-        """Bring files that another node has written to a directory of this one, each in one step. Raises
-        `ResourceError`."""
+        """Bring files that another node has written to a directory of this one, each in one step, and for good. A call
+        that is late has ended before the next begins. Raises `ResourceError`."""
+        with self._collecting:
+            self._fetch(files, directory, source, synced=True)
+
+    def _fetch(self, files: FileSet, directory: Path, source: Address, *, synced: bool) -> None:
         try:
             targets = [below(directory, file.name) for file in files.files]
             directory.mkdir(parents=True, exist_ok=True)
@@ -131,7 +135,7 @@ class FileService:
             with connect(source, FILES, self._token, CONNECT_S) as connection:
                 for number, (file, target) in enumerate(zip(files.files, targets, strict=True)):
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    with replacing(target) as part:
+                    with replacing(target, synced=synced) as part:
                         _receive(connection, files.address, number, file, part)
         except (OSError, OutsideName) as error:
             raise ResourceError(
@@ -187,7 +191,7 @@ class FileService:
         part = self._directory / f"{files.address}.part"
         self._make_directory()
         shutil.rmtree(part, ignore_errors=True)
-        self.collect(files, part, source)
+        self._fetch(files, part, source, synced=False)  # a copy for this run
         part.rename(target)
         return target
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer
 
 from penstock.conf.errors import ModelError, WeightError
+from penstock.store.data import durable
 from penstock.workers.local_files import FreeSpace, part_of, write_whole
 from penstock.workers.model_files import CONFIG, INDEX, SINGLE, copy_texts
 from penstock.workers.trainer.engines.engine import TrainEngine
@@ -96,7 +97,7 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
     ranks.barrier()
     with _named(target, ranks.rank, plan):
         for name in written:
-            part_of(target / name).replace(target / name)
+            durable.rename(part_of(target / name), target / name)
     ranks.barrier()
     with _named(target, ranks.rank, plan, "config, tokenizer, index or adapter"):
         if ranks.rank == 0:
@@ -139,6 +140,8 @@ def _write_own(engine: TrainEngine, plan: FilePlan, spans: Sequence[Sequence[Spa
             if whole is not None and file is not None:
                 data = whole.view(torch.uint8).numpy().data
                 _write_at(file.fileno(), data, layout.place(piece.name).offset)
+        if file is not None:
+            durable.sync_opened(file.fileno())
     return {name: layout.num_bytes} if name else {}
 
 

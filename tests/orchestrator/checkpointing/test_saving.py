@@ -57,14 +57,14 @@ class EmptyStore:
         self.calls.append("store")
         return [0]
 
-    async def snapshot(self, root, step, keep):
+    async def snapshot(self, root, step, keep, timeout_s):
         return empty_snapshot(root, step)
 
 
 def saving(tmp_path, resumed=None, **config):
     """A writer, its trainer, what it tells the run's directory, and the order of calls."""
     calls = []
-    trainer, directory = FakeHandle(LateTrainer(calls)), Mock()
+    trainer, directory = FakeHandle(LateTrainer(calls)), Mock(metrics_file=tmp_path / "metrics.jsonl")
     prompts = FakeHandle(start_after=PromptStart())
     roles = {"trainer": [("Trainer-0", trainer)], "prompts": [("Prompts", prompts)]}
     flow = Some(of_kind=lambda kind: [Some(is_scored=False)])
@@ -231,7 +231,7 @@ class Store:
     async def cut(self):
         return [0]
 
-    async def snapshot(self, root, step, keep):
+    async def snapshot(self, root, step, keep, timeout_s):
         place = empty_snapshot(root, step)
         (Path(place) / "rows").write_bytes(bytes(1000))
         return place
@@ -245,7 +245,7 @@ prompts = FakeHandle(start_after=PromptStart())
 roles = {"trainer": [("Trainer-0", trainer)], "prompts": [("Prompts", prompts)]}
 flow = Some(of_kind=lambda kind: [Some(is_scored=False)])
 config = RunConfig(algorithm=GrpoConfig(), checkpoint=CheckpointConfig(directory=str(place), keep_last=1))
-directory, progress = Mock(), Mock()
+directory, progress = Mock(metrics_file=place / "metrics.jsonl"), Mock()
 files = OneMachine(roles.__getitem__)
 places = {"places": files.places, "collect": files.collect, "discard": files.discard, "present": files.present}
 fleet = Some(role=roles.get, flow=flow, model_path="/", resumed=None, owner=Some(epoch=0), **places)

@@ -61,7 +61,7 @@ class Store:
     async def cut(self) -> int:
         return 0
 
-    async def snapshot(self, root: str, step: int, keep: int) -> str:
+    async def snapshot(self, root: str, step: int, keep: int, timeout_s: float) -> str:
         return empty_snapshot(root, step)
 
 

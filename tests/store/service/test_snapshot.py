@@ -2,22 +2,24 @@
 
 import asyncio
 import json
-import os
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xxhash
 
 from penstock.store.client.client import StoreClient
-from penstock.store.data import payload
+from penstock.store.data import durable, payload
 from penstock.store.errors import CorruptSnapshot, LeaseExpired, StoreError
 from penstock.store.service import saving
 from penstock.store.service.snapshot import snapshot_files, snapshots
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
+from tests.power_cuts import recorded
 from tests.store.driver import make_spec
 from tests.store.invariants import check_invariants
 from tests.store.players import Served, group, leased, start_workers, train, values_of, work
@@ -314,33 +316,58 @@ def test_a_snapshot_is_of_the_cut_before_it(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_a_snapshot_is_on_disk_before_it_is_named_and_named_before_the_answer(
+def test_a_snapshot_is_whole_or_missing_whenever_the_power_is_cut(tmp_path: Path) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await half_way(store, client)
+        for number in (1, 2):
+            await client.snapshot(str(tmp_path / "new"), number, keep=1)
+            disk.promise(number)
+
+    with recorded(tmp_path) as disk:
+        run(body)
+    for promised, place in disk.after_power_cuts():
+        newest = next((int(path.name.removeprefix("snapshot-")) for path in snapshots(place / "new")), 0)
+        assert newest >= promised
+        assert not newest or Store(SPEC, restore=place / "new").ledger.residents.next_group == 8
+
+
+def test_a_late_snapshot_ends_at_its_deadline_and_before_the_next_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files, the directories that name them, and that of a root made for it: a machine that loses its power has all of
-    the snapshot or none."""
-    events: list[str] = []
-    fsync, rename = os.fsync, os.rename
+    now, begun, may_go_on, sync = [0.0], threading.Event(), threading.Event(), durable.sync_tree
 
-    def synced(descriptor: int) -> None:
-        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    def renamed(source: Path, target: Path) -> None:
-        events.append(f"{target} has its name")
-        rename(source, target)
+    def slow(directory: Path) -> None:
+        begun.set()
+        assert may_go_on.wait(900)
+        sync(directory)
 
     async def body(store: Store, client: StoreClient) -> None:
         await half_way(store, client)
-        monkeypatch.setattr(os, "fsync", synced)
-        monkeypatch.setattr(os, "rename", renamed)
-        target = Path(await client.snapshot(str(tmp_path / "new"), 1))
-        at = events.index(f"{target} has its name")
-        before, after = events[:at], events[at + 1 :]
-        parent, *files, part = map(Path, before)
-        assert parent == tmp_path
-        assert {file.name for file in files} == {file.name for file in target.iterdir()}
-        assert {file.parent for file in files} == {part}
-        assert after == [str(tmp_path / "new")]
+        monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(durable, "sync_tree", slow)
+        late = asyncio.ensure_future(client.snapshot(str(tmp_path), 1, timeout_s=900))
+        await asyncio.to_thread(begun.wait)
+        now[0] = 901.0
+        following = asyncio.ensure_future(client.snapshot(str(tmp_path), 1, timeout_s=900))
+        await asyncio.sleep(0.05)
+        assert len(list(tmp_path.iterdir())) == 1  # nobody else writes there
+        may_go_on.set()
+        with pytest.raises(StoreError, match="the store's snapshot was given up after 900 s"):
+            await late
+        path = await following
+        assert [str(found) for found in tmp_path.iterdir()] == [path]
+        assert Store(SPEC, restore=path).ledger.residents.next_group == store.ledger.residents.next_group
+
+    run(body)
+
+
+def test_what_a_writer_that_died_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / ".snapshot-00000001.1234.part"
+    left.mkdir()
+    (left / "groups.arrow").write_bytes(b"half of it")
+
+    async def body(store: Store, client: StoreClient) -> None:
+        path = await client.snapshot(str(tmp_path), 2)
+        assert [str(found) for found in tmp_path.iterdir()] == [path]
 
     run(body)
