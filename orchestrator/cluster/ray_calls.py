@@ -5,7 +5,7 @@ whether a new process can help.
 import asyncio
 import concurrent.futures
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -35,6 +35,7 @@ START = "start"
 """Phase in which processes start, for which Ray may have to make a runtime environment first."""
 PRESENT_S = 15.0
 """Seconds within which a living actor answers."""
+T = TypeVar("T")
 _F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
 
 
@@ -162,6 +163,22 @@ async def look(members: Iterable[tuple[str, Any]]) -> list[Exception | None]:
     calls = [(name, handle.stats.remote()) for name, handle in members]
     found = await outcomes(calls, phase="look who is there", timeout_s=PRESENT_S)
     return [said if isinstance(said, Exception) else None for said in found]
+
+
+async def in_thread(call: Callable[[], T], give_back: Callable[[T], Any]) -> T:
+    """The result of a call that blocks, made beside the event loop. If the caller is cancelled, the result is given
+    back once it is there."""
+    task = asyncio.ensure_future(asyncio.to_thread(call))
+
+    def ended(task: "asyncio.Future[T]") -> None:
+        if not task.cancelled() and task.exception() is None:
+            give_back(task.result())
+
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(ended)
+        raise
 
 
 def get_all(calls: Iterable[tuple[str, Any]], *, phase: str, timeout_s: float) -> list[Any]:

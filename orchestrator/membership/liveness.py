@@ -173,13 +173,7 @@ class Watch:
             self._look_around()
             beat_s = beat_of(len(self._watched), self._config.faults)
             await self._ask(beat_s)
-            for name, watched in list(self._watched.items()):
-                verdict = watched.liveness.judge(time.monotonic())
-                if verdict.state is not VerdictKind.ALIVE:
-                    del self._watched[name]
-                    if self._present().get(name, (None,))[0] is not watched.handle:
-                        continue  # it has left meanwhile
-                    await self._end(name, watched, verdict)
+            await asyncio.gather(*(self._end(*lost) for lost in self._lost()))  # each may take minutes
             await asyncio.sleep(max(0.0, began + beat_s - time.monotonic()))
 
     def tokens_in_flight(self, names: Sequence[str]) -> int:
@@ -210,6 +204,14 @@ class Watch:
         for name, (handle, role) in there.items():
             if name not in self._watched:
                 self._watched[name] = _Watched(handle, role, Liveness(role, self._config, time.monotonic()))
+
+    def _lost(self) -> list[tuple[str, _Watched, Verdict]]:
+        """Members that are silent or stuck, which are watched no longer, and why."""
+        verdicts = [(name, one, one.liveness.judge(time.monotonic())) for name, one in self._watched.items()]
+        lost = [(name, one, verdict) for name, one, verdict in verdicts if verdict.state is not VerdictKind.ALIVE]
+        for name, _, _ in lost:
+            del self._watched[name]
+        return [(name, one, why) for name, one, why in lost if self._present().get(name, (None,))[0] is one.handle]
 
     def _present(self) -> dict[str, tuple[Any, str]]:
         """Handle and role of each member, by name."""

@@ -2,7 +2,8 @@
 
     serving ─ its call fails ─▶ lost ─ a pause ─▶ another starts ─▶ it catches up ─▶ serving
 
-Each replacement is a restart of its own (`restarts.py`). What cannot be helped here is raised: the run then returns to
+A member that has only lost its connection to the store is not replaced: it serves again over a new one. Each
+replacement is a restart of its own (`restarts.py`). What cannot be helped here is raised: the run then returns to
 its last checkpoint, or ends. Environments hear which engines there are.
 """
 
@@ -13,14 +14,14 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
-from penstock.conf.errors import PartnerGone, WorkerDied
+from penstock.conf.errors import PartnerGone, StoreDied, WorkerDied
 from penstock.orchestrator.cluster.failures import CAUSE_GRACE_S, cause_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import Handles, is_recoverable, outcomes, translate
+from penstock.orchestrator.cluster.ray_calls import PRESENT_S, Handles, is_recoverable, outcomes, translate
 from penstock.orchestrator.membership.restarts import Restarts, title_of
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
-from penstock.store.errors import StoreError
+from penstock.store.errors import StoreError, StoreUnreachable
 from penstock.store.service.actor import STORE
 
 CatchUp = Callable[[Handles], Awaitable[None]]
@@ -45,6 +46,7 @@ class Supervisor:
         of a role can start, where devices are shared."""
         self._fleet, self._store = context.fleet, context.store
         self._directory, self._progress = context.directory, context.progress
+        self._faults = context.config.faults
         self._restarts, self._stores, self._tokens_in_flight = restarts, stores, tokens_in_flight
         self._turn_of, self._closing = turn_of, False
         self._leaving: set[str] = set()
@@ -55,8 +57,9 @@ class Supervisor:
         `catch_up`: what new members do before they serve. None: no other can take their place, and a failure is raised.
         Raises what ends the run, or takes it back to its checkpoint.
         """
+        num_lost = 0
         while True:
-            incarnation = self._stores.incarnation
+            incarnation, began = self._stores.incarnation, asyncio.get_running_loop().time()
             failure = await self._serve(team)
             if failure is None or self._leaving.intersection(team):
                 return
@@ -65,6 +68,11 @@ class Supervisor:
             if self._closing:  # also one that came too late to serve at all
                 return
             if await self._stores.recovered(failure, incarnation):
+                continue
+            num_lost = num_lost + 1 if asyncio.get_running_loop().time() - began < self._faults.window_s else 1
+            if num_lost <= self._faults.max_restarts and await self._has_lost_connection_only(team, failure):
+                self._directory.event("reconnected", role=role, member=team[0], message=str(failure))
+                await asyncio.sleep(self._faults.pause_s * (num_lost - 1))
                 continue
             if catch_up is None:
                 self._restarts.beyond_help(role, title_of(team), failure)
@@ -118,6 +126,16 @@ class Supervisor:
         if not isinstance(cause, Exception):
             raise cause
         return cause
+
+    async def _has_lost_connection_only(self, team: Sequence[str], failure: Exception) -> bool:
+        """Return whether a member is well but for its connection to a store that is there. Ranks of a gang wait for
+        each other, and begin anew together."""
+        is_of_connection = isinstance(failure, PartnerGone | StoreUnreachable) and not isinstance(failure, StoreDied)
+        if len(team) > 1 or not is_of_connection or (handle := self._fleet.handle_of(team[0])) is None:
+            return False
+        calls = [(team[0], handle.progress.remote())]
+        (heard,) = await outcomes(calls, phase="look who is there", timeout_s=PRESENT_S)
+        return not isinstance(heard, Exception)
 
     async def _run(self, name: str) -> None:
         """Run a member's pull loop. It ends when the store closes or the member was asked to leave, and not before."""

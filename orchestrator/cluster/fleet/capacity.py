@@ -26,7 +26,7 @@ from penstock.orchestrator.cluster.placement.assignment import engines_to_add, n
 from penstock.orchestrator.cluster.placement.nodes import free_nodes
 from penstock.orchestrator.cluster.placement.queue import names_of_groups, runs_ahead
 from penstock.orchestrator.cluster.placement.reservation import Claim, Reservation
-from penstock.orchestrator.cluster.ray_calls import look
+from penstock.orchestrator.cluster.ray_calls import in_thread, look
 
 CHANGING = ("rollout", "reward")
 """Roles that take any number of members."""
@@ -164,12 +164,7 @@ class Capacity:
         """Room for a member, by one of the ways to claim it, on a node that has its files. It is given back if the
         caller is cancelled."""
         async with self._making_room:
-            finding = asyncio.ensure_future(asyncio.to_thread(self._claimed, actor, claims))
-            try:
-                claim, agent = await asyncio.shield(finding)
-            except asyncio.CancelledError:
-                finding.add_done_callback(self._give_back)
-                raise
+            claim, agent = await in_thread(lambda: self._claimed(actor, claims), self._give_back)
             with self._on_node_of(claim, agent):
                 await asyncio.to_thread(self._maker.bring_files_of, actor, claim.node.id)
         self.on_node()
@@ -233,13 +228,12 @@ class Capacity:
                 self.forget_node(node)
             raise
 
-    def _give_back(self, finding: "asyncio.Future[tuple[Claim, StartedAgent | None]]") -> None:
+    def _give_back(self, found: tuple[Claim, StartedAgent | None]) -> None:
         """Give back room that no caller waits for any more."""
-        if not finding.cancelled() and finding.exception() is None:
-            claim, agent = finding.result()
-            claim.release()
-            if agent is not None:
-                self._agents.owner.end(agent.handle)
+        claim, agent = found
+        claim.release()
+        if agent is not None:
+            self._agents.owner.end(agent.handle)
 
     def _accept(self, actor: ActorPlan, claim: Claim) -> None:
         self._reservation.accept(actor, claim)

@@ -1,8 +1,7 @@
 """The actors of a run: started from the plan, named for the dashboard, replaced when they die, ended without leaving a
 process behind.
 
-`controller.py` drives a fleet over a store; `session.py` drives one without a store, for people who write their own
-loop.
+`controller.py` drives a fleet over a store; `session.py` drives one without a store, for loops that people write.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ from penstock.orchestrator.cluster.placement.actors import (
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial, threads_of
-from penstock.orchestrator.cluster.ray_calls import Handles, answers, get_all, outcomes
+from penstock.orchestrator.cluster.ray_calls import Handles, answers, get_all, in_thread, outcomes
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.service.actor import STORE
 from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
@@ -202,7 +201,11 @@ class Fleet(MemberTable):
         """Start actors of a team that joins, or in place of those that were removed, elsewhere if their node has left.
         They are in no role before they are added. Raises what one of them raised; then all are removed again."""
         await self.capacity.ensure_nodes(names)
-        members, timeout_s = [(name, self._make(name)) for name in names], self.config.rollout.start_timeout_s
+        timeout_s = self.config.rollout.start_timeout_s
+        members = await in_thread(
+            lambda: [(name, self._make(name)) for name in names],
+            lambda made: [*map(self.owner.end, dict(made).values())],
+        )
         self.begin(members)
         try:
             address = None
@@ -236,8 +239,7 @@ class Fleet(MemberTable):
         return Path(self.agents.root) / WEIGHTS
 
     async def places(self, directory: str) -> dict[str, str]:
-        """Directory that each of the trainer's ranks is to write to, for what belongs into one of the driver's, by
-        name."""
+        """Directory that each rank of the trainer writes to, by name, for what belongs into one of the driver's."""
         nodes = {name: self._node_of(name) for name, _ in self.role("trainer")}
         places = await self._files.places(directory, sorted(set(nodes.values())))
         return {name: places[node] for name, node in nodes.items()}

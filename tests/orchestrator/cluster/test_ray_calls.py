@@ -14,7 +14,7 @@ from ray.runtime_env import RuntimeEnv
 
 from penstock.conf.errors import DataError, DeadlineExceeded, PartnerGone, WorkerDied, WorkerFailed
 from penstock.orchestrator.cluster import ray_calls as waiting
-from penstock.orchestrator.cluster.ray_calls import answer, answers, get_all, outcomes, translate
+from penstock.orchestrator.cluster.ray_calls import answer, answers, get_all, in_thread, outcomes, translate
 from tests.fakes.actors import FakeRef
 
 
@@ -223,3 +223,25 @@ def test_of_calls_that_do_not_depend_on_each_other_each_has_its_own_outcome() ->
     assert [type(error) for error in found[1:]] == [DataError, DeadlineExceeded, DeadlineExceeded]
     assert str(found[2]) == "heartbeat: Rollout-2 did not answer within 0.2 s."
     assert asyncio.run(outcomes([], phase="heartbeat", timeout_s=0.2)) == []
+
+
+def test_what_a_thread_has_made_is_given_back_if_the_caller_is_gone() -> None:
+    async def main() -> None:
+        may_go_on, given_back = threading.Event(), asyncio.Event()
+
+        def made() -> str:
+            assert may_go_on.wait(60)
+            return "an actor"
+
+        calling = asyncio.ensure_future(in_thread(made, lambda result: given_back.set()))
+        await asyncio.sleep(0)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert not given_back.is_set()
+        may_go_on.set()
+        await asyncio.wait_for(given_back.wait(), 60)
+        assert await in_thread(lambda: "kept", lambda result: given_back.clear()) == "kept"
+        assert given_back.is_set()
+
+    asyncio.run(main())

@@ -1,5 +1,10 @@
 """Who does not answer is silent, who answers and does not go on is stuck, and nobody else is either."""
 
+import asyncio
+from types import SimpleNamespace as Some
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +13,9 @@ from penstock.conf.faults import CheckpointConfig, FaultsConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.conf.weights import WeightsConfig
-from penstock.orchestrator.membership.liveness import ALIVE, Liveness, Verdict, VerdictKind, deadlines_of
+from penstock.orchestrator.membership import liveness
+from penstock.orchestrator.membership.liveness import ALIVE, Liveness, Verdict, VerdictKind, Watch, deadlines_of
+from penstock.workers.processes import ProcessId
 from penstock.workers.progress import (
     ASLEEP,
     COMPUTING,
@@ -22,6 +29,9 @@ from penstock.workers.progress import (
     WAITING,
     Progress,
 )
+from tests.fakes.actors import FakeHandle, never
+from tests.orchestrator.one_machine import OneMachine
+from tests.virtual_time import run_virtually
 
 CONFIG = RunConfig(
     faults=FaultsConfig(heartbeat_s=10.0, heartbeat_timeout_s=60.0, stall_s=300.0),
@@ -185,3 +195,38 @@ def test_it_does_not_matter_when_time_began(start: int, history: list[tuple[int,
         return found
 
     assert verdicts(0.0) == verdicts(float(start))
+
+
+def test_members_that_hang_together_are_ended_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent of a machine that is nearly lost may take a minute for each."""
+
+    monkeypatch.setattr(liveness, "time", Some(monotonic=lambda: asyncio.get_running_loop().time()))
+
+    async def main() -> dict[str, str]:
+        together, found, ended = asyncio.Event(), dict[str, str](), list[Any]()
+
+        async def stacks(process: ProcessId, name: str) -> str:
+            found[name] = "it hangs"
+            if len(found) == 2:
+                together.set()
+            await together.wait()
+            return found[name]
+
+        members = [
+            ("rollout", name, FakeHandle(process=ProcessId.own(), progress=lambda: never()))
+            for name in ("Rollout-0", "Rollout-1")
+        ]
+        agent = FakeHandle(process=None, progress=None, dump_stacks=stacks)
+        agent.kill = FakeHandle(killed="").killed  # type: ignore[method-assign]
+        fleet = Some(
+            watched=[("agent", "Agent", agent), *members], stacks_root="", agent_of=lambda name: ("Agent", agent),
+            roll_call=OneMachine(lambda role: []).roll_call, owner=Some(end=ended.append),
+        )  # fmt: skip
+        directory = Mock()
+        watching = asyncio.ensure_future(Watch(fleet, CONFIG, directory).run())  # type: ignore[arg-type]
+        await asyncio.wait([watching], timeout=100)
+        watching.cancel()
+        assert set(ended) == {handle for _, _, handle in members}
+        return dict(call.args for call in directory.write_stacks.call_args_list)
+
+    assert run_virtually(main()) == {"Rollout-0": "it hangs", "Rollout-1": "it hangs"}

@@ -21,13 +21,18 @@ from penstock.orchestrator.membership.store_recovery import StepJournal, StoreRe
 from penstock.orchestrator.membership.supervisor import Supervisor, nothing_to_catch_up
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreUnreachable
+from penstock.store.service.server import Endpoint
+from penstock.store.service.store import Store
 from tests.amounts import amount
 from tests.fakes.actors import FakeHandle, never
 from tests.metering.measured import measured
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
 from tests.store.invariants import check_invariants
+from tests.store.players import group, leased, values_of
+from tests.store.visitors import serve, visit_by
 from tests.virtual_time import run_virtually
 
 NUM_STEPS = 30
@@ -297,6 +302,67 @@ def test_a_store_that_ray_calls_dead_is_replaced_though_it_still_answers(tmp_pat
         context.directory.close()
 
     run_virtually(main())
+
+
+@pytest.mark.parametrize(
+    ("num_lost", "is_well", "expected"),
+    [(1, True, ["reconnected"]), (3, True, ["reconnected"] * 3), (4, True, ["reconnected"] * 3 + ["fault"]),
+     (1, False, ["fault"])],
+)  # fmt: skip
+def test_a_member_that_is_well_serves_again_over_a_new_connection_to_the_store(
+    tmp_path: Path, num_lost: int, is_well: bool, expected: list[str]
+) -> None:
+    config = config_of(tmp_path, "max_staleness=1", "faults.max_restarts=3")
+
+    async def main() -> None:
+        flow = flow_of(config)
+        fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
+        served = iter([StoreUnreachable("nothing was heard of the store")] * num_lost)
+        engine = fleet.actors["Rollout-0"] = FakeHandle(
+            run=lambda store: next(served, None) or never(), progress=None if is_well else WorkerDied("it is dead")
+        )
+        context, stores, supervisor = recovery_of(config, fleet)
+        keeping = asyncio.ensure_future(supervisor.keep("rollout", ["Rollout-0"], nothing_to_catch_up))
+        await asyncio.sleep(100)
+        keeping.cancel()
+        kinds = [event["kind"] for event in context.directory.read_events() if event["kind"] != "recovered"]
+        assert kinds == expected
+        assert (fleet.actors.get("Rollout-0") is engine) == ("fault" not in expected)
+        assert stores.incarnation == 0
+        context.directory.close()
+
+    run_virtually(main())
+
+
+def test_rows_of_a_lost_connection_come_to_the_same_engine_again(tmp_path: Path) -> None:
+    config, leases = config_of(tmp_path, "max_staleness=1"), list[list[int]]()
+
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        done = asyncio.Event()
+
+        async def sample(_: Any) -> None:
+            client, link = await visit_by("tcp", store, endpoint)
+            lease = await leased(client, "rollout", 1, "Rollout-0")
+            leases.append(lease.rows.row_ids.tolist())
+            if len(leases) == 1:
+                link.wire.close()  # type: ignore[attr-defined]
+            await client.write(lease, lease.rows.row_ids, values_of("rollout", lease))
+            done.set()
+            await never()
+
+        flow = flow_of(config)
+        fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
+        fleet.actors["Rollout-0"] = FakeHandle(run=sample)
+        context, _, supervisor = recovery_of(config, fleet)
+        await StoreClient(store).put_groups([group()])
+        keeping = asyncio.ensure_future(supervisor.keep("rollout", ["Rollout-0"], nothing_to_catch_up))
+        await asyncio.wait_for(done.wait(), 60)
+        keeping.cancel()
+        assert [event["kind"] for event in context.directory.read_events()] == ["reconnected"]
+        context.directory.close()
+
+    serve(tmp_path, body)
+    assert leases == [[0, 1]] * 2
 
 
 def test_who_fails_when_the_run_is_over_is_not_replaced(tmp_path: Path) -> None:
