@@ -136,7 +136,7 @@ async def _serving(started: StorelessFleet, directory: RunDirectory, key: str, t
 async def _telling(server: Server, backend: ClusterBackend, directory: RunDirectory, url: str) -> None:
     """Write what the server is doing again and again, for `penstock ui`."""
     while True:
-        losses = {"losses_of_engines": backend.engines.num_lost, "losses_of_ranks": backend.ranks.num_lost}
+        losses = {"losses_of_engines": backend.engines.num_lost, "losses_of_ranks": backend.num_lost}
         state = {"time": time.time(), "url": url, **server.status(), **losses}
         with directory.failed_writes.tolerating("state", is_renewed=True):
             await asyncio.to_thread(write_whole, directory.path / SERVING, json.dumps(state))

@@ -151,7 +151,6 @@ class Ranks:
         except JournalError as error:
             self._pause(client, error)
             return
-        client.pause_s, client.trouble = 0.0, ""
         await client.finish()
         self._note(client, entry, time.monotonic() - started)
         name = client.facts.model_id

@@ -106,9 +106,11 @@ class Samples:
     async def rest(self, session: Session) -> None:
         """Drop what a session has under way, delete its unnamed weights, and close its files."""
         await self.drop_own(session)
-        log = self.logs.pop(session.id, None)
+        log = self.logs.get(session.id)
         if log is not None:
             await log.close()
+            if self.logs.get(session.id) is log:  # another one is made of its files once it is closed
+                del self.logs[session.id]
 
     async def drop_own(self, session: Session) -> None:
         """Drop the requests of a session, and delete its unnamed weights."""

@@ -12,9 +12,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from penstock.conf.errors import PenstockError
@@ -56,6 +54,8 @@ class Service:
         work = TrainingWork(backend, self.checkpoints, self.samples, self.owns)
         schedule = Schedule(tenants.shares, tenants.budgets)
         self.ranks = Ranks(backend, self.clients, schedule, config, work, self._note_training)
+        self._damaged: set[str] = set()
+        """Training clients whose files cannot be read."""
         self.is_ending = asyncio.Event()
         self.loops: list[asyncio.Task[None]] = []
         """What runs while it serves, training first. One that ends by itself ends the server."""
@@ -63,14 +63,15 @@ class Service:
     async def open(self) -> None:
         """Go on where the directory's last server ended."""
         await self.samples.drop_saves()
-        parts: list[Callable[[], object]] = []
-        parts += [partial(self._open_client, self.sessions.facts[one]) for one in sorted(self.sessions.open_clients)]
-        parts += [partial(self.samples.log_of, one) for one in self.sessions.sessions.values()]
-        for go_on in parts:
+        for model_id in sorted(self.sessions.open_clients):
             try:
-                go_on()
-            except JournalDamaged as error:  # of one client, whose requests hear of it
+                self._open_client(self.sessions.facts[model_id])
+            except JournalDamaged as error:
                 _LOG.error("%s", error)
+                self._damaged.add(model_id)
+        for session in self.sessions.sessions.values():
+            with contextlib.suppress(JournalDamaged):  # its requests hear of it
+                self.samples.log_of(session)
         loops = {"training": self.ranks.run(), "sampling": self.samples.queue.run(), "tidying": self._watch()}
         self.loops = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
 
@@ -111,8 +112,8 @@ class Service:
     def client(self, tenant: str, model_id: str) -> TrainingClient:
         facts = self.sessions.run(tenant, model_id)
         client = self.clients.get(facts.model_id)
-        if client is None and facts.model_id in self.sessions.open_clients:
-            client = self._open_client(facts)  # raises what was wrong with its files at the start
+        if client is None and facts.model_id in self._damaged & self.sessions.open_clients:
+            client = self._open_client(facts)
         if client is None:
             raise NotFound(f"training client {model_id} is over: make a new one, from a checkpoint.")
         return client
@@ -231,7 +232,7 @@ class Service:
         for session in list(self.sessions.sessions.values()):
             was_resting, session.is_resting = session.is_resting, session.last_seen < oldest
             if session.is_resting and not session.is_over:
-                if not was_resting:
+                if not was_resting or session.id in self.samples.logs:
                     await self.samples.rest(session)
                 for client in [self.clients[one] for one in session.clients if one in self.clients]:
                     if client.is_resident and client.next is None:

@@ -128,6 +128,7 @@ class TrainingClient:
     async def finish(self) -> None:
         """Go on to the request after the one that was answered."""
         self._calls.pop(self.next_seq, None)
+        self.pause_s, self.trouble = 0.0, ""
         self.next_seq = self.log.highest_answered + 1
 
     def repeated(self) -> list[Entry]:

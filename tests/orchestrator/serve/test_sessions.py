@@ -15,7 +15,7 @@ from penstock.orchestrator.serve.tenants import ONLY, Tenants
 from penstock.orchestrator.serve.training_client import ClientFacts
 from tests.orchestrator.serve.fake_backend import FakeBackend
 from tests.orchestrator.serve.scripted_client import ScriptedClient, forward_body
-from tests.orchestrator.serve.test_server import Client, serve
+from tests.orchestrator.serve.test_server import Client, sample_body, serve
 
 CONFIG = ServeConfig(port=0, poll_s=0.1, keep_sessions=3)
 
@@ -87,6 +87,23 @@ def test_of_a_forgotten_session_the_training_runs_with_checkpoints_stay(tmp_path
     sessions = Sessions(tmp_path, 0.0, keep=3)
     assert sessions.run(ONLY, run).model_id == run
     assert not sessions.open_clients
+
+
+def test_results_of_a_session_that_has_rested_are_told_and_more_are_drawn(tmp_path):
+    async def act(server, http):
+        client = Client(http)
+        made = {"session_id": await client.session(), "sampling_session_seq_id": 0, "base_model": "m"}
+        sampler = (await client.post("create_sampling_session", made))["sampling_session_id"]
+        future = await client.post("asample", sample_body(sampler, 0))
+        told = await client.result(future)
+        while server._service.samples.logs:
+            await asyncio.sleep(0.01)
+        assert await client.result(future) == told
+        while server._service.samples.logs:
+            await asyncio.sleep(0.01)
+        assert "sequences" in await client.result(await client.post("asample", sample_body(sampler, 1)))
+
+    serve(tmp_path, act, config=ServeConfig(port=0, poll_s=0.1, session_timeout_s=0.2))
 
 
 def test_who_lives_or_trains_is_never_forgotten(tmp_path):
