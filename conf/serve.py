@@ -73,7 +73,7 @@ class ServeConfig:
     max_adapters: int = 64
     """Training clients that may be open at the same time where there are no tenants; each tenant has its own bound."""
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
-    """Tenants by name: {alice: {key: tml-…, max_adapters: 4}}. None: one tenant, whose key is that of --key."""
+    """Tenants by name: {alice: {key: tml-…, max_adapters: 4}}. None: one tenant, whose key is the server's own."""
 
     @property
     def slot_rank(self) -> int | None:

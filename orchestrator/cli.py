@@ -109,7 +109,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in ("host", "port") if getattr(arguments, name) is not None}
     console = Console()
     serve(
-        replace(config, serve=replace(config.serve, **given)), arguments.key,
+        replace(config, serve=replace(config.serve, **given)), arguments.key_file,
         lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
     )  # fmt: skip
     return 0

@@ -23,7 +23,7 @@ PROBE_HELP = "run the best N plans for some steps each, where they are to run, a
 LENGTHS_HELP = "tokens of a response in the mean, and the spread of their logarithm (default: 0.4 of the most, 0.6)"
 SERVE = """Serve a base model to loops that are written for the SDK `tinker`: adapters are trained on this cluster and
 sampled from, each request exactly once. Killed or not, the same command goes on where it was."""
-KEY_HELP = "that clients need, tml-… (default: made where the interface is not loopback)"
+KEY_HELP = "with the key that clients need, tml-… (default: TINKER_API_KEY, or one that is made and printed)"
 SIMULATE = """Play the dataflow of a run through its own ledger on a virtual clock: who works when, who waits for whom.
 Starts nothing."""
 FAULTS_HELP = "mean hours until a member is lost, and seconds until another is there (default: none; 60)"
@@ -125,7 +125,7 @@ def _add_serve(commands: Any, functions: Functions) -> None:
     serve.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     serve.add_argument("--host", default=None, help="interface (default: serve.host, loopback)")
     serve.add_argument("--port", type=int, default=None, help="0: any (default: serve.port)")
-    serve.add_argument("--key", default=None, help=KEY_HELP)
+    serve.add_argument("--key-file", default=None, metavar="FILE", help=KEY_HELP)
     serve.set_defaults(command=functions["serve"])
 
 

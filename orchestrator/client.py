@@ -23,8 +23,6 @@ from penstock.workers.sample_calls import SampledTokens, SampleOutput, TopTokens
 from penstock.workers.training_calls import AdamParams, Datum, ForwardOutput, LossCall
 
 T = TypeVar("T")
-ANY_KEY = "tml-any"
-"""Key for a server on loopback, which takes any of this form."""
 
 
 class Client:
@@ -40,11 +38,13 @@ class Client:
         self, url: str, key: str | None = None, rank: int = 32, *, model: str | None = None, seed: int | None = None,
         timeout_s: float = 3600.0,
     ) -> None:  # fmt: skip
-        """`key`: the tenant's; None: `TINKER_API_KEY`, else any, which a server on loopback takes. `rank`: of the
-        adapter. `model`: name of the server's model; None: the one that it has. `seed`: of the adapter's first weights;
+        """`key`: the one that the server has printed, or a tenant's; None: `TINKER_API_KEY`. `rank`: of the adapter.
+        `model`: name of the server's model; None: the one that it has. `seed`: of the adapter's first weights;
         None: made of counters. `timeout_s`: deadline of each call; the SDK sends a request again until then."""
         self.url, self._rank, self._model, self._seed, self._timeout_s = url, rank, model, seed, timeout_s
-        self._key = key or os.environ.get("TINKER_API_KEY") or ANY_KEY
+        self._key = key or os.environ.get("TINKER_API_KEY", "")
+        if not self._key:
+            raise ConfigError("key: is missing. Set TINKER_API_KEY to the one that `penstock serve` has printed.")
         self._service: Any = None
         self._thread: LoopThread | None = None
         self._policy: ServedPolicy | None = None

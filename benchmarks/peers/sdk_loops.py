@@ -9,6 +9,7 @@ steps, and saves weights to sample from.
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -91,7 +92,7 @@ class Served:
         words = [f"model.path={arguments.model}", f"output_dir={arguments.output_dir}", *arguments.overrides]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "penstock.orchestrator.cli", "serve", *words, "--port", "0"],
-            stdout=subprocess.PIPE, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ | {"TINKER_API_KEY": KEY},
         )  # fmt: skip
         assert self._process.stdout is not None
         told = next(line for line in self._process.stdout if "TINKER_BASE_URL=" in line)

@@ -6,6 +6,7 @@ that name.
 
 import asyncio
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -42,10 +43,10 @@ ROLES = ("store", "rollout", "trainer")
 """Roles of the plan that a server has actors of; the store's is never started."""
 
 
-def serve(config: RunConfig, key: str | None, tell: Callable[[str], None]) -> None:
-    """Serve until SIGTERM, SIGHUP or SIGINT, and drain. Raises `ConfigError`, `ModelError`, `ResourceError`, `RunInUse`
-    before anything listens."""
-    config = served(config)
+def serve(config: RunConfig, key_file: str | None, tell: Callable[[str], None]) -> None:
+    """Serve until SIGTERM, SIGHUP or SIGINT, and drain. `key_file`: None: the key is in TINKER_API_KEY, or made. Raises
+    `ConfigError`, `ModelError`, `ResourceError`, `RunInUse` before anything listens."""
+    config, key = served(config), given_key(key_file)
     validate(config)
     flow = Dataflow().rollout("policy", samples_per_prompt=1).train("policy", loss=_by_request).check()
     plan = [actor for actor in plan_actors(flow, config) if actor.role in ROLES]
@@ -56,7 +57,7 @@ def serve(config: RunConfig, key: str | None, tell: Callable[[str], None]) -> No
     directory.failed_writes.tell_to(tell)
     try:
         with started_fleet(config, flow, plan, directory) as started:
-            run(_serving(started, directory, key or "", tell), raise_if_over)
+            run(_serving(started, directory, key, tell), raise_if_over)
         directory.event("end")
     except BaseException as error:
         if is_refusal(error) and directory.is_unused:
@@ -66,6 +67,19 @@ def serve(config: RunConfig, key: str | None, tell: Callable[[str], None]) -> No
         raise
     finally:
         directory.close()
+
+
+def given_key(file: str | None) -> str:
+    """The key in a file, or in TINKER_API_KEY, which no process that this one starts sees; empty: none is given."""
+    given = os.environ.pop("TINKER_API_KEY", "")
+    if file is None:
+        return given
+    if file.startswith("tml-"):
+        raise ConfigError("--key-file: is a key itself, which all on this machine see in ps. Write it into a file.")
+    try:
+        return Path(file).expanduser().read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--key-file={file}: cannot be read: {error}.") from None
 
 
 def served(config: RunConfig) -> RunConfig:
@@ -123,8 +137,9 @@ async def _serving(started: StorelessFleet, directory: RunDirectory, key: str, t
     backend = ClusterBackend(started.fleet, started.config, facts, tell)
     server = Server(started.config.serve, backend, directory.path / "serve", key)
     url = await server.start()
-    words = f"TINKER_BASE_URL={url}" + (f" TINKER_API_KEY={server.key}" if server.key else "")
-    tell(f"{facts.name} is served: {words}")
+    tell(f"{facts.name} is served: TINKER_BASE_URL={url} TINKER_API_KEY={server.key or '…'}")
+    if not server.key:
+        tell(f"The first start has printed the key. For a new one remove {server.key_file}, and start again.")
     told = asyncio.create_task(_telling(server, backend, directory, url), name="the status for penstock ui")
     try:
         await server.serve_until(stop, told)

@@ -26,8 +26,9 @@ from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.endpoints.routes import routes
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.status import status
-from penstock.orchestrator.serve.tenants import OPERATOR, Tenants
+from penstock.orchestrator.serve.tenants import OPERATOR, Tenants, hash_of
 from penstock.orchestrator.serve.wire.messages import messages
+from penstock.workers.local_files import write_whole
 
 GRACE_S = 5
 """Seconds for answers that are being written when the server ends."""
@@ -46,7 +47,8 @@ class Server:
         operator where there are tenants. Raises `ConfigError`."""
         messages()
         self._config, self._backend, self._directory = config, backend, directory
-        self.tenants = Tenants(config, key)
+        self._given_key, self.key_file = key, directory / "key.sha256"
+        self.tenants: Tenants | None = None
         self._service: Service | None = None
         self._http: _Http | None = None
         self._heads = Heads()
@@ -55,14 +57,16 @@ class Server:
 
     @property
     def key(self) -> str:
-        """The key of the only tenant, or of the operator; empty: any will do."""
-        return self.tenants.key
+        """The key of the only tenant, or of the operator; empty: an earlier start has printed it."""
+        return self.tenants.key if self.tenants is not None else self._given_key
 
     async def start(self) -> str:
         """Start; returns the address for TINKER_BASE_URL. Raises `ConfigError` if the port or the directory is in
         use."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self._directory)
+        known = self.key_file.read_text() if self.key_file.exists() else ""
+        self.tenants = Tenants(self._config, self._given_key, known)
         bound = _bound(self._config.host, self._config.port)
         self._service = Service(self._config, self._backend, self._directory, self.tenants)
         await self._service.open()
@@ -76,6 +80,8 @@ class Server:
         async with asyncio.timeout(START_S):
             while not self._http.started:
                 await asyncio.sleep(0.01)
+        if self.key and not self._given_key:
+            write_whole(self.key_file, hash_of(self.key))
         host = self._config.host if self._config.host not in ("0.0.0.0", "::") else socket.gethostname()
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{bound.getsockname()[1]}"

@@ -1,10 +1,9 @@
 """Who may use the server, and what each has used.
 
-A key is looked up in constant time. Without tenants in the configuration there is one, whose key is the server's; on
-loopback it may have none, and then any key will do.
+A key is kept as its hash. Without tenants in the configuration there is one, whose key is the server's.
 """
 
-import hmac
+import hashlib
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field
@@ -38,31 +37,26 @@ class Usage:
 class Tenants:
     """Lifecycle: made of the configuration."""
 
-    def __init__(self, config: ServeConfig, key: str = "") -> None:
-        """`key`: of the only tenant, or of the operator where there are tenants. Empty: none on loopback without
-        tenants, a new one elsewhere."""
+    def __init__(self, config: ServeConfig, key: str = "", known: str = "") -> None:
+        """`key`: of the only tenant, or of the operator where there are tenants. Empty: the one whose hash is
+        `known`, or a new one."""
         if key and not key.startswith("tml-"):
-            raise ConfigError("--key: must begin with tml-, as the SDK asks for.")
+            raise ConfigError("the server's key: must begin with tml-, as the SDK asks for.")
         self.configs = dict(config.tenants) or {ONLY: TenantConfig(max_adapters=config.max_adapters)}
-        if not key and (config.tenants or config.host not in LOOPBACK):
-            key = f"tml-{secrets.token_urlsafe(24)}"
-        self.key = key
-        """Key of the operator, or of the only tenant. Empty: any key will do."""
-        self._keys = {tenant.key: name for name, tenant in config.tenants.items()}
-        if key in self._keys:
-            raise ConfigError(f"--key: is that of serve.tenants.{self._keys[key]}; the operator's is another one.")
-        if key:
-            self._keys[key] = OPERATOR if config.tenants else ONLY
+        self.key = key if key or known else f"tml-{secrets.token_urlsafe(24)}"
+        """Key of the operator, or of the only tenant. Empty: it was printed at an earlier start."""
+        self._keys = {hash_of(tenant.key): name for name, tenant in config.tenants.items()}
+        if (own := hash_of(self.key) if self.key else known) in self._keys:
+            raise ConfigError(f"the operator's key: is that of serve.tenants.{self._keys[own]}; give it another one.")
+        self._keys[own] = OPERATOR if config.tenants else ONLY
         self.shares = {name: one.share for name, one in self.configs.items()}
         self.budgets = {name: Budget(one.tokens_per_minute) for name, one in self.configs.items()}
         self.usage = {name: Usage() for name in self.configs}
 
     def who(self, key: str) -> str | None:
         """The tenant that has a key; `OPERATOR`; None: nobody."""
-        if not self._keys:
-            return ONLY
-        given, found = key.encode(), None
-        for known, name in self._keys.items():
-            if hmac.compare_digest(given, known.encode()):
-                found = name
-        return found
+        return self._keys.get(hash_of(key))
+
+
+def hash_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()

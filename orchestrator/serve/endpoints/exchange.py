@@ -18,12 +18,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError
+from penstock.orchestrator.observability.ui.server.app import LOOPBACK as PAGE_LOOPBACK
+from penstock.orchestrator.observability.ui.server.app import host_of
 from penstock.orchestrator.serve.checkpoints import NoCheckpoint
 from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
 from penstock.orchestrator.serve.request_log import OtherContent, ResultGone
 from penstock.orchestrator.serve.service import Refused, Service
 from penstock.orchestrator.serve.sessions import NotFound, SessionOver
-from penstock.orchestrator.serve.tenants import OPERATOR
+from penstock.orchestrator.serve.tenants import LOOPBACK, OPERATOR
 from penstock.orchestrator.serve.training_client import TooLate
 from penstock.orchestrator.serve.wire.bodies import PLAIN_BYTES, Body, Numbered, TooLarge, check_size, read
 from penstock.orchestrator.serve.wire.messages import unpacked
@@ -96,6 +98,8 @@ def answering(service: Service, endpoint: Endpoint, *, has_data: bool = False, f
 
     async def answer(request: Request) -> Response:
         key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+        if _is_foreign(request, service.config.host):
+            return refused("this server is for programs that know its address, not for pages of other sites.", 403)
         tenant = service.tenants.who(key)
         if tenant is None:
             return refused("a key is needed: set TINKER_API_KEY to the one that the server's operator gave you.", 401)
@@ -121,6 +125,14 @@ def answering(service: Service, endpoint: Endpoint, *, has_data: bool = False, f
             return refused(f"{type(error).__name__}: {error}", 500)
 
     return answer
+
+
+def _is_foreign(request: Request, interface: str) -> bool:
+    """Return whether a page of another site has a browser send this: it names another origin, or, by DNS rebinding,
+    another host than loopback."""
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    is_rebound = interface in LOOPBACK and host_of(request.headers) not in PAGE_LOOPBACK
+    return is_rebound or (origin is not None and origin.partition("://")[2] != host)
 
 
 async def _read(request: Request, limit_bytes: int) -> bytes:

@@ -10,7 +10,8 @@ from tests.orchestrator.serve.fake_backend import FakeBackend
 
 
 async def main(directory, port):
-    server = Server(ServeConfig(port=int(port), snapshot_every=3), FakeBackend(delay_s=0.02), Path(directory))
+    config = ServeConfig(port=int(port), snapshot_every=3)
+    server = Server(config, FakeBackend(delay_s=0.02), Path(directory), "tml-any")
     print(await server.start(), flush=True)
     await server.serve_until(asyncio.Event())
 

@@ -24,7 +24,8 @@ class Served:
 
     def __init__(self, directory: Path, words: Sequence[str], python: Sequence[str], cluster: str) -> None:
         self.directory, self.words, self.python = directory, list(words), python
-        self._environment = os.environ | {"COLUMNS": "400"} | ({"RAY_ADDRESS": cluster} if cluster else {})
+        key = {} if any("serve.tenants" in word for word in words) else {"TINKER_API_KEY": KEY}
+        self._environment = os.environ | {"COLUMNS": "400"} | key | ({"RAY_ADDRESS": cluster} if cluster else {})
         self.lines: list[str] = []
         """Lines that it printed."""
         self.url = ""

@@ -2,17 +2,22 @@
 
 import asyncio
 import json
+import os
 import socket
 import tracemalloc
 
 import httpx
 import pytest
 
+from penstock.conf.errors import ConfigError
 from penstock.conf.serve import ServeConfig, TenantConfig
 from penstock.network.listener import MAX_PENDING
+from penstock.orchestrator.serve.command import given_key
+from penstock.orchestrator.serve.server import Server
 from penstock.orchestrator.serve.wire.bodies import Body, read
 from penstock.orchestrator.serve.wire.messages import zstandard
 from penstock.workers.gateway.http.errors import BadRequest
+from tests.orchestrator.serve.fake_backend import FakeBackend
 from tests.orchestrator.serve.test_server import Client, serve
 
 LISTS = 2**20 // 3 * b"[],"
@@ -113,3 +118,50 @@ def test_a_head_without_end_is_refused(tmp_path):
             await http.get("/api/v1/healthz", headers={"x-api-key": "tml-any", "x-long": "x" * 2**18})
 
     serve(tmp_path, act)
+
+
+def test_a_key_is_made_once_and_only_its_hash_is_kept(tmp_path):
+    async def first():
+        server = Server(ServeConfig(port=0), FakeBackend(), tmp_path)
+        url = await server.start()
+        async with httpx.AsyncClient(base_url=url) as http:
+            await Client(http, server.key).session()
+            assert (await http.get("/status", headers={"x-api-key": "tml-any"})).status_code == 401
+        await server.drain()
+        return server.key
+
+    async def second(key):
+        server = Server(ServeConfig(port=0), FakeBackend(), tmp_path)
+        url = await server.start()
+        async with httpx.AsyncClient(base_url=url) as http:
+            await Client(http, key).session()
+        await server.drain()
+        return server.key
+
+    key = asyncio.run(first())
+    assert key.startswith("tml-")
+    assert asyncio.run(second(key)) == ""
+    assert all(key.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "http://evil.example"}, {"origin": "null"}])
+def test_pages_of_other_sites_are_refused(tmp_path, headers):
+    async def act(_, http):
+        answer = await http.get("/status", headers={"x-api-key": "tml-any", **headers})
+        assert (answer.status_code, "pages of other sites" in answer.text) == (403, True)
+        own = {"x-api-key": "tml-any", "origin": f"http://127.0.0.1:{http.base_url.port}"}
+        assert (await http.get("/status", headers=own)).status_code == 200
+
+    serve(tmp_path, act)
+
+
+def test_the_servers_key_comes_from_a_file_or_the_environment_of_no_other_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-environment")
+    assert given_key(None) == "tml-environment"
+    assert "TINKER_API_KEY" not in os.environ
+    (tmp_path / "key").write_text("tml-file\n")
+    assert given_key(str(tmp_path / "key")) == "tml-file"
+    for word, why in (("tml-secret", "in ps"), (str(tmp_path / "none"), "cannot be read")):
+        with pytest.raises(ConfigError, match=why) as error:
+            given_key(word)
+        assert "tml-secret" not in str(error.value)

@@ -49,7 +49,7 @@ async def loop(python, url, key="tml-any", script=SCRIPT):
 
 
 async def served(directory, backend, config, act):
-    server = Server(config, backend, directory)
+    server = Server(config, backend, directory, "tml-any")
     url = await server.start()
     try:
         return await act(server, url)

@@ -64,7 +64,8 @@ def serve(directory, act, backend=None, config=None, key=""):
     """One life of a server, ended in order."""
 
     async def life():
-        server = Server(config or ServeConfig(port=0, poll_s=0.5), backend or FakeBackend(), directory, key)
+        settings = config or ServeConfig(port=0, poll_s=0.5)
+        server = Server(settings, backend or FakeBackend(), directory, key or "tml-any")
         url = await server.start()
         try:
             async with httpx.AsyncClient(base_url=url, timeout=60) as http:

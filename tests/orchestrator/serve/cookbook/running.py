@@ -16,7 +16,7 @@ from typing import Any
 from tests.orchestrator.serve.cookbook.recipes import RECIPES, Recipe
 
 PYTHON = Path(__file__).parents[4] / ".venv-tinker38/bin/python"
-KEY = "tml-tests"
+KEY = "tml-test"
 NET_S = 900.0
 """Seconds after which a recipe is ended: a net, wide enough for a busy machine."""
 LAST_LINES = 60
