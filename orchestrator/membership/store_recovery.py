@@ -85,6 +85,7 @@ class StoreRecovery:
         self.incarnation = 0
         """Number of stores before this one."""
         self._fleet, self._store, self._restarts, self.journal = context.fleet, context.store, restarts, journal
+        self._directory = context.directory
         self._epoch = self._fleet.owner.epoch
         self._every_s = context.config.faults.store_snapshot_s
         """Seconds between snapshots; 0: none is taken, and another store begins with what the run began with."""
@@ -155,9 +156,10 @@ class StoreRecovery:
         return int(await self.with_store(lambda: self._store.settle(STAGE, self._epoch)))
 
     async def take_snapshots(self) -> None:
-        """Take snapshots. One that fails is left out: the one before stays, the next pause is longer, and callers of
-        the store hear that it is gone. The first is taken at once where the run goes on from a checkpoint, which may be
-        gone after the next, or with a store that was there before this process."""
+        """Take snapshots. One that fails is left out: the one before stays, the next pause is longer, and the first
+        failure in a row is an event, unless the store is gone, which its callers hear. The first is taken at once where
+        the run goes on from a checkpoint, which may be gone after the next, or with a store that was there before this
+        process."""
         number, num_failed = 1, 0
         pause_s = 0.0 if self._snapshot is not None or not self._is_known else self._every_s
         while self._every_s or not self._is_known:
@@ -166,8 +168,10 @@ class StoreRecovery:
                 async with self._snapshotting:
                     await self._take(number)
                 number, num_failed = number + 1, 0  # only now: one that is not heard of pushes out no other
-            except PenstockError:
+            except PenstockError as error:
                 num_failed += 1
+                if num_failed == 1 and kind_of(error) is not Kind.CONSEQUENCE:
+                    self._directory.event("snapshot_failed", error=type(error).__name__, message=str(error))
             pause_s = (self._every_s or AGAIN_S) * 2 ** min(num_failed, MOST_DOUBLINGS)
 
     async def _is_there(self, failure: Exception) -> bool:

@@ -243,6 +243,7 @@ def test_snapshots_that_fail_are_tried_after_growing_pauses(tmp_path: Path) -> N
         snapshots = asyncio.ensure_future(stores.take_snapshots())
         await asyncio.sleep(2000)
         snapshots.cancel()
+        assert [event["kind"] for event in context.directory.read_events()] == ["snapshot_failed"]
         context.directory.close()
 
     run_virtually(main())
