@@ -338,6 +338,8 @@ def _start_local(actors: list[ActorPlan], config: RunConfig, common: dict[str, A
     # Ray's workers are niced by 15 unless told otherwise. Threads that meet at barriers then wait for the one that
     # shares its core with any other process: a step becomes twenty times slower.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Where memory runs low, Ray counts what processes hold without their children, and ends all that it takes at once.
+    os.environ.setdefault("RAY_worker_killing_policy_by_group", "1")  # one at a time, the newest first
     os.environ.setdefault(AUTH_MODE, "token")  # as `ray.init` does where it starts Ray in its own process
     Config.initialize("")  # Ray has read its environment when it was imported
     local = LocalRay({
