@@ -1,9 +1,14 @@
 """The server that other people's loops talk to (`penstock serve`)."""
 
+import hashlib
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from penstock.conf.checks import at_least, within
 from penstock.conf.errors import ConfigError
+
+HASH = "sha256:"
 
 
 @dataclass
@@ -11,13 +16,18 @@ class TenantConfig:
     """A tenant of the server: who has its key, and what they may use."""
 
     key: str = ""
-    """API key, which TINKER_API_KEY holds at the client's. Must begin with tml-, as the SDK asks for."""
+    """API key, which TINKER_API_KEY holds at the client's: env:NAME or file:PATH say where it stands, or it stands here.
+    Must begin with tml-, as the SDK asks for. Only its hash is kept, also in config.yaml: sha256:…"""
     max_adapters: int = 16
     """Training clients that may be open at the same time; the next one is refused."""
     tokens_per_minute: int = 0
     """Tokens a minute, trained and sampled ones; requests beyond them wait. 0: any number."""
     share: float = 1.0
     """Share of ranks and engines while others wait, too, in relation to theirs."""
+
+    def __post_init__(self) -> None:
+        if self.key and not self.key.startswith(HASH):
+            self.key = hash_of(_key_at(self.key))
 
 
 @dataclass
@@ -73,7 +83,7 @@ class ServeConfig:
     max_adapters: int = 64
     """Training clients that may be open at the same time where there are no tenants; each tenant has its own bound."""
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
-    """Tenants by name: {alice: {key: tml-…, max_adapters: 4}}. None: one tenant, whose key is the server's own."""
+    """Tenants by name: {alice: {key: "env:ALICE_KEY", max_adapters: 4}}. None: one tenant, whose key is the server's own."""
 
     @property
     def slot_rank(self) -> int | None:
@@ -98,11 +108,30 @@ class ServeConfig:
                 raise ConfigError(f"serve.{name}={getattr(self, name):g}: must be greater than 0.")
         keys = [tenant.key for tenant in self.tenants.values()]
         for name, tenant in self.tenants.items():
-            if not tenant.key.startswith("tml-") or keys.count(tenant.key) > 1:
-                raise ConfigError(f"serve.tenants.{name}.key: must begin with tml-, and be its own.")
+            if not tenant.key or keys.count(tenant.key) > 1:
+                raise ConfigError(f"serve.tenants.{name}.key: is missing, or another tenant's, too. Give it its own.")
             if not name.replace("-", "").replace("_", "").isalnum():
                 raise ConfigError(f"serve.tenants.{name}: a name has letters, digits, dashes and underscores alone.")
             if tenant.share <= 0:
                 raise ConfigError(f"serve.tenants.{name}.share={tenant.share:g}: must be greater than 0.")
             at_least(f"serve.tenants.{name}.tokens_per_minute", tenant.tokens_per_minute, 0)
             at_least(f"serve.tenants.{name}.max_adapters", tenant.max_adapters, 1)
+
+
+def hash_of(key: str) -> str:
+    """What is kept of a key."""
+    return HASH + hashlib.sha256(key.encode()).hexdigest()
+
+
+def _key_at(place: str) -> str:
+    """The key that a setting names, or is."""
+    kind, _, name = place.partition(":")
+    try:
+        found = os.environ.get(name, "") if kind == "env" else place
+        found = Path(name).expanduser().read_text().strip() if kind == "file" else found
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"serve.tenants: key={place}: cannot be read: {error}.") from None
+    if not found.startswith("tml-"):
+        where = f"{place} has none" if kind in ("env", "file") else "this is none"
+        raise ConfigError(f"serve.tenants: a key begins with tml-, and {where}. Name env:VARIABLE or file:PATH.")
+    return found

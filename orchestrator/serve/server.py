@@ -19,14 +19,14 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.conf.errors import ConfigError, PenstockError
-from penstock.conf.serve import ServeConfig
+from penstock.conf.serve import ServeConfig, hash_of
 from penstock.network.heads import BACKLOG, CONNECTIONS, Heads
 from penstock.network.machine import raise_limit
 from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.endpoints.routes import routes
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.status import status
-from penstock.orchestrator.serve.tenants import OPERATOR, Tenants, hash_of
+from penstock.orchestrator.serve.tenants import OPERATOR, Tenants
 from penstock.orchestrator.serve.wire.messages import messages
 from penstock.workers.local_files import write_whole
 
@@ -64,6 +64,7 @@ class Server:
         """Start; returns the address for TINKER_BASE_URL. Raises `ConfigError` if the port or the directory is in
         use."""
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.chmod(0o700)
         self._lock = _locked(self._directory)
         known = self.key_file.read_text() if self.key_file.exists() else ""
         self.tenants = Tenants(self._config, self._given_key, known)

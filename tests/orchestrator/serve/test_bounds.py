@@ -10,8 +10,10 @@ import httpx
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.conf.serve import ServeConfig, TenantConfig
+from penstock.conf.run import RunConfig
+from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.network.listener import MAX_PENDING
+from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.orchestrator.serve.command import given_key
 from penstock.orchestrator.serve.server import Server
 from penstock.orchestrator.serve.wire.bodies import Body, read
@@ -165,3 +167,35 @@ def test_the_servers_key_comes_from_a_file_or_the_environment_of_no_other_proces
         with pytest.raises(ConfigError, match=why) as error:
             given_key(word)
         assert "tml-secret" not in str(error.value)
+
+
+def test_nothing_that_a_server_leaves_or_shows_has_a_key(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("ALICE_KEY", "tml-secret-alice")
+    (tmp_path / "bob").write_text("tml-secret-bob\n")
+    tenants = {"alice": TenantConfig(key="env:ALICE_KEY"), "bob": TenantConfig(key=f"file:{tmp_path / 'bob'}"),
+               "carol": TenantConfig(key="tml-secret-carol")}  # fmt: skip
+    config = ServeConfig(port=0, tenants=tenants)
+    shown = [repr(config), to_yaml(RunConfig(serve=config))]
+
+    async def act(server, http):
+        for name in tenants:
+            client = Client(http, f"tml-secret-{name}")
+            model = (await client.result(await client.adapter(await client.session())))["model_id"]
+            await client.own_sampler(model, 1)
+            shown.extend([(await client.get("/metrics")).text, (await client.get("/status")).text])
+        assert (await http.get("/status", headers={"x-api-key": hash_of("tml-secret-bob")})).status_code == 401
+        shown.append(json.dumps(server.status()))
+
+    serve(tmp_path / "serve", act, config=config, key="tml-secret-operator")
+    left = [file for file in (tmp_path / "serve").rglob("*") if file.is_file()]
+    assert len(left) > 6
+    shown += [file.read_bytes().decode(errors="replace") for file in left] + [caplog.text]
+    assert not [text for text in shown if "tml-secret" in text]
+    assert (tmp_path / "serve").stat().st_mode & 0o77 == 0
+
+
+@pytest.mark.parametrize("key", ["env:NOT_THERE", "file:/not/there", "password"])
+def test_a_setting_that_names_no_key_is_refused_and_not_repeated(key):
+    with pytest.raises(ConfigError) as error:
+        TenantConfig(key=key)
+    assert "password" not in str(error.value)
