@@ -23,6 +23,7 @@ from penstock.conf.tracking import WANDB_MODES, TrackingConfig
 from penstock.network.proxies import ask_directly
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.run_directory.run_place import try_place
 from penstock.workers.context_length import longest_context, longest_short_context
 from penstock.workers.fresh_model import character_tokenizer, fresh_processor, model_config, vocabulary_size
 from penstock.workers.model_files import CONFIG, weight_files
@@ -310,9 +311,17 @@ def need(sink: str, modules: str, packages: str) -> None:
         )
 
 
+def _try_directory(given: str | None, key: str, variable: str) -> None:
+    """Raise `ConfigError` for a directory that cannot be made. `variable`: of the environment, which holds without a
+    value of the key."""
+    if place := given or os.environ.get(variable):
+        try_place(place, key if given else variable)
+
+
 def _wandb(tracking: TrackingConfig) -> str:
     """Check that W&B has a key, or it would ask for one while the run goes on."""
     need("wandb", "wandb", "wandb")
+    _try_directory(tracking.wandb.directory, "tracking.wandb.directory", "WANDB_DIR")
     import wandb  # late: half a second
 
     if mode := tracking.wandb.mode or os.environ.get("WANDB_MODE"):
@@ -335,6 +344,7 @@ def _mlflow(tracking: TrackingConfig) -> str:
 
 def _trackio(tracking: TrackingConfig) -> str:
     need("trackio", "trackio", "trackio")
+    _try_directory(tracking.trackio.directory, "tracking.trackio.directory", "TRACKIO_DIR")
     server = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
     if server:
         return f"trackio at {server.partition('?')[0]}"  # what follows has a token

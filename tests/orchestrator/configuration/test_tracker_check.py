@@ -50,9 +50,21 @@ def test_wandb_without_a_key_is_refused_as_it_would_ask_for_one() -> None:
     assert checked("tracking.sinks=[wandb]", "tracking.wandb.mode=offline") == "wandb offline"
 
 
-def test_trackers_say_where_the_numbers_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("tracking.sinks=[tensorboard,mlflow,trackio]", "tracking.trackio.directory=/data")
-    assert checked(*words) == "mlflow at mlflow.db in output_dir, trackio in /data"
+def test_a_directory_that_cannot_be_made_is_told_with_what_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for sink, variable in (("wandb", "WANDB_DIR"), ("trackio", "TRACKIO_DIR")):
+        with pytest.raises(ConfigError, match=rf"tracking\.{sink}\.directory: cannot make {tmp_path}/file/a"):
+            checked(f"tracking.sinks=[{sink}]", f"tracking.{sink}.directory={tmp_path}/file/a")
+        monkeypatch.setenv(variable, f"{tmp_path}/file/b")
+        with pytest.raises(ConfigError, match=rf"{variable}: cannot make {tmp_path}/file/b .*Set {variable} to a"):
+            checked(f"tracking.sinks=[{sink}]")
+
+
+def test_trackers_say_where_the_numbers_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("tracking.sinks=[tensorboard,mlflow,trackio]", f"tracking.trackio.directory={tmp_path}")
+    assert checked(*words) == f"mlflow at mlflow.db in output_dir, trackio in {tmp_path}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:2?write_token=secret")
     assert checked(*words) == "mlflow at http://127.0.0.1:1, trackio at http://127.0.0.1:2"
