@@ -1,6 +1,5 @@
 """Runs that wait for room are served in the order in which they came, whichever requests Ray fills first."""
 
-from collections.abc import Mapping
 from random import Random
 from typing import Any
 
@@ -9,75 +8,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import ResourceError
-from penstock.orchestrator.cluster.placement import queue
-from penstock.orchestrator.cluster.placement.nodes import NODE_ID
+from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node
 from penstock.orchestrator.cluster.placement.queue import Queue, bundles_by_node, labels_of, runs_ahead
+from penstock.orchestrator.cluster.placement.reservation import Reservation
 from tests.orchestrator.cluster.placement.clusters import node, planned
+from tests.orchestrator.cluster.placement.fake_ray import FakeRay
 
 ENTRY = {
     "state": "CREATED",
     "bundles": {0: {"CPU": 1.0}, 1: {"CPU": 2.0}, 2: {"CPU": 4.0}},
     "bundles_to_node_id": {0: "a", 1: "b", 2: "a"},
 }
-
-
-class FakeRay:
-    """Placement groups on one node of some CPUs. Pending ones are filled in any order."""
-
-    def __init__(self, cpus: float, random: Random) -> None:
-        self.cpus, self._random = cpus, random
-        self.groups: dict[int, dict[str, Any]] = {}
-        self.num_made = 0
-
-    def reserve(self, bundles: list[dict[str, float]], labels: list[dict[str, str]], name: str) -> int:
-        self.num_made += 1
-        entry = {"name": name, "state": "PENDING", "bundles": dict(enumerate(bundles))}
-        self.groups[self.num_made] = entry | {"bundles_to_node_id": dict.fromkeys(range(len(bundles)), "a")}
-        return self.num_made
-
-    def remove(self, group: int) -> None:
-        self.groups[group]["state"] = "REMOVED"
-
-    def table(self, group: int | None = None) -> Mapping[Any, Any]:
-        return self.groups if group is None else self.groups[group]
-
-    @property
-    def free(self) -> float:
-        held = [group for group in self.groups.values() if group["state"] == "CREATED"]
-        return self.cpus - sum(self._cpus(group) for group in held)
-
-    def fill(self) -> None:
-        waiting = [group for group in self.groups.values() if group["state"] == "PENDING"]
-        for group in self._random.sample(waiting, len(waiting)):
-            if self._cpus(group) <= self.free:
-                group["state"] = "CREATED"
-
-    def _cpus(self, group: Mapping[str, Any]) -> float:
-        return float(sum(bundle.get("CPU", 0.0) for bundle in group["bundles"].values()))
+NAME = "penstock-mine-0123abcd-00000000"
+OTHER = "penstock-other-0123abcd-00000000"
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    ray = FakeRay(0, Random(1))
-    installed(ray, monkeypatch)
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    """A head without CPUs."""
+    ray = FakeRay([node(1, 0)], Random(1))
+    ray.installed(monkeypatch)
     return ray
 
 
-def installed(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "reserved", ray.reserve)
-    monkeypatch.setattr(queue, "remove_placement_group", ray.remove)
-    monkeypatch.setattr(queue, "placement_group_table", ray.table)
-
-
-def looked(run: Queue, ray: FakeRay, cpus: float) -> bool:
-    """One look of a run that wants so many CPUs. Returns whether it has them from now on."""
-    before = run.ahead()
-    if not before and run.share():
-        run.close()
-        ray.cpus -= cpus
-        return True
-    run.wait(is_first=not before)
-    return False
+def made(timeout_s: float, *words: str) -> Reservation:
+    """A reservation of two actors of two CPUs each."""
+    actors, config = planned("cluster.cpus_per_worker=2", "reward.cpus_per_worker=0", *words)
+    return Reservation.make(actors, config, NAME, timeout_s)
 
 
 def test_runs_are_ahead_in_the_order_in_which_they_came() -> None:
@@ -94,49 +51,142 @@ def test_runs_that_came_at_the_same_time_are_not_behind_each_other() -> None:
     assert runs_ahead(names, "b", came=5) == ["a"]
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(0, 4), st.integers(0, 1000))
-def test_runs_are_served_first_come_first_served(wanted: list[int], cpus: int, seed: int) -> None:
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(0, 1000))
+def test_runs_are_served_first_come_first_served(wanted: list[int], seed: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         random = Random(seed)
-        ray = FakeRay(cpus, random)
-        installed(ray, monkeypatch)
+        ray = FakeRay([], random)
+        ray.installed(monkeypatch)
         waiting = [(number, Queue(f"run-{number}", [{"CPU": 1.0}] * size, [])) for number, size in enumerate(wanted)]
-        for _, run in waiting:
-            assert not run.share()
-            run.wait(is_first=False)
+        for number, run in waiting:
+            run.wait(is_first=number == 0)
         served: list[int] = []
-        for _ in range(300):
+        for second in range(300):
+            if random.random() < 0.5:
+                ray.nodes.append(node(second % 100, 1))
             ray.fill()
             number, run = random.choice(waiting)
-            if looked(run, ray, wanted[number]):
-                served.append(number)
-                waiting.remove((number, run))
-                ray.cpus += wanted[number] * random.randint(0, 1)  # it has ended
-            ray.cpus += random.randint(0, 1)
+            if (before := run.ahead()) or not run.share():
+                run.wait(is_first=not before)
+                continue
+            run.close()
+            ray.reserve(run_bundles(wanted[number]), [], f"run-{number}").wait(0)
+            served.append(number)
+            waiting.remove((number, run))
             if not waiting:
                 break
     assert served == list(range(len(wanted)))
-    assert ray.num_made <= 4 * len(wanted)  # two places and two requests at most
-    assert all(group["state"] == "REMOVED" for group in ray.groups.values())
+    assert len(ray.groups) <= 4 * len(wanted)  # a place, the reservation, and two requests at most
+    assert len(ray.of("CREATED")) == len(wanted)
 
 
-def test_a_run_takes_back_what_it_gets_before_its_turn(fake: FakeRay) -> None:
+def run_bundles(size: int) -> list[dict[str, float]]:
+    return [{"CPU": 1.0}] * size
+
+
+def test_a_run_takes_back_what_it_gets_before_its_turn(ray: FakeRay) -> None:
     first, second = Queue("first", [{"CPU": 4.0}], []), Queue("second", [{"CPU": 1.0}], [])
     for run in (first, second):
         run.wait(is_first=run is first)
-    fake.cpus = 1
-    fake.fill()
-    assert second.share() == {"a": [{"CPU": 1.0}]}
+    ray.nodes.append(node(2, 1))
+    ray.fill()
+    assert second.share() == {node(2).id: [{"CPU": 1.0}]}
     for _ in range(5):
-        assert not looked(second, fake, 1)
-    assert fake.free == 1
-    assert [group["name"] for group in fake.groups.values() if group["state"] == "PENDING"] == ["first/request"]
-    fake.cpus = 5
-    fake.fill()
-    assert looked(first, fake, 4)
-    assert not looked(second, fake, 1)  # it asks again
-    fake.fill()
-    assert looked(second, fake, 1)
+        assert second.ahead() == ["first"]
+        second.wait(is_first=False)
+        ray.fill()
+    assert not second.share()
+    assert ray.of("PENDING") == ["first/request"]
+    first.close()
+    assert second.ahead() == []
+    second.wait(is_first=True)  # it asks again
+    ray.fill()
+    assert second.share()
+
+
+def test_a_run_waits_for_nodes_and_is_pinned_to_those_that_come(ray: FakeRay, caplog: pytest.LogCaptureFixture) -> None:
+    ray.at(50, lambda: ray.nodes.append(node(2, 2)))
+    ray.at(80, lambda: ray.nodes.append(node(3, 2)))
+    found = made(100, "cluster.wait_s=100")
+    placed = {name: its.name for name, its in found.assignment.node_of.items()}
+    assert {placed["Rollout-0"], placed["Trainer-policy-0"]} == {"node-2", "node-3"}
+    assert placed["Store"] == "node-1"
+    (group,) = [group for group in ray.groups if group.state == "CREATED"]
+    assert group.name == NAME
+    assert sorted(labels[NODE_ID] for labels in group.labels) == [node(2).id, node(3).id]
+    assert len(ray.groups) == 3  # the place, the request and the reservation, in 80 seconds
+    (line,) = caplog.messages
+    assert line.startswith("waiting up to 100 s (cluster.wait_s) for 4 CPU(s).")
+    assert "`ray status` shows what was asked for." in line
+
+
+def test_nodes_that_never_come_end_the_run_at_its_deadline(ray: FakeRay) -> None:
+    message = (
+        r"not free within 100 s \(cluster.wait_s\): 4 CPU\(s\). No node came that has room for it. .*cluster has 0"
+    )
+    with pytest.raises(ResourceError, match=message):
+        made(100, "cluster.wait_s=100")
+    assert ray.of("PENDING") == ray.of("CREATED") == []
+
+
+def test_without_a_time_to_wait_a_run_that_never_fits_is_refused_at_once(ray: FakeRay) -> None:
+    with pytest.raises(ResourceError, match="cluster has 0"):
+        made(100)
+    assert not ray.groups
+
+
+def test_a_run_waits_behind_those_that_came_before(ray: FakeRay, caplog: pytest.LogCaptureFixture) -> None:
+    ray.nodes.append(node(2, 4))
+    other = Queue(OTHER, [{"CPU": 8.0}], [])
+    other.wait(is_first=True)
+    ray.at(20, other.close)
+    found = made(100, "cluster.wait_s=100")
+    assert found.assignment.node_of["Rollout-0"].name == "node-2"
+    assert ray.of("CREATED") == [NAME]
+    behind, first = caplog.messages
+    assert "for 4 CPU(s), behind Run other (0123abcd)." in behind
+    assert "behind" not in first
+
+
+def test_a_run_whose_memory_is_taken_asks_once_and_waits(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.nodes.append(node(2, 4))
+    monkeypatch.setattr(ray, "fill", lambda: None)  # the CPUs are free, and Ray reserves nothing
+    with pytest.raises(ResourceError, match="not free within 100 s"):
+        made(100)
+    assert [group.name.removeprefix(NAME) for group in ray.groups][2:] == ["/request"]
+
+
+def test_room_that_was_asked_for_is_kept_for_those_who_join(ray: FakeRay) -> None:
+    ray.nodes += [node(2, 4)]
+    actors, config = planned("cluster.cpus_per_worker=2", "reward.cpus_per_worker=0")
+    found = Reservation.make(actors, config, NAME, 100)
+    engine = next(actor for actor in actors if actor.role == "rollout")
+    found.ask_for(2, engine, config, NAME)
+    assert found.num_received(engine) == 0
+    ray.nodes.append(node(3, 2))
+    ray.fill()
+    assert found.num_received(engine) == 1
+    assert found.is_asking
+    found.ask_for(0, engine, config, NAME)
+    assert not found.is_asking
+    claim = found.claim(engine, actors, config, NAME)
+    assert (claim.node.name, claim.is_own) == ("node-3", True)
+    assert found.num_received(engine) == 0
+    claim.release()
+    found.release()
+    assert ray.of("PENDING") == ray.of("CREATED") == []
+
+
+def test_what_joined_for_nothing_is_given_back_at_the_end(ray: FakeRay) -> None:
+    ray.nodes += [node(2, 4), node(3, 2)]
+    actors, config = planned("cluster.cpus_per_worker=2", "reward.cpus_per_worker=0")
+    found = Reservation.make(actors, config, NAME, 100)
+    found.ask_for(2, actors[2], config, NAME)
+    ray.fill()
+    assert found.num_received(actors[2]) == 1
+    assert len(found.groups) == 3
+    found.release()
+    assert ray.of("PENDING") == ray.of("CREATED") == []
 
 
 def test_bundles_have_nodes_once_all_of_them_have() -> None:
@@ -146,9 +196,9 @@ def test_bundles_have_nodes_once_all_of_them_have() -> None:
 
 
 def test_a_request_names_the_labels_and_nodes_that_the_run_may_have() -> None:
-    nodes = [node(1), node(2)]
+    nodes: list[Node] = [node(1), node(2)]
     actors, config = planned("cluster.labels.rollout={accelerator: a100}")
-    of_role = {actor.role: labels_of([actor], nodes, config.cluster) for actor in actors}
+    of_role: dict[str, Any] = {actor.role: labels_of([actor], nodes, config.cluster) for actor in actors}
     assert of_role["rollout"] == {"accelerator": "a100"}
     assert of_role["trainer"] == {}
     actors, config = planned("cluster.nodes=[node-1,10.0.0.2]")
