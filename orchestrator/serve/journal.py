@@ -29,7 +29,6 @@ _LOG = logging.getLogger("penstock")
 _FRAME = struct.Struct("<III")
 _JOINED = 2**31
 """Mark of a record that was written together with the one before it."""
-LARGE_BYTES = 2**26
 Header = dict[str, Any]
 
 
@@ -65,7 +64,7 @@ class Journal:
     assert journal.read(record) == body
     """
 
-    def __init__(self, path: Path, large_bytes: int = LARGE_BYTES) -> None:
+    def __init__(self, path: Path, large_bytes: int = 2**26) -> None:
         """`large_bytes`: size from which it is large. Raises `JournalError`, `JournalDamaged`."""
         self.path, self._least_bytes, self._large_bytes = path, large_bytes, large_bytes
         with refusals(path):

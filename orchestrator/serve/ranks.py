@@ -51,7 +51,6 @@ class Ranks:
         self._work, self._note = work, note
         self._resident: dict[str, TrainingClient] = {}
         """Those on the ranks, the one that has rested longest first."""
-        self._unsaved: dict[str, int] = {}
         self._chores: deque[Callable[[], Awaitable[None]]] = deque()
         self._wake = asyncio.Event()
         self._is_ending = False
@@ -153,14 +152,11 @@ class Ranks:
             return
         await client.finish()
         self._note(client, entry, time.monotonic() - started)
-        name = client.facts.model_id
-        self._unsaved[name] = self._unsaved.get(name, 0) + (entry.kind in CHANGING and not entry.is_failure)
-        if (
-            entry.kind in ("load_model", "load_weights", "save_weights")
-            or self._unsaved[name] >= self._config.snapshot_every
-        ):
+        client.num_unsaved += entry.kind in CHANGING and not entry.is_failure
+        is_load = entry.kind in ("load_model", "load_weights")
+        if is_load or entry.kind == "save_weights" or client.num_unsaved >= self._config.snapshot_every:
             await self._guarded(lambda: self._keep(client))
-        if entry.kind in ("load_model", "load_weights"):
+        if is_load:
             await client.settled()  # its name may stand for another save when it is repeated
 
     def _pause(self, client: TrainingClient, error: JournalError) -> None:
@@ -174,13 +170,8 @@ class Ranks:
         """Carry out a request, on ranks that may be lost meanwhile. Raises `JournalError`."""
         for _ in range(MOST_LOSSES):
             try:
-                if entry.seq > 0:
-                    await self._bring(client)
-                    call = client.call_of(entry)
-                else:
-                    call = client.call_of(entry)
-                    await self._make_room(client)
-                answer = await self._work.done(client, entry, call)
+                await (self._bring(client) if entry.seq > 0 else self._make_room(client))
+                answer = await self._work.done(client, entry, client.call_of(entry))
                 if entry.kind in ("create_model", "load_model", "load_weights"):
                     self._hold(client)
                 return answer
@@ -253,7 +244,7 @@ class Ranks:
         if client.is_resident and client.repeated():
             state = await self._backend.adapter_state(client.facts.model_id)
             await client.keep(state, client.next_seq - 1)
-            self._unsaved[client.facts.model_id] = 0
+            client.num_unsaved = 0
 
     def _hold(self, client: TrainingClient) -> None:
         client.is_resident = True

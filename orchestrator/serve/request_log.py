@@ -169,11 +169,13 @@ class RequestLog:
             await journal.close()
 
     async def _make_small(self) -> None:
-        """Drop what is not needed from both journals. If that fails they only stay larger."""
-        self._num_new = 0  # this caller does it, whoever comes meanwhile
+        """Drop bodies that are not needed, and results if there are many. If that fails the files only stay larger."""
+        is_full = self._num_new >= self._keep
+        self._num_new %= self._keep  # this caller does it, whoever comes meanwhile
         try:
             await self.drop_bodies()
-            await self._results.rewrite(lambda header: header["seq"] in self.entries)
+            if is_full:
+                await self._results.rewrite(lambda header: header["seq"] in self.entries)
         except JournalError as error:
             _LOG.warning("%s", error)
 

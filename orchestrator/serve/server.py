@@ -49,7 +49,7 @@ class Server:
         self._config, self._backend, self._directory = config, backend, directory
         self._given_key, self.key_file = key, directory / "key.sha256"
         self.tenants: Tenants | None = None
-        self._service: Service | None = None
+        self.service: Service | None = None
         self._http: _Http | None = None
         self._heads = Heads()
         self._serving: asyncio.Task[None] | None = None
@@ -69,10 +69,10 @@ class Server:
         known = self.key_file.read_text() if self.key_file.exists() else ""
         self.tenants = Tenants(self._config, self._given_key, known)
         bound = _bound(self._config.host, self._config.port)
-        self._service = Service(self._config, self._backend, self._directory, self.tenants)
-        await self._service.open()
+        self.service = Service(self._config, self._backend, self._directory, self.tenants)
+        await self.service.open()
         config = uvicorn.Config(
-            Starlette(routes=routes(self._service)), log_level="warning", access_log=False, lifespan="off",
+            Starlette(routes=routes(self.service)), log_level="warning", access_log=False, lifespan="off",
             timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=60, backlog=BACKLOG,
             http=self._heads.before(H11Protocol), limit_concurrency=min(CONNECTIONS, raise_limit() // 2),
         )  # fmt: skip
@@ -89,9 +89,9 @@ class Server:
 
     async def serve_until(self, stop: asyncio.Event, *beside: "asyncio.Task[None]") -> None:
         """Serve until the event is set, then drain. Raises `ServerFailed` once a part has ended, or a task beside."""
-        assert self._service is not None
+        assert self.service is not None
         assert self._serving is not None
-        parts = [*self._service.loops, self._serving, *beside]
+        parts = [*self.service.loops, self._serving, *beside]
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -106,8 +106,8 @@ class Server:
 
     async def drain(self) -> None:
         """End: take no more requests, finish those under way within `serve.drain_s`, write what adapters are."""
-        if self._service is not None:
-            await self._service.close()
+        if self.service is not None:
+            await self.service.close()
         if self._http is not None and self._serving is not None:
             self._http.should_exit = True
             await asyncio.wait([self._serving], timeout=2 * GRACE_S)
@@ -118,7 +118,7 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """Tenants, their training clients, queues, and what each waits for, as plain data."""
-        return status(self._service, OPERATOR) if self._service is not None else {}
+        return status(self.service, OPERATOR) if self.service is not None else {}
 
 
 class _Http(uvicorn.Server):

@@ -51,7 +51,7 @@ class Service:
         self.sessions = Sessions(directory, time.time(), config.keep_sessions)
         self.clients: dict[str, TrainingClient] = {}
         self.samples = Samples(config, backend, directory / "samples", tenants, self.sessions, self.checkpoints)
-        work = TrainingWork(backend, self.checkpoints, self.samples, self.owns)
+        work = TrainingWork(backend, self.checkpoints, self.samples, self.sessions)
         schedule = Schedule(tenants.shares, tenants.budgets)
         self.ranks = Ranks(backend, self.clients, schedule, config, work, self._note_training)
         self._damaged: set[str] = set()
@@ -103,11 +103,6 @@ class Service:
             await client.close()
         await self.samples.close()
         await self.sessions.close()
-
-    def owns(self, tenant: str, run: str) -> bool:
-        """Whether a training run is a tenant's."""
-        facts = self.sessions.facts.get(run)
-        return facts is not None and facts.tenant == tenant
 
     def client(self, tenant: str, model_id: str) -> TrainingClient:
         facts = self.sessions.run(tenant, model_id)
@@ -218,11 +213,11 @@ class Service:
         while True:
             await asyncio.sleep(period)
             try:
-                await self._tidy()
+                await self.tidy()
             except (PenstockError, OSError) as error:
                 _LOG.warning("%s", error)
 
-    async def _tidy(self) -> None:
+    async def tidy(self) -> None:
         """Bring the adapters of sessions without a heartbeat to the disk, delete their unnamed weights, and checkpoints
         whose time is over."""
         for address in await asyncio.to_thread(self.checkpoints.expired):

@@ -21,9 +21,9 @@ from penstock.orchestrator.serve.journal import Header, Journal
 from penstock.orchestrator.serve.request_log import OtherContent
 from penstock.orchestrator.serve.training_client import ClientFacts
 
+LARGE_BYTES = 2**20
 FORMAT = 2
 """Number of the format of a server's directory. The one before has none in its events."""
-LARGE_BYTES = 2**20
 
 
 class NotFound(PenstockError):
@@ -221,8 +221,9 @@ class Sessions:
 
     async def make_small(self) -> None:
         """Drop what is forgotten from the journal, if that has doubled since. Raises `JournalError`."""
-        if self._journal.is_large:
-            await self._journal.rewrite(self._is_needed)
+        async with self._making:  # what is written and not yet known would be dropped
+            if self._journal.is_large:
+                await self._journal.rewrite(self._is_needed)
 
     async def close(self) -> None:
         await self._journal.close()

@@ -58,6 +58,7 @@ class TrainingClient:
         self.is_resident = False
         """Whether the ranks have the adapter, in the state before `next_seq`."""
         self.gap_since: float | None = None
+        self.num_unsaved = 0
         self.pause_s, self.rests_until, self.trouble = 0.0, 0.0, ""
         """Time for which it rests, as its files could not be written or read, and why."""
         self.next_seq = self.log.highest_answered + 1

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 from penstock.conf.errors import DataError
@@ -10,20 +9,18 @@ from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint
 from penstock.orchestrator.serve.request_log import Entry
 from penstock.orchestrator.serve.samples import Samples
+from penstock.orchestrator.serve.sessions import Sessions
 from penstock.orchestrator.serve.training_client import TrainingClient
 from penstock.orchestrator.serve.wire.results import Answer, forward_answer, plain
 from penstock.orchestrator.serve.wire.training import Call, CreateCall, ForwardCall, LoadCall, SaveCall
 from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState
 
-MayRead = Callable[[str, str], bool]
-"""Whether a training run is a tenant's."""
-
 
 class TrainingWork:
     """Stateless. `done` carries out a request; a second time it comes to the same."""
 
-    def __init__(self, backend: Backend, checkpoints: Checkpoints, samples: Samples, may_read: MayRead) -> None:
-        self._backend, self._checkpoints, self._samples, self._may_read = backend, checkpoints, samples, may_read
+    def __init__(self, backend: Backend, checkpoints: Checkpoints, samples: Samples, sessions: Sessions) -> None:
+        self._backend, self._checkpoints, self._samples, self._sessions = backend, checkpoints, samples, sessions
 
     async def done(self, client: TrainingClient, entry: Entry, call: Call) -> Answer:
         """Carry out a request. Raises what `Backend` raises, and `DataError`."""
@@ -91,7 +88,8 @@ class TrainingWork:
     async def _read(self, client: TrainingClient, path: str, with_optimizer: bool) -> AdapterState:
         """The state of a checkpoint of the tenant's."""
         address = Address.parse(path)
-        if not self._may_read(client.facts.tenant, address.run):
+        facts = self._sessions.facts.get(address.run)
+        if facts is None or facts.tenant != client.facts.tenant:
             raise NoCheckpoint(f"{path}: there is no such checkpoint.")
         return await asyncio.to_thread(lambda: self._checkpoints.state(address, with_optimizer=with_optimizer))
 

@@ -51,12 +51,12 @@ class ScriptedClient:
         facts = ClientFacts(self.model_id, session.id, ONLY, "tiny/bigram", 0.0)
         client = await again(service, lambda: service.create_client(facts))
         body = json.dumps({"lora_config": {"rank": 2}, "session_id": session.id}).encode()
-        entries = [await again(service, lambda: self._send(service, client, 0, "create_model", body))]
+        entries = [await again(service, lambda: self.send(service, client, 0, "create_model", body))]
         sent = [*self.order, *range(1, len(self.script) + 1)]
         for seq in sent:
             kind, fields = self.script[seq - 1]
             body = json.dumps({**fields, "seq_id": seq, "model_id": self.model_id}).encode()
-            send = partial(self._send, service, client, seq, kind, body)
+            send = partial(self.send, service, client, seq, kind, body)
             entries.append(await again(service, send))
         for entry in entries:
             await entry.is_done.wait()
@@ -64,7 +64,7 @@ class ScriptedClient:
             assert self.answers.setdefault(entry.seq, answer.body) == answer.body
         return client
 
-    async def _send(self, service, client, seq, kind, body):
+    async def send(self, service, client, seq, kind, body):
         asked = Asked(seq, kind, body, "application/json")
         return await service.accept(client, asked, decoded(asked, body, client.facts, 8))
 

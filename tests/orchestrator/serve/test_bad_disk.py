@@ -4,13 +4,13 @@ import asyncio
 import json
 from collections import Counter
 
+import httpx
 import pytest
 
 from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.serve import ranks, sampling_queue
 from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
-from penstock.orchestrator.serve.ranks import Ranks
-from penstock.orchestrator.serve.sampling_queue import SamplingQueue
+from penstock.orchestrator.serve.schedule import Schedule
 from penstock.orchestrator.serve.server import Server, ServerFailed
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.tenants import Tenants
@@ -67,7 +67,7 @@ def test_a_gap_is_closed_once_the_disk_takes_it(tmp_path):
         model = (await client.result(await client.adapter(await client.session())))["model_id"]
         future = await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
         full.set()
-        training = server._service.clients[model]
+        training = server.service.clients[model]
         await until(lambda: training.trouble)
         assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
         full.clear()
@@ -117,41 +117,47 @@ def test_weights_are_saved_once_there_is_room(tmp_path):
     assert all(asked[kind] > 3 for kind in ("checkpoints", "weights-"))
 
 
-@pytest.mark.parametrize(("part", "loop"), [(Ranks, "training"), (SamplingQueue, "sampling")])
-def test_a_fault_of_a_loop_ends_the_server_loudly_and_the_next_goes_on(tmp_path, monkeypatch, part, loop):
-    async def first():
-        server = Server(BRIEF, FakeBackend(), tmp_path)
-        await server.start()
-        service = server._service
-        client = ScriptedClient(0, [GOOD])
-        await client.run(service)
-        serving = asyncio.create_task(server.serve_until(asyncio.Event()))
-        monkeypatch.setattr(part, "_picked", lambda self: 1 / 0)
-        service.ranks.wake()
-        service.samples.queue._wake.set()
-        await until(lambda: service.trouble)
-        with pytest.raises(ServerFailed, match=f"{loop} has ended: ZeroDivisionError.*same name="):
-            await serving
-        return client
+def broken(*_):
+    raise ZeroDivisionError("a fault")
 
-    client = asyncio.run(first())
+
+@pytest.mark.parametrize("loop", ["training", "sampling"])
+def test_a_fault_of_a_loop_ends_the_server_and_the_next_one_goes_on(tmp_path, monkeypatch, loop):
+    seen = {}
+
+    async def first():
+        server = Server(BRIEF, FakeBackend(), tmp_path, "tml-any")
+        url = await server.start()
+        serving = asyncio.create_task(server.serve_until(asyncio.Event()))
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            client = Client(http)
+            model = (await client.result(await client.adapter(await client.session())))["model_id"]
+            sampler = await client.own_sampler(model, 1)
+            monkeypatch.setattr(Schedule, "pick", broken)
+            if loop == "training":
+                asked = await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+            else:
+                asked = await client.post("asample", sample_body(sampler, 0))
+            with pytest.raises(ServerFailed, match=f"{loop} has ended: ZeroDivisionError: a fault.*same name="):
+                await serving
+            seen["asked"] = asked
+
+    asyncio.run(first())
     monkeypatch.undo()
 
-    async def second(server, _):
-        client.script.append(STEP)
-        await asyncio.wait_for(client.run(server._service), 60)
+    async def second(_, http):
+        assert "error" not in await Client(http).result(seen["asked"])
 
     serve(tmp_path, second, config=BRIEF)
-    assert sorted(client.answers) == [0, 1, 2]
 
 
 def test_a_server_whose_loop_has_ended_is_not_healthy(tmp_path, monkeypatch):
     async def act(server, http):
         client = Client(http)
         assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
-        monkeypatch.setattr(Ranks, "_picked", lambda self: 1 / 0)
-        server._service.ranks.wake()
-        await until(lambda: server._service.trouble)
+        monkeypatch.setattr(Schedule, "pick", broken)
+        await client.adapter(await client.session())
+        await until(lambda: server.service.trouble)
         assert "training ended by a fault" in (await client.get("/api/v1/healthz", 503)).json()["error"]
 
     serve(tmp_path, act, config=BRIEF)
@@ -192,8 +198,8 @@ def test_a_request_that_was_refused_is_not_carried_out_in_place_of_the_next(tmp_
         training = await client.run(service)
         body = {"seq_id": 1, "model_id": client.model_id}
         with refusing(tmp_path, lambda _, file: "requests" in file), pytest.raises(JournalError):
-            await client._send(service, training, 1, "optim_step", json.dumps(STEP[1] | body).encode())
-        entry = await client._send(service, training, 1, "forward_backward", json.dumps(GOOD[1] | body).encode())
+            await client.send(service, training, 1, "optim_step", json.dumps(STEP[1] | body).encode())
+        entry = await client.send(service, training, 1, "forward_backward", json.dumps(GOOD[1] | body).encode())
         await entry.is_done.wait()
         assert b"grad_norm" not in training.log.answer_of(entry).body
         await service.close()

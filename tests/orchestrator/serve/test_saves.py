@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.conf.errors import DataError
+from penstock.orchestrator.serve import checkpoints
 from penstock.orchestrator.serve.checkpoints import Checkpoint, Checkpoints, NoCheckpoint
 from penstock.workers.training_calls import AdapterSpec
 from tests.orchestrator.serve.fake_backend import NAMES, Adapter, FakeBackend
@@ -180,7 +181,7 @@ def test_a_save_that_dies_between_state_and_facts_leaves_the_one_before(tmp_path
     saves = Checkpoints(tmp_path)
     before = saves.save(facts(3), state(2), overwrite=False)
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "_note", lambda *_: 1 / 0)
+        patch.setattr(checkpoints, "write_whole", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             saves.save(facts(4), state(3), overwrite=True)
     assert (saves.get(before.address), saves.spec(before.address).rank) == (before, 2)

@@ -53,6 +53,22 @@ def test_finished_sessions_leave_memory_and_disk(tmp_path, monkeypatch, num):
     assert after == before
 
 
+def test_what_is_made_while_the_journal_is_made_small_is_known_after_a_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LARGE_BYTES", 0)
+
+    async def scenario():
+        sessions, made = Sessions(tmp_path, 0.0, keep=99), []
+        for number in range(20):
+            creating = [asyncio.create_task(sessions.create("alice", f"{number}-{key}", 0.0)) for key in "abc"]
+            await asyncio.gather(sessions.make_small(), *creating)
+            made += [task.result().id for task in creating]
+        await sessions.close()
+        return made
+
+    made = asyncio.run(scenario())
+    assert set(made) == set(Sessions(tmp_path, 0.0, keep=99).sessions)
+
+
 def test_the_end_of_a_session_rewrites_no_file(tmp_path, monkeypatch):
     async def act(_, http):
         client = Client(http)
@@ -77,7 +93,7 @@ def test_of_a_forgotten_session_the_training_runs_with_checkpoints_stay(tmp_path
         await service.finish(session)
         for number in range(5):
             await service.sessions.create(ONLY, str(number), 10.0 + number)
-        await service._tidy()
+        await service.tidy()
         assert session.id not in service.sessions.sessions
         assert list(service.sessions.facts) == [saved.model_id]
         await service.close()
@@ -96,10 +112,10 @@ def test_results_of_a_session_that_has_rested_are_told_and_more_are_drawn(tmp_pa
         sampler = (await client.post("create_sampling_session", made))["sampling_session_id"]
         future = await client.post("asample", sample_body(sampler, 0))
         told = await client.result(future)
-        while server._service.samples.logs:
+        while server.service.samples.logs:
             await asyncio.sleep(0.01)
         assert await client.result(future) == told
-        while server._service.samples.logs:
+        while server.service.samples.logs:
             await asyncio.sleep(0.01)
         assert "sequences" in await client.result(await client.post("asample", sample_body(sampler, 1)))
 
@@ -142,15 +158,23 @@ def test_deleted_unnamed_weights_are_forgotten_and_later_seeds_are_new(tmp_path)
     assert list(session.samplers) == list(samplers)
 
 
-def test_a_directory_of_a_newer_version_is_refused_by_its_format(tmp_path):
+@pytest.mark.parametrize("version", [{}, {"format": 2}, {"format": 3}])
+def test_a_directory_of_the_version_before_is_read_and_of_a_newer_one_refused(tmp_path, version):
     async def write():
         journal = Journal(tmp_path / "sessions.journal")
-        await journal.append({"event": "session", "format": 3, "id": "a", "tenant": "alice", "created": 0.0})
+        session = {"id": "a", "tenant": "alice", "created": 0.0, "key": "k", "metadata": None, "display_name": None}
+        sampler = {"session_id": "a", "id": "a:sample:0", "path": "", "is_own": False, "is_gone": False,
+                   "num_joined": 0, "origin": "/0"}  # fmt: skip
+        for event in ({"event": "session", **session}, {"event": "sampler", **sampler}):
+            await journal.append(event | version)
         await journal.close()
 
     asyncio.run(write())
-    with pytest.raises(ConfigError, match="in format 3; this one reads up to 2"):
-        Sessions(tmp_path, 0.0, keep=3)
+    if version == {"format": 3}:
+        with pytest.raises(ConfigError, match="in format 3; this one reads up to 2"):
+            Sessions(tmp_path, 0.0, keep=3)
+    else:
+        assert Sessions(tmp_path, 0.0, keep=3).sampler("alice", "a:sample:0").save == ""
 
 
 def test_a_damaged_journal_of_sessions_keeps_the_server_from_starting(tmp_path):
