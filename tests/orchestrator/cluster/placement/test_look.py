@@ -12,8 +12,11 @@ from rich.console import Console
 
 from penstock.conf.errors import ResourceError
 from penstock.orchestrator.cluster.cluster import look
+from penstock.orchestrator.configuration import placement_view
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.placement_view import PlacementView
 from penstock.orchestrator.configuration.validate import validate_run
+from tests.orchestrator.cluster.placement.clusters import node, planned
 
 
 def validated(*words: str) -> tuple[int, str]:
@@ -49,6 +52,16 @@ def test_validate_says_who_goes_where_and_leaves_the_cluster(
     code, shown = validated("rollout.num_workers=2", "cluster.cpus_per_worker=4")
     assert code == 2
     assert "✗ resources: Rollout-0 wants 4 CPU(s) on one node, and the largest of the cluster's nodes has 3" in shown
+
+
+def test_validate_says_what_a_run_would_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement_view, "look", lambda: [node(1, 1)])
+    plan, config = planned("cluster.wait_s=60")
+    view = PlacementView.of(plan, config)
+    assert view.found().startswith("the run waits for nodes for up to 60 s (cluster.wait_s): The run reserves")
+    plan, config = planned()
+    with pytest.raises(ResourceError, match="and the cluster has 1"):
+        PlacementView.of(plan, config).found()
 
 
 @pytest.mark.real
