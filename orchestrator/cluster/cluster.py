@@ -248,8 +248,9 @@ def _refused_for_token(address: str) -> Iterator[None]:
         unset = "" if wants_one else f"{AUTH_MODE}=token, and "
         raise ResourceError(
             f"RAY_ADDRESS={address}: the cluster does not let this process in "
-            f"({' '.join(str(error).split())[:TOLD_CHARS]}). Where it wants a token, set {unset}RAY_AUTH_TOKEN_PATH to "
-            "the file that has the cluster's token, or RAY_AUTH_TOKEN to the token."
+            f"({' '.join(str(error).split())[:TOLD_CHARS]}). Name the port that `ray start --head` prints. Where the "
+            f"cluster wants a token, set {unset}RAY_AUTH_TOKEN_PATH to the file that has it, or RAY_AUTH_TOKEN to the "
+            "token."
         ) from error
 
 
