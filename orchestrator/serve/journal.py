@@ -23,7 +23,7 @@ from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.store.data import durable
-from penstock.workers.local_files import part_of
+from penstock.workers.local_files import replacing
 
 _LOG = logging.getLogger("penstock")
 _FRAME = struct.Struct("<III")
@@ -71,8 +71,6 @@ class Journal:
             self.records, self._num_bytes = _scanned(path)
         """Records in the order of the file."""
         self._file, self.is_closed = -1, False
-        self._is_named = False
-        """Whether the file's name is on the disk, too."""
         self._waiting: list[tuple[Record, bytes]] = []
         self._refusal = ""
         """Why the last write has failed."""
@@ -153,21 +151,26 @@ class Journal:
         kept = [record for record in self.records if is_kept(record.header)]
         self._large_bytes = 2 * self._num_bytes  # if it fails
         with refusals(self.path):
-            file, framed = await asyncio.to_thread(self._rewritten, kept)
+            framed = await asyncio.to_thread(self._rewritten, kept)
         with self._reading:
             self._shut()
             for record in self.records:
                 record.offset = -1
-            self._file, self.records, self._num_bytes, self._is_named = file, kept, 0, False
+            self.records, self._num_bytes = kept, 0
             self._settle(kept, framed)
         self._large_bytes = max(self._least_bytes, 2 * self._num_bytes)
 
     def _opened(self) -> int:
-        """The open file, without a torn end."""
+        """The open file, without a torn end, and with its name on the disk."""
         if self._file < 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-            os.ftruncate(self._file, self._num_bytes)
+            try:
+                os.ftruncate(self._file, self._num_bytes)
+                durable.sync_name(self.path)
+            except OSError:
+                self._shut()
+                raise
         return self._file
 
     def _settle(self, records: Sequence[Record], framed: Sequence[bytes]) -> None:
@@ -183,29 +186,29 @@ class Journal:
         with self._reading:
             file = self._opened()
         try:
-            _write_all(file, b"".join(framed), self._num_bytes)
-            if not self._is_named:
-                durable.sync_name(self.path)
-                self._is_named = True
+            view, offset = memoryview(b"".join(framed)), self._num_bytes
+            while view:
+                written = os.pwrite(file, view, offset)
+                view, offset = view[written:], offset + written
+            durable.sync_opened(file)
         except OSError:
             os.ftruncate(file, self._num_bytes)
             raise
         return framed
 
-    def _rewritten(self, kept: Sequence[Record]) -> tuple[int, list[bytes]]:
-        """Put a file with these records in the place of the present one. Returns it, open, and each record in it."""
+    def _rewritten(self, kept: Sequence[Record]) -> list[bytes]:
+        """Put a file with these records in the place of the present one. Returns each record as it is in it."""
         framed = [_framed(record, self.read(record)) for record in kept]
-        part = part_of(self.path)
-        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        with self._reading:
+            before = self._opened()
         try:
-            _write_all(file, b"".join(framed), 0)
-            durable.rename(part, self.path)
+            with replacing(self.path, synced=True) as part:
+                part.touch(0o600)
+                part.write_bytes(b"".join(framed))
         except OSError:
-            if part.exists():  # else it has the name, which the next append brings to the disk
-                os.close(file)
-                part.unlink()
-                raise
-        return file, framed
+            if os.path.samestat(os.fstat(before), self.path.stat()):
+                raise  # else the new one has the name, which is synced when it is opened
+        return framed
 
 
 @contextlib.contextmanager
@@ -215,14 +218,6 @@ def refusals(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise JournalError(f"{path}: {error.strerror or error}. Make room; it is tried again.") from error
-
-
-def _write_all(file: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
-    durable.sync_opened(file)
 
 
 def _framed(record: Record, body: bytes, *, is_joined: bool = False) -> bytes:
