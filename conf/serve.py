@@ -16,8 +16,8 @@ class TenantConfig:
     """A tenant of the server: who has its key, and what they may use."""
 
     key: str = ""
-    """API key, which TINKER_API_KEY holds at the client's: env:NAME or file:PATH say where it stands, or it stands here.
-    Must begin with tml-, as the SDK asks for. Only its hash is kept, also in config.yaml: sha256:…"""
+    """API key of a client (its TINKER_API_KEY): env:NAME or file:PATH say where it stands, or it stands here. It begins
+    with tml-, as the SDK asks for. Only its hash is kept, also in config.yaml: sha256:…"""
     max_adapters: int = 16
     """Training clients that may be open at the same time; the next one is refused."""
     tokens_per_minute: int = 0
@@ -83,7 +83,7 @@ class ServeConfig:
     max_adapters: int = 64
     """Training clients that may be open at the same time where there are no tenants; each tenant has its own bound."""
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
-    """Tenants by name: {alice: {key: "env:ALICE_KEY", max_adapters: 4}}. None: one tenant, whose key is the server's own."""
+    """Tenants by name: {alice: {key: "env:ALICE_KEY", max_adapters: 4}}. None: one, whose key is the server's own."""
 
     @property
     def slot_rank(self) -> int | None:

@@ -7,6 +7,10 @@ from typing import Any
 
 KINDS = ("PNG", "JPEG")
 """Formats that are kept as they are. Others are written as PNG, which loses nothing."""
+READ = (*KINDS, "WEBP", "GIF")
+"""Formats that are read. Others have decoders that start programs or are rarely looked at."""
+MOST_PIXELS = 2**25
+"""Most pixels of a picture, by its head: more than any model reads, and a tenth of a second's work."""
 PNG = b"\x89PNG"
 """First bytes of a PNG."""
 
@@ -17,13 +21,15 @@ def encoded(data: bytes, *, reads_pixels: bool = True) -> bytes:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=READ) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ValueError(f"it has {image.width} x {image.height} pixels, and {MOST_PIXELS:,} at most are read")
             is_kept = image.format in KINDS
             if reads_pixels or not is_kept:
                 image.load()
             return data if is_kept else as_png(image)
     except UnidentifiedImageError:
-        raise ValueError(f"its {len(data)} bytes are no picture of a known format") from None
+        raise ValueError(f"its {len(data)} bytes are no picture in {', '.join(READ)}") from None
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from None
 

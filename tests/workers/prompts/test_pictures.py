@@ -136,10 +136,10 @@ def test_pictures_without_a_place_stand_before_the_users_first_text(tmp_path: Pa
 
 
 def test_another_format_is_written_as_png_and_loses_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a.bmp").write_bytes(picture(77, "BMP"))
-    (found,) = row_of(tmp_path, {"prompt": "?", "images": "a.bmp"}).pictures
+    (tmp_path / "a.gif").write_bytes(picture(77, "GIF"))
+    (found,) = row_of(tmp_path, {"prompt": "?", "images": "a.gif"}).pictures
     with Image.open(io.BytesIO(found)) as image:
-        assert (image.format, image.getpixel((0, 0))) == ("PNG", (77, 0, 0))
+        assert (image.format, image.convert("RGB").getpixel((0, 0))) == ("PNG", (77, 0, 0))
 
 
 def test_pictures_that_a_function_makes_are_written_as_png(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,6 +39,7 @@ from penstock.network.heads import BACKLOG, Heads
 from penstock.network.machine import raise_limit
 from penstock.network.proxies import ask_directly
 from penstock.workers.gateway.formats.conversation import Message
+from penstock.workers.gateway.formats.pictures import kept
 from penstock.workers.gateway.http.chat import CHAT
 from penstock.workers.gateway.http.errors import NO_KEY, UNKNOWN_KEY, Failure, error_shape, failure_of
 from penstock.workers.gateway.http.exchange import ClientRequest, Event, Protocol
@@ -187,11 +188,15 @@ class HttpServer:
 
 
 async def _asked(request: web.Request, protocol: Protocol, responses: Mapping[str, Sequence[Message]]) -> ClientRequest:
-    """What a request asks for. A large body is read beside the loop."""
+    """What a request asks for. A large body, and pictures, are read beside the loop."""
     body = await request.read()
-    if len(body) < LARGE_BYTES:
-        return protocol.request_of(parsed(body), responses)
-    return await asyncio.to_thread(lambda: protocol.request_of(parsed(body), responses))
+
+    def read() -> ClientRequest:
+        asked = protocol.request_of(parsed(body), responses)
+        return replace(asked, messages=kept(asked.messages))
+
+    is_large = len(body) > LARGE_BYTES or b"image" in body or responses
+    return await asyncio.to_thread(read) if is_large else read()
 
 
 class _Refused(Exception):

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -22,6 +23,7 @@ from penstock.workers.trajectory import segments_of
 from tests.vision_models import picture
 from tests.workers.gateway.http.serving import Gateway, gateway, play
 from tests.workers.gateway.http.test_server import post
+from tests.workers.pictures.test_encoding import EPS, of_size
 
 ONE, TWO = picture(56, 84, 1), picture(84, 140, 2, "JPEG")
 
@@ -200,5 +202,22 @@ def test_a_body_above_32_mib_is_refused_with_what_to_do_instead(path: str) -> No
             status, answer = await post(served, path, b" " * (32 * 2**20))
             assert status == 400
             assert "the body is no JSON" in answer["error"]["message"]
+
+    play(scenario())
+
+
+@pytest.mark.parametrize(("data", "words"), [(EPS, "no picture in PNG"), (of_size(2**13, 2**13), "8192 x 8192 pixels")])
+def test_a_picture_that_would_be_expensive_is_refused_to_every_client(data: bytes, words: str) -> None:
+    async def scenario() -> None:
+        async with gateway(["never"]) as served:
+            text = base64.b64encode(data).decode()
+            url = f"data:image/png;base64,{text}"
+            with pytest.raises(openai.BadRequestError, match=words):
+                await served.chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
+            with pytest.raises(openai.BadRequestError, match=words):
+                await served.respond([{"role": "user", "content": [{"type": "input_image", "image_url": url}]}])
+            source = {"type": "base64", "media_type": "image/png", "data": text}
+            with pytest.raises(anthropic.BadRequestError, match=words):
+                await served.message({"role": "user", "content": [{"type": "image", "source": source}]})
 
     play(scenario())
