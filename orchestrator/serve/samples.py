@@ -114,7 +114,7 @@ class Samples:
 
     async def drop_own(self, session: Session) -> None:
         """Drop the requests of a session, and delete its unnamed weights."""
-        for sampler in session.samplers.values():
+        for sampler in list(session.samplers.values()):
             await self._drop(sampler)
 
     async def drop_saves(self, address: Address | None = None) -> None:
@@ -129,7 +129,7 @@ class Samples:
         await asyncio.to_thread(shutil.rmtree, self._of(session.id), ignore_errors=True)
 
     async def close(self) -> None:
-        for log in self.logs.values():
+        for log in list(self.logs.values()):
             await log.close()
 
     def _open(self, session: Session) -> RequestLog:

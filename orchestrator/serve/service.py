@@ -99,7 +99,7 @@ class Service:
             except TimeoutError:
                 _LOG.warning("Not all adapters were written within serve.drain_s: the others are made of the journals.")
         await cancel_all(self.loops)
-        for client in self.clients.values():
+        for client in list(self.clients.values()):
             await client.close()
         await self.samples.close()
         await self.sessions.close()

@@ -266,10 +266,11 @@ class Sessions:
                 sampler = session.samplers[values["id"]] = Sampler(**values)
                 self.uses[sampler.save] += 1
             case "joined":
-                session.samplers[values["id"]].num_joined = values["number"]
+                if values["id"] in session.samplers:
+                    session.samplers[values["id"]].num_joined = values["number"]
             case "gone":
                 for sampler_id in values["ids"]:
-                    del session.samplers[sampler_id]
+                    session.samplers.pop(sampler_id, None)
             case "finished":
                 session.is_over = True
                 self.open_clients.difference_update(session.clients)

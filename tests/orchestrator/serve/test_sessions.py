@@ -69,6 +69,24 @@ def test_what_is_made_while_the_journal_is_made_small_is_known_after_a_start(tmp
     assert set(made) == set(Sessions(tmp_path, 0.0, keep=99).sessions)
 
 
+def test_events_that_come_while_their_session_ends_keep_no_server_from_starting(tmp_path):
+    async def scenario():
+        sessions = Sessions(tmp_path, 0.0, keep=3)
+        session = await sessions.create("alice", "a", 0.0)
+        samplers = [Sampler(f"{session.id}:sample:{number}", session.id, "", is_own=False) for number in range(3)]
+        for sampler in samplers[:2]:
+            (await sessions.add_sampler(sampler)).is_gone = True
+        await asyncio.gather(
+            sessions.finish(session), sessions.join(samplers[0]), sessions.forget_gone(session, 1),
+            sessions.add_sampler(samplers[2]),
+        )  # fmt: skip
+        await sessions.close()
+        return session
+
+    session = asyncio.run(scenario())
+    assert Sessions(tmp_path, session.last_seen, keep=3).sessions == {session.id: session}
+
+
 def test_the_end_of_a_session_rewrites_no_file(tmp_path, monkeypatch):
     async def act(_, http):
         client = Client(http)
