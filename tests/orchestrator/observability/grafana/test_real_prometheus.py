@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from ray.util.state import list_actors, list_jobs
 
+from penstock.conf.renamed import METRICS as RENAMED
+from penstock.metering.meters import RAY_PREFIX
 from penstock.metering.table import METRICS, ON_DROPS, ON_ERRORS, ON_GPU, ON_LOSSES
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.grafana.dashboard import ROWS
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.real
 GAME = Path(__file__).parents[2] / "runs" / "digits_game.py"
 ANSWER_S = 600.0
 NAME = "watched"
-SERIES = f'{{__name__=~"ray_penstock_.+",run="{NAME}"}}'
+OLD_NAMES = "|".join(f"{RAY_PREFIX}{name}" for name in RENAMED)
+SERIES = f'{{__name__=~"ray_penstock_.+",__name__!~"{OLD_NAMES}",run="{NAME}"}}'
+"""Series of the run that Ray exports: those by old names are Prometheus' own."""
 MOST_OF_RUN, MOST_OF_ACTOR = 60, 12
 """Most series of a run besides its ranks, and of a rank or an engine."""
 ABSENT = [
