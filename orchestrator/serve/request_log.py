@@ -83,6 +83,7 @@ class RequestLog:
         self.entries: dict[int, Entry] = {}
         self.highest_answered = -1
         """Number of the newest request that has a result."""
+        self.highest_taken = -1
         self._ends: deque[int] = deque()
         """Numbers of the newest requests that have a result, in the order of their ends."""
         _join_older(directory)
@@ -94,6 +95,7 @@ class RequestLog:
             self._note_answer(record)
         for entry in self.entries.values():
             entry.is_durable.set()
+            self.highest_taken = max(self.highest_taken, entry.seq)
         self._num_new = len(self._results.records)
 
     def pending(self) -> list[Entry]:
@@ -119,6 +121,7 @@ class RequestLog:
         entry = self.entries[seq] = Entry(seq, asked.kind, digest, asked.content_type, asked.tokens)
         try:
             entry.body = await self._requests.append(entry.header, asked.body)
+            self.highest_taken = max(self.highest_taken, seq)
         except BaseException:
             del self.entries[seq]
             raise

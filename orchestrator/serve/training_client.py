@@ -96,8 +96,8 @@ class TrainingClient:
     @property
     def gap(self) -> int | None:
         """Number of the request that others wait for and that has not come."""
-        has_later = self.next_seq not in self.log.entries and any(seq > self.next_seq for seq in self.log.entries)
-        return self.next_seq if has_later else None
+        is_missing = self.next_seq not in self.log.entries and self.next_seq < self.log.highest_taken
+        return self.next_seq if is_missing else None
 
     @property
     def num_waiting(self) -> int:
