@@ -1,6 +1,7 @@
 """A power cut at any moment costs nothing that counted before: checkpoints, exports, and files of other nodes."""
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace as Some
 from unittest.mock import Mock
@@ -15,10 +16,12 @@ from penstock.network.listener import Listener
 from penstock.orchestrator.checkpointing.resuming import newest
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.loops.saved_states import SavedStates
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
+from penstock.workers.files import SavedFile
 from penstock.workers.local_files import filling
 from penstock.workers.node.file_service import FILES, FileService, FileSet
 from penstock.workers.prompts.source import PromptStart
@@ -120,6 +123,22 @@ def test_a_run_resumes_from_its_last_checkpoint_whenever_the_power_is_cut(tmp_pa
     assert disk.num_moments > 100
     for promised, place in disk.after_power_cuts():
         assert resumed(place, text, config) >= promised
+
+
+def test_a_sessions_saved_state_is_whole_or_not_there(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    trainer, ranks = Trainer(), OneMachine(lambda role: members)
+    members = [("Trainer-0", FakeHandle(trainer))]
+    places = {"places": ranks.places, "collect": ranks.collect, "discard": ranks.discard}
+    fleet = Some(role=lambda role: members, owner=Some(epoch=0), **places)
+    with recorded(tmp_path / "disk") as disk:
+        asyncio.run(SavedStates(fleet, f"{tmp_path}/disk/runs/a/states", 60.0).save("first", {}))  # type: ignore[arg-type]
+        disk.promise(True)
+    for promised, place in disk.after_power_cuts():
+        state = place / "runs" / "a" / "states" / "first"
+        if promised or (state / "state.json").exists():
+            saved = json.loads((state / "state.json").read_text())
+            check_files(f"{state}/trainer", [SavedFile(**file) for file in saved["files"]])
 
 
 def contents(directory: Path) -> dict[str, bytes]:
