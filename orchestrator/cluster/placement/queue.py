@@ -44,6 +44,10 @@ class Queue:
         """Namespaces of the runs that came before and still wait, in the order in which they came."""
         return runs_ahead(names_of_groups(), self._name, self._came)
 
+    @property
+    def is_waiting(self) -> bool:
+        return self._place is not None
+
     def wait(self, is_first: bool) -> None:
         """Take a place, and ask for room; take back what has come before the run's turn."""
         if self._place is None:

@@ -83,7 +83,7 @@ class Reservation:
         owner = owner or ThisProcess()
         bundles = bundles_of(actors, config)
         index = {actor.name: number for number, unit in enumerate(bundles) for actor in unit}
-        nodes, deadline, told, looks = cluster_nodes(), time.monotonic() + timeout_s, "", 0
+        nodes, deadline, told, tries = cluster_nodes(), time.monotonic() + timeout_s, "", 0
         assignment = None if bundles and config.cluster.wait_s else assign(actors, nodes, config)
         if assignment is not None and not bundles:
             return cls(assignment, {}, None, owner)
@@ -92,14 +92,14 @@ class Reservation:
         with contextlib.closing(Queue(name, [_resources(unit) for unit in bundles], labels)) as queue:
             while (left_s := deadline - time.monotonic()) > 0:
                 before, own = queue.ahead(), queue.share()
-                is_turn = not before and bool(own or not looks)  # Ray knows of more than CPUs and GPUs
-                room = _room(actors, config, own, beside=not looks % 2) if is_turn else None
+                may_try = not before and (own or not queue.is_waiting)  # Ray knows of more than CPUs and GPUs
+                room = _room(actors, config, own, beside=tries % 2 == 0) if may_try else None
+                tries += bool(own)
                 if room is not None:
                     queue.take_back()
                     if group := _reserved(bundles, room, name, min(PATIENCE_S, left_s), owner):
                         return cls(room, index, group, owner)
                 queue.wait(is_first=not before)
-                looks += 1
                 told = _tell(f"waiting up to {limit} for {wanted(bundles)}{_behind(before)}.", told)
                 time.sleep(min(LOOK_S, left_s))
         raise ResourceError(
