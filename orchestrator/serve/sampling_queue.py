@@ -21,6 +21,7 @@ from penstock.orchestrator.serve.request_log import Entry, RequestLog
 from penstock.orchestrator.serve.schedule import Schedule, Waiting
 from penstock.orchestrator.serve.wire.results import Answer, failure, sample_answer
 from penstock.orchestrator.serve.wire.sampling import SampleRequest
+from penstock.workers.concurrent_tasks import cancel_all
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.sample_calls import SampleOutput
 
@@ -96,9 +97,7 @@ class SamplingQueue:
         if left:
             self._queues[queue] = left
         task, entry = self._running.get((queue, seq)), log.entries.get(seq)
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        await cancel_all([task] if task is not None else [])
         if entry is not None and not entry.is_done.is_set():
             await log.answer(entry, failure("the request was cancelled.", is_users=True))
 
@@ -106,11 +105,7 @@ class SamplingQueue:
         """Forget all requests of a sampling session that is over."""
         self._queues.pop(queue, None)
         self._schedule.forget(queue)
-        tasks = [task for (name, _), task in self._running.items() if name == queue]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_all([task for (name, _), task in self._running.items() if name == queue])
 
     async def close(self, timeout_s: float) -> None:
         """End; requests under way have this time, those left are drawn again after the next start."""
@@ -119,10 +114,7 @@ class SamplingQueue:
         tasks = list(self._running.values())
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_all(tasks)
 
     def _picked(self) -> Ticket | None:
         fronts = [queue[0] for queue in self._queues.values() if queue]

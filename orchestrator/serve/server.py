@@ -95,13 +95,12 @@ class Server:
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        ended = [part for part in parts if part.done()]
+        ended = [(part.get_name(), part.exception()) for part in parts if part.done()]
         await self.drain()
-        for part in ended:
-            error = part.exception()
+        for name, error in ended:
+            why = f": {type(error).__name__}: {error}" if error is not None else ""
             raise ServerFailed(
-                f"{part.get_name()} has ended: {type(error).__name__}: {error}. Start the server again with the same "
-                "name=: it goes on with every client."
+                f"{name} has ended{why}. Start the server again with the same name=: it goes on with every client."
             ) from error
 
     async def drain(self) -> None:

@@ -19,6 +19,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.failures import Kind, first_line, kind_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers, answers_or_end
+from penstock.workers.concurrent_tasks import cancel_all
 from penstock.workers.sample_calls import SampleCall, SampleOutput
 from penstock.workers.training_calls import AdapterState
 
@@ -69,9 +70,7 @@ class ServedEngines:
         raise AssertionError("the last try raises")
 
     async def close(self) -> None:
-        for task in self._repairs.values():
-            task.cancel()
-        await asyncio.gather(*self._repairs.values(), return_exceptions=True)
+        await cancel_all(list(self._repairs.values()))
 
     async def _chosen(self) -> tuple[str, Any]:
         """The engine with the fewest samples under way; where none is there, the first that comes back."""

@@ -1,6 +1,7 @@
 """Requests of training clients: each is written down, and gets the id of its future."""
 
 import asyncio
+import contextlib
 import time
 
 from starlette.responses import Response
@@ -38,7 +39,8 @@ async def get_info(exchange: Exchange) -> Response:
     client = exchange.service.client(exchange.tenant, exchange.fields.need("model_id"))
     first = client.log.entries.get(0)
     if client.spec is None and first is not None and not first.is_done.is_set():
-        await asyncio.wait([asyncio.ensure_future(first.is_done.wait())], timeout=exchange.service.config.poll_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(first.is_done.wait(), exchange.service.config.poll_s)
     spec, facts = await client.shape(), client.facts
     data = {"arch": None, "model_name": facts.base_model, "tokenizer_id": tokenizer_of(exchange.service)}
     return as_json({
