@@ -104,12 +104,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     config = _load([*SERVED, *arguments.overrides] if arguments.overrides else [])
     from rich.console import Console
 
-    from penstock.orchestrator.serve.command import serve
+    from penstock.orchestrator.serve.command import given_key, serve
 
     given = {name: getattr(arguments, name) for name in ("host", "port") if getattr(arguments, name) is not None}
     console = Console()
     serve(
-        replace(config, serve=replace(config.serve, **given)), arguments.key_file,
+        replace(config, serve=replace(config.serve, **given)), arguments.key or given_key(arguments.key_file),
         lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
     )  # fmt: skip
     return 0

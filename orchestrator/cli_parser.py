@@ -125,6 +125,7 @@ def _add_serve(commands: Any, functions: Functions) -> None:
     serve.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     serve.add_argument("--host", default=None, help="interface (default: serve.host, loopback)")
     serve.add_argument("--port", type=int, default=None, help="0: any (default: serve.port)")
+    serve.add_argument("--key", default=None, help="the key itself, which ps shows to all on this machine")
     serve.add_argument("--key-file", default=None, metavar="FILE", help=KEY_HELP)
     serve.set_defaults(command=functions["serve"])
 

@@ -43,10 +43,10 @@ ROLES = ("store", "rollout", "trainer")
 """Roles of the plan that a server has actors of; the store's is never started."""
 
 
-def serve(config: RunConfig, key_file: str | None, tell: Callable[[str], None]) -> None:
-    """Serve until SIGTERM, SIGHUP or SIGINT, and drain. `key_file`: None: the key is in TINKER_API_KEY, or made. Raises
-    `ConfigError`, `ModelError`, `ResourceError`, `RunInUse` before anything listens."""
-    config, key = served(config), given_key(key_file)
+def serve(config: RunConfig, key: str, tell: Callable[[str], None]) -> None:
+    """Serve until SIGTERM, SIGHUP or SIGINT, and drain. `key`: empty: one is made. Raises `ConfigError`, `ModelError`,
+    `ResourceError`, `RunInUse` before anything listens."""
+    config = served(config)
     validate(config)
     flow = Dataflow().rollout("policy", samples_per_prompt=1).train("policy", loss=_by_request).check()
     plan = [actor for actor in plan_actors(flow, config) if actor.role in ROLES]
