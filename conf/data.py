@@ -131,6 +131,9 @@ class DataConfig:
     -> str`. `null`: the dataset's own column, or the answer."""
     rejected_teacher: str | None = None
     """Function that writes the rejected response, for DPO and reward models."""
+    private_urls: bool = False
+    """Whether pictures that rows name by URL may be at private addresses: of this machine, its network, its cloud. Data
+    of others could have them asked otherwise."""
     system_prompt: str | None = None
     """System prompt, put before the user's text where the chat template is applied, and before messages that have none.
     An environment finds it in `task.messages`, with what was said before."""

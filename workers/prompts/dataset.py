@@ -63,7 +63,7 @@ class TableDataset:
     def row(self, index: int) -> DatasetRow:
         row, where = self.rows.row(index), self.rows.where(index)
         columns = _with_usual(self.config.columns, row)
-        seen = RowPictures(where, self.rows.folder, self._pictures(row, where))
+        seen = RowPictures(where, self.rows.folder, self._pictures(row, where), self.config.private_urls)
         messages, demonstration = self._conversation(row, columns.prompt, where, seen)
         prompt = ""
         if not messages:

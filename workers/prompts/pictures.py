@@ -9,16 +9,26 @@ content  [{"type": "image_url", "image_url": {"url": "data:image/png;…"}}, …
 Pictures that nothing marks stand before the user's first text, as TRL places them.
 """
 
+import asyncio
+import errno
+import ipaddress
+import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.conf.errors import CheckpointError, DataError
-from penstock.workers.files import is_url, read_if_there
+import aiohttp
+
+from penstock.conf.errors import DataError
+from penstock.workers.files import is_url
 from penstock.workers.pictures.encoding import as_png, bytes_of_url, encoded, is_image
 
 MARK = "<image>"
+FETCH_S = 30.0
+"""Seconds for a picture at a URL."""
+MOST_FETCHED_BYTES = 2**25
 _FIELDS = ("image", "image_url", "url", "path", "bytes", "base64")
 """Keys of a message's part that may hold its picture."""
 
@@ -46,6 +56,8 @@ class RowPictures:
     """Folder that paths are relative to."""
     column: Sequence[Any] | None = None
     """Values of the row's column of pictures, in order; None if no column is named."""
+    private_urls: bool = False
+    """Whether URLs may name private addresses."""
     _found: list[bytes] = field(default_factory=list)
     _num_taken: int = 0
     """Number of the column's values that have a place."""
@@ -97,8 +109,8 @@ class RowPictures:
     def _read(self, value: Any, what: str, where: str = "") -> bytes:
         where = f"{where or self.where}: {what}"
         try:
-            return encoded(_bytes_of(value, self.folder))
-        except (OSError, ValueError, SyntaxError, CheckpointError) as error:
+            return encoded(_bytes_of(value, self.folder, self.private_urls))
+        except (OSError, ValueError, SyntaxError) as error:
             raise DataError(f"{where} cannot be read: {error}") from None
         except _Unknown as error:
             raise DataError(
@@ -110,16 +122,15 @@ class _Unknown(Exception):
     """A value that is no picture."""
 
 
-def _bytes_of(value: Any, folder: Path) -> bytes:
-    """The bytes that a value stands for, whatever they hold. Raises `_Unknown`, `OSError`, `ValueError`,
-    `CheckpointError`."""
+def _bytes_of(value: Any, folder: Path, private_urls: bool) -> bytes:
+    """The bytes that a value stands for, whatever they hold. Raises `_Unknown`, `OSError`, `ValueError`."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, Mapping):
         inner = next((value[name] for name in ("bytes", "url", "path") if value.get(name) is not None), None)
         if inner is None:
             raise _Unknown("nothing")
-        return _bytes_of(inner, folder)
+        return _bytes_of(inner, folder, private_urls)
     if is_image(value):
         return as_png(value)
     if not isinstance(value, str):
@@ -128,7 +139,36 @@ def _bytes_of(value: Any, folder: Path) -> bytes:
         return bytes_of_url(value)
     if not is_url(value):
         return (folder / Path(value).expanduser()).read_bytes()
-    found = read_if_there(value)
-    if found is None:
-        raise FileNotFoundError(f"there is no file {value}")
-    return found
+    if not value.startswith(("http://", "https://")):
+        raise ValueError(f"{value.partition('://')[0]:.20}: is not fetched: http and https are")
+    with ThreadPoolExecutor(1) as threads:  # the caller's thread may have an event loop
+        return threads.submit(asyncio.run, _fetched(value, private_urls)).result()
+
+
+async def _fetched(url: str, private_urls: bool) -> bytes:
+    """The file at a URL. Raises `OSError`, `ValueError`."""
+    connector = aiohttp.TCPConnector(socket_factory=None if private_urls else _public_socket)
+    timeout = aiohttp.ClientTimeout(FETCH_S)
+    found = bytearray()
+    try:
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout, raise_for_status=True) as session,
+            session.get(url) as answer,
+        ):
+            async for part in answer.content.iter_chunked(2**16):
+                found += part
+                if len(found) > MOST_FETCHED_BYTES:
+                    raise ValueError(f"{url} has more than {MOST_FETCHED_BYTES:,} bytes")
+    except TimeoutError:
+        raise OSError(f"{url} did not come within {FETCH_S:g} s") from None
+    except aiohttp.ClientError as error:
+        raise OSError(f"{url}: {error}") from None
+    return bytes(found)
+
+
+def _public_socket(info: Any) -> socket.socket:
+    """The socket for an address that a name, or a redirect, has led to. Raises `OSError` for a private one."""
+    family, kind, protocol, _, address = info
+    if not ipaddress.ip_address(address[0].partition("%")[0]).is_global:
+        raise OSError(errno.EACCES, f"{address[0]} is a private address, which data.private_urls=true allows")
+    return socket.socket(family, kind, protocol)

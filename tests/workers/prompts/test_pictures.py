@@ -1,8 +1,10 @@
 """Pictures of datasets: each form of them becomes bytes at its place, and what cannot be read is told with its row."""
 
 import base64
+import http.server
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from penstock.workers.environments.task import Task
 from penstock.workers.fresh_model import character_tokenizer, fresh_processor
 from penstock.workers.pictures.fresh import END, IMAGE, START
 from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.prompts import pictures
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DatasetRow
 from penstock.workers.prompts.held_out import problem_of
+from penstock.workers.prompts.pictures import RowPictures
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
 
@@ -64,10 +68,10 @@ def asks(*parts: Any) -> list[dict[str, Any]]:
 TEXT = {"type": "text", "text": "How many?"}
 
 
-def test_paths_urls_and_base64_are_read_beside_the_file(tmp_path: Path) -> None:
+def test_paths_and_base64_are_read_beside_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(RED)
     (tmp_path / "b.jpg").write_bytes(JPEG)
-    given = ["a.png", f"file://{tmp_path}/b.jpg", base64_of(DARK), str(tmp_path / "a.png"), {"path": "b.jpg"}]
+    given = ["a.png", f"{tmp_path}/b.jpg", base64_of(DARK), str(tmp_path / "a.png"), {"path": "b.jpg"}]
     row = row_of(tmp_path, {"prompt": "How many?", "images": given, "level": 3})
     assert row.pictures == (RED, JPEG, DARK, RED, JPEG)
     assert row.prompt == "<image>" * 5 + "How many?"
@@ -159,7 +163,9 @@ def test_pictures_that_a_function_makes_are_written_as_png(tmp_path: Path) -> No
     ("row", "message"),
     [
         ({"images": ["no.png"]}, r"line 2: picture 1 cannot be read: .*No such file.*no\.png"),
-        ({"images": ["memory://no.png"]}, r"line 2: picture 1 cannot be read: there is no file memory://no\.png"),
+        ({"images": ["memory://no.png"]}, r"line 2: picture 1 cannot be read: memory: is not fetched: http and https"),
+        ({"images": ["file:///etc/passwd"]}, r"line 2: picture 1 cannot be read: file: is not fetched: http and https"),
+        ({"images": ["http://169.254.169.254/a.png"]}, r"169\.254\.169\.254 is a private address, which data\.priv"),
         ({"images": [base64_of(b"text")]}, "line 2: picture 1 cannot be read: its 4 bytes are no picture"),
         ({"images": [base64_of(RED[:-20])]}, "line 2: picture 1 cannot be read: "),
         ({"images": ["data:image/png,xx"]}, "line 2: picture 1 cannot be read: .* is not in base64"),
@@ -261,3 +267,42 @@ def test_the_environment_gets_the_conversation_with_its_pictures(tmp_path: Path)
     told = as_told(task)["messages"][1]["content"]
     assert told[0] == {"type": "image_url", "image_url": {"url": base64_of(RED)}}
     assert json.loads(json.dumps(told)) == told
+
+
+class Pictures(http.server.BaseHTTPRequestHandler):
+    """Serves a picture, one that is too large, one that never comes, and a redirect to the first."""
+
+    def do_GET(self) -> None:
+        self.send_response(302 if self.path == "/moved" else 200)
+        self.send_header("location", "/a.png")
+        self.end_headers()
+        if self.path == "/never":
+            self.rfile.read()
+        elif self.path != "/moved":
+            self.wfile.write(RED if self.path == "/a.png" else bytes(2**16))
+
+    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+
+def test_urls_of_rows_are_fetched_within_bounds_and_not_from_private_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "MOST_FETCHED_BYTES", 2**15)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}"
+
+        def read(path: str, **allowed: bool) -> tuple[bytes, ...]:
+            row = RowPictures("line 1", tmp_path, [f"{place}{path}"], **allowed)
+            return row.placed(["?"])[1]
+
+        assert read("/a.png", private_urls=True) == read("/moved", private_urls=True) == (RED,)
+        with pytest.raises(DataError, match=r"127\.0\.0\.1 is a private address"):
+            read("/a.png")
+        with pytest.raises(DataError, match="more than 32,768 bytes"):
+            read("/large", private_urls=True)
+        monkeypatch.setattr(pictures, "FETCH_S", 0.1)
+        with pytest.raises(DataError, match=r"did not come within 0\.1 s"):
+            read("/never", private_urls=True)
+        server.shutdown()
