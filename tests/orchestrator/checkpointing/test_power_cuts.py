@@ -9,19 +9,21 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from penstock.conf.faults import CheckpointConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.network.handshake import new_token
 from penstock.network.listener import Listener
-from penstock.orchestrator.checkpointing.resuming import newest
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.loops.saved_states import SavedStates
 from penstock.orchestrator.membership.run_context import RunContext
+from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
-from penstock.workers.files import SavedFile
+from penstock.workers.files import SavedFile, saved_file
 from penstock.workers.local_files import filling
 from penstock.workers.node.file_service import FILES, FileService, FileSet
 from penstock.workers.prompts.source import PromptStart
@@ -83,7 +85,8 @@ def resumed(place: Path, text: str, config: RunConfig) -> int:
         return 0
     directory = RunDirectory.open(place / "runs" / "a")
     assert directory.config_file.read_text() == text
-    checkpoint = newest(directory, config)
+    checkpoint = Checkpoints(str(directory.checkpoints), config.checkpoint).newest(damaged := [])
+    assert not damaged
     if checkpoint is None:
         return 0
     trainer = Trainer()
@@ -123,6 +126,23 @@ def test_a_run_resumes_from_its_last_checkpoint_whenever_the_power_is_cut(tmp_pa
     assert disk.num_moments > 100
     for promised, place in disk.after_power_cuts():
         assert resumed(place, text, config) >= promised
+
+
+def test_what_others_have_written_is_on_the_disk_before_a_checkpoint_counts(tmp_path: Path) -> None:
+    """Ranks on other machines, say, or the store of an earlier version."""
+    (tmp_path / "disk").mkdir()
+    with recorded(tmp_path / "disk") as disk:
+        checkpoints = Checkpoints(f"{tmp_path}/disk/checkpoints", CheckpointConfig())
+        rank = Path(checkpoints.directory(1), "trainer", "rank_1.bin")
+        rank.parent.mkdir(parents=True)
+        rank.write_bytes(b"weights")
+        checkpoints.seal(Checkpoint(checkpoints.directory(1), 1, PromptStart(), "/", {}, [saved_file(rank)]))
+        disk.promise(True)
+    for promised, place in disk.after_power_cuts():
+        checkpoint = Checkpoints(f"{place}/checkpoints", CheckpointConfig()).newest()
+        assert checkpoint is not None or not promised
+        if checkpoint is not None:
+            check_files(checkpoint.trainer, checkpoint.files)
 
 
 def test_a_sessions_saved_state_is_whole_or_not_there(tmp_path: Path) -> None:
