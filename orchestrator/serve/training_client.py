@@ -71,7 +71,8 @@ class TrainingClient:
         for _, file in found[:-1]:
             file.unlink(missing_ok=True)
         self._calls: dict[int, Call] = {}
-        self._spec: AdapterSpec | None = None
+        self.spec: AdapterSpec | None = None
+        """The adapter's shape; None while it is not made."""
         self._writing: asyncio.Task[None] | None = None
 
     async def accept(self, asked: Asked, call: Call | None) -> Entry:
@@ -108,23 +109,15 @@ class TrainingClient:
         call = self._calls.pop(entry.seq, None)
         return call if call is not None else decoded(entry, self.log.body_of(entry), self.facts, self._max_rank)
 
-    @property
-    def spec(self) -> AdapterSpec | None:
-        """The adapter's shape; None while it is not made."""
-        return self._spec
-
     async def shape(self) -> AdapterSpec | None:
         """The adapter's shape, found on the disk after a start; None while it is not made."""
-        if self._spec is None and self._snapshot is not None:
-            self._spec = await asyncio.to_thread(read_spec, self._snapshot)
+        if self.spec is None and self._snapshot is not None:
+            self.spec = await asyncio.to_thread(read_spec, self._snapshot)
         first = self.log.entries.get(0)
-        if self._spec is None and first is not None and first.is_done.is_set() and first.body is not None:
+        if self.spec is None and first is not None and first.is_done.is_set() and first.body is not None:
             call = decoded(first, self.log.body_of(first), self.facts, self._max_rank)
-            self._spec = call.spec if isinstance(call, CreateCall) else None
-        return self._spec
-
-    def made(self, spec: AdapterSpec) -> None:
-        self._spec = spec
+            self.spec = call.spec if isinstance(call, CreateCall) else None
+        return self.spec
 
     async def finish(self) -> None:
         """Go on to the request after the one that was answered."""
@@ -134,9 +127,8 @@ class TrainingClient:
 
     def repeated(self) -> list[Entry]:
         """Requests that have to be repeated on the newest snapshot, in order."""
-        later = sorted(seq for seq in self.log.entries if self.snapshot_seq < seq < self.next_seq)
-        found = [self.log.entries[seq] for seq in later]
-        return [entry for entry in found if entry.kind in CHANGING and not entry.is_failure]
+        later = [one for one in self.log.entries.values() if self.snapshot_seq < one.seq < self.next_seq]
+        return sorted((one for one in later if one.kind in CHANGING and not one.is_failure), key=lambda one: one.seq)
 
     @property
     def has_failed(self) -> bool:
@@ -150,7 +142,7 @@ class TrainingClient:
         if self._snapshot is None:
             return None
         state = await asyncio.to_thread(read_state, self._snapshot)
-        self._spec = state.spec
+        self.spec = state.spec
         return state
 
     async def keep(self, state: AdapterState, seq: int) -> None:

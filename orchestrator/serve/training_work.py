@@ -65,7 +65,7 @@ class TrainingWork:
         client.is_resident = False
         await self._backend.drop_adapter(client.facts.model_id)
         await self._backend.create_adapter(client.facts.model_id, spec, state)
-        client.made(spec)
+        client.spec = spec
 
     async def _save(self, client: TrainingClient, entry: Entry, call: SaveCall) -> Answer:
         state = await self._backend.adapter_state(client.facts.model_id)
