@@ -58,8 +58,7 @@ def filling(target: Path) -> Iterator[Path]:
         for file in sorted(path for path in part.rglob("*") if path.is_file()):
             place = target / file.relative_to(part)
             place.parent.mkdir(parents=True, exist_ok=True)
-            file.replace(place)
-        durable.sync_tree(target)
+            durable.rename(file, place)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

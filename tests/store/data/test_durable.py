@@ -21,7 +21,7 @@ OTHERS = {
     "orchestrator/observability/ui/runs/remote.py: replace": "copies of what is at a URL",
     "store/data/arena.py: rename": "shared memory",
     "store/data/roots.py: rename": "directories that end with their process",
-    "workers/local_files.py: replace": "files that are written again, and `filling`, which syncs all of them",
+    "workers/local_files.py: replace": "files that are written again",
     "workers/node/file_service.py: rename": "copies that end with the run",
     "workers/weights/publication/reused_files.py: replace": "shared memory",
 }
