@@ -183,7 +183,7 @@ class Checkpoints:
     def archive(self, address: Address) -> Iterator[bytes]:
         """A tar of a checkpoint, in parts: the adapter as PEFT reads it, and for training its whole state."""
         facts, state = self.get(address), self.state(address, with_optimizer=address.folder == "weights")
-        files = {FACTS: json.dumps(asdict(facts)).encode(), **_files_of(state)}
+        files = {FACTS: json.dumps(asdict(replace(facts, file=STATE))).encode(), **_files_of(state)}
         if address.folder == "weights":
             files[STATE] = self.file(address).read_bytes()
         for name, data in files.items():

@@ -1,7 +1,9 @@
 """A name of weights stands for its newest save; whoever samples from an older one stays with it."""
 
 import asyncio
+import io
 import json
+import tarfile
 
 import numpy as np
 import pytest
@@ -166,6 +168,14 @@ def facts(seq):
 
 def state(size):
     return Adapter.of(AdapterSpec(size, 0), None).state()
+
+
+def test_an_archive_names_its_own_files(tmp_path):
+    saves = Checkpoints(tmp_path)
+    address = saves.save(facts(3), state(2), overwrite=False).address
+    with tarfile.open(fileobj=io.BytesIO(b"".join(saves.archive(address)))) as archive:
+        told = json.loads(archive.extractfile("checkpoint.json").read())
+        assert told["file"] in archive.getnames()
 
 
 def test_a_save_that_is_repeated_keeps_the_bits_that_clients_may_know(tmp_path):
