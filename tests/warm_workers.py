@@ -245,6 +245,7 @@ def become(caller: socket.socket) -> None:
     if group := os.environ.get("PENSTOCK_COSTS_GROUP"):  # see costs.py
         with suppress(OSError):
             Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    sys.path[1:1] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     arguments = request["arguments"]
     if arguments[0] == CLIENT:
         arguments = set_up(arguments[1:])

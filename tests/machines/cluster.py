@@ -60,6 +60,7 @@ class Cluster:
         warm: Path | None = None,
         environment: Mapping[str, str] | None = None,
         object_store_bytes: int = ray_nodes.OBJECT_STORE_BYTES,
+        head_options: Sequence[str] = (),
         timeout_s: float = ray_nodes.START_S,
     ) -> str:
         """A Ray cluster of all machines, its head on the first; its address, when all are there.
@@ -75,11 +76,12 @@ class Cluster:
                 processes are forks. None: they start as they do for users.
             environment: of everything on the machines from now on, such as `RAY_health_check_period_ms`.
             object_store_bytes: of each machine, in its `/dev/shm`.
+            head_options: further options of `ray start --head`.
         """
         cpus, gpus = of_each(num_cpus, len(self), "num_cpus"), of_each(num_gpus, len(self), "num_gpus")
         nodes = [(member, *numbers) for member, *numbers in zip(self, cpus, gpus, strict=True)][:num_nodes]
         return ray_nodes.start(
-            self._members, nodes, warm, environment or {}, timeout_s, takes_jobs, object_store_bytes
+            self._members, nodes, warm, environment or {}, timeout_s, takes_jobs, object_store_bytes, head_options
         )  # fmt: skip
 
 

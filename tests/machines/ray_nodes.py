@@ -55,6 +55,7 @@ def start(
     timeout_s: float,
     takes_jobs: bool = False,
     store_bytes: int = OBJECT_STORE_BYTES,
+    head_options: Sequence[str] = (),
 ) -> str:
     """See `Cluster.start_ray`. `nodes`: those of the members that become nodes, with their CPUs and GPUs."""
     address = f"{members[0].address}:{PORT}"
@@ -72,7 +73,7 @@ def start(
 
     def start_node(member: Machine, cpus: int, gpus: int) -> None:
         is_head, jobs = member is members[0], WITH_JOBS if takes_jobs else WITHOUT_JOBS
-        role = (*HEAD, *jobs) if is_head else ("--address", address)
+        role = (*HEAD, *jobs, *head_options) if is_head else ("--address", address)
         counts = ["--num-cpus", str(cpus), "--num-gpus", str(gpus), "--object-store-memory", str(store_bytes)]
         command = [*python, *RAY, "start", *role, "--node-ip-address", member.address, *counts, "--disable-usage-stats"]
         member.run(command, cwd=ROOT, timeout_s=timeout_s)

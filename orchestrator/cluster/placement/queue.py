@@ -51,7 +51,7 @@ class Queue:
     def wait(self, is_first: bool) -> None:
         """Take a place, and ask for room; take back what has come before the run's turn."""
         if self._place is None:
-            self._place = reserved([ONE_BYTE], [], f"{self._name}{PLACE}{self._came}")
+            self._place = reserved([ONE_BYTE], [{}], f"{self._name}{PLACE}{self._came}")
         if self.share() and not is_first:
             self.take_back()
             self._has_stepped_back = True

@@ -100,7 +100,7 @@ class Reservation:
                     if group := _reserved(bundles, room, name, min(PATIENCE_S, left_s), owner):
                         return cls(room, index, group, owner)
                 queue.wait(is_first=not before)
-                told = _tell(f"waiting up to {limit} for {wanted(bundles)}{_behind(before)}.", told)
+                told = _tell(f"waiting up to {limit} for {wanted(bundles)}{_behind(before)}.", told, name)
                 time.sleep(min(LOOK_S, left_s))
         raise ResourceError(
             f"What the run reserves was not free within {limit}: {wanted(bundles)}{_behind(before)}. "
@@ -234,8 +234,9 @@ def wanted(bundles: Sequence[Sequence[ActorPlan]]) -> str:
     return _amount(_resources([actor for unit in bundles for actor in unit]))
 
 
-def holders() -> str:
-    """Reservations on the cluster, a sentence for each holder, runs by their names."""
+def holders(beside: str = "") -> str:
+    """Reservations on the cluster, a sentence for each holder, runs by their names. `beside`: the namespace of a run
+    that is left out."""
     nodes, free = cluster_nodes(), {node.id: node for node in free_nodes()}
     names, used = titles(nodes), {}
     of_owner: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
@@ -249,6 +250,7 @@ def holders() -> str:
                 of_owner[_owner(group["name"])][node_id][kind] += amount
                 if node_id in used:
                     used[node_id][kind] -= amount
+    of_owner.pop(_owner(beside), None)
     sentences = [f"{owner} has {text}." for owner, own in of_owner.items() if (text := _places(own, names))]
     others = {node_id: amounts for node_id, amounts in used.items() if any(a > 1e-3 for a in amounts.values())}
     if others:
@@ -284,10 +286,11 @@ def _behind(runs: Sequence[str]) -> str:
     return f", behind {', '.join(map(_owner, runs))}" if runs else ""
 
 
-def _tell(text: str, told: str) -> str:
-    """Tell people what the run waits for, if that is new to them. Returns what they know now."""
+def _tell(text: str, told: str, name: str) -> str:
+    """Tell people what the run waits for, if that is new to them. Returns what they know now. `name`: the run's
+    namespace."""
     if text != told:
-        _LOG.warning("%s %s `ray status` shows what was asked for.", text, holders())
+        _LOG.warning(" ".join([text, *filter(None, [holders(name)]), "`ray status` shows what was asked for."]))
     return text
 
 

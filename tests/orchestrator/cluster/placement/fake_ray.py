@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.util.placement_group import validate_placement_group
 
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.placement import queue, reservation
@@ -18,7 +19,7 @@ class FakeGroup:
     def __init__(
         self, ray: "FakeRay", bundles: Sequence[dict[str, float]], labels: Sequence[dict[str, str]], name: str
     ) -> None:
-        self.name, self.bundles, self.labels = name, bundles, labels or [{}] * len(bundles)
+        self.name, self.bundles, self.labels = name, bundles, labels
         self.state, self.nodes = "PENDING", list[str]()
         self._ray = ray
 
@@ -67,6 +68,7 @@ class FakeRay:
         self.fill()
 
     def reserve(self, bundles: list[dict[str, float]], labels: list[dict[str, str]], name: str) -> FakeGroup:
+        validate_placement_group(bundles, bundle_label_selector=labels)
         self.groups.append(FakeGroup(self, bundles, labels, name))
         return self.groups[-1]
 

@@ -31,6 +31,10 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return ray
 
 
+def queue_of(name: str, num_bundles: int) -> Queue:
+    return Queue(name, [{"CPU": 1.0}] * num_bundles, [{}] * num_bundles)
+
+
 def made(timeout_s: float, *words: str) -> Reservation:
     """A reservation of two actors of two CPUs each."""
     actors, config = planned("cluster.cpus_per_worker=2", "reward.cpus_per_worker=0", *words)
@@ -57,7 +61,7 @@ def test_runs_are_served_first_come_first_served(wanted: list[int], seed: int) -
         random = Random(seed)
         ray = FakeRay([], random)
         ray.installed(monkeypatch)
-        waiting = [(number, Queue(f"run-{number}", [{"CPU": 1.0}] * size, [])) for number, size in enumerate(wanted)]
+        waiting = [(number, queue_of(f"run-{number}", size)) for number, size in enumerate(wanted)]
         for number, run in waiting:
             run.wait(is_first=number == 0)
         served: list[int] = []
@@ -69,23 +73,22 @@ def test_runs_are_served_first_come_first_served(wanted: list[int], seed: int) -
             if (before := run.ahead()) or not run.share():
                 run.wait(is_first=not before)
                 continue
+            run.take_back()
+            reserved = ray.reserve([{"CPU": 1.0}] * wanted[number], [{}] * wanted[number], f"run-{number}")
+            if not reserved.wait(0):  # the request of a run behind was faster
+                ray.remove(reserved)
+                continue
             run.close()
-            ray.reserve(run_bundles(wanted[number]), [], f"run-{number}").wait(0)
             served.append(number)
             waiting.remove((number, run))
             if not waiting:
                 break
     assert served == list(range(len(wanted)))
-    assert len(ray.groups) <= 4 * len(wanted)  # a place, the reservation, and two requests at most
     assert len(ray.of("CREATED")) == len(wanted)
 
 
-def run_bundles(size: int) -> list[dict[str, float]]:
-    return [{"CPU": 1.0}] * size
-
-
 def test_a_run_takes_back_what_it_gets_before_its_turn(ray: FakeRay) -> None:
-    first, second = Queue("first", [{"CPU": 4.0}], []), Queue("second", [{"CPU": 1.0}], [])
+    first, second = queue_of("first", 4), queue_of("second", 1)
     for run in (first, second):
         run.wait(is_first=run is first)
     ray.nodes.append(node(2, 1))
@@ -137,7 +140,7 @@ def test_without_a_time_to_wait_a_run_that_never_fits_is_refused_at_once(ray: Fa
 
 def test_a_run_waits_behind_those_that_came_before(ray: FakeRay, caplog: pytest.LogCaptureFixture) -> None:
     ray.nodes.append(node(2, 4))
-    other = Queue(OTHER, [{"CPU": 8.0}], [])
+    other = queue_of(OTHER, 8)
     other.wait(is_first=True)
     ray.at(20, other.close)
     found = made(100, "cluster.wait_s=100")
